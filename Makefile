@@ -24,10 +24,8 @@ QUICK := tests/attn/test_conformance.py tests/attn/test_properties.py tests/attn
 # Only files with one of these words have interpreted tests. To import the others takes a worker ten seconds.
 INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
-FUZZ_SECONDS = $(if $(filter command% environment%,$(origin SECONDS)),$(SECONDS),120)
-
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-quick test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean soak fuzz
+.PHONY: help setup demo test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist inspect lint clean soak fuzz
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -45,15 +43,24 @@ test: $(READY) ## all that runs without a GPU: lint, test-cpu, test-interpreter,
 	+@bash scripts/run-parts lint test-cpu test-interpreter
 
 test-cpu: $(READY)
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter and not exhaustive"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not gpu and not interpreter and not exhaustive and not thorough"
 
 test-interpreter: $(READY)
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(INTERPRETED) -n $(WORKERS) --dist worksteal -m interpreter
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(INTERPRETED) -n $(WORKERS) --dist worksteal -m "interpreter and not thorough"
 
 test-quick: $(READY) ## the tests that tell most, in a minute or two
 	$(RUN) -m ruff check .
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(QUICK) -n $(WORKERS) --dist worksteal \
-	  -m "not gpu and not interpreter and not exhaustive and not slow" -k "not compile"
+	  -m "not gpu and not interpreter and not exhaustive and not thorough and not slow" -k "not compile"
+
+test-thorough: $(READY) ## what differs little from a test of make test, and costs much; CI runs it
+	+@bash scripts/run-parts test-thorough-cpu test-thorough-interpreter
+
+test-thorough-cpu: $(READY)
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "thorough and not gpu and not interpreter and not exhaustive"
+
+test-thorough-interpreter: $(READY)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(RUN) -m pytest $(INTERPRETED) -n $(WORKERS) --dist worksteal -m "interpreter and thorough"
 
 test-instruction-sets: $(READY) ## what is computed on the CPU, as CPUs with AVX2 and with neither that nor AVX-512 compute it
 	+@bash scripts/run-parts test-numerical-avx2 test-numerical-sse
@@ -70,7 +77,7 @@ test-numerical-avx2 test-numerical-sse: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(NUMERICAL) -n $(WORKERS) --dist worksteal \
 	  -m "not gpu and not interpreter and not compile and not exhaustive and not slow" -k "not ($(NOT_NUMERICAL))"
 
-test-compile: $(READY) ## compile every configuration of every kernel; make test compiles those that are not in the record
+test-compile: $(READY) ## compile every configuration of every kernel; make test compiles one of each, make test-thorough the telling ones
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/backends/test_compile.py -n $(WORKERS) --dist worksteal
 
 record-compiled: $(READY) ## compile the configurations that have changed since, and record what the compiler says of them
@@ -82,9 +89,8 @@ mutants: $(READY) ## plant faults drawn from the source and count those that the
 soak: $(READY) ## two replicas of a server under load and abuse for SECONDS=600; the exit code says whether all was well
 	OMP_NUM_THREADS=1 PYTHONPATH=.:tests:tests/engine/server $(RUN) tests/engine/server/soak.py $(or $(SECONDS),600)
 
-# bash exports no SECONDS, so a SECONDS from the environment is the caller's.
-fuzz: $(READY) ## random calls of every public function against an oracle, SECONDS=600 SEED=7 DEVICE=cuda ARGS="--family caches"
-	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(RUN) -m fuzz --seconds $(FUZZ_SECONDS) --device $(or $(DEVICE),cpu) \
+fuzz: $(READY) ## random calls of every public function against an oracle for SECONDS=600; SEED=, JOBS=, DEVICE=cuda, ARGS="--family caches"
+	OMP_NUM_THREADS=1 PYTHONPATH=.:tests $(RUN) -m fuzz --seconds $(or $(SECONDS),600) --device $(or $(DEVICE),cpu) \
 	  --jobs $(or $(JOBS),1) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 test-hopper-interpreted: $(READY) ## the Hopper kernels without a card: every mask and configuration, in several orders of events
@@ -100,7 +106,7 @@ test-newest-triton: $(READY) ## compile the Hopper kernels with the newest relea
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton \
 	  $(RUN) -m pytest tests/backends/newest_triton.py -m "not exhaustive" -n $(WORKERS) --dist worksteal $(ARGS)
 
-test-oldest-triton: $(READY) ## compile all kernels, as make test does, with the oldest Triton that the package takes
+test-oldest-triton: $(READY) ## compile all kernels, as make test-thorough does, with the oldest Triton that the package takes
 	OMP_NUM_THREADS=1 bash scripts/with-triton $(VENV) triton==3.6.0 \
 	  $(RUN) -m pytest tests/backends/test_compile.py -m "not exhaustive" -n $(WORKERS) --dist worksteal
 
@@ -128,7 +134,7 @@ inspect: $(READY) ## registers, spills and tensor-core use of every kernel, with
 
 lint: $(READY) ## ruff and mypy
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy
+	MYPY_NUM_WORKERS=$(WORKERS) $(RUN) -m mypy
 
 clean: ## remove the virtual environment, caches and outputs
 	rm -rf $(VENV) build dist *.egg-info flashtile-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -40,11 +40,11 @@ from typing import Any
 import torch
 
 from flashtile import SamplingParams
-from flashtile.bench.engine_bench import Workload, floor_bytes, measure
-from flashtile.bench.engine_models import SERVED, tokens, vocabulary, write_model
-from flashtile.bench.engine_peers import Flashtile
-from flashtile.bench.workloads import SMALL_MODEL
 from flashtile.hardware import machine
+from flashtile.tools.bench.engine_bench import EngineWorkload, floor_bytes, measure
+from flashtile.tools.bench.engine_models import SERVED, tokens, vocabulary, write_model
+from flashtile.tools.bench.engine_peers import Flashtile
+from flashtile.tools.bench.workloads import SMALL_MODEL
 
 READ = 4.47e12
 """Bytes a second that one H200 reads."""
@@ -114,7 +114,7 @@ def greedy(length: int) -> SamplingParams:
 def decode(bench: Bench) -> Rows:
     rows = []
     for batch in bench.options.batches:
-        workload = Workload(bench.options.model, batch, bench.options.context, bench.options.steps)
+        workload = EngineWorkload(bench.options.model, batch, bench.options.context, bench.options.steps)
         found = measure(bench.engine(), workload, bench.device, 2)
         floor = floor_bytes(workload) / READ * 1e3 / int(os.environ.get("WORLD_SIZE", "1"))
         rows.append(
@@ -167,9 +167,7 @@ def kernels(bench: Bench) -> Rows:
          "us_a_step": busy / steps, "idle": 1 - busy * 1e-6 / seconds, "graph_ms": graph_ms}
     ]  # fmt: skip
     for name, time_of in names.most_common(14):
-        rows.append(
-            {"kernel": name[:70], "a_step": counts[name] / steps, "us_a_step": time_of / steps}
-        )
+        rows.append({"kernel": name[:70], "a_step": counts[name] / steps, "us_a_step": time_of / steps})
     return rows
 
 
@@ -298,7 +296,7 @@ def guesses(bench: Bench) -> Rows:
 
 
 def requests(bench: Bench) -> Rows:
-    workload = Workload(bench.options.model, bench.options.requests, 0, 0)
+    workload = EngineWorkload(bench.options.model, bench.options.requests, 0, 0)
     return [measure(bench.engine(), workload, bench.device, 1)]
 
 
@@ -343,7 +341,7 @@ def shown(value: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join((*SERVED, SMALL_MODEL))}")
+    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join(SERVED)}")
     parser.add_argument("--draft", default="llama-3.2-1b", help="a model that guesses, '' for none")
     parser.add_argument("--device", default=None)
     parser.add_argument("--limit", type=float, default=90, help="seconds of each part")

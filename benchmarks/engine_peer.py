@@ -29,14 +29,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile import append_kvcache, flash_attn_varlen_func, flash_attn_with_kvcache
-from flashtile.bench.engine_bench import Workload, measure
-from flashtile.bench.engine_models import SERVED, write_model
-from flashtile.bench.engine_peers import Contender, Flashtile, Prompts
-from flashtile.bench.workloads import SMALL_MODEL
 from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import Weights, open_weights, random_weights
 from flashtile.hardware import machine, timing
+from flashtile.tools.bench.engine_bench import EngineWorkload, measure
+from flashtile.tools.bench.engine_models import SERVED, write_model
+from flashtile.tools.bench.engine_peers import Contender, Flashtile, Prompts
+from flashtile.tools.bench.workloads import SMALL_MODEL
 
 PAGE = 256
 LONGEST = 4096
@@ -293,7 +293,7 @@ def _random(folder: Path, config: ModelConfig, device: torch.device, dtype: torc
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join((*SERVED, SMALL_MODEL))}")
+    parser.add_argument("--model", default="llama-3-8b", help=f"of {', '.join(SERVED)}")
     parser.add_argument("--device", default=None)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seqs", type=int, default=512, help="sequences computed at a time")
@@ -306,7 +306,7 @@ def main() -> None:
         contender: Contender = Flashtile(max_num_seqs=options.seqs)
         if which is Phases:
             contender = Phases(0.0 if small else options.temperature, options.seqs, 64 if small else 2048)
-        workload = Workload(options.model, options.requests, 0, 5 if small else 0)
+        workload = EngineWorkload(options.model, options.requests, 0, 5 if small else 0)
         with tempfile.TemporaryDirectory() as place:
             contender.load(write_model(options.model, Path(place)), options.model, device, 0)
         if small:

@@ -26,14 +26,14 @@ from rich.console import Console
 from torch import Tensor
 
 from flashtile import flash_attn_func, fp8
-from flashtile.demo.corpus import Corpus, python_library, sample_batch
-from flashtile.demo.llama import PRESETS, Llama
-from flashtile.demo.training import TrainingConfig, bits_per_byte, train, validate
 from flashtile.hardware import machine
 from flashtile.problems import fp8_layout as layout
 from flashtile.reference import fp8 as fp8_reference
 from flashtile.reference.attention import attention as exact_attention
 from flashtile.testing import fp8 as fp8_testing
+from flashtile.tools.demo.corpus import Corpus, python_library, sample_batch
+from flashtile.tools.demo.llama import PRESETS, Llama
+from flashtile.tools.demo.training import TrainingConfig, bits_per_byte, train, validate
 
 BATCH, SEQLEN, HEADS, HEAD_DIM = 1, 4096, 4, 128
 MODEL = TrainingConfig(PRESETS["tiny"], steps=600, batch=1, seqlen=512)

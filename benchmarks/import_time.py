@@ -1,6 +1,6 @@
 """How long ``import flashtile`` takes beyond torch.
 
-    python benchmarks/import_time.py [processes]
+python benchmarks/import_time.py [processes]
 """
 
 from __future__ import annotations

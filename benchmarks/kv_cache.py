@@ -24,12 +24,11 @@ import torch
 import typer
 from rich.console import Console
 
-from flashtile.demo.corpus import Corpus, python_library
-from flashtile.demo.generation import PagedDecoder, beam_search
-from flashtile.demo.llama import Llama, LlamaConfig
-from flashtile.demo.training import TrainingConfig, fit
 from flashtile.hardware import machine
-from flashtile.kv_cache import BlockManager, OutOfBlocksError, PagedKVCache
+from flashtile.kv_cache import BlockManager, OutOfBlocksError
+from flashtile.tools.demo.corpus import Corpus, python_library
+from flashtile.tools.demo.llama import Llama, LlamaConfig
+from flashtile.tools.demo.training import TrainingConfig, fit
 
 BLOCK_SIZE = 16
 POOLS = (10_000, 100_000, 1_000_000)
@@ -196,16 +195,6 @@ def random_ancestries(
     return torch.stack(parents, 1).tolist()
 
 
-class Recorder(PagedDecoder):
-    """Keeps what beam search selects."""
-
-    selected: list[list[int]]
-
-    def select(self, parents: Sequence[int]) -> None:
-        self.selected.append(list(parents))
-        super().select(parents)
-
-
 def trained_model(steps: int, corpus: Corpus) -> Llama:
     """A small byte-level model."""
     torch.manual_seed(0)
@@ -218,20 +207,19 @@ def model_ancestries(model: Llama, corpus: Corpus, width: int, count: int, steps
     """The model's beams on texts that it has not seen."""
     starts = range(0, len(corpus.validation) - 64, len(corpus.validation) // count)
     prompts = [corpus.validation[i : i + 64].tolist() for i in starts][:count]
-    blocks = count * width * -(-(64 + steps) // BLOCK_SIZE)
-    cache = PagedKVCache(
-        3, blocks, BLOCK_SIZE, 2, 32, max_sequences=count * width, max_seqlen=64 + steps, dtype=torch.float32
-    )
-    recorder = Recorder(model, cache)
-    recorder.selected = []
-    beam_search(recorder, prompts, steps, width)
-    return [
-        [
-            [parent - i * width for parent in step[i * width : (i + 1) * width]]
-            for step in recorder.selected[1:]
-        ]
-        for i in range(count)
-    ]
+    tokens = torch.tensor(prompts)[:, None].repeat(1, width, 1)
+    scores = torch.full((count, width), -torch.inf)
+    scores[:, 0] = 0  # all beams are the prompt at first
+    parents = []
+    for _ in range(steps):
+        with torch.no_grad():
+            logits = model(tokens.flatten(0, 1))[:, -1].double().view(count, width, -1)
+        best = (scores[:, :, None] + torch.log_softmax(logits, -1)).flatten(1).topk(width)
+        scores, origins = best.values, best.indices // logits.shape[-1]
+        kept = tokens.gather(1, origins[:, :, None].expand_as(tokens))
+        tokens = torch.cat([kept, (best.indices % logits.shape[-1])[:, :, None]], -1)
+        parents.append(origins)
+    return torch.stack(parents[1:], 1).tolist()
 
 
 def timed(function: Callable[[], int]) -> float:

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends import hopper
-from flashtile.backends.portable import launch
+from flashtile.backends.portable.attention import launch
 from flashtile.backends.portable.config import choose
 from flashtile.hardware import machine
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
@@ -147,12 +147,12 @@ def run_cases(cases: tuple[Case, ...]) -> None:
         if case.hopper:
             forward = hopper.prepare_forward(problem, hopper.configure_forward(problem))
         else:
-            forward = launch.ForwardLaunch(problem, config)
+            forward = launch.PortableForwardLaunch(problem, config)
         out, lse = forward(q, k, v, NO_EXTRAS)
         if not case.backward:
             Profiled(forward, scrub)(q, k, v, NO_EXTRAS)
             continue
-        backward = launch.BackwardLaunch(problem, config)
+        backward = launch.PortableBackwardLaunch(problem, config)
         backward(dout, None, q, k, v, out, lse, NO_EXTRAS)
         assert backward.kernels is not None
         backward.kernels = tuple(Profiled(kernel, scrub) for kernel in backward.kernels)

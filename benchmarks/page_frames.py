@@ -17,8 +17,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, sync_playwright
 
-from flashtile.visualizer.page import write_page
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.page import write_page
+from flashtile.learn.visualizer.settings import Setting
 
 KIB = 1024
 SETTINGS = (

@@ -28,12 +28,12 @@ from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable import config as attention_config
 from flashtile.backends.portable.decode import config as decode_config
-from flashtile.bench.gate import Oracle
-from flashtile.bench.inputs import Inputs, make_inputs
-from flashtile.bench.workloads import Workload, select
 from flashtile.hardware import timing
 from flashtile.problems.attention import NO_EXTRAS, Options, Problem
 from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
+from flashtile.tools.bench.gate import Oracle
+from flashtile.tools.bench.inputs import Inputs, make_inputs
+from flashtile.tools.bench.workloads import Workload, select
 
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
 """Matrix products of the kernels of attention."""
@@ -93,7 +93,7 @@ def describe(workload: Workload, inputs: Inputs) -> tuple[Any, CacheTensors]:
 
 def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Callable[[], dict[str, Tensor]]]:
     """Functions that run the candidate's kernel alone, one over each copy of the inputs, and its results."""
-    from flashtile.backends.portable import launch
+    from flashtile.backends.portable.attention import launch
     from flashtile.backends.portable.decode.launch import DecodeLaunch
 
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -107,18 +107,18 @@ def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Call
         return [partial(lambda copy: {"out": decode(q, k, v, copy)[0]}, copy) for copy in each]
     tile: dict[str, Any] = {candidate.kernel: candidate.tile}
     config = replace(attention_config.choose(problem), **tile)
-    forward = launch.ForwardLaunch(problem, config)
+    forward = launch.PortableForwardLaunch(problem, config)
     if candidate.kernel == "forward":
         return [lambda: {"out": forward(q, k, v, NO_EXTRAS)[0]}]
     out, lse = forward(q, k, v, NO_EXTRAS)
-    backward = launch.BackwardLaunch(problem, config)
+    backward = launch.PortableBackwardLaunch(problem, config)
     preprocess, dkdv, dq = backward.prepare(None, q, k, v, NO_EXTRAS)
     neg_lse, neg_delta = (q.new_empty(backward.statistics_shape, dtype=torch.float32) for _ in range(2))
     launch.preprocess_rows(preprocess, neg_lse, neg_delta, out, inputs.dout, lse, None, NO_EXTRAS)
     kernel, names = (dkdv, ("dk", "dv")) if candidate.kernel == "dkdv" else (dq, ("dq",))
     results = {name: torch.empty_like(q if name == "dq" else k) for name in names}
     statistics = (neg_lse, neg_delta)
-    arguments = (q, k, v, inputs.dout, *statistics, *results.values(), *launch.without_sink(NO_EXTRAS))
+    arguments = (q, k, v, inputs.dout, *statistics, *results.values(), *launch.optional_pointers(NO_EXTRAS))
 
     def run() -> dict[str, Tensor]:
         kernel(q.device, *arguments)

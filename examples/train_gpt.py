@@ -4,7 +4,7 @@
     python examples/train_gpt.py --size medium --steps 2000   # on a GPU: bfloat16 and the GPU kernels
     python examples/train_gpt.py --attention standard         # the same training, the score matrix in memory
 
-The model and the training loop are those of ``flashtile demo``: flashtile/demo/llama.py and training.py.
+The model and the training loop are those of ``flashtile demo``, in flashtile/tools/demo.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flashtile.demo.attention import ATTENTIONS
-from flashtile.demo.corpus import python_library
-from flashtile.demo.llama import PRESETS, sized
-from flashtile.demo.training import (
+from flashtile.hardware.machine import find_device
+from flashtile.tools.demo.attention import ATTENTIONS
+from flashtile.tools.demo.corpus import python_library
+from flashtile.tools.demo.llama import PRESETS, sized
+from flashtile.tools.demo.training import (
     DTYPES,
     TrainingConfig,
     bits_per_byte,
@@ -30,7 +31,6 @@ from flashtile.demo.training import (
     train,
     validate,
 )
-from flashtile.hardware.machine import find_device
 
 PROMPT = "class Reader:\n    def __init__(self"
 

@@ -24,9 +24,9 @@ import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.demo.corpus import Corpus, python_library, sample_batch
-from flashtile.demo.llama import Llama, sized
 from flashtile.parallel import context_parallel_attention, shard
+from flashtile.tools.demo.corpus import Corpus, python_library, sample_batch
+from flashtile.tools.demo.llama import Llama, sized
 
 
 def main(

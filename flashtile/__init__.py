@@ -67,7 +67,7 @@ _IN_MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What comes when it is asked for: it would double the time that the import takes."""
+    """Import a public name at its first use, because importing all of them would double the import time."""
     import importlib
 
     if name in _LATER:
@@ -78,5 +78,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names; parts such as ``flashtile.kv_cache`` are imported by name."""
+    """List the public names, without subpackages such as ``flashtile.kv_cache``."""
     return [*__all__, "__version__"]

@@ -9,31 +9,31 @@ from typing import Any, NoReturn
 
 
 class BoundedCache(dict[Any, Any]):
-    """A dict whose values hold at most ``limit_bytes`` of host memory, as those who store them say.
+    """A dict whose values take at most ``limit_bytes`` of host memory, by the sizes that callers state.
 
-    Reads are those of ``dict``. Entries come by :meth:`store`. When a new one does not fit, others chosen at
-    random are dropped, one at a time, until it does. A cycle over one key more than fits therefore misses
-    about twice in a whole cycle, where dropping the oldest, or all of them, would miss nearly always.
+    Reads are those of ``dict``; :meth:`store` adds entries. When a new entry does not fit, others chosen at
+    random are dropped, one at a time, until it does. Going round one key more than fits therefore misses
+    about twice per round; dropping the oldest entry, or all of them, would miss nearly always.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
-        """By all entries."""
+        """Total of all entries."""
         self._keys: list[Hashable] = []
         self._bytes: dict[Hashable, int] = {}
         self._random = random.Random(0)
         self._lock = Lock()
 
     def store(self, key: Hashable, value: Any, nbytes: int) -> Any:
-        """Keep ``value``, which takes ``nbytes`` (at least 0), and return it.
+        """Store ``value``, which takes ``nbytes`` (at least 0), and return it.
 
-        A value larger than ``limit_bytes`` is returned without being kept.
+        A value larger than ``limit_bytes`` is returned without being stored.
         """
         if nbytes > self.limit_bytes:
             return value
-        dropped = []  # freed after the lock, since freeing a value may run any code
+        dropped = []  # freed after the lock, because freeing a value may run any code
         with self._lock:
             if key in self:
                 dropped.append(super().__getitem__(key))
@@ -56,12 +56,12 @@ class BoundedCache(dict[Any, Any]):
             self.held_bytes = 0
 
     def __setitem__(self, key: Hashable, value: Any) -> NoReturn:
-        raise TypeError("entries of a BoundedCache come by store(key, value, nbytes)")
+        raise TypeError("entries of a BoundedCache are added by store(key, value, nbytes)")
 
     def _drop_one_but(self, kept: Hashable) -> Any:
         keys = self._keys
         place = int(self._random.random() * len(keys))
-        if keys[place] == kept:  # it fits, so there is another to drop
+        if keys[place] == kept:  # the new entry fits, so there is another to drop
             place = place - 1 if place else 1
         key = keys[place]
         keys[place] = keys[-1]

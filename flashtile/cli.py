@@ -8,18 +8,18 @@ from typing import Any
 
 
 def application() -> Any:
-    """Every command, as a ``typer.Typer``; ModuleNotFoundError without the extras that they need."""
+    """Return all commands as a ``typer.Typer``. Raise ModuleNotFoundError if their extras are missing."""
     import typer
 
-    from flashtile.commands.bench import bench
-    from flashtile.commands.demo import demo
-    from flashtile.commands.explain import explain
-    from flashtile.commands.generate import generate
-    from flashtile.commands.info import info
-    from flashtile.commands.inspect import inspect
-    from flashtile.commands.profile import profile
-    from flashtile.commands.serve import serve
-    from flashtile.commands.visualize import visualize
+    from flashtile.tools.commands.bench import bench
+    from flashtile.tools.commands.demo import demo
+    from flashtile.tools.commands.explain import explain
+    from flashtile.tools.commands.generate import generate
+    from flashtile.tools.commands.info import info
+    from flashtile.tools.commands.inspect import inspect
+    from flashtile.tools.commands.profile import profile
+    from flashtile.tools.commands.serve import serve
+    from flashtile.tools.commands.visualize import visualize
 
     app = typer.Typer(
         help="Exact, IO-aware attention in pure Python.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -30,7 +30,11 @@ def application() -> Any:
 
 
 def main() -> None:
-    """Run the command line. Bad input is one line and exit code 2; missing extras say how to install them."""
+    """Run the command line.
+
+    Bad input prints one line and exits with code 2. If extras are missing, the message says how to install
+    them.
+    """
     try:
         app = application()
     except ModuleNotFoundError as error:
@@ -41,7 +45,7 @@ def main() -> None:
         app()
     try:
         code = app(standalone_mode=False)
-    except BrokenPipeError:  # whoever read the output has seen enough
+    except BrokenPipeError:  # the reader of a pipe closed it, as ``head`` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except Exception as error:

@@ -1,26 +1,28 @@
-"""Dropout that is computed, not stored: which probabilities are kept follows from a state of two numbers.
+"""Dropout whose mask is computed instead of stored: it follows from a state of two numbers, seed and offset.
 
-It takes two generators (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+Two Philox generators are used (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
 Philox-4x32 with ten rounds makes four words for each sequence b and query head h. Its key is the state's
-seed, its counter (b * heads_q + h, offset modulo 2^32, 0, 0).
+seed; its counter is (b * heads_q + h, offset modulo 2^32, 0, 0).
 
-Philox-2x32 with seven rounds makes two words for each eight probabilities: those of queries i and i + 8 and
-of keys j, j + 1, j + 8 and j + 9, where bit 3 of i and bits 0 and 3 of j are 0. Seven rounds are the fewest
-that passed BigCrush. Its key is the first of the four words. Its counter is (pair(i), four(j)), combined by
-exclusive or with the second and the third. pair(i) = i // 16 * 8 + i % 8, four(j) = j // 16 * 4 + j % 8 // 2.
+Philox-2x32 with seven rounds, the fewest that passed BigCrush, makes two words for each group of eight
+probabilities: those of queries i and i + 8 and of keys j, j + 1, j + 8 and j + 9, where bit 3 of i and bits 0
+and 3 of j are 0. Its key is the first of the four words. Its counter is (pair(i), four(j)), XORed with the
+second and the third of the four words, where pair(i) = i // 16 * 8 + i % 8 and
+four(j) = j // 16 * 4 + j % 8 // 2.
 
-The first word belongs to query i, the second to query i + 8. Of a word's bytes, from the low ones on, the
-first belongs to key j + 8, the second to key j, the third to key j + 9, the fourth to key j + 1.
+The first word belongs to query i, the second to query i + 8. The bytes of a word, from the lowest on, belong
+to keys j + 8, j, j + 9 and j + 1.
 
-The low seven bits of its byte are a probability's number. It is dropped where that is below dropout_p * 128,
-rounded. Where rounding would change dropout_p by more than 2 %, numbers have eight bits more, below the
-others: a byte of the words of a second counter, the first with bit 31 of its second word flipped. It is the
-byte beside the probability's own place, that of key j + 8 for key j and the other way round.
+The low seven bits of its byte are a probability's number. The probability is dropped if this number is below
+dropout_p * 128, rounded. If that rounding would change dropout_p by more than 2 %, the number gets eight more
+bits below the seven. They come from the words of a second counter, which differs from the first in bit 31 of
+its second word. There a probability takes the byte of its neighbour: key j takes that of key j + 8, key j + 8
+that of key j, and likewise j + 1 and j + 9.
 
-One thread holds those eight in a product on the tensor cores. In the transposed product four threads hold
-them, two each; there a warp makes the same words, and transposes them as matrices of 8 x 8 halves. Numbers of
-15 bits are in the order of the fp16 numbers with the same bits, so that one instruction compares two.
+In a product on the tensor cores, one thread holds those eight probabilities. In the transposed product four
+threads hold two each; a warp then computes the same words and transposes them as matrices of 8 x 8 halves.
+Numbers of 15 bits are ordered like the fp16 numbers with the same bits, so one instruction compares two.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from flashtile.checks.arguments import as_float, check_dense, check_share
 UNITS = 2**15
 """dropout_p is rounded to a multiple of 1 / UNITS."""
 _COARSE = 2**8
-"""And to a multiple of so many where that changes it by no more than _NEAR."""
+"""dropout_p is rounded to a multiple of _COARSE / UNITS if that changes it by at most _NEAR."""
 _NEAR = 0.02
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -42,21 +44,21 @@ _SMALL_MULTIPLIER = 0xD256D193
 
 
 def draw_state(q: Tensor) -> Tensor:
-    """(2,) int64, seed and offset, from torch's generator of q's device.
+    """Draw (2,) int64, seed and offset, from torch's generator of q's device.
 
-    An operation like any other: each replay of a CUDA graph draws anew, and checkpointing, which puts the
-    generator's state back, draws the same again.
+    This is an ordinary operation: each replay of a CUDA graph draws new numbers, and checkpointing, which
+    restores the generator's state, draws the same ones again.
     """
     if type(q).__name__ == "DTensor":
         raise NotImplementedError(
-            "rng_state must be given beside dropout_p where q is a DTensor, replicated: each device would "
+            "rng_state must be given with dropout_p if q is a DTensor, replicated: each device would "
             "draw its own"
         )
     return torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
 
 def threshold(dropout_p: float) -> int:
-    """How many of UNITS numbers drop their probability: at least 1, at most all but 1."""
+    """Return how many of UNITS numbers drop their probability: at least 1, at most UNITS - 1."""
     coarse = round(dropout_p * UNITS / _COARSE) * _COARSE
     if abs(coarse / UNITS - dropout_p) <= _NEAR * min(dropout_p, 1 - dropout_p):
         return coarse
@@ -64,14 +66,14 @@ def threshold(dropout_p: float) -> int:
 
 
 def is_fine(dropout_p: float) -> bool:
-    """Whether numbers of 15 bits decide, not of 7."""
+    """Whether numbers of 15 bits decide instead of 7."""
     return threshold(dropout_p) % _COARSE != 0
 
 
 def keep_share(dropout_p: float) -> float:
-    """The share of probabilities that is kept: 1 - dropout_p but for rounding.
+    """Return the share of probabilities that is kept: 1 - dropout_p, apart from rounding.
 
-    What is kept is divided by it, so that the mean is what it is without dropout.
+    Kept probabilities are divided by it, so that their mean is unchanged by dropout.
 
     Examples:
         >>> from flashtile.dropout import keep_share
@@ -83,11 +85,11 @@ def keep_share(dropout_p: float) -> float:
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Philox-4x32-10: four words, int64 from 0 to 2^32 - 1, of words that broadcast."""
+    """Philox-4x32-10: return four words, int64 from 0 to 2^32 - 1, for words that broadcast."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
-        # int64 keeps the low 64 bits of a product, which are all bits of the unsigned one.
+        # int64 keeps the low 64 bits of a product, which are all bits of the unsigned product.
         a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (b >> 32) & _WORD ^ c1 ^ k0, b & _WORD, (a >> 32) & _WORD ^ c3 ^ k1, a & _WORD
         k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
@@ -95,7 +97,7 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
 
 
 def small_philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Philox-2x32-7: two words, int64 from 0 to 2^32 - 1."""
+    """Philox-2x32-7: return two words, int64 from 0 to 2^32 - 1."""
     c0, c1 = counter
     for _ in range(7):
         product = c0 * _SMALL_MULTIPLIER
@@ -108,10 +110,12 @@ def small_philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 def kept(
     rng_state: Tensor, dropout_p: float, heads_q: int, batch: range, heads: range, rows: range, keys: range
 ) -> Tensor:
-    """(batch, heads, rows, keys) bool: which probabilities dropout keeps, by their places in the call.
+    """Return which probabilities dropout keeps, (batch, heads, rows, keys) bool.
+
+    It depends only on their indices in the call.
 
     Args:
-        heads_q: query heads of the call.
+        heads_q: number of query heads of the call.
 
     Examples:
         >>> from flashtile.dropout import kept
@@ -144,12 +148,12 @@ def kept(
     high, low = divmod(threshold(dropout_p), _COARSE)
     coarse = _bytes(small_philox(key, (pair, four))).bitwise_and_(0x7F)
     if low == 0:
-        # coarse >= high in bytes alone, which is several times as fast as the comparison.
+        # coarse >= high, computed in bytes, which is several times as fast as a comparison.
         is_kept = coarse.add_(0x80 - high).bitwise_right_shift_(7).view(torch.bool)
     else:
         fine = _bytes(small_philox(key, (pair, four ^ 2**31))).flip(-1)
         is_kept = (coarse > high).logical_or_((coarse == high).logical_and_(fine >= low))
-    # Of a word's two bytes the first belongs to the key that stands 8 behind the second's.
+    # The first of two bytes in a word belongs to the key that is 8 after the key of the second.
     behind, own = is_kept.flatten(5, 6).unbind(-1)
     in_order = torch.stack((own, behind), -2).flatten(4).flatten(2, 3)
     own_rows = slice(rows.start % 16, rows.start % 16 + len(rows))
@@ -165,5 +169,5 @@ def _bytes(words: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _units(extent: range, per_sixteen: int) -> range:
-    """Of positions in whole sixteens that cover ``extent``, what is counted ``per_sixteen``."""
+    """Return the units, ``per_sixteen`` per 16 positions, of the blocks of 16 that cover ``extent``."""
     return range(extent.start // 16 * per_sixteen, -(-extent.stop // 16) * per_sixteen)

@@ -1,4 +1,4 @@
-"""Modules for ``torch.nn`` models: the names, arguments and parameters are torch's."""
+"""Modules for ``torch.nn`` models, with torch's names, arguments and parameters."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch.nn import functional as F
 
 from flashtile.api.attention import attention
 from flashtile.api.padding import MaskPattern, as_booleans, attend, can_look, pattern_of, recognise
-from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.arguments import ERRORS, check_dense, check_dtype, renamed
 from flashtile.checks.conversions import check_flag
 from flashtile.dropout import draw_state, keep_share, kept
+from flashtile.problems.common import DTYPES
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` computed by flashtile: a state dict of one loads into the other.
+    """``torch.nn.MultiheadAttention`` computed by flashtile; state dicts of either load into the other.
 
-    The constructor is torch's: ``kdim``, ``vdim``, ``batch_first``, ``add_bias_kv`` and ``add_zero_attn`` are
-    served. Keys that ``key_padding_mask`` leaves out cost nothing.
+    The constructor is torch's; ``kdim``, ``vdim``, ``batch_first``, ``add_bias_kv`` and ``add_zero_attn`` are
+    supported. Keys that ``key_padding_mask`` excludes cost nothing.
 
     Examples:
         >>> theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -30,7 +31,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         >>> ours.load_state_dict(theirs.state_dict())
         <All keys matched successfully>
         >>> x = torch.randn(2, 10, 64)
-        >>> padding = torch.tensor([[False] * 10, [False] * 7 + [True] * 3])  # True is left out
+        >>> padding = torch.tensor([[False] * 10, [False] * 7 + [True] * 3])  # True is excluded
         >>> out, _ = ours(x, x, x, key_padding_mask=padding, need_weights=False)
         >>> torch.testing.assert_close(out, theirs(x, x, x, key_padding_mask=padding)[0])
     """
@@ -46,29 +47,29 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(out, weights), as torch's.
+        """Return (out, weights), as torch's module does.
 
         Args:
             query: (batch, seqlen_q, embed_dim) with ``batch_first``, (seqlen_q, batch, embed_dim) without, or
                 (seqlen_q, embed_dim).
             key, value: likewise, (..., seqlen_k, ..., kdim) and vdim.
-            key_padding_mask: (batch, seqlen_k), True for keys that are left out; or floats to add.
-            need_weights: also return the weights, which takes memory of (batch, heads, seqlen_q, seqlen_k).
-                It is True by default because it is torch's; pass False.
-            attn_mask: (seqlen_q, seqlen_k) or (batch * heads, seqlen_q, seqlen_k), True for what is left out;
-                or floats to add, which get their gradient. Causal ones, aligned to the bottom right, and
-                ones that leave the same keys out for every query cost no work on what they hide.
-            average_attn_weights: whether the weights are the mean over the heads.
-            is_causal: ``attn_mask`` is causal, which is believed without a look where seqlen_q is seqlen_k.
-                Here it may be left out then.
+            key_padding_mask: (batch, seqlen_k), True for excluded keys; or floats to add.
+            need_weights: also return the weights, which take memory of (batch, heads, seqlen_q, seqlen_k).
+                The default is True, as in torch; pass False unless the weights are needed.
+            attn_mask: (seqlen_q, seqlen_k) or (batch * heads, seqlen_q, seqlen_k), True for what is excluded;
+                or floats to add, which get their gradient. Masks that are causal (aligned to the bottom
+                right), and masks that exclude the same keys for every query, cost no work on what they hide.
+            average_attn_weights: whether the weights are averaged over the heads.
+            is_causal: states that ``attn_mask`` is causal. If seqlen_q equals seqlen_k this is believed
+                without reading the mask, and ``attn_mask`` may be omitted.
 
         Returns:
-            out as query; weights (batch, seqlen_q, seqlen_k), (batch, heads, seqlen_q, seqlen_k) without
-            ``average_attn_weights``, or None. A query that sees no key gets weights of 0, and the bias of the
-            last projection.
+            out, shaped as query; weights (batch, seqlen_q, seqlen_k), (batch, heads, seqlen_q, seqlen_k)
+            without ``average_attn_weights``, or None. A query that sees no key gets weights of 0, and its out
+            is the bias of the last projection.
 
         Raises:
-            NotImplementedError: ``add_bias_kv`` beside a causal mask, nested tensors.
+            NotImplementedError: ``add_bias_kv`` with a causal mask; nested tensors.
             TypeError, ValueError: naming the argument, what it was and what is allowed.
         """
         for name, flag in (
@@ -86,7 +87,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             self._check_with_weights(name, tensor)
             if tensor.dim() not in (2, 3) or tensor.dim() != query.dim() or tensor.shape[-1] != size:
                 raise ValueError(
-                    f"{name} must have 2 or 3 dimensions, as query has, and last {size}, "
+                    f"{name} must have 2 or 3 dimensions, as query has, the last of size {size}, "
                     f"got shape {tuple(tensor.shape)}"
                 )
         batched = query.dim() == 3
@@ -107,7 +108,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             added = (t.view(1, 1, *k.shape[2:]).expand_as(k[:, :1]) for t in biases)
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
             masking = masking.with_one_more_key()
-        # A key of zeros has a score of 0, and as a value adds nothing: it is a sink.
+        # A key of zeros has a score of 0, and its zero value adds nothing: it is a sink.
         sink = q.new_zeros(self.num_heads) if self.add_zero_attn else None
         dropout_p = self.dropout if self.training else 0.0
         rng_state = draw_state(q) if dropout_p > 0 else None
@@ -115,7 +116,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         try:
             if masking.is_pattern and not (need_weights and dropout_p > 0):
                 out, lse = attend(q, k, v, masking.pattern, **options)
-            else:  # weights know their places by the state, which packing would move
+            else:  # weights use the positions of the state, which packing would change
                 out, lse = attention(q, k, v, **masking.keywords, return_lse=True, **options)
         except ERRORS as error:
             raise renamed(error, _OF_MODULE) from None
@@ -134,7 +135,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
     def _check_with_weights(self, name: str, tensor: Tensor) -> None:
-        """The module's weights can multiply it: autocast would make them of one dtype."""
+        """Raise unless the module's weights can multiply the tensor.
+
+        Autocast would cast both to one dtype.
+        """
         weight = self.out_proj.weight
         if tensor.device != weight.device:
             raise ValueError(f"{name} is on {tensor.device}, but the module's weights are on {weight.device}")
@@ -148,7 +152,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             )
 
     def _project(self, same: bool, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """q, k and v, (batch, seqlen, heads, head_dim)."""
+        """Project to q, k and v, (batch, seqlen, heads, head_dim)."""
         heads = (self.num_heads, self.head_dim)
         if same and self.in_proj_weight is not None:
             packed = F.linear(query, self.in_proj_weight, self.in_proj_bias)
@@ -195,13 +199,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             pattern = MaskPattern(None, causal, False) if keys is None else pattern_of(keys, causal, seqlen_q)
         if pattern is not None:
             return _Masking(pattern, None, bias)
-        if causal and keys is not None:  # with padding in more than one place
+        if causal and keys is not None:  # padding in more than one place
             causal, mask = False, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
             mask = mask[None, None]
         return _Masking(MaskPattern(keys, causal, False), mask, bias)
 
     def _weights(self, q: Tensor, k: Tensor, lse: Tensor, masking: _Masking) -> Tensor:
-        """The softmax that attention did not keep, from its log-sum-exp; the sink's column comes last."""
+        """Compute the attention weights from the log-sum-exp; the sink's column is last."""
         scale = self.head_dim**-0.5
         scores = torch.einsum("bqhd,bkhd->bhqk", q.to(lse.dtype) * scale, k.to(lse.dtype))
         if masking.bias is not None:
@@ -217,7 +221,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 class _Masking(NamedTuple):
-    """What hides and changes scores: a pattern, and what is none. Tensors broadcast to the scores."""
+    """Everything that hides or changes scores: a pattern, a mask and a bias.
+
+    Tensors broadcast to the scores.
+    """
 
     pattern: MaskPattern
     mask: Tensor | None
@@ -225,7 +232,7 @@ class _Masking(NamedTuple):
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the pattern is all, and its keys may be packed."""
+        """Whether there is only a pattern, and its keys may be packed."""
         keys = self.pattern.keys
         return self.mask is self.bias is None and (keys is None or can_look(keys))
 
@@ -237,7 +244,7 @@ class _Masking(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Of :func:`flashtile.attention`."""
+        """Keyword arguments of :func:`flashtile.attention`."""
         return {
             "causal": self.pattern.causal,
             "key_padding_mask": self.pattern.keys,
@@ -254,9 +261,9 @@ class _Masking(NamedTuple):
 
 
 def _taking_part(name: str, mask: Tensor) -> Tensor | None:
-    """True for what takes part, of a mask that is True for what is left out, or of 0 and -inf.
+    """Return True for what takes part, from a mask that is True for what is excluded, or of 0 and -inf.
 
-    None for a mask that adds anything else or learns.
+    None for a mask that adds other values or needs a gradient.
     """
     if mask.requires_grad:
         return None
@@ -265,6 +272,7 @@ def _taking_part(name: str, mask: Tensor) -> Tensor | None:
 
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]], q: Tensor) -> None:
     check_dense(name, mask)
+    check_dtype(name, mask, (torch.bool, *DTYPES))
     if tuple(mask.shape) not in shapes:
         allowed = " or ".join(map(str, shapes))
         raise ValueError(f"{name} must have shape {allowed}, got {tuple(mask.shape)}")

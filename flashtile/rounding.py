@@ -1,4 +1,4 @@
-"""Norms of tensors, and what rounding may leave in a score: the measures of the error rule."""
+"""Norms of tensors, and the rounding error of a score, as used by the error rule."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 SCORE_UNITS = 2.0
-"""Rounding units of the accumulator (float32, or float64) that a score may be off."""
+"""Rounding units of the accumulator (float32 or float64) by which a score may be off."""
 
 
 def score_noise(q: Tensor, k: Tensor, softmax_scale: float | None, of: Callable[[Tensor], float]) -> float:
-    """What rounding may leave in a score, by the norm ``of`` (:func:`largest`, :func:`rms`)."""
+    """Return the rounding error that a score may have, by the norm ``of`` (:func:`largest`, :func:`rms`)."""
     eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
     return SCORE_UNITS * eps_of_sums * scale_of(q, softmax_scale) * product(q, k, of)
 
@@ -22,22 +22,22 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:
-    """The size of a product of a row of each, if they point in unrelated directions."""
+    """Estimate the size of a product of one row of each tensor, assuming unrelated directions."""
     sizes = [of(finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
     return sizes[0] * sizes[1] / left.shape[-1] ** 0.5
 
 
 def finite(values: Tensor) -> Tensor:
-    """Sizes of the values that are finite: rows that are no part of the call may hold NaN."""
+    """Return the magnitudes of finite values; rows outside the call may hold NaN."""
     sizes = values.detach().double().abs()
     return sizes[sizes.isfinite()]
 
 
 def largest(values: Tensor) -> float:
-    """0 where there is no value."""
+    """Return the largest value, 0 if there is none."""
     return values.max().item() if values.numel() else 0.0
 
 
 def rms(values: Tensor) -> float:
-    """Root mean square, 0 where there is no value."""
+    """Return the root mean square, 0 if there is no value."""
     return values.square().mean().sqrt().item() if values.numel() else 0.0

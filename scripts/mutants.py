@@ -231,7 +231,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if Path("/proc/driver/nvidia").exists():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    PROCESSES.set_forkserver_preload(["torch", "pytest", "hypothesis", "numpy"])
+    PROCESSES.set_forkserver_preload(["torch._dynamo.symbolic_convert", "pytest", "hypothesis", "numpy"])
     with tempfile.TemporaryDirectory() as folder, Workers(options.jobs, Path(folder), end) as workers:
         covered = record(workers, files_matching(tests))
         if covered is None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashtile.visualizer import prebuilt
-from flashtile.visualizer.page import record_all
-from flashtile.visualizer.settings import grid
+from flashtile.learn.visualizer import prebuilt
+from flashtile.learn.visualizer.page import record_all
+from flashtile.learn.visualizer.settings import grid
 
-PATH = Path(__file__).parents[1] / "flashtile" / "visualizer" / "assets" / prebuilt.NAME
+PATH = Path(__file__).parents[1] / "flashtile" / "learn" / "visualizer" / "assets" / prebuilt.NAME
 
 if __name__ == "__main__":
     settings = list(grid())

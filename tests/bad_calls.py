@@ -220,7 +220,7 @@ PACKED = [
         cu_seqlens=offsets(0, 5, 10, dtype=torch.int16)),
     *(bad("flash_attn_varlen_qkvpacked_func", TypeError, "cu_seqlens must be", "torch.Tensor", "got",
           cu_seqlens=value) for value in (None, [0, 5], "cu_seqlens_q")),
-    bad("flash_attn_varlen_qkvpacked_func", TypeError, "max_seqlen must be", "beside cu_seqlens,", "None",
+    bad("flash_attn_varlen_qkvpacked_func", TypeError, "max_seqlen must be", "with cu_seqlens,", "None",
         max_seqlen=None),
     bad("flash_attn_varlen_qkvpacked_func", TypeError, "max_seqlen must be", "float", max_seqlen=1.5),
     bad("flash_attn_varlen_qkvpacked_func", TypeError, "qkv must be float16", "int64",

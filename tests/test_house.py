@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
+from collections.abc import Callable
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,22 +17,27 @@ FILES = {
     for path in (ROOT / "flashtile").rglob("*.py")
 }
 FLOORS = (
-    ("rounding", "caches", "backends"),
-    ("problems", "backends.compat"),
-    ("hardware", "checks", "backends.common"),
-    ("dropout", "masks"),
-    ("op", "reference"),
+    ("rounding", "caches", "problems", "backends"),
+    ("hardware", "checks", "backends.compat"),
+    ("dropout", "masks", "op", "backends.common"),
+    ("reference",),
     ("operators", "backends.cpu", "backends.portable"),
-    ("backends.hopper",),
-    ("api",),
-    ("flashtile",),
-    ("kv_cache", "nn", "compat", "testing", "padding", "machine"),
-    ("fp8", "linear", "decode", "parallel", "integrations", "algorithms"),
-    ("io_model", "engine"),
-    ("visualizer", "bench"),
-    ("demo",),
-    ("commands",),
-    ("cli",),
+    ("api", "backends.hopper"),
+    (
+        "flashtile",
+        "kv_cache",
+        "nn",
+        "compat",
+        "testing",
+        "integrations",
+        "parallel",
+        "linear",
+        "padding",
+        "machine",
+    ),
+    ("engine", "learn", "fp8", "decode"),
+    ("tools", "algorithms", "io_model"),
+    ("cli", "demo"),
     ("__main__",),
 )
 """Rooms, from the ground up: folders and files of ``flashtile/``, and the folders of ``backends/``. A room
@@ -118,6 +125,10 @@ def test_rooms_import_from_floors_below():
     assert wrong == []
 
 
+def test_there_are_few_floors():
+    assert len(FLOORS) <= 12
+
+
 def test_operations_reach_backends_by_name_only():
     """Backends import no door, operation or check, and what stands below the doors imports no backend."""
     above = ("api", "operators", "checks", "op")
@@ -128,3 +139,37 @@ def test_operations_reach_backends_by_name_only():
         elif FLOOR_OF[room(module)] < FLOOR_OF["api"]:
             named = [t for t in targets(module, lazily=True) if t.startswith("flashtile.backends")]
             assert named == [], module
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def code_lines(module: str, function: Function) -> int:
+    """Those of the body, without its docstring, comments and blank lines."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    if not body:
+        return 0
+    lines = FILES[module].read_text().splitlines()[body[0].lineno - 1 : function.end_lineno]
+    return sum(bool(line.strip()) and not line.strip().startswith("#") for line in lines)
+
+
+def kernel_parameters(module: str, function: Function) -> int:
+    """The parameters of a device function of a backend; 0 for any other function."""
+    decorators = " ".join(ast.unparse(decorator) for decorator in function.decorator_list)
+    of = function.args
+    is_kernel = module.startswith("flashtile.backends") and ("jit" in decorators or "kernel" in decorators)
+    return len(of.posonlyargs + of.args + of.kwonlyargs) if is_kernel else 0
+
+
+@pytest.mark.parametrize(("measure", "most"), [(code_lines, 80), (kernel_parameters, 14)])
+def test_functions_are_of_a_size_to_read(measure: Callable[[str, Function], int], most: int):
+    """What is beyond a limit is in ``house_limits.json``, by file with its largest number: it only falls."""
+    found = {
+        module: max(
+            (measure(module, n) for n in ast.walk(tree(module)) if isinstance(n, Function)), default=0
+        )
+        for module in FILES
+    }
+    over = {module.removeprefix("flashtile."): number for module, number in found.items() if number > most}
+    allowed = json.loads(Path(__file__).with_name("house_limits.json").read_text())[measure.__name__]
+    assert over == allowed, f"a number that has fallen is lowered in the list: {json.dumps(over, indent=2)}"

@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+
+import pytest
 
 import flashtile
 
 ROOT = Path(__file__).parents[1]
 PARTS = {
-    "algorithms", "bench", "commands", "compat", "demo", "engine", "fp8", "integrations", "io_model",
-    "kv_cache", "nn", "padding", "testing", "visualizer",
+    "algorithms", "compat", "demo", "engine", "fp8", "integrations", "io_model",
+    "kv_cache", "learn", "nn", "padding", "testing", "tools",
 }  # fmt: skip
 """What comes when it is asked for."""
 
@@ -47,7 +50,7 @@ def loaded() -> dict:
         "import flashtile\n"
         "found = {'unchanged': before == state(), 'brought': sorted(set(sys.modules) - modules)}\n"
         "found |= {'triton': 'triton' in sys.modules, 'cuda': torch.cuda.is_initialized()}\n"
-        "import flashtile.algorithms.flash2, flashtile.algorithms.paged\n"
+        "import flashtile.learn.algorithms.flash2, flashtile.learn.algorithms.paged\n"
         "found |= {'triton of algorithms': 'triton' in sys.modules}\n"
         "first = flashtile.attention\n"
         "for name in [name for name in sys.modules if name.split('.')[0] == 'flashtile']:\n"
@@ -112,3 +115,17 @@ def test_every_name_is_there():
     assert shown == sorted([*flashtile.__all__, "__version__"])
     assert missing == []
     assert version
+
+
+@pytest.mark.parametrize(
+    ("public", "room"),
+    [
+        ("algorithms.flash3_schedule", "learn"),
+        ("algorithms.warps", "learn"),
+        ("io_model.estimate", "learn"),
+        ("demo.llama", "tools"),
+    ],
+)
+def test_a_module_is_found_by_its_public_name(public, room):
+    """What the documentation imports is the module itself, not a second one of the same file."""
+    assert import_module(f"flashtile.{public}") is import_module(f"flashtile.{room}.{public}")

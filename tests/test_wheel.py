@@ -50,10 +50,11 @@ def test_the_wheel_holds_every_file_of_the_package(built):
     expected = {path.relative_to(ROOT).as_posix() for path in files}
     with zipfile.ZipFile(built[1]) as archive:
         held = {name for name in archive.namelist() if name.startswith("flashtile/")}
-    assert {"flashtile/py.typed", "flashtile/visualizer/assets/page.html.jinja"} <= held
+    assert {"flashtile/py.typed", "flashtile/learn/visualizer/assets/page.html.jinja"} <= held
     assert held == expected
 
 
+@pytest.mark.thorough
 def test_the_wheel_works_in_an_environment_of_its_own(built, tmp_path):
     """It sees the torch of the test's environment, but neither the checkout nor an editable install."""
     place = tmp_path / "environment"

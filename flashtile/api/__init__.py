@@ -1,1 +1,1 @@
-"""The public functions: normalise the arguments, check them, run the operation."""
+"""The public functions: normalise the arguments, check them, and run the operation."""

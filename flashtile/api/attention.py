@@ -1,10 +1,10 @@
-"""The front door: FlashAttention-2's functions by name, argument order and defaults, and :func:`attention`.
+"""Exact attention: FlashAttention-2's functions by name, argument order and defaults, and :func:`attention`.
 
 Every function computes ``softmax(mask(softcap(q k^T * softmax_scale) + alibi)) v`` exactly, without ever
 storing the score matrix (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
 
-Results are annotated ``Tensor | Any``: out alone is a Tensor, as a type checker then knows. Where more is
-asked for, the result is a tuple, which needs no cast.
+Results are annotated ``Tensor | Any``. A call that returns only out gives a Tensor, which a type checker
+accepts as one. A call that also returns other results gives a tuple, which needs no cast.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from flashtile.dropout import draw_state
 from flashtile.operators import attention as operators
 from flashtile.problems.attention import NO_EXTRAS, Extras, Options
 
-# What the packed functions call these arguments, for their errors.
+# Names of these arguments in the packed functions, for error messages.
 _OF_KV = {"k": "kv", "v": "kv"}
 _OF_QKV = {"q": "qkv", "k": "qkv", "v": "qkv"}
 _OF_BOTH = {
@@ -92,90 +92,96 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
-            float16, bfloat16, float32, or float64 (CPU only). Any strides; a last one that is not 1 is
-            copied.
+            float16, bfloat16, float32, or float64 (CPU only). Any strides; the tensor is copied if its last
+            stride is not 1.
         k: (batch, seqlen_k, heads_kv, head_dim) or (total_k, heads_kv, head_dim). heads_q must be a multiple
             of heads_kv; query heads share key/value heads in contiguous groups (GQA, MQA).
-        v: as k, its head_dim may differ. Every head_dim is from 1 to 576; on GPUs above 512 in 16 bits only.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, from 0;
-            int64 is cast, which costs a kernel. Tokens after the last offset belong to no sequence: their out
-            and gradients are 0, their lse -inf.
-            Their values are checked on the CPU; on a GPU only under ``FLASHTILE_DEBUG=1``, for that
-            synchronises.
-        max_seqlen_q, max_seqlen_k: the longest sequence (or more), required with cu_seqlens.
-        seqused_q: (batch,) int32 on the device of q: queries that each sequence uses. Out and gradients of
-            the others are 0, their lse is -inf, and masks are aligned to the used length.
-        seqused_k: (batch,) int32 on the device of q: keys that each sequence uses, of those it has in memory.
-            The others do not exist: they are not read, their gradients are 0, and masks are aligned to the
-            used length. Checked as the values of cu_seqlens are; the kernels clamp it.
-        dropout_p: from 0 to below 1: probabilities are dropped so often, and the others divided by
-            ``1 - dropout_p``. It is rounded first, to a multiple of 1/128 where that changes it by 2 % at
-            most, else of 2^-15. lse is that of all of them.
-        rng_state: (2,) int64 on the device of q, seed and offset: which probabilities are dropped
-            (:mod:`flashtile.dropout` says how). None draws one from torch's generator of q's device. It is
-            read beside dropout_p alone, and serves the backward pass, too.
-        softmax_scale: factor on q k^T; None is ``head_dim ** -0.5``.
-        causal: a query sees no later key. Aligned to the bottom right: query i sees keys up to
+        v: shaped as k, except that its head_dim may differ. Every head_dim is from 1 to 576; on GPUs head
+            sizes above 512 need 16-bit inputs.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, on the device of q, starting
+            at 0; int64 is cast, which costs a kernel launch. Tokens after the last offset belong to no
+            sequence: their out and gradients are 0, their lse is -inf. The offsets are checked on the CPU; on
+            a GPU only under ``FLASHTILE_DEBUG=1``, because the check synchronises.
+        max_seqlen_q, max_seqlen_k: the length of the longest sequence (or more), required with cu_seqlens.
+        seqused_q: (batch,) int32 on the device of q: the number of queries in use in each sequence. Out and
+            gradients of the other queries are 0, their lse is -inf, and masks are aligned to the used length.
+        seqused_k: (batch,) int32 on the device of q: the number of keys in use in each sequence. The other
+            keys are not read, their gradients are 0, and masks are aligned to the used length. Values are
+            checked when those of cu_seqlens are; the kernels clamp them.
+        dropout_p: the probability with which an attention weight is dropped, from 0 to below 1. The remaining
+            weights are divided by ``1 - dropout_p``. dropout_p is first rounded to a multiple of 1/128 if
+            that changes it by at most 2 %, otherwise to a multiple of 2^-15. lse is computed before dropout.
+        rng_state: (2,) int64 on the device of q: the seed and offset that decide which weights are dropped
+            (see :mod:`flashtile.dropout`). None draws them from torch's generator of q's device. Used only
+            with dropout_p, in the forward and the backward pass.
+        softmax_scale: factor on q k^T; None means ``head_dim ** -0.5``.
+        causal: hide later keys from each query. Aligned to the bottom right: query i sees keys up to
             ``i + seqlen_k - seqlen_q``.
-        window_size: (left, right) keys that a query sees beside its own position, inclusive; a negative
-            number is unlimited. ``causal`` makes right 0.
-        attention_chunk: if > 0, positions are cut into chunks of so many, and a query sees keys of its own
-            chunk alone (Llama 4's, as FlashAttention-3 has it); with causal the earlier ones of them.
+        window_size: (left, right): the number of keys that a query sees on each side of its own position; a
+            negative number means no limit. ``causal`` sets right to 0.
+        attention_chunk: if > 0, positions are divided into chunks of this size, and a query sees only keys of
+            its own chunk (as in Llama 4 and FlashAttention-3). ``causal`` hides the later keys of the chunk.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
-            Learnable in calls that could have a score_mod, whose kernels then compute them.
-        sink: (heads_q,) float32 or of q's dtype, learnable: a logit for each head that joins the softmax of
-            every row, unscaled and never masked, as a key without a value (attention sinks, Xiao et al. 2023,
-            arXiv:2309.17453, in gpt-oss's form). -inf is no sink.
-        mask: bool, whatever broadcasts to (batch, heads_q, seqlen_q, seqlen_k), any strides: True for a key
-            that takes part. It joins the masks above. What is 1 or expanded is never written out. Beside
-            cu_seqlens the lengths are max_seqlen_q and max_seqlen_k, from each sequence's first token on.
+            The slopes can be learned in calls that could also have a score_mod; kernels for score_mod then
+            compute them.
+        sink: (heads_q,) float32 or q's dtype, learnable: one logit per head that joins the softmax of every
+            row, like a key without a value. It is not scaled and never masked (attention sinks, Xiao et al.
+            2023, arXiv:2309.17453, in the form of gpt-oss). -inf means no sink.
+        mask: bool, broadcastable to (batch, heads_q, seqlen_q, seqlen_k), any strides: True for a key that
+            takes part. It is combined with the masks above. Broadcast dimensions are never written out. With
+            cu_seqlens the lengths are max_seqlen_q and max_seqlen_k, counted from each sequence's first
+            token.
         key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
-            query and head. Keys before the first and behind the last that takes part cost nothing. causal and
-            window_size count from the padded lengths. Not beside cu_seqlens.
-        bias: float32 or of q's dtype, learnable, broadcast as ``mask``: added to the scores after scale and
-            softcap. -inf hides a key. Its gradient is summed in float32 over what it is broadcast
-            along, in one order.
-        score_mod: FlexAttention's function of a score: ``score_mod(score, batch, head, q_idx, kv_idx)`` takes
-            its place, after softcap and alibi_slopes and before masks. Captured tensors get gradients.
+            query and head. Keys before the first and after the last one that takes part cost nothing. causal
+            and window_size count from the padded lengths. Cannot be combined with cu_seqlens.
+        bias: float32 or q's dtype, learnable, broadcast as ``mask``: added to the scores after scale and
+            softcap. -inf hides a key. Its gradient is summed in float32 over the broadcast dimensions, in a
+            fixed order.
+        score_mod: FlexAttention's function of a score. ``score_mod(score, batch, head, q_idx, kv_idx)``
+            replaces the score, after softcap and alibi_slopes and before masks. Captured tensors get
+            gradients.
         mask_mod: FlexAttention's ``mask_mod(batch, head, q_idx, kv_idx)``, True for a key that takes part. It
-            joins causal and window_size. See :mod:`flashtile.masks` for both; positions count from 0.
-        block_mask: which blocks ``mask_mod`` leaves to do, from :func:`flashtile.masks.create_block_mask` or
-            FlexAttention's own, in place of ``mask_mod``: empty blocks cost nothing.
-        deterministic: gradients bitwise reproducible from run to run. They are so anyway but on Hopper GPUs
-            with head sizes up to 128, where blocks of keys add to dq in the order in which they finish.
-            ``torch.use_deterministic_algorithms(True)`` asks for it, too.
-        q_descale, k_descale, v_descale: FlashAttention-3's, for q, k and v of float8_e4m3fn alone: (batch,
-            heads_kv) float32, at least 0, any strides; a number is what is stored times its factor, None is
-            1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` quantises, too).
-        qv: shaped as q, but with the head_dim of v; learnable. Scores are then ``q k^T + qv v^T``, as
-            multi-head latent attention has them with its projections absorbed (DeepSeek-V2, Liu et al. 2024,
-            arXiv:2405.04434, section 2.1). ``softmax_scale`` of None is ``(head_dim + head_dim_v) ** -0.5``,
-            and the two may add up to 576. q is copied together with qv, k with v: over a cache
-            :func:`flashtile.flash_attn_with_kvcache` takes it without a copy of keys.
+            is combined with causal and window_size. See :mod:`flashtile.masks` for both; positions count from
+            0.
+        block_mask: the blocks that ``mask_mod`` leaves to compute, from
+            :func:`flashtile.masks.create_block_mask` or FlexAttention's own, in place of ``mask_mod``: empty
+            blocks cost nothing.
+        deterministic: make gradients bitwise reproducible from run to run. They always are, except on Hopper
+            GPUs with head sizes up to 128, where key blocks add to dq in the order in which they finish.
+            ``torch.use_deterministic_algorithms(True)`` has the same effect.
+        q_descale, k_descale, v_descale: FlashAttention-3's scales, only for q, k and v of float8_e4m3fn:
+            (batch, heads_kv) float32, at least 0, any strides. Each stored number is multiplied by its scale;
+            None means 1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` also
+            quantises).
+        qv: shaped as q, but with the head_dim of v; learnable. Scores are then ``q k^T + qv v^T``: multi-head
+            latent attention with absorbed projections (DeepSeek-V2, Liu et al. 2024, arXiv:2405.04434,
+            section 2.1). ``softmax_scale=None`` then means ``(head_dim + head_dim_v) ** -0.5``, and the two
+            head sizes may add up to 576. q and qv are copied into one tensor, and so are k and v. Over a
+            cache :func:`flashtile.flash_attn_with_kvcache` does this without copying keys.
         return_lse: also return the log-sum-exp of the scores of each row.
         return_attn_weights: also return the probabilities, before dropout, from a second pass over q and k:
-            True or "full" for all of them, "columns" for their sums over the rows of a head, an int from 1 to
-            128 for so many of each row. The last two never take memory of seqlen_q * seqlen_k. They have no
-            gradient. See :func:`flashtile.attention_weights`.
-        out, lse: memory for the results, of exactly their shape and dtype, with stride 1 in its last
-            dimension; no other argument may lie in it. It is what is returned. There are no gradients then.
-            Kernels of a GPU write into memory that is contiguous and starts at a multiple of 16 bytes; to any
-            other the result is copied. A given lse is written without ``return_lse``, too.
-        backend: "hopper", "portable" or "cpu" to insist on one; None lets dispatch choose (see
+            True or "full" for all of them, "columns" for their sums over the rows of a head, or an int from 1
+            to 128 for that many of the largest in each row. The last two never take memory of seqlen_q *
+            seqlen_k. The weights have no gradient. See :func:`flashtile.attention_weights`.
+        out, lse: tensors that receive the results and are returned. Each has exactly the result's shape and
+            dtype, a last stride of 1, and shares no memory with another argument. The call then has no
+            gradients. GPU kernels write directly into contiguous memory that starts at a multiple of 16
+            bytes; otherwise the result is copied. A given lse is also written without ``return_lse``.
+        backend: "hopper", "portable" or "cpu" to require one; None lets dispatch choose (see
             ``flashtile.explain``).
 
     Returns:
         out, shaped as q with the head_dim of v; a row that sees no key is 0. With ``return_attn_weights``:
-        (out, weights), or (out, lse, weights) with ``return_lse``. With ``return_lse`` alone: (out, lse),
-        lse in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or
-        (heads_q, total_q), the sink included; -inf for a row that sees no key and has no sink.
+        (out, weights), or (out, lse, weights) with ``return_lse``. With only ``return_lse``: (out, lse). lse
+        is in natural log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or (heads_q,
+        total_q), and includes the sink; it is -inf for a row that sees no key and has no sink.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
 
-    Second derivatives (``create_graph=True``) and forward mode (``torch.func.jvp``) go by a slower path that
-    keeps scores in memory: :mod:`flashtile.operators.derivatives`.
+    Second derivatives (``create_graph=True``) and forward mode (``torch.func.jvp``) take a slower path that
+    stores the scores: :mod:`flashtile.operators.derivatives`.
 
     Examples:
         >>> q = torch.randn(2, 128, 8, 64, requires_grad=True)  # (batch, seqlen, heads, head_dim)
@@ -225,7 +231,7 @@ def attention(
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
-        _check_beside_functions(q, descales, buffers)
+        _check_with_functions(q, descales, buffers)
         attend = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
     if form is not None and isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {form[0]!r}")
@@ -260,13 +266,16 @@ def flash_attn_func(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
-    """FlashAttention-2's ``flash_attn_func``: q (batch, seqlen_q, heads_q, head_dim), k and v
-    (batch, seqlen_k, heads_kv, head_dim). The arguments are those of :func:`attention`.
+    """FlashAttention-2's ``flash_attn_func``.
+
+    q is (batch, seqlen_q, heads_q, head_dim), k and v are (batch, seqlen_k, heads_kv, head_dim). The
+    arguments are those of :func:`attention`.
 
     Returns:
-        out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. The third is
-        FlashAttention-2's debugging output of dropout, None without it: (batch, heads_q, seqlen_q, seqlen_k)
-        probabilities before dropout, negative where they were dropped. It stores every score.
+        out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. S_dmask is
+        FlashAttention-2's debugging output of dropout, None without dropout: the (batch, heads_q, seqlen_q,
+        seqlen_k) probabilities before dropout, negative where they were dropped. It takes memory for every
+        score.
 
     Raises:
         NotImplementedError: as :func:`attention`.
@@ -314,7 +323,7 @@ def flash_attn_kvpacked_func(
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_kvpacked_func``: k and v are one tensor, which is read in place.
 
-    The gradients of k and v are written into one tensor, too: nothing is copied or concatenated.
+    The gradients of k and v are also written into one tensor: nothing is copied or concatenated.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim).
@@ -366,7 +375,7 @@ def flash_attn_qkvpacked_func(
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_qkvpacked_func``: q, k and v are one tensor, which is read in place.
 
-    Their gradients are written into one tensor, too: nothing is copied or concatenated.
+    Their gradients are also written into one tensor: nothing is copied or concatenated.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
@@ -431,18 +440,18 @@ def flash_attn_varlen_func(
 ) -> Tensor | Any:
     """FlashAttention-2's ``flash_attn_varlen_func``: packed sequences of different lengths.
 
-    q (total_q, heads_q, head_dim), k and v (total_k, heads_kv, head_dim); sequence b is rows
-    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q and likewise of k and v. The other arguments are those
-    of :func:`attention`; the results those of :func:`flash_attn_func`, lse (heads_q, total_q).
+    q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence b is rows
+    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, and likewise of k and v. The other arguments are
+    those of :func:`attention`, the results those of :func:`flash_attn_func` with lse (heads_q, total_q).
 
     Args:
-        block_table: (batch, max_blocks) int32, for keys and values in pages: k and v are then
-            (num_blocks, page_size, heads_kv, head_dim), any page size from 1, and entry i of a row is the
-            page of the sequence's keys from ``i * page_size`` on. ``cu_seqlens_k`` gives lengths only
-            (``seqused_k`` takes its place where it is given); there is no backward pass.
-        q_descale, k_descale, v_descale: as for :func:`attention`; without ``block_table``.
-        qv: as for :func:`attention`. With ``block_table`` nothing of the pages is copied, head_dim and
-            head_dim_v may each be up to 512, and there is no backward pass.
+        block_table: (batch, max_blocks) int32, for a paged KV cache: k and v are then (num_blocks, page_size,
+            heads_kv, head_dim), any page size from 1, and entry i of a row is the page of the sequence's keys
+            from ``i * page_size`` on. ``cu_seqlens_k`` is then used only for the lengths (``seqused_k`` takes
+            its place where it is given). There is no backward pass.
+        q_descale, k_descale, v_descale: as for :func:`attention`; cannot be combined with ``block_table``.
+        qv: as for :func:`attention`. With ``block_table`` the pages are not copied, head_dim and head_dim_v
+            may each be up to 512, and there is no backward pass.
 
     Raises:
         NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; as :func:`attention`.
@@ -609,15 +618,18 @@ def _call(
     buffers: tuple,
     attend: Callable[..., tuple[Tensor, Tensor]] = operators.forward,
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` is the operation where the results are new ones."""
+    """Call ``attend``, an operation that allocates its results, or write into ``buffers`` if they are given.
+
+    Inputs are cast for autocast, and copied if their last stride is not 1.
+    """
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
     others: Any = (extras, options, descales, buffers, attend)
-    if torch.compiler.is_dynamo_compiling():  # which traces no check of strides
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
         return _attend(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), *others)
     try:
         return _attend(q, k, v, *others)
-    except ValueError:  # a call that is right does not pay for a look at strides
+    except ValueError:  # strides are looked at only after a failure, so that valid calls do not pay for it
         copied = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
         if copied[0] is q and copied[1] is k and copied[2] is v:
             raise
@@ -652,38 +664,39 @@ def _attend(
     return attend(q, k, v, extras, options)
 
 
-def _check_beside_functions(
+def _check_with_functions(
     q: Tensor, descales: tuple[Tensor | None, Tensor | None, Tensor | None], buffers: tuple
 ) -> None:
-    """What a call with functions of the user's cannot have, and only the front door knows of."""
+    """Refuse what the public functions accept but calls with score or mask functions cannot have."""
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError(
-            f"q must be of 16 bits or more beside score_mod, mask_mod and block_mask, got {q.dtype}"
+            f"q must be float16 or wider with score_mod, mask_mod or block_mask, got {q.dtype}"
         )
-    refuse_descales(*descales, "without score_mod, mask_mod and block_mask")
+    refuse_descales(*descales, "without score_mod, mask_mod or block_mask")
     if buffers:
         name = "lse" if buffers[0] is None else "out"
-        raise NotImplementedError(
-            f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor"
-        )
+        raise NotImplementedError(f"{name} must be None with score_mod, mask_mod or block_mask, got a tensor")
 
 
 def _with_state(extras: Extras, options: Options, q: Tensor, rng_state: Tensor | None = None) -> Extras:
-    """``extras`` with a state for dropout, a new one if none is given. A wrong dropout_p is refused later."""
+    """Add a state for dropout to ``extras``, drawn here if none is given.
+
+    A wrong dropout_p is refused later.
+    """
     if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
         rng_state = draw_state(q)
     return extras if rng_state is None else extras._replace(rng_state=rng_state)
 
 
 def _check_own(return_attn_probs: bool, return_lse: bool) -> None:
-    """Arguments that go no further than the front door."""
+    """Check the arguments that only the public functions have."""
     if type(return_attn_probs) is not bool or type(return_lse) is not bool:
         check_flag("return_attn_probs", return_attn_probs)
         check_flag("return_lse", return_lse)
 
 
 def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:
-    """Views of the parts of a packed tensor; their gradients are written into one tensor."""
+    """Split a packed tensor into views of its parts; their gradients are written into one tensor."""
     check_dense(name, packed)
     if packed.dim() != rank or packed.shape[-3] != parts:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(packed.shape)}")

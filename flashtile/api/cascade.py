@@ -1,8 +1,8 @@
 """Decoding of sequences that share a prefix: the prefix is read once for all of them (cascade inference).
 
-All queries of a group attend together to the pages of its prefix, as if they were one sequence's; each
-sequence goes on with what follows, its softmax taking up where that of the prefix ended (cascade
-inference: FlashInfer, 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
+All queries of a group attend together to the pages of their prefix, as if they belonged to one sequence. Each
+sequence then attends to its own remaining keys and continues the prefix's softmax (cascade inference:
+FlashInfer, 2024; Hydragen, Juravsky et al. 2024, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ def flash_attn_with_shared_prefix(
     backend: str | None = None,
     debug_checks: bool = False,
 ) -> Tensor | Any:
-    """:func:`flash_attn_with_kvcache` over a paged cache, for sequences whose first pages are the same.
+    """Attend over a paged cache whose sequences share their first pages.
 
-    The same result, but the shared pages are read once a group instead of once a sequence. New keys are
-    appended beforehand (:func:`append_kvcache`).
+    Computes the result of :func:`flash_attn_with_kvcache`, but reads the shared pages once per group instead
+    of once per sequence. New keys must be appended beforehand (:func:`append_kvcache`).
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim).
         k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim).
-        block_table: (batch, max_blocks) int32, of whole sequences: their rows start with the same pages.
+        block_table: (batch, max_blocks) int32, for whole sequences: the rows of a group start with the same
+            pages.
         cache_seqlens: (batch,) int32 tokens of each whole sequence, prefix and queries included.
         prefix_seqlens: tokens that the sequences of a group share, as an int or (num_groups,) int32. They
-            need not fill their last page. With ``causal`` every query must stand behind them.
+            need not fill their last page. With ``causal`` every query must come after them.
         cu_prefix_groups: (num_groups + 1,) int32: group g is sequences ``cu_prefix_groups[g]`` to
             ``cu_prefix_groups[g + 1]``; every sequence is in a group. None: all are in one.
-        softmax_scale, causal, softcap, sink: as for :func:`flash_attn_with_kvcache`. Windows and ALiBi, for
-            which a prefix is not the same to all, are not offered.
-        k_descale, v_descale, num_splits, split_size: as there.
-        return_softmax_lse, out, lse, backend, debug_checks: as there.
+        softmax_scale, causal, softcap, sink: as for :func:`flash_attn_with_kvcache`. Windows and ALiBi are
+            not supported, because they treat the prefix differently in each sequence.
+        k_descale, v_descale, num_splits, split_size, return_softmax_lse, out, lse, backend, debug_checks: as
+            for :func:`flash_attn_with_kvcache`.
 
     Returns:
         out, (batch, seqlen_q, heads_q, head_dim_v); with ``return_softmax_lse`` (out, lse), lse float32
@@ -92,7 +93,7 @@ def flash_attn_with_shared_prefix(
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
         if isinstance(descale, Tensor) and descale.dim() == 3:
             raise NotImplementedError(
-                f"{name} must be (heads_kv,) or of pages, which sequences share, got {tuple(descale.shape)}"
+                f"{name} must be (heads_kv,) or per page (sequences share pages), got {tuple(descale.shape)}"
             )
     batch, seqlen_q, heads, head_dim = q.shape
     of_groups, of_sequences = _prefixes(q, prefix_seqlens, cu_prefix_groups)
@@ -122,7 +123,7 @@ def flash_attn_with_shared_prefix(
             rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
         else:
             rows = q.reshape(batch * seqlen_q, heads, head_dim)
-            first = cu_prefix_groups[:-1].clamp(0, batch - 1)  # an empty last group starts behind all rows
+            first = cu_prefix_groups[:-1].clamp(0, batch - 1)  # an empty last group starts after all rows
             table, offsets = block_table[first], cu_prefix_groups * seqlen_q
             of_prefix = of_prefix._replace(max_seqlen_q=batch * seqlen_q)
         tensors = CacheTensors(
@@ -141,7 +142,7 @@ def flash_attn_with_shared_prefix(
             of_sequences = of_groups[group.clamp(max=of_groups.shape[0] - 1)]
         tokens = batch * seqlen_q
         own = own._replace(
-            cache_leftpad=of_sequences,  # keys of the prefix do not exist here, others keep their positions
+            cache_leftpad=of_sequences,  # hides the prefix's keys; the others keep their positions
             prior_out=prefix_out.view(tokens, heads, -1) if prefix_out.numel() else prefix_out.flatten(0, -3),
             prior_lse=prefix_lse.view(heads, tokens),
         )
@@ -163,8 +164,9 @@ def _check(q: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
 
 
 def _prefixes(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tensor, Tensor | None]:
-    """Length of its prefix for each group, (num_groups,), and for each sequence, (batch,), if that is known
-    without looking at the groups; int32.
+    """Return the prefix length of each group, (num_groups,), and of each sequence, (batch,), both int32.
+
+    The second is None where it depends on the values of ``cu_prefix_groups``.
     """
     groups, batch = 1, q.shape[0]
     if cu_prefix_groups is not None:

@@ -1,8 +1,8 @@
-"""Attention over a key/value cache: FlashAttention-2's ``flash_attn_with_kvcache`` and what belongs to it.
+"""Attention over a key/value cache: FlashAttention-2's ``flash_attn_with_kvcache`` and related functions.
 
 Keys and values lie in a dense cache or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180). Where
-few queries read many keys, the keys are split over the device and the partial results combined
-(Flash-Decoding, Dao et al. 2023).
+few queries read many keys, the keys are split over the GPU's multiprocessors and the partial results are
+combined (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -81,71 +81,75 @@ def flash_attn_with_kvcache(
     backend: str | None = None,
     debug_checks: bool = False,
 ) -> Tensor | Any:
-    """Attention of new queries over a key/value cache, into which new keys and values may go first.
+    """Attend from new queries to a key/value cache, after appending new keys and values if they are given.
 
-    The keys of sequence b are positions 0 to ``L[b]``, where ``L[b]`` is ``cache_seqlens[b]`` plus its new
-    tokens; query i stands at position ``i + L[b] - seqlen_q``. There is no backward pass.
+    The keys of sequence b are positions 0 to ``L[b] - 1``, where ``L[b]`` is ``cache_seqlens[b]`` plus the
+    number of its new tokens; query i is at position ``i + L[b] - seqlen_q``. There is no backward pass.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
-            float16, bfloat16, float32 or (CPU) float64. Any number of queries; it is made for few. Over a
-            cache of float8_e4m3fn also float8_e4m3fn, computed as bfloat16, which the result is then.
+            float16, bfloat16, float32 or (CPU) float64. Any number of queries; the kernels are made for few.
+            Over a cache of float8_e4m3fn q may also be float8_e4m3fn; it is computed as bfloat16, and the
+            result is bfloat16.
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), or with ``block_table``
             (num_blocks, page_size, heads_kv, head_dim), any page size from 1. The dtype of q, or
             float8_e4m3fn. heads_q must be a multiple of heads_kv.
-        v_cache: as k_cache; its head_dim may differ. Every head_dim is from 1 to 512.
+        v_cache: shaped as k_cache, except that its head_dim may differ. Every head_dim is from 1 to 512.
         k, v: (batch, seqlen_new, heads_kv, head_dim), or (total_new, heads_kv, head_dim) with
             ``cu_seqlens_k_new``: written into the caches **in place** from position ``cache_seqlens`` on.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32, with k: rotary embedding
-            of the new keys, from position ``cache_seqlens`` on, and of the queries: from there on too if
-            causal or windowed, all at ``cache_seqlens`` otherwise. rotary_dim is even and at most head_dim;
-            the rest of a head stays as it is.
-        cache_seqlens: tokens in the cache before k, as an int or (batch,) int32; None: the whole capacity.
-        cache_batch_idx: (batch,) int32, which row of a dense cache each sequence has; None: its own number.
-        cache_leftpad: (batch,) int32, positions before it hold no key. Positions count from 0 all the same.
-        block_table: (batch, max_blocks) int32: entry i of a row is the page of the sequence's positions
-            from ``i * page_size`` on. Entries beyond the sequence's length are never read.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32; need k. Rotary embedding
+            of the new keys, from position ``cache_seqlens`` on, and of the queries: each at its own position
+            if causal or windowed, otherwise all at ``cache_seqlens``. rotary_dim is even and at most
+            head_dim; the other columns of a head are not rotated.
+        cache_seqlens: tokens in the cache before k is appended, as an int or (batch,) int32; None: the whole
+            capacity.
+        cache_batch_idx: (batch,) int32, the row of a dense cache that holds each sequence; None: row b holds
+            sequence b.
+        cache_leftpad: (batch,) int32: the positions before it hold no key. Positions still count from 0.
+        block_table: (batch, max_blocks) int32: entry i of a row is the page of the sequence's positions from
+            ``i * page_size`` on. Entries beyond the sequence's length are never read.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flashtile.attention`.
-        rotary_interleaved: whether rotary pairs are neighbours (GPT-J) or half a rotary_dim apart (Llama).
-        num_splits: how many parts the keys of a sequence are split into; 0 is chosen for speed, 1 and
-            ``split_size`` give results that do not depend on what else is in the batch, to the bit.
+        rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
+            rotary_dim / 2 apart (Llama).
+        num_splits: number of parts that the keys of a sequence are split into; 0 chooses for speed. 1, and
+            ``split_size``, give results that are bitwise independent of the other sequences in the batch.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
         cu_seqlens_q, max_seqlen_q: (batch + 1,) int32 offsets of each sequence's queries (int64 is cast), and
-            the most of them.
-        cu_seqlens_k_new, max_seqlen_k_new: likewise of k and v; the most may be left out.
-        rotary_seqlens: (batch,) int32, rotary positions start there instead of at ``cache_seqlens``.
-        sink: (heads_q,), float32 or the dtype of q: the logit of a virtual key without a value, which enters
-            the softmax alone.
-        q_descale: float32 factors of queries of float8_e4m3fn, (heads_kv,) or (batch, heads_kv): as
-            FlashAttention-3's. The latter not beside a ``k_descale`` of each page.
-        k_descale, v_descale: float32 factors of an FP8 cache, (heads_kv,); (k_cache.shape[0], heads_kv): one
-            for each head of each page (row of a dense cache); or (batch, 1, heads_kv): of each sequence. New
-            keys are divided by them and saturate; k and v of float8_e4m3fn are stored as they are.
+            the largest number of queries in a sequence.
+        cu_seqlens_k_new, max_seqlen_k_new: the same for k and v; max_seqlen_k_new may be left out.
+        rotary_seqlens: (batch,) int32: rotary positions start there instead of at ``cache_seqlens``.
+        sink: (heads_q,), float32 or the dtype of q: the logit of a virtual key without a value, which only
+            enters the softmax.
+        q_descale: FlashAttention-3's float32 scales for queries of float8_e4m3fn, (heads_kv,) or (batch,
+            heads_kv). The second shape cannot be combined with a ``k_descale`` per page.
+        k_descale, v_descale: float32 scales of an FP8 cache: (heads_kv,); (k_cache.shape[0], heads_kv), one
+            per head of each page (row of a dense cache); or (batch, 1, heads_kv), one per head of each
+            sequence. New keys and values are divided by them and saturate; k and v of float8_e4m3fn are
+            stored unchanged.
         tree_mask: (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q) bool, for speculative decoding: query i
-            sees token j of the last seqlen_q where it is True, and every earlier key. Excludes ``causal``,
-            windows, ALiBi and rotary. With ``cu_seqlens_q`` its sides are max_seqlen_q.
-        split_size: keys of a part, instead of ``num_splits``.
-        softmax_max: a number near the scores of this model, or (heads_q,) float32, one a head. It is
-            subtracted from scores in place of each row's maximum, which is then not looked for
-            (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section 3). The result is as good for any
-            scores: those that lie too far from it are computed again, by the same kernel, at up to twice the
-            cost. :func:`flashtile.profile_scores` finds it. Hopper's kernel for more than 16 query rows of a
-            key head leaves it out.
+            sees token j of the last seqlen_q where it is True, and every earlier key. Cannot be combined with
+            ``causal``, windows, ALiBi or rotary embedding. With ``cu_seqlens_q`` its sides are max_seqlen_q.
+        split_size: number of keys in a part, instead of ``num_splits``.
+        softmax_max: a number near the model's scores, or (heads_q,) float32, one per head. It is subtracted
+            from the scores in place of each row's maximum, which then need not be computed (FlashDecoding++,
+            Hong et al. 2023, arXiv:2311.01282, section 3). The result is as accurate for any scores: parts
+            whose scores lie too far from it are computed again by the same kernel, which at most doubles the
+            cost. :func:`flashtile.profile_scores` finds a value. Hopper's kernel for more than 16 query rows
+            per key head ignores it.
         qv: shaped as q, but with the head_dim of v_cache; copied unless contiguous. Scores are then
-            ``q k^T + qv v^T``: multi-head latent attention with its projections absorbed (DeepSeek-V2, Liu
-            et al. 2024, arXiv:2405.04434, section 2.1), where v_cache holds the latent vectors, k_cache
-            their rotated part. ``softmax_scale`` of None is ``(head_dim + head_dim_v) ** -0.5``, as in
-            FlashAttention-3. Not over a cache of float8_e4m3fn.
-        out, lse: memory for the results, as for :func:`flashtile.attention`. A given lse is written without
-            ``return_softmax_lse``, too.
-        backend: a backend to insist on, as for :func:`flashtile.attention`.
-        debug_checks: check lengths, block table and writers on a GPU too, which synchronises (so does
-            ``FLASHTILE_DEBUG=1``). On the CPU they are always checked.
-
+            ``q k^T + qv v^T``: multi-head latent attention with absorbed projections (DeepSeek-V2, Liu et al.
+            2024, arXiv:2405.04434, section 2.1), where v_cache holds the latent vectors and k_cache their
+            rotated part. ``softmax_scale=None`` then means ``(head_dim + head_dim_v) ** -0.5``, as in
+            FlashAttention-3. Not supported over a cache of float8_e4m3fn.
+        out, lse: tensors that receive the results, as for :func:`flashtile.attention`. A given lse is also
+            written without ``return_softmax_lse``.
+        backend: the backend to require, as for :func:`flashtile.attention`.
+        debug_checks: also check lengths, block table and write positions on a GPU, which synchronises
+            (``FLASHTILE_DEBUG=1`` does the same). On the CPU they are always checked.
     Returns:
-        out, shaped as q with the head_dim of v_cache. With ``return_softmax_lse``: (out, lse), natural log,
-        float32 (float64), (batch, heads_q, seqlen_q) or (heads_q, total_q). A row without a key is 0 and -inf
-        (and the sink, if there is one).
+        out, shaped as q with the head_dim of v_cache. With ``return_softmax_lse``: (out, lse), lse in natural
+        log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or (heads_q, total_q). For a row
+        without a key, out is 0 and lse is -inf, or the sink if there is one.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed,
@@ -161,7 +165,7 @@ def flash_attn_with_kvcache(
         ... )
         >>> out.shape, torch.equal(k_cache[1, 17], k[1, 0])
         (torch.Size([3, 1, 8, 64]), True)
-        >>> cache_seqlens += 1  # the call leaves the lengths to its caller
+        >>> cache_seqlens += 1  # the call does not change the lengths
     """
     masking = make_options(max_seqlen_q, None, softmax_scale, causal, window_size, softcap, False, backend)
     check_flag("rotary_interleaved", rotary_interleaved)
@@ -207,13 +211,13 @@ def flash_attn_with_kvcache(
 
     if k is None or v is None:
         missing = "k" if k is None else "v"
-        raise ValueError(f"{missing} must be given beside {'v' if k is None else 'k'}, got None")
+        raise ValueError(f"{missing} must be given with {'v' if k is None else 'k'}, got None")
     if cache_seqlens is None:
-        raise ValueError("cache_seqlens must say where k and v are appended, got None")
+        raise ValueError("cache_seqlens must give the positions at which k and v are appended, got None")
     if max_seqlen_k_new is not None:
         max_seqlen_k_new = as_int("max_seqlen_k_new", max_seqlen_k_new)
     if rotary_cos is not None and tree_mask is not None:
-        raise ValueError("rotary_cos must be None beside tree_mask: rotate by each node's depth beforehand")
+        raise ValueError("rotary_cos must be None with tree_mask: rotate by each node's depth beforehand")
     by_token = masking.causal or masking.window_left >= 0 or masking.window_right >= 0
     appended = AppendTensors(
         cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
@@ -253,15 +257,15 @@ def append_kvcache(
 ) -> None:
     """Write new keys and values into a cache in place, rotated and quantised on the way.
 
-    Where each token goes is said either by ``cache_seqlens`` (with ``block_table`` or ``cache_batch_idx``, as
-    for :func:`flash_attn_with_kvcache`, which describes the other arguments) or by ``slot_mapping``.
+    The positions are given either by ``cache_seqlens`` (with ``block_table`` or ``cache_batch_idx``) or by
+    ``slot_mapping``. :func:`flash_attn_with_kvcache` describes the other arguments.
 
     Args:
         k, v: (batch, seqlen_new, heads_kv, head_dim); (total_new, heads_kv, head_dim) with
             ``cu_seqlens_k_new`` or ``slot_mapping``.
-        slot_mapping: (total_new,) int64, ``block * page_size + offset`` of each token (dense:
-            ``row * seqlen_cache + position``); a negative slot leaves its token out. Excludes the rotary
-            arguments and those that say positions.
+        slot_mapping: (total_new,) int64, ``block * page_size + offset`` of each token
+            (``row * seqlen_cache + position`` for a dense cache); a token with a negative slot is not
+            written. Cannot be combined with the rotary arguments or with those that give positions.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flash_attn_with_kvcache`, before anything is
@@ -302,14 +306,15 @@ def copy_blocks(
     backend: str | None = None,
     debug_checks: bool = False,
 ) -> None:
-    """Copy blocks of a paged cache onto others, all pairs and all layers in one launch: copy-on-write.
+    """Copy blocks of a paged cache onto others (copy-on-write), all pairs and all layers in one launch.
 
     Args:
-        k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim), or the same with num_layers in front.
+        k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim), optionally with a leading num_layers.
         block_pairs: (n, 2) int32 or int64, (source, destination), on the device of the caches. A pair with a
-            negative source is left out. No block may be a destination twice, or a destination and a source.
-        k_descale, v_descale: (num_blocks, heads_kv) float32, with num_layers in front where the caches have
-            it: copied along.
+            negative source is skipped. No block may be a destination twice, or both a destination and a
+            source.
+        k_descale, v_descale: (num_blocks, heads_kv) float32, with a leading num_layers where the caches have
+            one. They are copied with the blocks.
         backend, debug_checks: as for :func:`flash_attn_with_kvcache`.
 
     Raises:
@@ -338,19 +343,19 @@ def flash_attn_combine(
     *,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-3's ``flash_attn_combine``: attention from partial results over disjoint sets of keys.
+    """FlashAttention-3's ``flash_attn_combine``: combine partial results over disjoint sets of keys.
 
     Args:
         out_partial: (num_splits, batch, seqlen, heads, head_dim) or (num_splits, total, heads, head_dim).
         lse_partial: (num_splits, batch, seqlen, heads) or (num_splits, total, heads), natural log, float32
-            (float64 beside float64), any strides. -inf (and FlashAttention-2's +inf) is a part without keys,
-            whose out is not looked at.
-        out: where the result goes, in its shape and dtype; None: new memory.
-        out_dtype: of the result; None: that of ``out``, or of out_partial.
-        backend: a backend to insist on.
+            (float64 if out_partial is float64), any strides. -inf (or FlashAttention-2's +inf) marks a part
+            without keys, whose out is ignored.
+        out: tensor that receives the result, in its shape and dtype; None: new memory.
+        out_dtype: dtype of the result; None: that of ``out``, or of out_partial.
+        backend: the backend to require.
 
     Returns:
-        (out, lse): out as a part, lse as a part's.
+        (out, lse): shaped as one part of out_partial and of lse_partial.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.

@@ -1,4 +1,4 @@
-"""What a call would get: backend, configuration, and why not the others."""
+"""Reports which backend and configuration a call would get, and why the others were passed over."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What each operation of a call would get, in the order in which they run.
+    """The choices for the operations of a call, in the order in which the operations run.
 
-    ``operations`` names them: "forward", "backward" and "weights" of attention, "append_kvcache" and
-    "decode" over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
+    ``operations`` names them: "forward", "backward" and "weights" of attention, "append_kvcache" and "decode"
+    over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
     ``reasons_against`` are those of ``main``, the operation that computes the result. ``str()`` gives a
     readable text.
     """
@@ -36,8 +36,8 @@ class Explanation:
 
     @property
     def main(self) -> Choice:
-        beside = BACKWARD.name, WEIGHTS.name
-        return next(c for c in reversed(self.choices) if c.operation not in beside)
+        additional = BACKWARD.name, WEIGHTS.name
+        return next(c for c in reversed(self.choices) if c.operation not in additional)
 
     @property
     def backend(self) -> str | None:
@@ -56,7 +56,7 @@ class Explanation:
         return self.main.reasons_against
 
     def __getitem__(self, operation: str) -> Choice:
-        """The last choice for ``operation``."""
+        """Return the last choice for ``operation``."""
         return next(choice for choice in reversed(self.choices) if choice.operation == operation)
 
     def __str__(self) -> str:
@@ -68,14 +68,14 @@ class Explanation:
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
     """Say which backend and configuration a call would get, and why not the others.
 
-    ``explain(q, k, v, causal=True)`` is about :func:`flashtile.attention`, forward and backward. For any
-    other function it comes first: ``explain(flash_attn_with_kvcache, q, k_cache, v_cache)``.
-    Nothing is launched and no data is read, so meta and fake tensors do as well.
+    ``explain(q, k, v, causal=True)`` is about :func:`flashtile.attention`, forward and backward. To ask about
+    another function, pass it first: ``explain(flash_attn_with_kvcache, q, k_cache, v_cache)``. Nothing is
+    launched and no data is read, so meta and fake tensors also work.
 
     Args:
-        arguments, keywords: those of the call, behind its function.
-        card: one of :data:`flashtile.io_model.CARDS`, to say what the call would get there instead of on the
-            device of its tensors, from memory that is laid out well.
+        arguments, keywords: those of the call, after its function.
+        card: one of :data:`flashtile.io_model.CARDS`, to explain the call on that card instead of on the
+            device of its tensors. Memory is then assumed to be aligned for its kernels.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call, for arguments that no backend could take.
@@ -106,6 +106,6 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
 
 
 def _on_card(problem: Any, target: Target) -> Any:
-    """The same call on another device, from memory that its tensor memory accelerator can address."""
+    """Move the problem to another device, with memory that its tensor memory accelerator (TMA) can use."""
     moved = {"device": target} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
     return problem._replace(**moved) if hasattr(problem, "_replace") else replace(problem, **moved)

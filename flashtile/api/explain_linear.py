@@ -1,4 +1,4 @@
-"""What a product would get: kernel, the measurement that decided, and how near it is to the floor."""
+"""Reports which kernel a product would get, the measurement that decided, and how near it is to the floor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call of :func:`flashtile.linear.linear` or ``linear_qkv`` would get.
+    """The choice for a call of :func:`flashtile.linear.linear` or ``linear_qkv``.
 
     Args:
-        choice: backend, configuration and each other backend's reason against.
-        found: the row of the table that decides, and why this one; None where no table has the dtypes.
-        measured_us: time of the chosen kind of product in that row, without fused ends; None without a row.
-        floor_us: reading that row's weight at the measured bandwidth of its card.
+        choice: backend, configuration, and the reason against each other backend.
+        found: the row of the measured table that decides, and why this one; None if no row has these dtypes.
+        measured_us: time of the chosen kind of product in that row, without a fused epilogue; None without a
+            row.
+        floor_us: time to read that row's weight at the measured bandwidth of its card.
     """
 
     choice: Choice
@@ -46,7 +47,7 @@ class Explanation:
 
     @property
     def floor_share(self) -> float | None:
-        """Of the measured time that the floor takes: 1 is as fast as the weight can be read."""
+        """Share of the measured time that the floor takes: 1 means as fast as the weight can be read."""
         if self.measured_us is None or self.floor_us is None:
             return None
         return self.floor_us / self.measured_us
@@ -72,12 +73,13 @@ class Explanation:
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
     """Say which product a call would get, from which row of the table, and at what share of the floor.
 
-    ``explain(x, weight)`` is about :func:`flashtile.linear.linear`; another function comes first,
-    ``explain(flashtile.linear.linear_qkv, x, ...)``. Nothing is launched: meta and fake tensors do as well.
+    ``explain(x, weight)`` is about :func:`flashtile.linear.linear`. To ask about another function, pass it
+    first: ``explain(flashtile.linear.linear_qkv, x, ...)``. Nothing is launched: meta and fake tensors also
+    work.
 
     Args:
         arguments, keywords: those of the call.
-        card: one of :data:`flashtile.io_model.CARDS`, to say what the call would get there.
+        card: one of :data:`flashtile.io_model.CARDS`, to explain the call on that card.
 
     Examples:
         >>> x, weight = torch.empty(1, 4096).bfloat16(), torch.empty(4096, 4096).bfloat16()

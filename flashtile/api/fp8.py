@@ -1,4 +1,4 @@
-"""Quantisation and attention in FP8: the functions."""
+"""Public functions for quantisation and attention in FP8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.arguments import ERRORS, check_choice, check_dense, renamed
 from flashtile.checks.conversions import (
     apply_autocast,
     as_int,
@@ -21,10 +21,11 @@ from flashtile.checks.fp8 import check_inputs, check_sequences
 from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
 from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
+from flashtile.problems.fp8_layout import METHODS, ROLES
 from flashtile.problems.quantized import Quantized, sequences
 
 QUANTIZING = ("portable", "cpu")
-"""Backends that quantise."""
+"""Backends that can quantise."""
 
 
 def quantize(
@@ -43,30 +44,35 @@ def quantize(
     rotary_interleaved: bool = False,
     backend: str | None = None,
 ) -> Quantized:
-    """One of q, k and v in e4m3, in one pass over memory where scales are of blocks and in two otherwise.
+    """Quantise one of q, k and v to e4m3 (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3).
 
-    Keys and values quantised once serve any number of calls. FlashAttention-3 (Shah et al. 2024,
-    arXiv:2407.08608), section 3.3. There is no gradient.
+    Memory is read once where each block has its own scale, and twice otherwise. Quantised keys and values can
+    be used in any number of calls. There is no gradient.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``; float16 or
-            bfloat16, any strides whose last is 1, head_dim from 1 to 256. An infinity becomes NaN, as e4m3
-            has none; what is not finite counts for no scale, and no finite number becomes NaN.
-        role: "q", "k" or "v". Values are stored transposed, in the order that the kernels want.
-        method: what shares a scale, which is its largest magnitude over 448: "block" is 64 rows of a head of
-            q, or 128 keys of a head; "head" a head of a sequence; "tensor" everything.
+            bfloat16, any strides whose last is 1, head_dim from 1 to 256. An infinity becomes NaN, because
+            e4m3 has no infinity. Infinities and NaNs do not affect the scale, and no finite number becomes
+            NaN.
+        role: "q", "k" or "v". Values are stored transposed, in the order that the kernels need.
+        method: the elements that share a scale, which is their largest magnitude divided by 448. "block": 64
+            rows of a head of q, or 128 keys of a head of k or v; "head": a head of a sequence; "tensor": all
+            of x.
         hadamard: multiply q and k by a random orthogonal matrix first, which spreads outliers over the
-            columns and leaves q k^T as it is. q and k of a call must agree in it. Values are left alone.
-        seed: of that matrix's signs, from 0 to 2**31 - 1: the same numbers on every device and run.
-        cu_seqlens, max_seqlen: (batch + 1,) int32 offsets of the sequences, and the longest (or more).
-        seqused: (batch,) int32: rows of each sequence that are in use; the others become 0, whatever they
-            hold.
+            columns and leaves q k^T unchanged. q and k of a call must agree in it. Values are not
+            transformed.
+        seed: seed of that matrix's signs, from 0 to 2**31 - 1: the same numbers on every device and in every
+            run.
+        cu_seqlens, max_seqlen: (batch + 1,) int32 offsets of the sequences, and the length of the longest (or
+            more).
+        seqused: (batch,) int32: the number of rows in use in each sequence; the others become 0.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float16, bfloat16 or float32: rotary embedding of
-            q or k before all else, in float32. rotary_dim is even and at most head_dim.
-        rotary_offset: position of a sequence's first row, an int or (batch,) int32. Positions of a tensor's
-            are cut off at the ends of the tables.
-        rotary_interleaved: pairs are neighbours (GPT-J) instead of half a rotary_dim apart (Llama).
-        backend: "portable" or "cpu" to insist on one.
+            q or k, applied first, in float32. rotary_dim is even and at most head_dim.
+        rotary_offset: position of each sequence's first row, an int or (batch,) int32. Positions from a
+            tensor are clamped to the ends of the tables.
+        rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
+            rotary_dim / 2 apart (Llama).
+        backend: "portable" or "cpu" to require one.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
@@ -79,6 +85,7 @@ def quantize(
         >>> bool((keys.dequantize() - k).abs().max() < 0.2)
         True
     """
+    check_choice("role", role, ROLES)
     check_flag("hadamard", hadamard)
     check_flag("rotary_interleaved", rotary_interleaved)
     if max_seqlen is not None:
@@ -105,7 +112,7 @@ def _quantize(
     backend: str | None,
     names: dict[str, str] | None = None,
 ) -> Quantized:
-    """``names``: what the caller knows these arguments as, where :func:`attention` quantises."""
+    """Quantise as :func:`quantize`, with ``names`` for its arguments in errors."""
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
     tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets)
@@ -122,7 +129,7 @@ def _quantize(
 
 
 def _names(role: str) -> dict[str, str]:
-    """Arguments of :func:`quantize` as callers of :func:`attention` know them."""
+    """Map the arguments of :func:`quantize` to the names that callers of :func:`attention` know."""
     side = "q" if role == "q" else "k"
     return {
         "x": role,
@@ -157,18 +164,18 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | Any:
-    """Attention whose products are of e4m3 numbers; forward only.
+    """Compute attention with e4m3 operands; forward only.
 
-    Scores and sums are float32; probabilities, at most 1, are rounded to e4m3 times 2**8. Near exact
-    attention, not equal to it: ``docs/guides/fp8.md`` says how near, and when not to use it.
+    Scores and sums are float32; probabilities, at most 1, are multiplied by 2**8 and rounded to e4m3. The
+    result approximates exact attention: ``docs/guides/fp8.md`` states the error and when not to use FP8.
 
     Args:
-        q, k, v: as for :func:`flashtile.attention`, float16 or bfloat16, or what :func:`quantize` made.
-        method, hadamard, seed: how tensors are quantised, as for :func:`quantize`. None is what those that
-            are quantised already had, else "block", True and 0.
-        rotary_cos, rotary_sin, rotary_interleaved: rotary embedding of those of q and k that are not
-            quantised yet, as for :func:`quantize`: keys from position 0, queries aligned at the bottom right,
-            as masks are.
+        q, k, v: as for :func:`flashtile.attention`, float16 or bfloat16, or results of :func:`quantize`.
+        method, hadamard, seed: how tensors are quantised, as for :func:`quantize`. None takes the settings of
+            the tensors that are already quantised, otherwise "block", True and 0.
+        rotary_cos, rotary_sin, rotary_interleaved: rotary embedding of q and k, for those not quantised yet,
+            as for :func:`quantize`. Keys start at position 0, and queries are aligned to the bottom right, as
+            masks are.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
             :func:`flashtile.attention`; a quantised tensor brings its own.
         softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, backend: as for
@@ -179,8 +186,8 @@ def attention(
         out in the dtype of q, or (out, lse), as :func:`flashtile.attention`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed; a q,
-            k or v that needs a gradient is a NotImplementedError.
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed. A q,
+            k or v that requires a gradient is a NotImplementedError.
 
     Examples:
         >>> q = torch.randn(1, 256, 8, 64, dtype=torch.bfloat16)
@@ -208,7 +215,7 @@ def attention(
     if isinstance(q, Tensor):
         offset: int | Tensor = 0
         if rotary_cos is not None:
-            offset = _query_offset(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k)
+            offset = _query_offset(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, options)
         q = _quantize(
             q, "q", method, seed, cu_seqlens_q, options.max_seqlen_q, None, rotary_cos, rotary_sin, offset,
             rotary_interleaved, own_backend, _names("q"),
@@ -245,7 +252,10 @@ def attend_descaled(
     extras: Extras,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of e4m3 tensors in rows, with FlashAttention-3's scales (batch, heads_kv); out bfloat16."""
+    """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's scales (batch, heads_kv).
+
+    out is bfloat16.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
         refuse_gradient(name, x)
@@ -258,9 +268,10 @@ def attend_descaled(
 def shared_method(
     given: dict[str, Any], method: str | None, hadamard: bool | None, seed: int | None
 ) -> tuple[str, int | None]:
-    """(method, seed or None without transform) that the call's tensors share."""
+    """Return (method, seed) shared by the call's tensors; the seed is None without a Hadamard transform."""
     if hadamard is not None and type(hadamard) is not bool:
         raise TypeError(f"hadamard must be True, False or None, got {type(hadamard).__name__}")
+    check_choice("method", method, (None, *METHODS))
     wanted = 0 if seed is None else as_int("seed", seed)
     done = {name: x for name, x in given.items() if isinstance(x, Quantized)}
     for name, x in done.items():
@@ -272,11 +283,11 @@ def shared_method(
     if transformed:
         name, shared = next(iter(transformed.items()))
         if any(other != shared for other in transformed.values()):
-            raise ValueError(f"q and k must share a transform, they have seeds {transformed} (None is none)")
+            raise ValueError(f"q and k must share a transform, got seeds {transformed} (None: no transform)")
         refused = hadamard is not None and hadamard != (shared is not None)
         if refused or (seed is not None and wanted != shared):
             got = f"hadamard={hadamard}, seed={seed}"
-            raise ValueError(f"{name} was transformed with seed {shared} (None is none), got {got}")
+            raise ValueError(f"{name} was transformed with seed {shared} (None: no transform), got {got}")
         return "block" if method is None else method, shared
     return "block" if method is None else method, None if hadamard is False else wanted
 
@@ -287,19 +298,32 @@ def _query_offset(
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     seqused_k: Tensor | None,
+    options: Options,
 ) -> int | Tensor:
-    """Position of the first query of each sequence: its keys less its queries."""
+    """Return the position of each sequence's first query: its number of keys minus its number of queries.
+
+    Raises:
+        ValueError: queries at negative positions, for which tables have no rows, would see keys.
+    """
     if seqused_k is not None:
         lengths = seqused_k
     elif cu_seqlens_k is not None:
         lengths = cu_seqlens_k.diff()
     else:
-        return k.shape[1] - q.shape[1]
+        offset = k.shape[1] - q.shape[1]
+        if offset >= 0:
+            return offset
+        if not (options.causal or options.window_right == 0):
+            raise ValueError(
+                f"rotary_cos must be None, or causal True, where queries outnumber keys: the first {-offset} "
+                f"of {q.shape[1]} queries stand before position 0"
+            )
+        return torch.full(q.shape[:1], offset, dtype=torch.int32, device=q.device)
     return lengths - (q.shape[1] if cu_seqlens_q is None else cu_seqlens_q.diff())
 
 
 def scales_of(x: Quantized) -> Tensor:
-    """As the kernels take them: of blocks, or (batch, heads)."""
+    """Return the scales in the shape that kernels take: per block, or (batch, heads)."""
     if x.method != "tensor":
         return x.scales
     batch = x.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1

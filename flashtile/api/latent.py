@@ -1,4 +1,4 @@
-"""Queries for the values, as multi-head latent attention has them: more columns of queries and keys."""
+"""The ``qv`` argument of multi-head latent attention: queries for v, appended to q as further columns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtile.problems.common import MAX_HEAD_DIM
 def join_qv(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor, extras: Extras, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """[q, qv] and [k, v], whose product is ``q k^T + qv v^T``; gradients flow through both.
+    """Return [q, qv] and [k, v], whose product is ``q k^T + qv v^T``; gradients flow through both.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.
@@ -25,7 +25,7 @@ def join_qv(
     if torch._C._is_any_autocast_enabled():
         q, k, v = apply_autocast(q, k, v)
         qv, _, _ = apply_autocast(qv, k, v)
-    if torch.compiler.is_dynamo_compiling():  # which traces no check of strides
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of strides
         check_types(q, k, v, extras, options)
     else:
         check_call(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), extras, options)

@@ -1,4 +1,4 @@
-"""Products with a weight: the functions."""
+"""Public functions for products with a weight matrix."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from flashtile.problems.linear import (
 
 
 class BeforeNorm(NamedTuple):
-    """What :func:`linear_before_norm` returns.
+    """Result of :func:`linear_before_norm`.
 
     Attributes:
-        y: (..., N), the result itself.
+        y: (..., N), the result of :func:`linear`.
         scaled: (..., N), ``y * next_norm_weight``.
         factor: (rows,) float32, ``rsqrt(mean(y**2) + next_norm_eps)`` of each row.
     """
@@ -48,32 +48,32 @@ def linear(
     prefetch: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.linear``, made for few rows of x, with what stands around it in a transformer.
+    """``torch.nn.functional.linear`` for few rows of x, fused with the operations around it in a transformer.
 
-    Where few rows meet a large weight, the time is that of reading the weight. FlashDecoding++ (Hong et al.
-    2023, arXiv:2311.01282) chooses between a product on the CUDA cores (GEMV), a flat one on the tensor cores
-    and the library's by the number of rows; :func:`explain` says which one a call gets. In order:
-    ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``, the product, ``weight_scale``, ``x_scale``, ``bias``,
-    ``activation``, ``residual``. Sums are float32, rounded once at the end, in the same order in every run.
-    Forward only.
+    With few rows and a large weight, the time is that of reading the weight. FlashDecoding++ (Hong et al.
+    2023, arXiv:2311.01282) chooses by the number of rows between a product on the CUDA cores (GEMV), a flat
+    one on the tensor cores and the library's; :func:`explain` says which one a call gets. The operations run
+    in this order: ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``, the product, ``weight_scale``,
+    ``x_scale``, ``bias``, ``activation``, ``residual``. Sums are in float32, in the same order in every run,
+    and rounded once at the end. Forward only.
 
     Args:
-        x: (..., K): float16, bfloat16, float32 or float64, any strides whose last is 1. The last two dtypes
-            are computed by torch.
+        x: (..., K): float16, bfloat16, float32 or float64, any strides whose last is 1. torch computes
+            float32 and float64.
         weight: (N, K) as ``torch.nn.Linear`` holds it, in the dtype of x, or float8_e4m3fn.
         bias: (N,) in the dtype of x.
-        weight_scale: float32 factors of a weight in float8_e4m3fn: (N,) for its rows, or (N / 128, K / 128),
+        weight_scale: float32 scales of a weight in float8_e4m3fn: (N,) for its rows, or (N / 128, K / 128),
             rounded up, for its blocks.
-        norm_weight: (K,) in the dtype of x: RMSNorm of x. Its factor is applied behind the product.
-        norm_eps: of RMSNorm.
-        x_scale: (rows of x,) float32, a factor of each. With ``norm_weight`` it must be None.
-        activation: "silu_and_mul" is SwiGLU: silu of the first half of the columns times the second half,
-            N / 2 columns in all.
+        norm_weight: (K,) in the dtype of x: apply RMSNorm to x. Its factor per row is applied after the
+            product.
+        norm_eps: epsilon of the RMSNorm.
+        x_scale: (rows of x,) float32, a factor for each row. Cannot be combined with ``norm_weight``.
+        activation: "silu_and_mul" is SwiGLU: silu of the first half of the columns times the second half; the
+            result has N / 2 columns.
         residual: added to the result, in its shape and dtype.
-        prefetch: ask for the weight while the kernel before still runs (programmatic dependent launch).
-            Right only if that kernel does not write the weight, its scales or ``norm_weight``, as in
-            inference.
-        backend: "hopper", "portable" or "cpu" to insist on one.
+        prefetch: load the weight while the previous kernel still runs (programmatic dependent launch). Valid
+            only if that kernel does not write the weight, its scales or ``norm_weight``, as in inference.
+        backend: "hopper", "portable" or "cpu" to require one.
 
     Returns:
         (..., N) in the dtype of x, or (..., N / 2).
@@ -116,17 +116,17 @@ def linear_before_norm(
     prefetch: bool = False,
     backend: str | None = None,
 ) -> BeforeNorm:
-    """:func:`linear`, and what RMSNorm of the result takes, in the same kernel.
+    """Compute :func:`linear` and, in the same kernel, the inputs of an RMSNorm of the result.
 
     A product that normalises its x multiplies every element by the norm's weight in every program that reads
-    it. Here the product before has done so once: ``linear(found.scaled, w, x_scale=found.factor)`` is
+    it. Here the preceding product has done so once: ``linear(found.scaled, w, x_scale=found.factor)`` is
     ``linear(found.y, w, norm_weight=next_norm_weight)``.
 
     Args:
         next_norm_weight: (N,) in the dtype of x.
-        next_norm_eps: of that norm.
+        next_norm_eps: epsilon of the next norm.
         x, weight, bias, weight_scale, norm_weight, norm_eps, x_scale, residual, prefetch, backend: as for
-            :func:`linear`. With ``prefetch`` the kernel before may not write ``next_norm_weight`` either.
+            :func:`linear`. With ``prefetch`` the previous kernel must not write ``next_norm_weight`` either.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
@@ -173,22 +173,24 @@ def linear_qkv(
     prefetch: bool = False,
     backend: str | None = None,
 ) -> Tensor:
-    """The product for queries, keys and values, with rotary embedding of its sums and the append to a cache.
+    """Compute queries, keys and values in one product, with rotary embedding, and append k and v to a cache.
 
-    As :func:`linear` followed by :func:`flashtile.append_kvcache`, in one kernel for few rows. Rows of the
-    weight are those of all query heads, then of the key heads, then of the value heads.
+    Equivalent to :func:`linear` followed by :func:`flashtile.append_kvcache`, in one kernel for few rows. The
+    rows of the weight are those of all query heads, then of the key heads, then of the value heads.
 
     Args:
         x: (tokens, K), or (batch, 1, K).
         weight: ((heads_q + 2 * heads_kv) * head_dim, K).
         k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim), written in place, in the dtype of x.
-        positions: (tokens,) int32: place of each token in its sequence, for the angles and the block table.
+        positions: (tokens,) int32: position of each token in its sequence, used for the rotary angles and the
+            block table.
         block_table: (tokens, max_blocks) int32: pages of each token's sequence.
-        slot_mapping: (tokens,) int64 instead of a block table: page * page_size + place in it. A token with a
-            negative slot, or one that lies in no page, is not written.
+        slot_mapping: (tokens,) int64 instead of a block table: page * page_size + offset in the page. A token
+            with a negative slot, or one outside all pages, is not written.
         rotary_cos, rotary_sin: (rows, rotary_dim / 2), float32 or the dtype of x; a position without a row is
-            not turned.
-        rotary_interleaved: pairs are neighbours (GPT-J) instead of half a rotary_dim apart (Llama).
+            not rotated.
+        rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
+            rotary_dim / 2 apart (Llama).
         bias, weight_scale, norm_weight, norm_eps, x_scale, prefetch, backend: as for :func:`linear`.
 
     Returns:
@@ -198,7 +200,7 @@ def linear_qkv(
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
 
     Examples:
-        >>> cache = torch.zeros(2, 8, 4, 2, 16)  # of keys and values, 8 pages of 4 tokens
+        >>> cache = torch.zeros(2, 8, 4, 2, 16)  # keys and values, 8 pages of 4 tokens
         >>> x, weight = torch.randn(3, 64), torch.randn((4 + 2 * 2) * 16, 64)
         >>> slots = torch.tensor([0, 5, -1])  # the last token is not written
         >>> flashtile.linear.linear_qkv(x, weight, *cache, slot_mapping=slots).shape
@@ -224,7 +226,7 @@ def linear_qkv(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(M, K) of (..., K)."""
+    """Reshape (..., K) to (M, K)."""
     check_dense("x", x)
     if x.dim() == 2:
         return x
@@ -238,10 +240,10 @@ def _as_eps(name: str, eps: Any) -> float:
 
 
 def _residual_rows(residual: Tensor | None, x: Tensor) -> Tensor | None:
-    """(M, N) of a residual with the leading dimensions of x."""
+    """Reshape a residual with the leading dimensions of x to (M, N)."""
     if not isinstance(residual, Tensor) or residual.dim() == 2:
         return residual
     check_dense("residual", residual)
-    if residual.dim() != x.dim() or residual.shape[-1:] == (0,):  # no number of rows follows from it
+    if residual.dim() != x.dim() or residual.shape[-1:] == (0,):  # the number of rows cannot be inferred
         return residual
     return residual.reshape(-1, residual.shape[-1])

@@ -1,4 +1,4 @@
-"""From ``score_mod``, ``mask_mod`` and ``block_mask`` as callers pass them to what an operator takes."""
+"""Converts ``score_mod``, ``mask_mod`` and ``block_mask`` into the form that operators take."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_ALL, Extras, Opti
 from flashtile.problems.mask_program import alibi, composed, parse
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
 
-BESIDE = ("alibi_slopes", "sink")
-"""The tensors beside q, k and v that a call with functions may have."""
+ALLOWED_EXTRAS = ("alibi_slopes", "sink")
+"""The optional tensors that a call with functions may have, in addition to q, k and v."""
 
 _DEFAULTS = Options()[OPTIONS_OF_ALL:]
 _EVERYTHING = (True,)
@@ -36,14 +36,14 @@ def attend(
     mask_mod: Any,
     block_mask: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that has one of the functions at least.
+    """Return (out, lse) of a call that has at least one of the functions.
 
     Raises:
-        TypeError: what is given is no function that compiles, or no block mask.
-        ValueError: both masks, or more captured tensors than there is place for.
-        NotImplementedError: beside arguments that a function says as well.
+        TypeError: a function does not compile, or ``block_mask`` is not a block mask.
+        ValueError: ``mask_mod`` and ``block_mask`` are both given, or too many tensors are captured.
+        NotImplementedError: an argument cannot be combined with functions.
     """
-    check_beside(extras, options)
+    check_with_functions(extras, options)
     check_tokens(mask_mod, q, k)
     given = functions(score_mod, mask_mod, block_mask)
     slopes = extras.alibi_slopes
@@ -52,17 +52,17 @@ def attend(
         given = _with_slopes(given, slopes, k.shape[1] - q.shape[1])
         extras = extras._replace(alibi_slopes=None)
     if given.captured and torch.compiler.is_compiling():
-        # A graph captures a number in a tensor on the CPU, which goes with tensors on any device.
+        # A graph captures a number in a CPU tensor, which may be combined with tensors on any device.
         captured = tuple([t if t.dim() else t.to(q.device) for t in given.captured])
         given = given._replace(captured=captured)
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
-        # The kernels have instructions of their own for it.
+        # The kernels have a faster path for soft-capping.
         given, options = given._replace(score_mod=""), options._replace(softcap=given.soft_cap)
     return forward(q, k, v, extras, options, given)
 
 
 def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
-    """Raise ValueError for more tokens than a mask is defined for. Other errors of q and k come later."""
+    """Raise ValueError for more tokens than a mask is defined for. q and k are fully checked later."""
     if not isinstance(mask_mod, MaskMod) or mask_mod.most_tokens is None:
         return
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
@@ -70,24 +70,24 @@ def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
 
 
 def learns_slopes(extras: Extras) -> bool:
-    """Whether ALiBi's slopes want a gradient, which only functions of scores have."""
+    """Whether the ALiBi slopes need a gradient, which only kernels with a ``score_mod`` compute."""
     slopes = extras.alibi_slopes
     return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
 
 
 def takes_functions(extras: Extras, options: Options) -> bool:
-    """Whether a call could have a ``score_mod`` as well."""
+    """Whether a call could also have a ``score_mod``."""
     if transforming():
         return False
     try:
-        check_beside(extras, options)
+        check_with_functions(extras, options)
     except NotImplementedError:
         return False
     return True
 
 
 def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
-    """The functions with ALiBi in front of ``score_mod``, its slopes being the last captured tensor."""
+    """Put ALiBi in front of ``score_mod``, with its slopes as the last captured tensor."""
     captured = *given.captured, slopes
     if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
         raise ValueError(
@@ -101,28 +101,31 @@ def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
     return given._replace(captured=captured, score_mod=str(program), soft_cap=0.0, extras=None)
 
 
-def check_beside(extras: Extras, options: Options) -> None:
-    """Raise NotImplementedError for an argument that a function says as well."""
+def check_with_functions(extras: Extras, options: Options) -> None:
+    """Raise NotImplementedError for an argument that cannot be combined with functions."""
     if extras is NO_EXTRAS and options[OPTIONS_OF_ALL:] == _DEFAULTS:
         return
     for name in Options._fields[OPTIONS_OF_ALL:]:
         value = getattr(options, name)
         if value != Options._field_defaults[name]:
             raise NotImplementedError(
-                f"{name} must be left out beside score_mod, mask_mod and block_mask, got {value}"
+                f"{name} must be left out with score_mod, mask_mod or block_mask, got {value}"
             )
     for name, tensor in zip(Extras._fields, extras, strict=True):
-        if tensor is not None and name not in BESIDE:
+        if tensor is not None and name not in ALLOWED_EXTRAS:
             hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
             raise NotImplementedError(
-                f"{name} must be None beside score_mod, mask_mod and block_mask, got a tensor: write it "
+                f"{name} must be None with score_mod, mask_mod or block_mask, got a tensor: write it "
                 f"in {hint}"
             )
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()
-"""Of calls with a block mask alone. Those with a score_mod that captures no tensor differ in its text; the
-tensors of another would be kept alive."""
+"""Functions of calls with a block mask.
+
+Only calls with no other function, or with a score_mod that captures no tensor, are cached: captured tensors
+would otherwise be kept alive.
+"""
 
 
 def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
@@ -130,7 +133,7 @@ def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
     if block_mask is not None:
         if mask_mod is not None:
             raise ValueError(
-                "mask_mod must be None beside block_mask, which has its own, got a function: make the "
+                "mask_mod must be None with block_mask, which contains one, got a function: make the "
                 "block mask of both, create_block_mask(mask_mod(a) & b, ...)"
             )
         blocks = of_flex_attention(block_mask)

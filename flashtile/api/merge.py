@@ -1,4 +1,4 @@
-"""Attention over a union of key sets from attention over each (online softmax across partial results)."""
+"""Combines attention over disjoint sets of keys into attention over their union, by their log-sum-exp."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ def merge_states(
     """Merge attention over two or more disjoint sets of keys into attention over their union.
 
     ``out = sum_i e^lse_i out_i / sum_i e^lse_i``, ``lse = log(sum_i e^lse_i)``, computed in the dtype of lse
-    with the largest exponent taken out (Flash-Decoding, 2023), out rounded once. Associative, and
-    differentiable in all of them.
+    relative to the largest lse (Flash-Decoding, 2023); out is rounded once. The operation is associative, and
+    differentiable in all arguments.
 
     Args:
         out_a, out_b: (batch, seqlen, heads, head_dim) or (total, heads, head_dim), both of one dtype:
             float16, bfloat16, float32 or float64.
         lse_a, lse_b: natural log, (batch, heads, seqlen) or (heads, total), both float32 or both float64.
-            -inf is a row without keys, whose out is not looked at; so is +inf, FlashAttention-2's mark.
+            -inf marks a row without keys, whose out is ignored. So does +inf, which FlashAttention-2 uses.
+        more: further pairs of out and lse.
 
     Returns:
-        (out, lse) in the shapes and dtypes of the arguments; a row without keys in any is 0 and -inf.
+        (out, lse) in the shapes and dtypes of the arguments; a row without keys in all of them is 0 and -inf.
 
     Raises:
         TypeError: an argument is not a tensor, or of a dtype that is not allowed.
-        ValueError: shapes or devices do not fit, or an out comes without its lse.
+        ValueError: shapes or devices do not match, or an out comes without its lse.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()
@@ -60,7 +61,7 @@ def merge_states(
 
 
 def _over_heads(weight: Tensor) -> Tensor:
-    """(batch, heads, seqlen) or (heads, total) -> the same beside out, with a last dimension of 1."""
+    """Reshape (batch, heads, seqlen) or (heads, total) to the layout of out, with a last dimension of 1."""
     return weight.transpose(-1, -2).unsqueeze(-1)
 
 
@@ -85,7 +86,7 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
     *rows, heads, _ = out_a.shape
     expected = (heads, *rows) if len(rows) == 1 else (rows[0], heads, rows[1])
     if tuple(lse_a.shape) != expected:
-        raise ValueError(f"lse_a must have shape {expected} beside out_a, got {tuple(lse_a.shape)}")
+        raise ValueError(f"lse_a must have shape {expected} to match out_a, got {tuple(lse_a.shape)}")
     for name, tensor in named:
         first_name, first = ("out_a", out_a) if name.startswith("out") else ("lse_a", lse_a)
         if tensor.shape != first.shape:
@@ -99,11 +100,11 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
 def merge_into(
     out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor, start: int, dtype: torch.dtype
 ) -> Tensor:
-    """out of attention over the keys of both, as :func:`merge_states` would compute it, in ``dtype``.
+    """Return out of attention over the keys of both, as :func:`merge_states` computes it, in ``dtype``.
 
-    lse is changed in place, and so is out. All are contiguous and float32 (float64), with -inf for rows
-    without keys: out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen), and ``more_*`` of the rows
-    from ``start`` on. One pass over out, on a GPU rounding included.
+    out and lse are changed in place. All tensors are contiguous and float32 (float64), with -inf for rows
+    without keys: out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen). ``more_*`` holds the rows
+    from ``start`` on. On a GPU one kernel merges and rounds.
     """
     if out.is_cuda and out.dtype == torch.float32:
         from flashtile.backends.portable.merging import merge

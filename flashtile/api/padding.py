@@ -1,4 +1,4 @@
-"""Padded batches: packing their tokens, and attention under the masks that padding makes."""
+"""Padded batches: packs their tokens, and computes attention under the masks that padding makes."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile.api.attention import attention
-from flashtile.checks.arguments import check_dense, check_dtype, check_int
+from flashtile.checks.arguments import check_dense, check_device, check_dtype, check_int
 from flashtile.checks.conversions import as_int
 from flashtile.checks.values import check_between
 from flashtile.op.operation import is_plain, reads_values
-from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.common import DTYPES, MAX_LENGTH
+from flashtile.problems.mask_operations import WHOLE
 
 
 class Packed(NamedTuple):
     """The tokens of a padded batch, one after the other."""
 
     tokens: Tensor
-    indices: Tensor  # (total,) int64, where each lies in the flattened batch
+    indices: Tensor  # (total,) int64, positions in the flattened batch
     cu_seqlens: Tensor  # (batch + 1,) int32
     max_seqlen: int
 
 
 def unpad(padded: Tensor, mask: Tensor) -> Packed:
-    """The tokens of ``padded`` (batch, seqlen, ...) for which ``mask`` (batch, seqlen) is true.
+    """Pack the tokens of ``padded`` (batch, seqlen, ...) for which ``mask`` (batch, seqlen) is true.
 
-    It waits for the device, to count them.
+    Waits for the device, to count them.
 
     Examples:
         >>> from flashtile.api.padding import pad, unpad
@@ -42,6 +43,7 @@ def unpad(padded: Tensor, mask: Tensor) -> Packed:
     """
     check_dense("padded", padded)
     check_dense("mask", mask)
+    check_dtype("mask", mask, (*WHOLE, *DTYPES))
     if mask.dim() != 2 or padded.shape[:2] != mask.shape:
         raise ValueError(
             "mask must have shape (batch, seqlen), as padded (batch, seqlen, ...) begins, "
@@ -58,10 +60,11 @@ def unpad(padded: Tensor, mask: Tensor) -> Packed:
 
 
 def pad(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) with the packed ``tokens`` at ``indices`` and 0 elsewhere, as before unpad."""
+    """Undo :func:`unpad`: (batch, seqlen, ...) with ``tokens`` at ``indices`` and 0 elsewhere."""
     check_dense("tokens", tokens)
     check_dense("indices", indices)
     check_dtype("indices", indices, (torch.int64,))
+    check_device("indices", indices, tokens)
     if tokens.dim() < 1 or tuple(indices.shape) != tuple(tokens.shape[:1]):
         raise ValueError(
             "indices must have shape (total,), as tokens (total, ...) begins, "
@@ -71,39 +74,43 @@ def pad(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     check_int("batch", batch, 0, MAX_LENGTH)
     check_int("seqlen", seqlen, 0, MAX_LENGTH)
     if is_plain((indices,)) and reads_values(indices):
-        check_between("indices", indices, 0, batch * seqlen - 1, "the last place of the batch")
+        check_between("indices", indices, 0, batch * seqlen - 1, "the last position of the batch")
+    if tokens.is_floating_point() and tokens.dtype.itemsize == 1:  # torch copies no FP8 by index
+        return pad(tokens.view(torch.uint8), indices, batch, seqlen).view(tokens.dtype)
     empty = tokens.new_zeros((batch * seqlen, *tokens.shape[1:]))
     return empty.index_copy(0, indices, tokens).unflatten(0, (batch, seqlen))
 
 
 class MaskPattern(NamedTuple):
-    """A boolean mask in words: which keys there are, and whether each query sees the earlier ones alone."""
+    """A boolean mask described by its valid keys and whether it is causal."""
 
     keys: Tensor | None  # (batch, seqlen_k) bool; None: all of them
     causal: bool  # aligned to the bottom right
-    right_padded: bool  # the keys that are there come first
+    right_padded: bool  # the valid keys come first
 
 
 def can_look(mask: Tensor) -> bool:
-    """Whether what a mask holds may decide what is computed: not in a graph, nor where something watches or
-    transforms the call, and only if there is data."""
+    """Whether the values of a mask may decide how it is computed.
+
+    False inside a graph, under a mode or transform, for tensors without data and during CUDA graph capture.
+    """
     if torch.compiler.is_compiling() or not is_plain((mask,)):
         return False
     return not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def as_booleans(name: str, mask: Tensor) -> Tensor | None:
-    """True for what takes part, of a mask that says so or that is to be added: 0 there, and -inf elsewhere.
+    """Convert a boolean or additive mask to one that is True for what takes part.
 
-    None for one that adds anything else, or that :func:`can_look` hides. Looking waits for the device.
+    An additive mask holds 0 there and -inf elsewhere. The result is None for other values, or if
+    :func:`can_look` forbids reading them. Reading waits for the device.
 
     Raises:
-        TypeError: it is neither of booleans nor of floats.
+        TypeError: the mask is neither boolean nor of floats that attention computes with.
     """
+    check_dtype(name, mask, (torch.bool, *DTYPES))
     if mask.dtype == torch.bool:
         return mask
-    if not mask.is_floating_point():
-        raise TypeError(f"{name} must be bool or floating, got {mask.dtype}")
     if not can_look(mask):
         return None
     taking_part = mask == 0
@@ -111,19 +118,19 @@ def as_booleans(name: str, mask: Tensor) -> Tensor | None:
 
 
 def as_cells(mask: Tensor) -> dict[str, Any]:
-    """``mask`` or ``bias`` of :func:`flashtile.attention`, of a mask that broadcasts to the scores."""
+    """Pass a mask that broadcasts to the scores as ``mask`` or ``bias`` of :func:`flashtile.attention`."""
     return {"mask" if mask.dtype == torch.bool else "bias": mask}
 
 
 def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPattern | None:
-    """What a boolean ``mask``, True for what takes part, says in words; None if it is another pattern, or if
-    it cannot be looked at.
+    """Recognise padding, a causal mask, or both in a boolean ``mask`` that is True for what takes part.
 
-    Padding of keys in any places, a causal mask aligned to the bottom right, and both together where padding
-    is on one side. It waits for the device, to look at the mask.
+    Padding may be at any keys; a causal mask is aligned to the bottom right; both together are recognised
+    where padding is on one side. None for other patterns, or if :func:`can_look` forbids reading the mask.
+    Waits for the device.
 
     Args:
-        mask: broadcasts to (batch, heads, seqlen_q, seqlen_k), which it may do for any of its dimensions.
+        mask: broadcasts to (batch, heads, seqlen_q, seqlen_k) in any of its dimensions.
     """
     if not can_look(mask):
         return None
@@ -140,11 +147,11 @@ def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPat
 
 
 def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
-    """The pattern of a padding mask, (batch, seqlen_k) and True for keys that are there; None if none fits,
-    or if it cannot be looked at.
+    """Return the pattern of a padding mask (batch, seqlen_k) that is True for valid keys.
 
-    With ``causal`` (aligned to the bottom right) padding must be on one side; on the right there must be as
-    many queries as keys. It waits for the device, to see where the padding is.
+    With ``causal`` (aligned to the bottom right) padding must be on one side, and padding on the right needs
+    as many queries as keys. None if it does not fit, or if :func:`can_look` forbids reading the mask. Waits
+    for the device.
     """
     if not can_look(keys):
         return None
@@ -160,11 +167,11 @@ def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    """(out, lse) of :func:`flashtile.attention` under a mask, with no work on keys that are padding.
+    """Return (out, lse) of :func:`flashtile.attention` under a mask, without work on padded keys.
 
     Args:
         q, k, v: (batch, seqlen, heads, head_dim).
-        options: of :func:`flashtile.attention`, without its masks.
+        options: arguments of :func:`flashtile.attention`, without its masks.
     """
     causal = pattern.causal
     if pattern.keys is None:
@@ -174,10 +181,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any
     packed_v = v.flatten(0, 1).index_select(0, packed.indices)
     everything = torch.ones(q.shape[:2], dtype=torch.bool, device=q.device)
     if not pattern.right_padded:
-        # The last keys stay the last ones, so that a causal mask is aligned as before.
+        # The last keys remain the last ones, so a causal mask stays aligned.
         parts = [(everything, causal)]
     else:
-        # Queries beside a key see the keys up to theirs; those after the last key see every key.
+        # Queries at the position of a valid key are causal; those after the last valid key see every key.
         parts = [(pattern.keys, True), (~pattern.keys, False)]
     out: Any = 0
     lse: Any = 0

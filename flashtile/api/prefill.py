@@ -1,4 +1,4 @@
-"""Variable-length attention whose keys and values lie in pages: prefill over a paged cache."""
+"""Variable-length attention over a paged KV cache, used for prefill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashtile.problems.decode import CacheTensors, DecodeOptions
 MASKING = (
     "max_seqlen_q", "softmax_scale", "causal", "window_left", "window_right", "softcap", "backend"
 )  # fmt: skip
-"""Options that decoding has, too."""
+"""Options that decoding has as well."""
 
 
 def attention_over_pages(
@@ -30,9 +30,9 @@ def attention_over_pages(
     buffers: tuple,
     qv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``flash_attn_varlen_func`` with a ``block_table``; see there for the arguments."""
+    """Return (out, lse) of ``flash_attn_varlen_func`` with a ``block_table``."""
     cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
-    refuse_beyond(extras, options, "beside block_table")
+    refuse_beyond(extras, options, "with block_table")
     if torch._C._is_any_autocast_enabled():
         q, qv = cast_for_autocast(k, q, qv)
     for name, tensor in (("q", q), ("block_table", block_table), ("cu_seqlens_q", cu_seqlens_q)):

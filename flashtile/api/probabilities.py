@@ -1,6 +1,6 @@
-"""Probabilities from standard attention, for tests.
+"""Attention probabilities from standard attention, for tests.
 
-Those of a call, and FlashAttention-2's ``S_dmask``, whose sign says what dropout dropped.
+Also FlashAttention-2's ``S_dmask``, whose sign says which probabilities dropout dropped.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from flashtile.reference import attention as reference
 
 
 def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-    """(batch, heads_q, seqlen_q, seqlen_k) in q's dtype, before dropout.
+    """Return the probabilities before dropout, (batch, heads_q, seqlen_q, seqlen_k), in q's dtype.
 
-    It stores them all. Packed sequences are padded with zeros to the longest. ``arguments`` are those of
+    All of them are stored. Packed sequences are padded with zeros to the longest. ``arguments`` are those of
     :func:`flashtile.reference.attention.attention`.
     """
     found: list[Tensor] = []
@@ -43,7 +43,7 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
 
 
 def signed_probabilities(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Tensor:
-    """:func:`probabilities`, negative where dropout dropped them."""
+    """Return :func:`probabilities`, negative where dropout dropped them."""
     assert extras.rng_state is not None
     found = probabilities(
         q, k, v, **extras._replace(rng_state=None)._asdict(), max_seqlen_q=options.max_seqlen_q,

@@ -1,7 +1,7 @@
-"""The range of a model's attention scores: whether a unified maximum pays for it, and which one.
+"""The range of a model's attention scores: finds a fixed softmax maximum and says whether it is useful.
 
-FlashDecoding++ (Hong et al. 2023, arXiv:2311.01282, section 3) chooses phi for a model from the scores that
-it makes: those of Llama2-7B lie within [-16.8, 6.5], OPT-6.7B's too far apart.
+FlashDecoding++ (Hong et al. 2023, arXiv:2311.01282, section 3) chooses a maximum phi for a model from its
+scores: those of Llama2-7B lie within [-16.8, 6.5]; those of OPT-6.7B spread too far.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from flashtile.checks.arguments import (
     check_heads_tensor,
     check_int,
     check_score_options,
+    is_choice,
     named,
 )
 from flashtile.checks.conversions import make_options
@@ -37,19 +38,19 @@ from flashtile.reference.attention import visible
 from flashtile.reference.decode import sequence
 
 PART = 64
-"""Keys whose exponentials must be in range together: the kernel's smallest parts."""
+"""Keys per part: the smallest number whose exponentials a kernel checks together."""
 PAYS = 0.02
-"""The most parts out of range with which it pays: each is computed twice."""
+"""Largest share of parts out of range for which a fixed maximum is useful: each is computed twice."""
 _BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}
-"""What scores may differ from phi, (below, above) in powers of two, by the dtype of probabilities."""
+"""Allowed difference of scores from phi, (below, above) in powers of two, by the dtype of probabilities."""
 _BITS_OTHERWISE = (32.0, 120.0)
 _SLACK = 16.0
-"""Nats that are left below where there is room: phi is near the scores then."""
+"""Margin in nats left below the scores where the range allows it, so that phi is near the scores."""
 
 
 @dataclass(frozen=True)
 class ScoreProfile:
-    """What :func:`profile_scores` found. ``str()`` gives a sentence."""
+    """Result of :func:`profile_scores`. ``str()`` gives a sentence."""
 
     softmax_max: float
     """phi: one number for all heads."""
@@ -59,14 +60,16 @@ class ScoreProfile:
     """The smallest score that a query sees."""
     most: float
     outside: float
-    """The share of parts (64 keys of a row) that are out of range with ``softmax_max``: computed twice."""
+    """Share of parts (64 keys of a row) out of range with ``softmax_max``: they are computed twice."""
     outside_by_head: float
-    """The same with ``by_head``."""
+    """Share of parts out of range with ``by_head``."""
 
     @property
     def pays(self) -> bool:
-        """Whether so few parts are out of range that ``softmax_max`` can be of use. Whether it is faster
-        depends on the call (docs/guides/decoding.md)."""
+        """Whether so few parts are out of range that ``softmax_max`` can be useful.
+
+        Whether it is faster depends on the call (docs/guides/decoding.md).
+        """
         return self.outside <= PAYS
 
     def __str__(self) -> str:
@@ -88,25 +91,25 @@ def profile_scores(
     max_rows: int = 256,
     **keywords: Any,
 ) -> ScoreProfile:
-    """Find ``softmax_max`` of :func:`flashtile.flash_attn_with_kvcache`, and whether scores allow one.
+    """Find ``softmax_max`` for :func:`flashtile.flash_attn_with_kvcache`, and whether the scores allow one.
 
     Args:
-        model_or_q: q, (batch, seqlen_q, heads_q, head_dim), and then one more argument, k (batch, seqlen_k,
-            heads_kv, head_dim), rotated as they are for attention. Or a function, as a module is. It is
-            called with all other arguments, and every attention in it is looked at that is flashtile's or
-            PyTorch's ``scaled_dot_product_attention``.
-        softmax_scale, causal, softcap: of q and k, as for :func:`flashtile.attention`. A model's calls bring
-            theirs.
-        dtype: of the queries that will be decoded, torch.float16 for an FP8 cache as well: float16 allows a
-            narrower range. None: that of q.
-        max_rows: queries looked at of each sequence, from first to last.
+        model_or_q: q, (batch, seqlen_q, heads_q, head_dim), followed by one more argument, k (batch,
+            seqlen_k, heads_kv, head_dim), both already rotated. Or a function, such as a module. It is called
+            with all other arguments, and each call of flashtile's attention or PyTorch's
+            ``scaled_dot_product_attention`` in it is profiled.
+        softmax_scale, causal, softcap: for q and k, as for :func:`flashtile.attention`. A model's calls have
+            their own.
+        dtype: dtype of the queries that will be decoded; torch.float16 also for an FP8 cache, because float16
+            allows only a narrower range. None: that of q.
+        max_rows: number of queries profiled in each sequence, evenly spaced from first to last.
 
     Returns:
         :class:`ScoreProfile`: phi for all heads and for each, the range, and the share of parts outside.
 
     Raises:
-        TypeError, ValueError: q and k are not such tensors, another argument is not of its kind, or the model
-            computes no attention.
+        TypeError, ValueError: q and k are not such tensors, another argument has the wrong type or value, or
+            the model computes no attention.
 
     Examples:
         >>> q, k = torch.randn(2, 1, 512, 4, 64, dtype=torch.bfloat16).unbind()
@@ -121,7 +124,7 @@ def profile_scores(
     """
     options = make_options(None, None, softmax_scale, causal, (UNLIMITED, UNLIMITED), softcap, False, None)
     check_score_options(options)
-    if dtype is not None and dtype not in DTYPES:
+    if not is_choice(dtype, (None, *DTYPES)):
         raise TypeError(f"dtype must be None or one of {', '.join(map(str, DTYPES))}, got {named(dtype)}")
     max_rows = as_int("max_rows", max_rows)
     check_int("max_rows", max_rows, 1, MAX_LENGTH)
@@ -142,7 +145,7 @@ def profile_scores(
         ):  # fmt: skip
             if value != default:
                 raise ValueError(
-                    f"{name} must be left out for a model, whose calls bring theirs, got {value}"
+                    f"{name} must be left out for a model, whose calls have their own, got {value}"
                 )
         with _Dispatched(parts), _Functions(parts), torch.no_grad():
             model_or_q(*arguments, **keywords)
@@ -155,14 +158,14 @@ def _check_tensors(q: Tensor, k: Any) -> None:
         check_dtype(name, tensor)
         check_heads_tensor(name, tensor, False, "total", "seqlen", q)
         if tensor.is_meta:
-            raise ValueError(f"{name} is on meta, where it has no data to look at")
+            raise ValueError(f"{name} is on meta and has no data")
     if q.shape[0] != k.shape[0]:
         raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
     check_groups(q, k, "k")
 
 
 class _Parts:
-    """Of the parts of all scores, (heads, parts): logarithms of their mean exponentials, and maxima."""
+    """Log-mean-exp and maximum of every part of the scores, each (heads, parts)."""
 
     def __init__(self, dtype: torch.dtype | None, max_rows: int) -> None:
         self.dtype, self.max_rows = dtype, max_rows
@@ -171,7 +174,7 @@ class _Parts:
         self.least = math.inf
 
     def add(self, q: Tensor, k: Tensor, scale: float | None, softcap: float, left: int, right: int) -> None:
-        """One sequence: q (seqlen_q, heads_q, head_dim) and k (seqlen_k, heads_kv, head_dim)."""
+        """Add one sequence: q (seqlen_q, heads_q, head_dim) and k (seqlen_k, heads_kv, head_dim)."""
         seqlen_q, seqlen_k = q.shape[0], k.shape[0]
         if seqlen_q == 0 or seqlen_k == 0:
             return
@@ -202,7 +205,7 @@ class _Parts:
             )
         heads = self.means[0].shape[0]
         if any(means.shape[0] != heads for means in self.means):
-            raise ValueError(f"model must have equally many heads in all layers, got {heads} and others")
+            raise ValueError(f"model must have equal numbers of heads in all layers, got {heads} and others")
         means, largest = torch.cat(self.means, 1), torch.cat(self.largest, 1)
         assert self.dtype is not None
         below, above = (math.log(2) * bits for bits in _BITS.get(self.dtype, _BITS_OTHERWISE))
@@ -219,10 +222,12 @@ class _Parts:
 
 
 def _best(means: Tensor, largest: Tensor, below: float, above: float) -> tuple[float, float]:
-    """(phi, share outside): with most parts' means from ``phi - below`` on and their largest up to ``phi +
-    above``."""
+    """Return (phi, share out of range) for the phi that keeps the most parts in range.
+
+    A part is in range if its mean is at least ``phi - below`` and its largest score at most ``phi + above``.
+    """
     lows, highs = means.sort().values, largest.sort().values
-    # The range may begin at any mean; what begins before it, or ends behind it, is outside.
+    # The range may begin at any mean. Parts that begin before it or end after it are outside.
     behind = highs.numel() - torch.searchsorted(highs, lows + (below + above), right=True)
     outside = behind + torch.searchsorted(lows, lows)
     i = int(outside.argmin())
@@ -233,7 +238,7 @@ def _best(means: Tensor, largest: Tensor, below: float, above: float) -> tuple[f
 
 
 class _Dispatched(TorchDispatchMode):
-    """Sees flashtile's operators: under a mode every call goes through them."""
+    """Observes flashtile's operators: under a dispatch mode every call goes through them."""
 
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
@@ -261,7 +266,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """Sees PyTorch's attention, whichever kernel it takes."""
+    """Observes PyTorch's attention, whichever kernel it uses."""
 
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
@@ -273,7 +278,8 @@ class _Functions(TorchFunctionMode):
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
             given = dict(zip(names, arguments, strict=False)) | keywords
             q, k = (given[name].flatten(0, -4).transpose(1, 2) for name in ("query", "key"))
-            # Aligned to the top left, and with a mask of any shape: what is seen, and at worst more.
+            # SDPA aligns causal masks to the top left and takes any attn_mask: profile at least all visible
+            # scores.
             right = 0 if given.get("is_causal") and q.shape[1] == k.shape[1] else UNLIMITED
             for q_rows, k_rows in zip(q, k, strict=True):
                 self._parts.add(q_rows, k_rows, given.get("scale"), 0.0, UNLIMITED, right)

@@ -1,7 +1,7 @@
-"""Attention weights from q, k and the log-sum-exp, for those who look at them: ``exp(score - lse)``.
+"""Attention weights for inspection, ``exp(score - lse)``, from q, k and the log-sum-exp.
 
-A pass of its own, tile by tile, that never stores more than what is asked for. Attention itself never has
-the weights: it adds tiles of them up under another maximum.
+A separate pass computes them tile by tile and stores only the requested form. Attention itself never has the
+final weights: it accumulates tiles relative to a running maximum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.api.masks import check_beside, check_tokens, functions
+from flashtile.api.masks import check_tokens, check_with_functions, functions
 from flashtile.checks.arguments import check_dense
 from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.conversions import (
@@ -42,7 +42,7 @@ from flashtile.operators.masked_attention import (
 from flashtile.problems.attention import NO_EXTRAS, Extras, Options, WeightsProblem
 
 MAX_TOP = 128
-"""The most weights of a row that are kept in registers."""
+"""Largest number of weights per row that the kernels keep in registers."""
 
 Form = bool | str | int
 _NO_GRADIENT = "weights have none (those of out and lse are complete): call .detach() on them"
@@ -51,10 +51,11 @@ _NO_GRADIENT = "weights have none (those of out and lse are complete): call .det
 class TopWeights(NamedTuple):
     """The largest weights of each row, in descending order.
 
-    weights: (batch, heads_q, seqlen_q, k), or (heads_q, total_q, k) with cu_seqlens; float32 (float64 for
-    float64 inputs).
-    indices: int64, of the same shape: their keys, counted from the sequence's first. A row that sees fewer
-    keys than k has weight 0 and index -1 in place of the others.
+    Attributes:
+        weights: (batch, heads_q, seqlen_q, k), or (heads_q, total_q, k) with cu_seqlens; float32 (float64 for
+            float64 inputs).
+        indices: int64, of the same shape: the keys of the weights, counted from the sequence's first. Where a
+            row sees fewer than k keys, the remaining weights are 0 and their indices -1.
     """
 
     weights: Tensor
@@ -92,21 +93,21 @@ def attention_weights(
     backend: str | None = None,
     **unknown: NoReturn,
 ) -> Tensor | Any:
-    """The weights of :func:`flashtile.attention`, their column sums, or the largest of each row.
+    """Return the weights of :func:`flashtile.attention`, their column sums, or the largest of each row.
 
     Weights are the probabilities that multiply v, before dropout. They have no gradient: a backward pass
-    through them is a NotImplementedError. With a sink, which ``lse`` includes, a row sums to less than 1.
+    through them raises NotImplementedError. With a sink, which ``lse`` includes, a row sums to less than 1.
 
     Args:
         q, k: as for :func:`flashtile.attention`.
-        lse: its log-sum-exp of the same call (``return_lse=True``).
-        form: "full" for every weight; "columns" for what each key gets of all rows of a head, as policies
-            that evict keys from a cache ask for (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to
-            128 for so many of each row. The last two take memory in proportion to the lengths.
+        lse: the log-sum-exp of that call (``return_lse=True``).
+        form: "full" for every weight; "columns" for the sum over all rows of a head that each key receives,
+            which cache eviction policies use (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to 128
+            for that many of the largest in each row. The last two take memory in proportion to the lengths.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: those of the call that
             gave lse.
-        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: the same.
-        mask, key_padding_mask, bias, score_mod, mask_mod, block_mask, backend: the same.
+        softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: those of that call.
+        mask, key_padding_mask, bias, score_mod, mask_mod, block_mask, backend: those of that call.
 
     Returns:
         "full": (batch, heads_q, seqlen_q, seqlen_k) in q's dtype; packed sequences are padded with zeros to
@@ -115,8 +116,8 @@ def attention_weights(
         does not see has weight 0.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; for another ``form``; for
-            an ``lse`` of another shape or dtype.
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; for an unknown ``form``;
+            for an ``lse`` of another shape or dtype.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()  # each (batch, seqlen, heads, head_dim)
@@ -147,7 +148,7 @@ def attention_weights(
 
 
 def check_form(name: str, form: Form) -> tuple[str, int]:
-    """(form, number of weights of a row) from what callers may pass by this name. True is "full"."""
+    """Parse ``form``, called ``name`` in errors, into (form, weights per row); True is "full"."""
     if form is True or (isinstance(form, str) and form == "full"):
         return "full", 0
     if isinstance(form, str) and form == "columns":
@@ -175,7 +176,7 @@ def weights_of(
     mask_mod: Any = None,
     block_mask: Any = None,
 ) -> Tensor | TopWeights:
-    """:func:`attention_weights` of a call described as attention describes it; dropout is left out."""
+    """Compute :func:`attention_weights` for the extras and options of a call, ignoring its dropout."""
     if torch._C._is_any_autocast_enabled():
         q, k, _ = apply_autocast(q, k, k)
     q, k = with_unit_stride(q), with_unit_stride(k)
@@ -189,10 +190,10 @@ def weights_of(
             extras = NO_EXTRAS
         found = WEIGHTS((q, k, lse), extras, WeightsOptions(*options, *form))
     else:
-        check_beside(extras, options)
+        check_with_functions(extras, options)
         check_tokens(mask_mod, q, k)
         own = functions(score_mod, mask_mod, block_mask)
-        with torch.no_grad():  # none of the captured tensors is to learn
+        with torch.no_grad():  # captured tensors get no gradient here
             all_extras, all_options = arguments_of(extras, options, own)
         found = MODIFIED_WEIGHTS((q, k, lse), all_extras, ModifiedWeightsOptions(*all_options, *form))
     weights, indices = found
@@ -250,7 +251,7 @@ def _check_modified_values(q: Tensor, k: Tensor, lse: Tensor, extras: Any, optio
 WEIGHTS = Operation(
     "weights",
     tensors=("q", "k", "lse"),
-    beside=NO_EXTRAS,
+    optional=NO_EXTRAS,
     options=WeightsOptions,
     results=2,
     check=partial(_check, check_call, Options),
@@ -265,7 +266,7 @@ MODIFIED_WEIGHTS = Operation(
     "weights",
     suffix="_modified",
     tensors=("q", "k", "lse"),
-    beside=MODIFIED_FORWARD.nothing,
+    optional=MODIFIED_FORWARD.nothing,
     options=ModifiedWeightsOptions,
     results=2,
     check=partial(_check, check_modified, ModifiedOptions),

@@ -1,1 +1,1 @@
-"""What computes a call: one package a backend, imported by ``flashtile.dispatch`` when it is asked for."""
+"""Backends that compute calls, one package each, imported by ``flashtile.dispatch`` when needed."""

@@ -1,7 +1,7 @@
-"""The door to private names of Triton and torch, and to what differs between Triton's releases.
+"""Access to private names of Triton and torch, and to features that differ between Triton's releases.
 
-Imports triton, so only code that compiles or launches kernels imports it. What differs in Gluon is in
-``hopper/compat.py``, so that portable kernels import no Gluon.
+This module imports triton, so only code that compiles or launches kernels imports it. Differences in Gluon
+are handled in ``hopper/compat.py``, so that portable kernels import no Gluon.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from triton.compiler import ASTSource
 from flashtile.caches import BoundedCache
 
 cuda_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""This thread's current device. torch.cuda's function asks first whether CUDA is initialised."""
+"""Return this thread's current device. torch.cuda's function first checks whether CUDA is initialised."""
 cuda_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
 )
-"""The address of a device's current stream, for which torch.cuda's function makes an object."""
+"""Return the address of a device's current stream, without the object that torch.cuda's function creates."""
 
 
 def is_compilable(kernel: Any) -> bool:
-    """Whether ``kernel`` can be compiled. Under TRITON_INTERPRET=1, ``@triton.jit`` makes none that can."""
+    """Whether ``kernel`` can be compiled; False for kernels made under TRITON_INTERPRET=1."""
     return isinstance(kernel, triton.JITFunction)
 
 
@@ -40,7 +40,7 @@ def compile_for(
     warp_size: int,
     kernel: Any,
     signature: dict[str, str],
-    constants: dict[str, Any],
+    constants: dict[Any, Any],
     attributes: Mapping[tuple[int, ...], list],
     options: dict[str, Any],
 ) -> Any:
@@ -61,35 +61,51 @@ def compile_for(
 
 
 def cuobjdump_path() -> str:
-    """The disassembler that comes with Triton (``TRITON_CUOBJDUMP_PATH`` names another)."""
+    """Path of Triton's own disassembler (``TRITON_CUOBJDUMP_PATH`` overrides it)."""
     return knobs.nvidia.cuobjdump.path
 
 
-def launcher(
-    compiled: Any, grid: tuple[int, int, int], tensors: tuple, fixed: tuple, views: tuple = ()
-) -> Any:
-    """``(stream, tensors)``: launch a compiled kernel on the current device, with ``fixed`` arguments last.
+def described(views: tuple, tensors: tuple) -> tuple[list, tuple]:
+    """(TMA descriptors of the first tensors, the other tensors); None for each view that is None."""
+    rest = iter(tensors)
+    descriptors = [None if view is None else view.of(next(rest)) for view in views]
+    return descriptors, tuple(rest)
 
-    Tensors go by address (some come so), which saves a question to the driver for each. The first ones go as
-    TMA descriptors, which ``views`` make of them; ``tensors`` are such as they may come. Without hooks on
-    launches, a profiler's, nothing is prepared for them, where Triton itself gathers a dictionary and calls
-    two empty chains. ``launch.with_fixed(fixed)`` is the same with other arguments, for which Triton would
-    compile the same kernel.
+
+def launcher(
+    compiled: Any,
+    grid: tuple[int, int, int],
+    tensors: tuple,
+    fixed: tuple,
+    views: tuple = (),
+    pointers: Callable[..., tuple] | None = None,
+) -> Any:
+    """Return ``launch(stream, tensors)`` of a compiled kernel on the current device, with ``fixed`` last.
+
+    Tensors are passed by address (a tensor may also be given as one), which saves a driver query for each.
+    The first ones become TMA descriptors, made by ``views``. The others are passed as one tuple if the kernel
+    takes a ``pointers`` structure. ``tensors`` are examples of the arguments. Launch hooks, such as a
+    profiler's, cost nothing if none is set; Triton itself would build a dictionary and call two empty chains.
+    ``launch.with_fixed(fixed)`` returns a launch with other fixed arguments, for which Triton would compile
+    the same kernel.
     """
     hooked = compiled[grid]
-    run, maps = _tensor_maps(compiled.run, views)
+    present = tuple(view for view in views if view is not None)
+    run, maps = _tensor_maps(compiled.run, present)
     kernel = (compiled.function, compiled.packed_metadata, None, None, None)
     runtime = knobs.runtime
-    described = len(views)
-    of_views = [m.all_arguments(t.data_ptr()) for m, t in zip(maps, tensors, strict=False)]
-    undescribed = len(tensors) - described
+    first = len(present)
+    of_present = iter([m.all_arguments(t.data_ptr()) for m, t in zip(maps, tensors, strict=False)])
+    of_views = [[None] if view is None else next(of_present) for view in views]
+    undescribed = len(tensors) - first if pointers is None else 1
     count = sum(map(len, of_views)) + undescribed + len(fixed)
     run, before = _without_wrapper(run, grid, kernel, count)
-    # What differs from launch to launch is written into a copy of these arguments, at these places.
+    # Arguments that differ between launches are written into a copy of this list, at these indices.
     arguments: list[Any] = [*grid, None, *before]
     of_stream, places = len(grid), []
-    for numbers in of_views:
-        places.append(len(arguments))
+    for view, numbers in zip(views, of_views, strict=True):
+        if view is not None:
+            places.append(len(arguments))
         arguments += numbers
     addresses = slice(len(arguments), len(arguments) + undescribed)
     arguments += [None] * undescribed
@@ -99,15 +115,17 @@ def launcher(
 
         def launch(stream: int, tensors: tuple) -> None:
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
-                descriptors = [view.of(t) for view, t in zip(views, tensors, strict=False)]
-                given = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
+                descriptors, others = described(views, tensors)
+                given = [t.data_ptr() if type(t) is Tensor else t for t in others]
+                given = given if pointers is None else [pointers(*given)]
                 hooked(*descriptors, *given, *fixed, stream=stream)
                 return
             now = every.copy()
             now[of_stream] = stream
             for place, encoded, tensor in zip(places, maps, tensors, strict=False):
                 now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
-            now[addresses] = [t.data_ptr() if type(t) is Tensor else t for t in tensors[described:]]
+            given = [t.data_ptr() if type(t) is Tensor else t for t in tensors[first:]]
+            now[addresses] = given if pointers is None else (tuple(given),)
             run(*now)
 
         launch.with_fixed = with_fixed  # type: ignore[attr-defined]
@@ -117,12 +135,12 @@ def launcher(
 
 
 class TensorMaps(BoundedCache):
-    """What Triton hands to the driver for a descriptor, by the address of its tensor: it depends on nothing
-    else that changes, and takes 2 us to encode."""
+    """Encoded TMA descriptors by the address of their tensor. Nothing else that changes affects them, and
+    encoding one takes 2 us."""
 
     LIMIT_BYTES = 128 * 1024
     ENTRY_BYTES = 1024
-    """At most: 128 of the map, the rest for Python's objects."""
+    """Upper bound per entry: 128 bytes for the descriptor, the rest for Python objects."""
 
     def __init__(self, view: Any, encode: Callable[[Any], list] | None) -> None:
         super().__init__(self.LIMIT_BYTES)
@@ -130,7 +148,7 @@ class TensorMaps(BoundedCache):
         self._encode = encode
 
     def all_arguments(self, address: int) -> list[Any]:
-        """What the kernel is given for the descriptor: the map, and numbers of the view."""
+        """Return all kernel arguments of a descriptor: it, encoded, and the view's shape and strides."""
         descriptor = self._view.of(address)
         if self._encode is None:
             return [descriptor]
@@ -143,15 +161,15 @@ class TensorMaps(BoundedCache):
 
 
 def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
-    """(launcher, maps) of a kernel's first arguments.
+    """Return (launcher, encoded descriptors of a kernel's first arguments).
 
-    Up to Triton 3.7, a Python function around the launcher encodes the descriptors of each launch; that is
-    then left out. Whatever else Triton does, it gets its descriptors.
+    Up to Triton 3.7, a Python function around the launcher encodes the descriptors at each launch; that
+    function is bypassed. Any other Triton receives plain descriptors.
     """
     wrapped = getattr(run, "launch", None)
     variables = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}
     known = set(variables) == {"launcher", "tensordesc_indices", "tensordesc_meta"}
-    # What has no metadata becomes no tensor map.
+    # A descriptor without metadata is not encoded as a tensor map.
     if not known or None in variables["tensordesc_meta"]:
         return run, [TensorMaps(view, None) for view in views]
     from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -167,11 +185,12 @@ def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
 def _without_wrapper(
     run: Any, grid: tuple[int, int, int], kernel: tuple, count: int
 ) -> tuple[Callable[..., None], tuple]:
-    """(launcher, what it is given between the stream and the kernel's ``count`` arguments).
+    """Return (launcher, its arguments between the stream and the kernel's ``count`` arguments).
 
-    Triton's launcher is an object whose call asks for scratch memory and goes on to a function in C. Without
-    such memory the function is given the same at every launch but for stream and arguments. So the object is
-    asked once, with placeholders, what it hands on. A Triton that does otherwise gets its own call.
+    Triton's launcher is an object that allocates scratch memory and calls a C function. Without scratch
+    memory, only the stream and the kernel's arguments differ between calls of that function. So the object is
+    called once, with placeholders, to record the other arguments. For a Triton that works differently, its
+    own launcher is returned.
     """
     handed: list[Any] = []
     scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]

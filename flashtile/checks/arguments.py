@@ -1,6 +1,8 @@
-"""Checks of one tensor or number. Each raises an error that names it, what it got and what is allowed.
+"""Checks of single tensors and numbers.
 
-The other modules of this package put them together for the calls of a family.
+Each raises an error that names the argument, its value and what is allowed.
+
+The other modules of this package combine them into the checks of a kind of call.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ ERRORS = (TypeError, ValueError, NotImplementedError)
 
 
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """``error`` of a call within a call, with the names that arguments have for the outer one's caller.
+    """Return ``error`` with its arguments renamed to those of the outer function that the user called.
 
-    What stands in quotes is a value, not a name, and behind the first line stands the caller's own code.
+    Quoted words are values and stay. So does everything after the first line, which quotes the user's code.
     """
     words = "|".join(map(re.escape, names))
     first, *code = str(error).splitlines(keepends=True)
@@ -39,7 +41,7 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
 
 
 def as_int(name: str, value: Any) -> Any:
-    """An int from anything that is one (numpy integers, integer tensors of one element)."""
+    """Convert anything integral to an int: numpy integers, integer tensors of one element."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
     is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
@@ -52,7 +54,7 @@ def as_int(name: str, value: Any) -> Any:
 
 
 def as_float(name: str, value: Any, allowed: str) -> Any:
-    """A float from any real number (ints, numpy floats)."""
+    """Convert any real number to a float: ints, numpy floats."""
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
@@ -63,10 +65,23 @@ def as_float(name: str, value: Any, allowed: str) -> Any:
         raise ValueError(f"{name} must be finite, got {named(value)}") from None
 
 
+def as_device(name: str, value: Any) -> torch.device:
+    """The device that a value names, which torch has here, with its index."""
+    try:
+        if value is not None:  # for None torch takes its default
+            return torch.empty(0, device=value).device
+        first = "it has no default"
+    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
+        first = str(error).partition("\n")[0]
+    raise ValueError(f"{name} must be a device that torch has here, got {named(value)}: {first}")
+
+
 def named(value: Any) -> str:
-    """The type and, where it is short, the value, for an error text."""
+    """Describe a value by its type and, if short, its repr, for an error message."""
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of {value.dim()} dimensions"
+    if isinstance(value, torch.dtype):
+        return str(value)
     try:
         text = repr(value)
     except Exception:  # an int of thousands of digits, an object with a broken __repr__
@@ -75,7 +90,7 @@ def named(value: Any) -> str:
 
 
 def check_dense(name: str, tensor: Any) -> None:
-    """Raise TypeError for what is not a tensor, and for sparse and nested ones."""
+    """Raise TypeError unless ``tensor`` is a dense torch.Tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -86,7 +101,7 @@ def check_dense(name: str, tensor: Any) -> None:
 def check_heads_tensor(
     name: str, tensor: Tensor, packed: bool, total: str, seqlen: str, first: Tensor, most: int = MAX_HEAD_DIM
 ) -> None:
-    """(total, heads, head_dim) if ``packed``, else (batch, seqlen, heads, head_dim), as q, k and v are."""
+    """Check the layout (total, heads, head_dim) if ``packed``, else (batch, seqlen, heads, head_dim)."""
     rank, layout = (
         (3, f"({total}, heads, head_dim)") if packed else (4, f"(batch, {seqlen}, heads, head_dim)")
     )
@@ -131,15 +146,15 @@ def check_last_stride(name: str, tensor: Tensor) -> None:
 
 
 def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
-    """On the device of ``first``, which is one that flashtile serves."""
+    """Check that ``tensor`` is on the device of ``first``, and that flashtile supports this device."""
     if tensor.device.type not in (*DEVICE_TYPES, "meta"):
-        raise NotImplementedError(f"{name} is on {tensor.device}: flashtile serves cuda and cpu tensors")
+        raise NotImplementedError(f"{name} is on {tensor.device}: flashtile supports cuda and cpu tensors")
     if tensor.device != first.device:
         raise ValueError(f"{name} is on {tensor.device}, not on {first.device}: all must be on one device")
 
 
 def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
-    """Queries for the values: as q, with the head_dim of v."""
+    """Check the queries for the values: shaped as q, with the head_dim of v."""
     check_dense("qv", qv)
     check_same_dtype("qv", qv, "q", q)
     check_device("qv", qv, q)
@@ -152,7 +167,7 @@ def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
 
 
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
-    """Query heads share key heads in equal groups, and both have the same head_dim."""
+    """Check that query heads share key heads in equal groups, with the same head_dim."""
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{name_of_k} has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal"
@@ -171,14 +186,14 @@ TRANSPOSED = (
     "transpose(1, 2) on them and on the result (FLASHTILE_LAYOUT_HINTS=0 turns this hint off)"
 )
 MOST_HEADS = 128
-"""More heads than large models have, and more than tokens: they are tokens."""
+"""Largest number of heads that large models have. Larger sizes that exceed seqlen are probably tokens."""
 
 
 def looks_transposed(q: Tensor, k: Tensor) -> bool:
-    """Whether shapes (batch, seqlen, heads, head_dim) betray that heads come before tokens."""
+    """Whether the shapes show that tensors are laid out (batch, heads, seqlen, head_dim)."""
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():
-        return False  # a symbol's comparison would become a guard of the graph
+        return False  # comparing a symbol would add a guard to the graph
     grouped = seqlen_q > seqlen_k > 1 and seqlen_q % seqlen_k == 0
     return heads_q > MOST_HEADS or grouped
 
@@ -188,7 +203,7 @@ def hints_layout() -> bool:
 
 
 def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
-    """(batch + 1,) int32, contiguous. What it holds is checked with the values."""
+    """Check offsets: (batch + 1,) int32, contiguous. Their values are checked by ``check_offset_values``."""
     if offsets is None:
         raise TypeError(f"{name} must be an int32 torch.Tensor like its partner, got None")
     check_dense(name, offsets)
@@ -202,7 +217,7 @@ def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
 
 
 def check_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any, first: Tensor) -> None:
-    """Offsets of the same sequences' queries and keys."""
+    """Check the offsets of queries and keys, which must have equally many sequences."""
     check_offsets("cu_seqlens_q", cu_seqlens_q, first)
     check_offsets("cu_seqlens_k", cu_seqlens_k, first)
     if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
@@ -213,14 +228,14 @@ def check_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any, first: Tensor) -> No
 
 
 def check_longest(name: str, longest: Any) -> None:
-    """``max_seqlen`` beside ``cu_seqlens``."""
+    """Check ``max_seqlen``, which must accompany ``cu_seqlens``."""
     if longest is None:
-        raise TypeError(f"{name} must be an int beside {name.replace('max_seqlen', 'cu_seqlens')}, got None")
+        raise TypeError(f"{name} must be an int with {name.replace('max_seqlen', 'cu_seqlens')}, got None")
     check_int(name, longest, 0, MAX_LENGTH)
 
 
 def check_int32(name: str, tensor: Any, shape: tuple[int, ...], layout: str, first: Tensor) -> None:
-    """An int32 tensor of this shape, or None."""
+    """Check that ``tensor`` is None, or int32 of this shape."""
     if tensor is None:
         return
     check_dense(name, tensor)
@@ -242,7 +257,7 @@ def check_floats(
     dtypes: tuple[torch.dtype, ...] = (torch.float32,),
     any_strides: bool = False,
 ) -> None:
-    """A tensor of one of these dtypes and shapes, or None."""
+    """Check that ``tensor`` is None, or has one of these dtypes and shapes."""
     if tensor is None:
         return
     check_dense(name, tensor)
@@ -258,8 +273,11 @@ def check_floats(
 def check_broadcast(
     name: str, tensor: Tensor, scores: tuple[Any, Any, Any, Any], packed: bool, first: Tensor
 ) -> None:
-    """Of four dimensions, each that of the ``scores`` or, but for the keys, 1. Callers may leave out leading
-    dimensions and give one key: the front doors write that out."""
+    """Check a tensor that broadcasts to the scores: four dimensions, each that of the scores or 1.
+
+    The last dimension must be that of the keys. Users may omit leading dimensions or give one key; the public
+    functions have expanded that by then.
+    """
     of_rows, of_keys = ("max_seqlen_q", "max_seqlen_k") if packed else ("seqlen_q", "seqlen_k")
     pairs = zip(tensor.shape[:-1], scores[:-1], strict=False)
     if tensor.dim() != 4 or tensor.shape[-1] != scores[-1] or any(n != 1 and n != all_ for n, all_ in pairs):
@@ -282,10 +300,10 @@ def check_sink(sink: Any, q: Tensor, dtypes: tuple[torch.dtype, ...] | None = No
 
 
 def check_pair(name_a: str, a: Any, name_b: str, b: Any) -> None:
-    """Both or neither."""
+    """Check that both or neither are given."""
     if (a is None) != (b is None):
         missing, given = (name_a, name_b) if a is None else (name_b, name_a)
-        raise ValueError(f"{missing} must be given beside {given}, got None")
+        raise ValueError(f"{missing} must be given with {given}, got None")
 
 
 def check_rotary(
@@ -295,7 +313,7 @@ def check_rotary(
     head_dim: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Tables of angles, (positions, rotary_dim / 2) each, contiguous; or neither."""
+    """Check the rotary tables: both contiguous, (positions, rotary_dim / 2), or both None."""
     check_pair("rotary_cos", cos, "rotary_sin", sin)
     if cos is None:
         return
@@ -319,7 +337,10 @@ def check_rotary(
 
 
 def check_int(name: str, value: int, least: int, most: int, least_said: str | None = None) -> None:
-    """Under tracing, a number that comes from data (``.item()``) is checked when the graph runs."""
+    """Check a range.
+
+    A number read from a tensor under tracing (``.item()``) is checked when the graph runs.
+    """
     if isinstance(value, torch.SymInt):
         torch._check(value >= least, lambda: f"{name} must be from {least_said or least} to {most}")
     elif not least <= value <= most:
@@ -327,9 +348,9 @@ def check_int(name: str, value: int, least: int, most: int, least_said: str | No
 
 
 def check_score_options(options: Any) -> None:
-    """softmax_scale, softcap, window and backend, which all families' options have."""
+    """Check softmax_scale, softcap, window and backend, which all kinds of options have."""
     scale, softcap = options.softmax_scale, options.softcap
-    if scale is not None and not abs(scale) <= FLOAT32_MAX:  # so written, it refuses NaN too
+    if scale is not None and not abs(scale) <= FLOAT32_MAX:  # in this form the condition also rejects NaN
         raise ValueError(f"softmax_scale must be finite in float32, got {scale}")
     if not 0 <= softcap <= FLOAT32_MAX:
         raise ValueError(f"softcap must be finite in float32 and at least 0 (0 turns it off), got {softcap}")
@@ -350,7 +371,12 @@ def check_backend(backend: Any) -> None:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
 
 
+def is_choice(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is one of these. One of another type is not compared: arrays compare by element."""
+    return isinstance(value, tuple(map(type, allowed))) and value in allowed
+
+
 def check_choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
-    # What is no string may compare element by element.
-    if not (value is None or isinstance(value, str)) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    if not is_choice(value, allowed):
+        got = repr(value) if isinstance(value, str) else named(value)
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {got}")

@@ -1,4 +1,4 @@
-"""Checks of an attention call: types and shapes (:mod:`flashtile.checks.values` reads data)."""
+"""Checks of an attention call: types and shapes. Values are checked by :mod:`flashtile.checks.values`."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def check_call(
     """Raise for a call that no backend could compute.
 
     Args:
-        dtypes: that q, k and v may have.
+        dtypes: allowed dtypes of q, k and v.
         most: the largest head_dim.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, stride, device or number is not allowed.
-        NotImplementedError: a device or head size that flashtile does not serve.
+        NotImplementedError: flashtile does not support the device or head size.
     """
     check_types(q, k, v, extras, options)
     cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, *_ = extras
@@ -68,7 +68,7 @@ def check_call(
         raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
     check_groups(q, k, "k")
     if not packed and looks_transposed(q, k):
-        # Without a count of its own: Python shows a warning once for each place that calls.
+        # Not counted here, because Python shows a warning once per calling line.
         warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
     if packed:
         _check_packed(cu_seqlens_q, cu_seqlens_k, q, options)
@@ -87,7 +87,7 @@ def check_call(
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
-    """Raise for what is not a dense tensor, and for a gradient that is wanted but not computed."""
+    """Raise unless all tensors are dense, and for a required gradient that is not computed."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
     for name, extra in zip(Extras._fields, extras, strict=True):
@@ -115,8 +115,8 @@ def _check_masks(q: Tensor, k: Tensor, batch: int, extras: Extras, options: Opti
         return
     if packed:
         raise NotImplementedError(
-            "key_padding_mask must be None beside cu_seqlens_k: packed sequences have no padding (seqused_k "
-            "says how many keys each uses)"
+            "key_padding_mask must be None with cu_seqlens_k: packed sequences have no padding (seqused_k "
+            "gives the number of keys in use)"
         )
     check_dtype("key_padding_mask", padding, (torch.bool,))
     if tuple(padding.shape) != (batch, seqlen_k):
@@ -131,7 +131,7 @@ def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> Non
     check_share("dropout_p", dropout_p)
     if rng_state is None:
         if dropout_p > 0:
-            raise ValueError(f"rng_state must be given beside dropout_p = {dropout_p}, got None")
+            raise ValueError(f"rng_state must be given with dropout_p = {dropout_p}, got None")
         return
     check_dtype("rng_state", rng_state, (torch.int64,))
     if tuple(rng_state.shape) != (2,):

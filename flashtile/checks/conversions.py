@@ -1,6 +1,7 @@
-"""From the arguments that callers may pass to the exact types that a call is described, kept and launched by.
+"""Converts the arguments that users may pass to the exact types that calls are described and cached by.
 
-Python's ``True == 1 == 1.0`` hash alike, so every option gets its one type here, before any look-up.
+In Python ``True == 1 == 1.0`` and all three hash alike, so each option gets its type here, before any
+look-up.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def make_options(
     dropout_p: float = 0.0,
     attention_chunk: int = 0,
 ) -> Options:
-    """Options of exact types; :mod:`flashtile.checks` checks their ranges with the tensors.
+    """Build Options with exact types. Ranges are checked later, together with the tensors.
 
     Raises:
-        TypeError: an argument is not of the type that :func:`flashtile.attention` says.
+        TypeError: an argument does not have the type that :func:`flashtile.attention` states.
         ValueError: ``window_size`` is not a pair.
     """
     try:
@@ -89,20 +90,20 @@ FOREIGN = {
     "output_attentions": "flashtile.attention takes return_attn_weights",
 }
 FOREIGN["key_padding_mask"] = FOREIGN["attention_mask"]
-"""What other attention functions call an argument, and what to use here."""
+"""Names of arguments in other attention functions, with what to use here."""
 
 
 def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
-    """Raise Python's TypeError for keywords that a function does not have, with what to use instead."""
+    """Raise TypeError for an unknown keyword, as Python does, with what to use instead."""
     name = next(iter(unknown))
     hint = f": {FOREIGN[name]}" if name in FOREIGN else ""
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
-    """(mask, key_padding_mask) of a mask: the latter alone if every row and head sees the same keys.
+    """Split a mask into (mask, key_padding_mask): only the second if all rows and heads see the same keys.
 
-    A mask that is wrong stays one, for the errors name it.
+    An invalid mask is returned as it is, so that errors name ``mask``.
     """
     if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (mask, q, k)):
         return mask, None
@@ -115,9 +116,9 @@ def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
 
 
 def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the dtype of autocast, where it is on for their device.
+    """Cast q, k and v to autocast's dtype, if autocast is on for their device.
 
-    As for torch's own attention, float64 stays as it is; so does every dtype that flashtile does not serve.
+    As in torch's own attention, float64 is not cast, nor are dtypes that flashtile does not support.
     """
     if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu"):
         return q, k, v
@@ -130,8 +131,10 @@ def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def as_scores(scores: Any, seqlen_k: Any) -> Any:
-    """A mask or bias that broadcasts to (batch, heads_q, seqlen_q, seqlen_k) with four dimensions, the last
-    of them written out by stride 0. What does not broadcast is left as it is, for the errors name it."""
+    """Expand a mask or bias to four dimensions, with the last one of length seqlen_k by stride 0.
+
+    A tensor that does not broadcast to the scores is returned as it is, so that errors name it.
+    """
     if not isinstance(scores, Tensor) or scores.is_nested or scores.layout != torch.strided:
         return scores
     rank = scores.dim()
@@ -145,38 +148,40 @@ def as_scores(scores: Any, seqlen_k: Any) -> Any:
 
 
 def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
-    """How many keys a mask or bias of the call has; None where the call says it wrongly."""
+    """Return the number of keys that a mask or bias of the call must have; None if the call is invalid."""
     if cu_seqlens_k is not None:
         return options.max_seqlen_k
     return k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else None
 
 
 def as_offsets(cu_seqlens: Any) -> Any:
-    """``cu_seqlens`` in int32, by a cast of int64, which ``cumsum`` gives. All else is left as it is, for the
-    errors name it."""
+    """Cast ``cu_seqlens`` from int64, which ``cumsum`` returns, to int32.
+
+    Anything else is returned as it is, so that errors name it.
+    """
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype is torch.int64:
         return cu_seqlens.int()
     return cu_seqlens
 
 
 def as_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
-    """Both, by one cast if they are one tensor."""
+    """Cast both offsets, once if they are the same tensor."""
     of_q = as_offsets(cu_seqlens_q)
     return of_q, of_q if cu_seqlens_k is cu_seqlens_q else as_offsets(cu_seqlens_k)
 
 
 def with_unit_stride(tensor: Any) -> Any:
-    """``tensor``, or a copy of one whose last stride is not 1, as FlashAttention makes it."""
+    """Return ``tensor``, or a copy if its last stride is not 1, as FlashAttention does."""
     if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
     if tensor.shape[-1] <= 1 or tensor.layout != torch.strided:
         return tensor
-    # contiguous() would leave one without elements as it is.
+    # contiguous() would not change a tensor without elements.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def as_seconds(name: str, value: Any) -> float:
-    """A time to wait, as torch.distributed takes it."""
+    """Convert a timeout to seconds, in the range that torch.distributed accepts."""
     seconds = as_float(name, value, "a number of seconds")
     if not 0 < seconds <= MAX_SECONDS:
         raise ValueError(f"{name} must be above 0 and at most {MAX_SECONDS} seconds, got {seconds:g}")
@@ -186,16 +191,16 @@ def as_seconds(name: str, value: Any) -> float:
 def refuse_descales(
     q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
 ) -> None:
-    """Raise ValueError for a scale that is given, but not taken; ``allowed`` says when it is."""
+    """Raise ValueError for a scale that this call does not take; ``allowed`` says which calls do."""
     if q_descale is k_descale is v_descale is None:
         return
     given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     name = next(name for name, descale in given.items() if descale is not None)
-    raise ValueError(f"{name} must be None, got a tensor: it is taken {allowed} only")
+    raise ValueError(f"{name} must be None, got a tensor: it is only accepted {allowed}")
 
 
 def refuse_beyond(extras: Extras, options: Options, where: str) -> None:
-    """Raise NotImplementedError for the first extra or option that only attention in full has."""
+    """Raise NotImplementedError for the first extra or option that only full attention supports."""
     for name in Options._fields[OPTIONS_OF_ALL:]:
         if getattr(options, name) != Options._field_defaults[name]:
             raise NotImplementedError(f"{name} must be left out {where}, got {getattr(options, name)}")
@@ -212,7 +217,7 @@ def check_flag(name: str, value: Any) -> None:
 def lengths_tensor(
     length: Any, name: str, tokens: Tensor, name_of_offsets: str, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """``cache_seqlens`` for sequences that are all equally long; ``tokens`` are their q or k, by ``name``."""
+    """Make ``cache_seqlens`` from an int for all sequences of ``tokens``, called ``name`` in errors."""
     length = as_int("cache_seqlens", length)
     if not 0 <= length <= MAX_LENGTH:
         raise ValueError(f"cache_seqlens must be from 0 to {MAX_LENGTH}, got {length}")
@@ -226,7 +231,7 @@ def lengths_tensor(
 
 
 def split_arguments(num_splits: Any, split_size: Any) -> tuple[int, int]:
-    """(num_splits, split_size) as ints, 0 for a split_size of None."""
+    """Convert num_splits and split_size to ints; split_size is 0 for None."""
     if type(num_splits) is not int:
         num_splits = as_int("num_splits", num_splits)
     if split_size is None:
@@ -238,14 +243,14 @@ def split_arguments(num_splits: Any, split_size: Any) -> tuple[int, int]:
 
 
 def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None]:
-    """(a number for all heads, one for each), of which one is None."""
+    """Split softmax_max into (number for all heads, tensor with one per head), one of which is None."""
     if isinstance(softmax_max, Tensor):
         return None, softmax_max
     return as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
 
 
 def contiguous_qv(qv: Tensor | None) -> Tensor | None:
-    """``qv`` as operations over a cache read it."""
+    """Return a contiguous ``qv``, as operations over a cache need it."""
     if qv is None:
         return None
     check_dense("qv", qv)
@@ -253,7 +258,7 @@ def contiguous_qv(qv: Tensor | None) -> Tensor | None:
 
 
 def dense_tree(tree_mask: Tensor) -> Tensor:
-    """(batch or 1, seqlen_q, seqlen_q), contiguous."""
+    """Return a contiguous tree_mask of shape (batch or 1, seqlen_q, seqlen_q)."""
     check_dense("tree_mask", tree_mask)
     if tree_mask.dim() == 2:
         tree_mask = tree_mask.unsqueeze(0)
@@ -261,7 +266,7 @@ def dense_tree(tree_mask: Tensor) -> Tensor:
 
 
 def cast_for_autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
-    """Queries and new keys in the dtype of the cache where autocast is on, in autocast's for an FP8 cache."""
+    """Under autocast, cast queries and new keys to the cache's dtype, or to autocast's for an FP8 cache."""
     if not isinstance(k_cache, Tensor) or k_cache.device.type not in ("cuda", "cpu"):
         return list(tensors)
     device_type = k_cache.device.type

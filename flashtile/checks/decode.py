@@ -1,4 +1,7 @@
-"""Checks of the decoding functions: types and shapes (:mod:`flashtile.checks.values` reads data)."""
+"""Checks of the decoding functions: types and shapes.
+
+Values are checked by :mod:`flashtile.checks.values`.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ from flashtile.checks.arguments import (
     check_score_options,
     check_sink,
     check_slopes,
+    is_choice,
+    named,
 )
 from flashtile.problems.common import DTYPES, MAX_LENGTH, UNLIMITED
 from flashtile.problems.decode import (
@@ -45,7 +50,7 @@ from flashtile.problems.decode import (
 
 DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
 PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"
-SHARED_MEMORY = "v_cache lies in the memory of k_cache: keys and values need memory of their own"
+SHARED_MEMORY = "v_cache shares memory with k_cache: keys and values need separate memory"
 
 
 def check_decode(
@@ -55,8 +60,8 @@ def check_decode(
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed, or arguments exclude each other.
-        NotImplementedError: a device or head size that flashtile does not serve.
+        ValueError: a shape, stride, device or number is not allowed, or arguments cannot be combined.
+        NotImplementedError: flashtile does not support the device or head size.
     """
     varlen = tensors.cu_seqlens_q is not None
     if varlen:
@@ -100,7 +105,7 @@ def _check_prior(q: Tensor, v_cache: Tensor, tensors: CacheTensors) -> None:
 def check_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> None:
-    """Raise for an append that no backend could do; the errors are those of :func:`check_decode`."""
+    """Raise for an append that no backend could do, with the errors of :func:`check_decode`."""
     slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
     if slots:
         check_dense("slot_mapping", tensors.slot_mapping)
@@ -112,7 +117,7 @@ def check_append(
         check_heads_tensor(name, new, slots or varlen, "total_new", "seqlen_new", k, MAX_HEAD_DIM)
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"v has shape {tuple(v.shape)}, which must be that of k, {tuple(k.shape)}, but for head_dim"
+            f"v has shape {tuple(v.shape)}, which must be that of k, {tuple(k.shape)}, except for head_dim"
         )
     check_cache(k, k_cache, v_cache, tensors.block_table)
     for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
@@ -130,7 +135,7 @@ def check_append(
         _check_slots(k, tensors)
         return
     if tensors.cache_seqlens is None:
-        raise ValueError("cache_seqlens must say where k and v are appended, got None")
+        raise ValueError("cache_seqlens must give the positions at which k and v are appended, got None")
     if varlen:
         check_offsets("cu_seqlens_k_new", tensors.cu_seqlens_k_new, k)
         check_int("max_seqlen_k_new", options.max_seqlen_k_new or 0, 0, MAX_LENGTH)
@@ -146,7 +151,7 @@ def check_append(
 def check_copy(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise for a copy that no backend could do. The caches may have a dimension of layers in front."""
+    """Raise for a copy that no backend could do. The caches may have a leading dimension of layers."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)
         if cache.dim() not in (4, 5):
@@ -161,7 +166,7 @@ def check_copy(
     if k_cache.shape[:-1] != v_cache.shape[:-1]:
         raise ValueError(
             f"v_cache has shape {tuple(v_cache.shape)}, which must be that of k_cache, "
-            f"{tuple(k_cache.shape)}, but for head_dim"
+            f"{tuple(k_cache.shape)}, except for head_dim"
         )
     check_written(k_cache, v_cache)
     check_dense("block_pairs", block_pairs)
@@ -181,14 +186,14 @@ def check_copy(
 
 
 def check_no_gradient(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise for a cache that is written in place and requires a gradient."""
+    """Raise for a cache that requires a gradient, because it is written in place."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if isinstance(cache, Tensor) and cache.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires grad, but is written in place: it must be detached")
 
 
 def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise for caches written in place of which two elements are one place in memory."""
+    """Raise for caches written in place in which two elements share memory."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(
@@ -202,7 +207,7 @@ def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
 def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raise for keys and values that would be written to the same memory.
 
-    Of every call, since launches are kept by signatures, which know no addresses.
+    Checked on every call, because launches are cached by signature, which has no addresses.
     """
     if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
         raise ValueError(SHARED_MEMORY)
@@ -211,7 +216,7 @@ def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
 def check_combine(
     out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
 ) -> None:
-    """Raise for partial results that do not fit together."""
+    """Raise for partial results that do not match each other."""
     check_dense("out_partial", out_partial)
     check_dense("lse_partial", lse_partial)
     if out_partial.dim() not in (4, 5):
@@ -223,7 +228,7 @@ def check_combine(
         raise TypeError(f"out_partial must be float16, bfloat16, float32 or float64, got {out_partial.dtype}")
     wide = torch.float64 if out_partial.dtype == torch.float64 else torch.float32
     if lse_partial.dtype != wide:
-        raise TypeError(f"lse_partial must be {wide} beside {out_partial.dtype}, got {lse_partial.dtype}")
+        raise TypeError(f"lse_partial must be {wide} with {out_partial.dtype}, got {lse_partial.dtype}")
     if out_partial.shape[0] == 0:
         raise ValueError("out_partial has no split: it must have at least one")
     if lse_partial.shape != out_partial.shape[:-1]:
@@ -234,8 +239,9 @@ def check_combine(
     check_device("out_partial", out_partial, out_partial)
     check_device("lse_partial", lse_partial, out_partial)
     check_last_stride("out_partial", out_partial)
-    if options.out_dtype not in DTYPES:
-        raise TypeError(f"out_dtype must be float16, bfloat16, float32 or float64, got {options.out_dtype}")
+    if not is_choice(options.out_dtype, DTYPES):
+        got = named(options.out_dtype)
+        raise TypeError(f"out_dtype must be float16, bfloat16, float32 or float64, got {got}")
     check_backend(options.backend)
 
 
@@ -269,7 +275,7 @@ def _check_options(options: DecodeOptions) -> None:
     check_int("split_size", options.split_size, 0, MAX_LENGTH)
     if options.num_splits > 0 and options.split_size > 0:
         raise ValueError(
-            f"split_size must be None beside num_splits = {options.num_splits}, got {options.split_size}"
+            f"split_size must be None with num_splits = {options.num_splits}, got {options.split_size}"
         )
 
 
@@ -293,12 +299,10 @@ def _check_tree(
     window = (options.window_left, options.window_right)
     if options.causal or window != (UNLIMITED, UNLIMITED):
         given = "causal=True" if options.causal else f"window_size={window}"
-        raise ValueError(
-            f"tree_mask says what every query sees: it excludes causal and window_size, got {given}"
-        )
+        raise ValueError(f"tree_mask cannot be combined with causal or window_size, got {given}")
     if tensors.alibi_slopes is not None:
         raise ValueError(
-            "alibi_slopes must be None beside tree_mask: a node's place in the cache is not its depth"
+            "alibi_slopes must be None with tree_mask: a node's position in the cache is not its depth"
         )
 
 
@@ -324,7 +328,7 @@ def _check_slots(k: Tensor, tensors: AppendTensors) -> None:
     )
     for name in excluded:
         if getattr(tensors, name) is not None:
-            raise ValueError(f"{name} must be None beside slot_mapping, which says where every token goes")
+            raise ValueError(f"{name} must be None with slot_mapping, which gives all tokens' positions")
 
 
 def _check_rotary(k: Tensor, batch: int, tensors: AppendTensors) -> None:
@@ -335,7 +339,7 @@ def _check_rotary(k: Tensor, batch: int, tensors: AppendTensors) -> None:
 
 
 def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
-    """Raise for a cache that queries or new keys like ``q`` cannot go with."""
+    """Raise for a cache that does not match queries or new keys like ``q``."""
     layout = DENSE_CACHE if block_table is None else PAGED_CACHE
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)
@@ -353,7 +357,7 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
     if k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             f"v_cache has shape {tuple(v_cache.shape)}, which must be that of k_cache, "
-            f"{tuple(k_cache.shape)}, but for head_dim"
+            f"{tuple(k_cache.shape)}, except for head_dim"
         )
     if k_cache.shape[2] == 0:
         raise ValueError("k_cache has 0 heads: it must have at least one")
@@ -364,7 +368,7 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
 def _check_addresses(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> None:
-    """Where the sequences lie: pages by the block table, or rows of a dense cache."""
+    """Check what addresses the sequences: a block table for pages, or rows of a dense cache."""
     if block_table is not None:
         check_dense("block_table", block_table)
         if block_table.dtype != torch.int32:
@@ -378,7 +382,7 @@ def _check_addresses(
         check_last_stride("block_table", block_table)
         if cache_batch_idx is not None:
             raise ValueError(
-                "cache_batch_idx must be None beside block_table: choose rows of the table instead, "
+                "cache_batch_idx must be None with block_table: choose rows of the table instead, "
                 "block_table[cache_batch_idx]"
             )
         return
@@ -393,8 +397,10 @@ def _check_addresses(
 def check_descales(
     cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, batch: int | None
 ) -> None:
-    """Raise for factors that an FP8 cache cannot have. ``batch`` is None where tokens have slots, not
-    sequences."""
+    """Raise for scales that an FP8 cache cannot have.
+
+    ``batch`` is None if tokens are addressed by slots instead of sequences.
+    """
     if k_descale is None and v_descale is None:
         return
     if cache.dtype != FP8:

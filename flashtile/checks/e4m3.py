@@ -1,7 +1,7 @@
-"""Queries and new keys of float8_e4m3fn over a cache of it, as FlashAttention-3 takes them.
+"""Converts queries and new keys of float8_e4m3fn for an FP8 cache, as in FlashAttention-3's interface.
 
-Every number of e4m3 is one of bfloat16, in which the call is computed. The scores' factors need no rounding
-either: those of q become part of those of the keys.
+bfloat16 represents every e4m3 number exactly, so the call is computed in bfloat16. The scales of q are
+multiplied into those of the keys, without rounding.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 
 class Widened(NamedTuple):
-    """A call's arguments as an operation takes them."""
+    """A call's arguments in the form that an operation takes."""
 
     q: Tensor
     k: Any
     v: Any
     descales: tuple[Tensor | None, Tensor | None]
-    """Of the cache's keys and values where they are read."""
+    """Scales of the cache's keys and values, for reading."""
     new_descales: tuple[Tensor | None, Tensor | None]
-    """Of k and v where they are written."""
+    """Scales of k and v, for writing."""
 
 
 def widen(
@@ -38,7 +38,7 @@ def widen(
     block_table: Tensor | None,
     cu_seqlens_q: Tensor | None,
 ) -> Widened:
-    """A call with e4m3 queries as one with queries of bfloat16; ``scaled``: its factors of q, k and v.
+    """Convert a call with e4m3 queries to one with bfloat16 queries; ``scaled`` are the scales of q, k, v.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.flash_attn_with_kvcache`.
@@ -57,7 +57,7 @@ def widen(
     check_floats("q_descale", q_descale, shapes, "(heads_kv,) or (batch, heads_kv)", q, any_strides=True)
 
     new_descales = k_descale, v_descale
-    if isinstance(k, Tensor) and isinstance(v, Tensor) and FP8 in (k.dtype, v.dtype):  # stored as they are
+    if isinstance(k, Tensor) and isinstance(v, Tensor) and FP8 in (k.dtype, v.dtype):  # stored unchanged
         check_same_dtype("v", v, "k", k)
         k, v, new_descales = k.to(torch.bfloat16), v.to(torch.bfloat16), (None, None)
     if q_descale is None:
@@ -67,7 +67,7 @@ def widen(
     if q_descale.dim() == 2:
         if k_descale.dim() == 2:
             raise NotImplementedError(
-                f"q_descale must be (heads_kv,) beside k_descale of each page, got {tuple(q_descale.shape)}"
+                f"q_descale must be (heads_kv,) with a k_descale per page, got {tuple(q_descale.shape)}"
             )
         q_descale = q_descale.unsqueeze(1)
     k_descale = q_descale * k_descale

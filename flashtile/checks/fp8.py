@@ -1,4 +1,4 @@
-"""Checks of the FP8 functions: types and shapes, and at the end data."""
+"""Checks of the FP8 functions: types and shapes, then values."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from flashtile.checks.arguments import (
 from flashtile.checks.attention import check_call
 from flashtile.checks.values import check_lengths, check_offset_values, check_used
 from flashtile.problems import fp8_layout as layout
+from flashtile.problems.common import MAX_LENGTH
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM, METHODS, QUERY_BLOCK, ROLES
 from flashtile.problems.quantized import Quantized
@@ -37,17 +38,16 @@ MAX_SEED = 2**31 - 1
 
 
 def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
-    """Raise for a quantisation that no backend could compute.
+    """Raise for a quantisation of a dense tensor that no backend could compute.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
-        ValueError: a shape, stride, device or number is not allowed, or arguments exclude each other.
-        NotImplementedError: a device or head size that flashtile does not serve.
+        ValueError: a shape, stride, device or number is not allowed, or arguments cannot be combined.
+        NotImplementedError: flashtile does not support the device or head size.
     """
     check_choice("role", options.role, ROLES)
     check_choice("method", options.method, METHODS)
     check_backend(options.backend)
-    check_dense("x", x)
     check_dtype("x", x, SOURCE_DTYPES)
     if tensors.cu_seqlens is not None:
         check_dense("cu_seqlens", tensors.cu_seqlens)
@@ -69,6 +69,7 @@ def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions
 
 def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
     cos, sin, offsets = tensors.rotary_cos, tensors.rotary_sin, tensors.rotary_offsets
+    check_int("rotary_offset", options.rotary_offset, 0, MAX_LENGTH)
     if cos is None and sin is None:
         if offsets is not None or options.rotary_offset:
             raise ValueError("rotary_offset must be 0 without rotary_cos and rotary_sin")
@@ -87,7 +88,7 @@ def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: Quan
 
 
 def check_inputs(q: Any, k: Any, v: Any) -> None:
-    """Raise unless q, k and v go together, tensors or quantised; a new call's other checks come with it."""
+    """Raise unless q, k and v, quantised or not, match each other. Quantising checks the rest."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Quantized):
             if x.role != name:
@@ -96,7 +97,7 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
             check_dense(name, x)
             if x.dtype not in SOURCE_DTYPES:
                 raise TypeError(
-                    f"{name} must be float16 or bfloat16, or what flashtile.fp8.quantize made, got {x.dtype}"
+                    f"{name} must be float16 or bfloat16, or come from flashtile.fp8.quantize, got {x.dtype}"
                 )
         if len(x.shape) != len(q.shape) or len(x.shape) not in (3, 4):
             raise ValueError(
@@ -111,14 +112,14 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
         raise ValueError(f"k has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
-            f"v has shape {tuple(v.shape)}, which must be that of k, {tuple(k.shape)}, but for head_dim"
+            f"v has shape {tuple(v.shape)}, which must be that of k, {tuple(k.shape)}, except for head_dim"
         )
 
 
 def check_sequences(
     q: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None
 ) -> None:
-    """Raise for lengths that are not of the form of q's sequences, before anything is reckoned with them."""
+    """Raise for offsets or lengths that do not match the sequences of q, before they are used."""
     batch = q.shape[0]
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_pair("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
@@ -128,9 +129,9 @@ def check_sequences(
 
 
 def check_attend(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions) -> None:
-    """Raise for an attention call in e4m3 that no backend could compute, as :func:`check_quantize`."""
+    """Raise for an attention call in e4m3 that no backend could compute, as :func:`check_quantize` does."""
     extras = tensors.extras
-    rows = k if options.v_transposed else v  # of values, one by one
+    rows = k if options.v_transposed else v  # one row per value
     check_call(q, k, rows, extras._replace(sink=None), options.shared, (E4M3,), MAX_HEAD_DIM)
     batch = q.shape[0] if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
@@ -168,7 +169,7 @@ def _blocks(rows: Tensor, block: int, batch: int, packed: bool) -> int:
 
 
 def check_quantize_values(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
-    """Raise ValueError for lengths that no sequences of x can have."""
+    """Raise ValueError for lengths that do not fit x."""
     lengths = [x.shape[1]] * x.shape[0] if tensors.cu_seqlens is None else []
     if tensors.cu_seqlens is not None:
         assert options.max_seqlen is not None
@@ -181,7 +182,7 @@ def check_quantize_values(x: Tensor, tensors: QuantizeTensors, options: Quantize
 def check_attend_values(
     q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions
 ) -> None:
-    """Raise ValueError for scales below 0, and for lengths that no sequences of these tensors can have."""
+    """Raise ValueError for negative scales, and for lengths that do not fit the tensors."""
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), tensors.scales, strict=True):
         if descale is not None and bool((descale < 0).any()):
             raise ValueError(f"{name} must be at least 0, got {float(descale.min())}")

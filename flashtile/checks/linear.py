@@ -44,7 +44,7 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
     Raises:
         TypeError: an argument is of the wrong type or dtype.
         ValueError: a shape, stride, device or number is not allowed.
-        NotImplementedError: a device that flashtile does not serve.
+        NotImplementedError: flashtile does not support the device.
     """
     check_choice("activation", options.activation, ACTIVATIONS)
     _check_product(x, weight, tensors, options)
@@ -52,8 +52,8 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
     if options.activation == SWIGLU:
         if columns % 2:
             raise ValueError(
-                f"weight has {columns} rows: with activation={SWIGLU!r} they must be even, first those of "
-                "the gate and then as many"
+                f"weight has {columns} rows: with activation={SWIGLU!r} it must have an even number, half of "
+                "them for the gate"
             )
         columns //= 2
     shape = (x.shape[0], columns)
@@ -63,7 +63,7 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
 def check_before_norm(
     x: Tensor, weight: Tensor, tensors: BeforeNormTensors, options: BeforeNormOptions
 ) -> None:
-    """Raise for a product before a norm that no backend could compute; errors as :func:`check_linear`."""
+    """Raise for a product before a norm that no backend could compute; errors as for :func:`check_linear`."""
     _check_product(x, weight, tensors, options)
     N = weight.shape[0]
     check_floats("residual", tensors.residual, ((x.shape[0], N),), "that of the result,", x, (x.dtype,))
@@ -75,7 +75,7 @@ def check_before_norm(
 def check_qkv(
     x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: QkvTensors, options: QkvOptions
 ) -> None:
-    """Raise for a product with an append that no backend could compute; errors as :func:`check_linear`."""
+    """Raise for a QKV product that no backend could compute; errors as for :func:`check_linear`."""
     _check_product(x, weight, tensors, options)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)
@@ -107,15 +107,15 @@ def check_qkv(
     check_int32("positions", tensors.positions, (rows,), "(rows of x,)", x)
     _check_places(rows, tensors, x)
     if tensors.rotary_cos is not None and tensors.positions is None:
-        raise ValueError("positions must be given beside rotary_cos and rotary_sin, got None")
+        raise ValueError("positions must be given with rotary_cos and rotary_sin, got None")
 
 
 def _check_places(rows: int, tensors: QkvTensors, x: Tensor) -> None:
-    """Where keys and values go: by slots, or by positions and the block table."""
+    """Check what addresses the new keys and values: slots, or positions and a block table."""
     slots, table = tensors.slot_mapping, tensors.block_table
     if (slots is None) == (table is None):
         given = "neither" if slots is None else "both"
-        raise ValueError(f"slot_mapping or block_table must say where keys and values go, got {given}")
+        raise ValueError(f"slot_mapping or block_table must give positions of keys and values, got {given}")
     if slots is not None:
         check_dense("slot_mapping", slots)
         if slots.dtype != torch.int64:
@@ -132,14 +132,14 @@ def _check_places(rows: int, tensors: QkvTensors, x: Tensor) -> None:
             raise TypeError(f"block_table must be int32, got {table.dtype}")
         if table.dim() != 2 or table.shape[0] != rows or table.shape[1] == 0:
             raise ValueError(
-                f"block_table must have shape (rows of x, max_blocks) with {rows} rows and a block at least, "
+                f"block_table must have shape (rows of x, max_blocks) with {rows} rows and at least a block, "
                 f"got {tuple(table.shape)}"
             )
         check_device("block_table", table, x)
         if not table.is_contiguous():
             raise ValueError(f"block_table must be contiguous, got strides {tuple(table.stride())}")
         if tensors.positions is None:
-            raise ValueError("positions must be given beside block_table, got None")
+            raise ValueError("positions must be given with block_table, got None")
 
 
 def _check_product(x: Any, weight: Any, tensors: Any, options: Any) -> None:
@@ -161,9 +161,9 @@ def _check_product(x: Any, weight: Any, tensors: Any, options: Any) -> None:
     scale = tensors.weight_scale
     if weight.dtype == E4M3:
         if x.dtype not in HALVES:
-            raise TypeError(f"x must be float16 or bfloat16 beside a weight in {E4M3}, got {x.dtype}")
+            raise TypeError(f"x must be float16 or bfloat16 with a weight in {E4M3}, got {x.dtype}")
         if scale is None:
-            raise ValueError(f"weight_scale must be given beside a weight in {E4M3}, got None")
+            raise ValueError(f"weight_scale must be given with a weight in {E4M3}, got None")
         blocks = (math.ceil(N / SCALE_BLOCK), math.ceil(K / SCALE_BLOCK))
         layout = f"(N,), or (N / {SCALE_BLOCK}, K / {SCALE_BLOCK}) rounded up"
         check_floats("weight_scale", scale, ((N,), blocks), layout, x)
@@ -177,7 +177,7 @@ def _check_product(x: Any, weight: Any, tensors: Any, options: Any) -> None:
     check_floats("norm_weight", tensors.norm_weight, ((K,),), "(K,)", x, (x.dtype,))
     check_floats("x_scale", tensors.x_scale, ((x.shape[0],),), "(rows of x,)", x)
     if tensors.x_scale is not None and tensors.norm_weight is not None:
-        raise ValueError("x_scale must be None beside norm_weight, which has factors of its own")
+        raise ValueError("x_scale must be None with norm_weight, which computes its own factors")
     _check_eps("norm_eps", options.norm_eps)
     check_backend(options.backend)
 

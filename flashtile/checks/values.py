@@ -1,7 +1,7 @@
-"""Checks of data: lengths, offsets, block tables, writers.
+"""Checks of values: lengths, offsets, block tables, and positions that are written twice.
 
-They read from the device, and so are done for every call on the CPU but on a GPU only when they are asked for
-(``debug_checks=True`` or ``FLASHTILE_DEBUG=1``). The kernels stay within the tensors in any case.
+They read from the device. On the CPU they run for every call, on a GPU only on request (``debug_checks=True``
+or ``FLASHTILE_DEBUG=1``). The kernels never access memory outside the tensors in any case.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashtile.problems.decode import (
 
 
 def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
-    """Raise ValueError for lengths that no sequences of these tensors can have."""
+    """Raise ValueError for lengths that do not fit the tensors."""
     cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = extras
     if cu_seqlens_q is not None:
         assert cu_seqlens_k is not None
@@ -43,14 +43,14 @@ def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Opti
 
 
 def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
-    """Raise ValueError unless each sequence uses at most the tokens that it has."""
+    """Raise ValueError if a sequence uses more tokens than it has."""
     for b, (count, length) in enumerate(zip(used.tolist(), lengths, strict=True)):
         if not 0 <= count <= length:
             raise ValueError(f"{name} must be from 0 to the {length} {noun} of sequence {b}, got {count}")
 
 
 def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """Raise unless ``cu_seqlens`` rises from 0 up to ``total`` in steps of at most ``max_seqlen``."""
+    """Raise unless ``cu_seqlens`` rises from 0 to at most ``total``, in steps of at most ``max_seqlen``."""
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"{name} must start with 0, got {offsets[0]}")
@@ -69,7 +69,7 @@ def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: i
 def check_decode_values(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
 ) -> None:
-    """Raise ValueError for lengths, offsets or block numbers that lead out of the cache."""
+    """Raise ValueError for lengths, offsets or block numbers that point outside the cache."""
     if tensors.cu_seqlens_q is not None:
         assert options.max_seqlen_q is not None
         check_offset_values("cu_seqlens_q", tensors.cu_seqlens_q, q.shape[0], options.max_seqlen_q)
@@ -94,7 +94,7 @@ def check_decode_values(
 def check_append_values(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> None:
-    """Raise ValueError for an append past the capacity, out of the pool or with two writers of one place."""
+    """Raise ValueError for writes beyond the capacity or outside the pool, or two writes to one position."""
     if tensors.cu_seqlens_k_new is not None:
         longest = options.max_seqlen_k_new
         most_new = k.shape[0] if longest is None else longest
@@ -130,7 +130,7 @@ def check_prefix_values(
     cu_prefix_groups: Tensor | None,
     causal: bool,
 ) -> None:
-    """Raise ValueError unless the sequences of each group start with the same pages, and hold the prefix."""
+    """Raise ValueError unless each group's sequences start with the same pages and contain the prefix."""
     batch, page_size = q.shape[0], k_cache.shape[1]
     starts = [0, batch]
     if cu_prefix_groups is not None:
@@ -145,7 +145,7 @@ def check_prefix_values(
         shortest = int(cache_seqlens[first:last].min())
         if prefix < 0 or shortest < least:
             raise ValueError(
-                f"prefix_seqlens must be at least 0 and leave every query behind it, got {prefix} for a "
+                f"prefix_seqlens must be at least 0 and end before every query, got {prefix} for a "
                 f"sequence of {shortest} tokens with {q.shape[1]} queries"
             )
         shared = block_table[first:last, : -(-prefix // page_size)]
@@ -158,14 +158,14 @@ def check_prefix_values(
 
 
 def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Raise ValueError for lists of a block mask that name blocks which there are not, or one twice.
+    """Raise ValueError for block lists that name a block twice, or one that does not exist.
 
     Args:
-        kind: "kv" for lists of blocks of keys, "q" for those of queries.
-        lists: how many and which partial blocks, how many and which full ones.
+        kind: "kv" for lists of key blocks, "q" for lists of query blocks.
+        lists: counts and indices of partial blocks, then counts and indices of full blocks.
 
     Returns:
-        (2, batch or 1, heads or 1, own blocks, other blocks) bool: which are listed as partial and as full.
+        (2, batch or 1, heads or 1, own blocks, other blocks) bool: blocks listed as partial, and as full.
     """
     found = []
     for name, num_blocks, indices in ((kind, *lists[:2]), (f"full_{kind}", *lists[2:])):
@@ -191,7 +191,7 @@ def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -
 def check_copy_values(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise ValueError for blocks out of the pool, two writers of a block, or a source that is written."""
+    """Raise ValueError for blocks outside the pool, or blocks that are written twice or read and written."""
     num_blocks = k_cache.shape[-4]
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].unbind(1)
     for name, blocks in (("sources", sources), ("destinations", destinations)):
@@ -230,7 +230,7 @@ def _check_rows(k_cache: Tensor, cache_batch_idx: Tensor | None) -> None:
 
 
 def _check_table(k_cache: Tensor, block_table: Tensor, lengths: Tensor) -> None:
-    """Entries beyond a sequence's length are nobody's and may hold anything."""
+    """Check the block numbers within each sequence's length; entries beyond it may have any value."""
     num_blocks, page_size = k_cache.shape[:2]
     if not block_table.numel() or _within(block_table, 0, num_blocks - 1):
         return
@@ -246,7 +246,7 @@ def _check_table(k_cache: Tensor, block_table: Tensor, lengths: Tensor) -> None:
 
 
 def _check_angles(k: Tensor, lengths: Tensor, tensors: AppendTensors, options: AppendOptions) -> None:
-    """Every position that is rotated has its row in the tables of angles."""
+    """Check that every rotated position has a row in the rotary tables."""
     if tensors.rotary_cos is None:
         return
     assert tensors.cache_seqlens is not None
@@ -275,7 +275,7 @@ def _check_writers(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> None:
         raise ValueError(f"slot_mapping must name each slot once, got {again} twice")
     if tensors.block_table is not None:
         raise ValueError(
-            f"block_table lets two tokens be written to one place, offset {offset} of block {row}: "
+            f"block_table writes two tokens to one position, offset {offset} of block {row}: "
             "a shared block must be copied before it is written"
         )
     raise ValueError(f"cache_batch_idx must name each row that is appended to once, got {row} twice")

@@ -1,4 +1,4 @@
-"""FlashAttention's modules by their own names, for code that imports them: :func:`install_as_flash_attn`."""
+"""FlashAttention's modules under their own names (:func:`install_as_flash_attn`)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ MODULES = (
     "flash_attn.layers.rotary",
     "flash_attn_interface",
 )
-"""FlashAttention-2's, and FlashAttention-3's one."""
+"""The modules of FlashAttention-2, and FlashAttention-3's only one."""
 
 
 def install_as_flash_attn() -> None:
-    """Let ``import flash_attn`` and ``import flash_attn_interface`` find flashtile, in this process.
+    """Make ``import flash_attn`` and ``import flash_attn_interface`` find flashtile in this process.
 
-    What was written for FlashAttention then runs unchanged: ``from flash_attn import flash_attn_func``,
+    Code written for FlashAttention then runs unchanged: ``from flash_attn import flash_attn_func``,
     ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``, FlashAttention-3's ``flash_attn_interface``,
     and the functions below autograd that context parallelism calls, ``_flash_attn_forward`` and
-    ``_flash_attn_backward``. Call it before that code is imported; again, it changes nothing. An installed
-    flash-attn package is hidden, as long as nothing of it has been imported.
+    ``_flash_attn_backward``. Call this before that code is imported. A second call changes nothing. An
+    installed flash-attn package is hidden, provided that none of its modules was imported before.
 
-    It is no installed distribution: code that asks ``importlib.metadata`` for flash-attn's version, as
-    Transformers does, finds none (:func:`flashtile.integrations.transformers.register` is for that).
+    ``importlib.metadata`` still finds no flash-attn package. For code that looks its version up there, such
+    as Transformers, use :func:`flashtile.integrations.transformers.register`.
 
     Raises:
         RuntimeError: one of the modules has been imported from elsewhere. Nothing is changed then.
@@ -44,13 +44,13 @@ def install_as_flash_attn() -> None:
         module = sys.modules.get(name)
         if module is not None and module.__name__ != f"{_PACKAGE}.{name}":
             place = getattr(module, "__file__", None)
-            raise RuntimeError(f"{name} has been imported from {place}: call install_as_flash_attn() before")
+            raise RuntimeError(f"{name} was imported from {place}: call install_as_flash_attn() before that")
     for name in MODULES:
         sys.modules[name] = importlib.import_module(f"{_PACKAGE}.{name}")
 
 
 def uninstall_as_flash_attn() -> None:
-    """Take the names back. What has been imported by them stays as it is."""
+    """Remove the module names again. Objects that were imported under them stay usable."""
     for name in MODULES:
         module = sys.modules.get(name)
         if module is not None and module.__name__ == f"{_PACKAGE}.{name}":

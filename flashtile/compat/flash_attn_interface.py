@@ -1,8 +1,8 @@
-"""``flash_attn_interface``: FlashAttention-3's functions, by its names, positions and results.
+"""``flash_attn_interface``: FlashAttention-3's functions, with its argument names and order, and its results.
 
-What directs its kernels and changes no result is taken and not needed: ``num_splits`` outside of
-``flash_attn_with_kvcache``, ``pack_gqa``, ``sm_margin``, and ``scheduler_metadata``, for our kernels read
-lengths on the device.
+Arguments that only tune its kernels are accepted and ignored: ``num_splits`` outside of
+``flash_attn_with_kvcache``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` (our kernels read lengths
+on the device).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashtile.api import decode as decoding
 from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_combine
 from flashtile.checks.arguments import ERRORS, check_dense, check_int32, renamed
-from flashtile.checks.conversions import check_flag
+from flashtile.checks.conversions import as_int, check_flag
 from flashtile.checks.values import check_between
 from flashtile.op.operation import reads_values
 
@@ -49,7 +49,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
-    """:func:`flashtile.attention`; (out, lse) with ``return_attn_probs``."""
+    """Call :func:`flashtile.attention`. Return (out, lse) with ``return_attn_probs``."""
     check_flag("return_attn_probs", return_attn_probs)
     return attention(
         q, k, v, qv=qv, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
@@ -73,11 +73,12 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
-    """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, head_dim).
+    """Call :func:`flash_attn_func` on qkv (batch, seqlen, 3, heads, head_dim).
 
-    Or (batch, seqlen, num_heads_q + 2 heads_kv, head_dim) with ``num_heads_q``.
+    With ``num_heads_q``, qkv is (batch, seqlen, num_heads_q + 2 heads_kv, head_dim).
     """
     check_dense("qkv", qkv)
+    num_heads_q = None if num_heads_q is None else as_int("num_heads_q", num_heads_q)
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif qkv.dim() == 4 and num_heads_q is not None and num_heads_q in range(qkv.shape[2] - 2, 0, -2):
@@ -122,7 +123,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Tensor | Any:
-    """:func:`flashtile.attention` of packed sequences; (out, lse) with ``return_attn_probs``."""
+    """Call :func:`flashtile.attention` on packed sequences. Return (out, lse) with ``return_attn_probs``."""
     check_flag("return_attn_probs", return_attn_probs)
     return attention(
         q, k, v, qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
@@ -165,12 +166,12 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | Any:
-    """:func:`flashtile.flash_attn_with_kvcache`; ``page_table`` is its ``block_table``.
+    """Call :func:`flashtile.flash_attn_with_kvcache` with ``page_table`` as its ``block_table``.
 
     Args:
-        cache_batch_idx: with ``page_table``, the row of it that each sequence has.
-        q_descale, k_descale, v_descale: (batch, heads_kv), of the sequences, over pages, too. Any may be
-            left out.
+        cache_batch_idx: with ``page_table``, each sequence's row of it.
+        q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also over
+            pages. Any may be left out.
     """
     _refuse(attention_chunk=attention_chunk or None)
     k_descale, v_descale = _of_sequences(k_descale, v_descale)
@@ -199,13 +200,13 @@ def get_scheduler_metadata(
     *others: Any,
     **named: Any,
 ) -> Tensor:
-    """What ``scheduler_metadata`` takes: empty, for there is nothing to prepare."""
+    """Return an empty ``scheduler_metadata``: there is nothing to prepare."""
     check_dense("cache_seqlens", cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def _chosen_rows(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
-    """The rows of ``page_table`` that the sequences have."""
+    """Return the sequences' rows of ``page_table``."""
     check_dense("page_table", page_table)
     check_dense("cache_batch_idx", cache_batch_idx)
     check_int32("cache_batch_idx", cache_batch_idx, (cache_batch_idx.numel(),), "(batch,)", page_table)
@@ -216,7 +217,7 @@ def _chosen_rows(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
 
 
 def _of_sequences(k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[Any, Any]:
-    """(batch, heads_kv) as (batch, 1, heads_kv), contiguous; one that is absent is 1, unless both are."""
+    """Convert descales (batch, heads_kv) to contiguous (batch, 1, heads_kv). If one is None, it becomes 1."""
     given = []
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
         if descale is not None:
@@ -233,4 +234,4 @@ def _of_sequences(k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[A
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise NotImplementedError(f"{name} is not implemented yet: it must be left out")
+            raise NotImplementedError(f"{name} is not supported: it must be left out")

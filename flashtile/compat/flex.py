@@ -1,4 +1,4 @@
-"""FlexAttention's call, as a function of ours."""
+"""``flex_attention``: PyTorch's FlexAttention interface on flashtile's kernels."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def flex_attention(
         query: (batch, heads, seqlen_q, head_dim), any strides.
         key: (batch, heads_kv, seqlen_k, head_dim).
         value: as key; its head_dim may differ.
-        score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)``; None leaves scores as they are.
-        block_mask: of FlexAttention's or :func:`flashtile.masks.create_block_mask`; None hides nothing.
-        scale: factor on the products; None is ``head_dim ** -0.5``.
+        score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)``; None leaves scores unchanged.
+        block_mask: made by FlexAttention's or :func:`flashtile.masks.create_block_mask`; None hides nothing.
+        scale: factor of the scores; None is ``head_dim ** -0.5``.
         enable_gqa: allow more query heads than key/value heads, as a multiple.
         return_lse: also return the log-sum-exp, natural, (batch, heads, seqlen_q) float32.
         kernel_options: None or empty: the kernels choose their own.

@@ -1,4 +1,4 @@
-"""Serving: models from Hugging Face folders, end to end over the library's kernels and pages."""
+"""Inference engine: runs models from Hugging Face folders on the library's kernels and paged KV cache."""
 
 from flashtile.engine.async_llm import AsyncLLM, EngineDeadError
 from flashtile.engine.config import ConfigError, ModelConfig

@@ -1,4 +1,4 @@
-"""The engine for servers: one thread steps it, any number of asyncio tasks wait for their answers."""
+"""The engine for servers: one thread steps it while any number of asyncio tasks await their answers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger("flashtile.engine")
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has ended, by an error or because it was shut down; it takes no more requests."""
+    """The engine failed or was shut down, and accepts no more requests."""
 
 
 class Stream:
-    """The outputs of one request, in order, for one ``async for``. The last one is ``finished``."""
+    """Asynchronous iterator over one request's outputs, in order. The last output is ``finished``."""
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop):
         self.request_id, self.loop = request_id, loop
@@ -32,7 +32,7 @@ class Stream:
         self._done = False
 
     def put(self, item: RequestOutput | BaseException) -> None:
-        """On the loop's thread."""
+        """Append an output, or an error to raise. Must run on the event loop's thread."""
         self._queue.put_nowait(item)
 
     def __aiter__(self) -> Stream:
@@ -50,14 +50,14 @@ class Stream:
 
 
 class AsyncLLM:
-    """An engine in a thread of its own.
+    """Runs an engine in its own thread.
 
-    Every request that was taken ends: with a finished output (its answers, or what there was when it was
-    aborted), or with an :class:`EngineDeadError`.
+    Every accepted request ends with a finished output or with an :class:`EngineDeadError`. The last output of
+    an aborted request holds the tokens generated so far.
 
     Args:
-        engine: of an :class:`flashtile.engine.LLM`, which nothing else steps from now on.
-        on_step: called after every step, on the engine's thread.
+        engine: the ``engine`` of an :class:`flashtile.engine.LLM`. Nothing else may step it afterwards.
+        on_step: called with the engine after every step, on the engine's thread.
     """
 
     def __init__(self, engine: Engine, on_step: Callable[[Engine], None] = lambda engine: None):
@@ -72,7 +72,7 @@ class AsyncLLM:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes requests."""
+        """Whether the engine accepts requests."""
         return not (self._draining or self._ended)
 
     async def add_request(
@@ -84,11 +84,11 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Stream:
-        """Queue a request; its outputs come from the stream.
+        """Queue a request and return the stream of its outputs.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: as :meth:`flashtile.engine.Engine.add_request`.
-            EngineDeadError: there is no engine any more.
+            TypeError, ValueError, NotImplementedError: as in :meth:`flashtile.engine.Engine.add_request`.
+            EngineDeadError: the engine has ended or is being shut down.
         """
         if self._draining:
             raise EngineDeadError("the engine takes no more requests: it is being shut down")
@@ -114,7 +114,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """The outputs of a request. Who stops reading aborts it."""
+        """Yield the outputs of a request. Leaving the iteration early aborts the request."""
         stream = await self.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
         finished = False
         try:
@@ -126,15 +126,16 @@ class AsyncLLM:
                 self.abort_soon(stream)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its stream gets a last output with ``finish_reason`` "abort"."""
+        """End a request. Its stream receives a last output with ``finish_reason`` "abort"."""
         await self.call(lambda engine: self._abort(request_id, None))
 
     def abort_soon(self, stream: Stream) -> None:
-        """End a request, without waiting: who is being cancelled may not get to wait for anything."""
+        """End a request without awaiting: a cancelled task may get no chance to await anything."""
         self._send(lambda: self._abort(stream.request_id, stream))
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
-        """Run a function of the engine between two of its steps, on its thread; its result or its error."""
+        """Run ``function(engine)`` on the engine's thread, between two steps; return its result or raise its
+        error."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -162,7 +163,7 @@ class AsyncLLM:
         return await future
 
     async def shutdown(self, timeout: float = 30.0) -> None:
-        """Take no more requests, finish those that there are within ``timeout`` seconds, abort the rest."""
+        """Accept no more requests, wait ``timeout`` seconds for unfinished ones, and abort the rest."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         self._draining = True
@@ -172,7 +173,8 @@ class AsyncLLM:
         await asyncio.to_thread(self._thread.join)
 
     def _send(self, command: Callable[[], None]) -> None:
-        """To the engine's thread. After its end the command runs here, which tells it so."""
+        """Queue a command for the engine's thread. After that thread has ended, run the command here, so that
+        it reports an :class:`EngineDeadError`."""
         with self._lock:
             if not self._ended:
                 self._commands.put(command)
@@ -186,7 +188,7 @@ class AsyncLLM:
                 while idle or not self._commands.empty():
                     command = self._commands.get()
                     if command is None:
-                        self._close(EngineDeadError("it is shut down"), expected=True)
+                        self._close(EngineDeadError("the engine was shut down"), expected=True)
                         return
                     command()
                     idle = not self.engine.has_unfinished
@@ -198,7 +200,10 @@ class AsyncLLM:
             self._close(error, expected=False)
 
     def _abort(self, request_id: str, stream: Stream | None) -> None:
-        """Where the request is still the stream's. An engine that has ended told every stream already."""
+        """Abort a request, unless its id now belongs to a stream other than ``stream``.
+
+        Does nothing after the engine has ended, because every stream was told then.
+        """
         if self.error is None and (stream is None or self._streams.get(request_id) is stream):
             self._deliver(self.engine.abort(request_id))
 
@@ -215,7 +220,7 @@ class AsyncLLM:
             _call(loop, partial(_put_all, pairs))
 
     def _close(self, error: BaseException, expected: bool) -> None:
-        """End every request and answer every command that waits."""
+        """End every request and answer every waiting command."""
         if expected:
             self._deliver(self.engine.abort(list(self.engine.requests)))
         with self._lock:
@@ -236,8 +241,8 @@ def _put_all(pairs: list[tuple[Stream, RequestOutput]]) -> None:
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], Any]) -> None:
-    """On the loop's thread; nothing if the loop has ended."""
+    """Run a function on the loop's thread, or do nothing if the loop is closed."""
     try:
         loop.call_soon_threadsafe(function)
     except RuntimeError:
-        logger.debug("a loop has ended before its answers came")
+        logger.debug("an event loop was closed before its outputs arrived")

@@ -1,9 +1,9 @@
-"""Beam search: the likeliest few texts at every step, which share the blocks of what they have in common.
+"""Beam search: keep the ``width`` likeliest texts at every step. Beams share the blocks of common prefixes.
 
-The rules are those of Transformers with ``early_stopping=False``. Of the best (ends + 1) * width
-continuations those that end and are among the best ``width`` are complete; the best ``width`` others go on.
-It is over when ``width`` texts are complete and the best that goes on could not displace the worst of them at
-its length.
+The rules are those of Transformers with ``early_stopping=False``. Each step ranks the best (end tokens + 1) *
+width continuations. Those that end and are among the first ``width`` are complete. The best ``width`` of the
+others continue. The search is over once ``width`` texts are complete and the best live beam,
+scored at its present length, could not displace the worst of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from flashtile.engine.scheduler import Scheduler
 
 @dataclass
 class Beam:
-    """A complete text: its tokens after the prompt, their log-probability, and the score by its length."""
+    """A complete text: its tokens after the prompt, their log-probability, and its length-normalised score.
+
+    ``ended`` says whether an end token completed it, rather than the length limit.
+    """
 
     tokens: list[int]
     cumulative_logprob: float
@@ -29,7 +32,7 @@ class BeamSearch:
     """The beams of one request.
 
     Attributes:
-        complete: the best texts that have ended, the best first.
+        complete: at most ``beam_width`` complete texts, the best first.
     """
 
     def __init__(self, request: Request, params: BeamSearchParams):
@@ -42,13 +45,13 @@ class BeamSearch:
         return [one for one in self.request.sequences if one.state is not State.FINISHED]
 
     def receive(self, sequence: Sequence, best: list[tuple[int, float]]) -> bool:
-        """Take a beam's likeliest next tokens; it waits for the others. Whether all have theirs now."""
+        """Store a beam's likeliest next tokens and hold the beam. Return whether all live beams have some."""
         sequence.held = True
         self._found[sequence] = best
         return all(one in self._found for one in self.live)
 
     def advance(self, scheduler: Scheduler) -> None:
-        """Choose the next beams from all that was received; end the request if the search is over."""
+        """Choose the next beams from the received tokens, or end the request if the search is over."""
         request, width = self.request, self.params.beam_width
         old = self.live
         candidates = [

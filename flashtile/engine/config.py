@@ -1,13 +1,14 @@
-"""What a Hugging Face ``config.json`` says of a model, checked, with what the families differ in as fields.
+"""Reading and validating a Hugging Face ``config.json``.
 
-The families are one architecture with switches. :data:`FAMILIES` is the table of them; a field of
-``config.json`` that would change the computation and that no switch stands for is refused by name.
+All model families are one architecture with switches, listed in :data:`FAMILIES`. A field of ``config.json``
+that changes the computation but has no switch is refused by name.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 MAX_CONFIG_BYTES = 2**24
 MOST = 2**24
-"""Of any size in a config: what is larger is a mistake or an attack."""
+"""The largest size that a config may name. Larger ones are mistakes or attacks."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -25,14 +26,14 @@ class Family:
     """How a family differs from Llama.
 
     Attributes:
-        fields: the fields of ``config.json`` that its class in Transformers has, with the class's defaults.
-            Other fields say nothing.
-        qkv_bias, o_bias: biases of the attention's products; None: both as ``attention_bias`` says.
+        fields: the fields that the family's config class in Transformers has, with the class's defaults.
+            Any other field of ``config.json`` is ignored.
+        qkv_bias, o_bias: whether the attention's projections have a bias. None: as ``attention_bias`` says.
         qk_norm: RMSNorm of each query and key head before the rotation (Qwen 3).
         unit_norm: norms multiply by ``1 + weight``, and embeddings by ``sqrt(hidden_size)`` (Gemma).
-        sandwich_norm: norms after attention and MLP, too, before the residual is added (Gemma 2).
-        alternating: every other layer has the window, the first one does, where ``layer_types`` is absent.
-        sinks: a learned sink for each head.
+        sandwich_norm: norms also follow attention and MLP, before the residual is added (Gemma 2).
+        alternating: without ``layer_types``, every other layer has a sliding window, starting with the first.
+        sinks: each head has a learned attention sink.
         experts: the MLP is a mixture of experts with gpt-oss's clamped SwiGLU.
     """
 
@@ -101,24 +102,26 @@ FAMILIES = {
         alternating=True, sinks=True, experts=True,
     ),
 }  # fmt: skip
-"""By ``model_type``."""
+"""The families, keyed by ``model_type``."""
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and switches of a model. Sizes are Hugging Face's.
+    """Sizes and switches of a model, with the meanings that Hugging Face gives them.
 
     Attributes:
         rope: the parameters of the rotary embedding, ``rope_theta`` and ``rope_type`` among them.
-        windows: by layer, how many earlier keys a query sees beside its own; -1 for all.
-        softmax_scale: of the attention's scores.
-        attn_softcap, final_softcap: of the scores and of the logits; 0 is none.
+        windows: for each layer, how many earlier keys a query sees in addition to its own; -1 for all.
+        softmax_scale: factor of the attention scores.
+        attn_softcap, final_softcap: soft caps of the attention scores and of the logits; 0 for none.
         activation: "silu" or "gelu_tanh".
-        num_experts, experts_per_token, swiglu_alpha, swiglu_limit: of gpt-oss's MLP; 0 experts elsewhere.
-        eos_token_ids: tokens that end a text. bos_token_id: what one begins with, if anything.
-        dtype: of the stored weights as ``config.json`` has it, "float32" if it is silent.
+        num_experts, experts_per_token, swiglu_alpha, swiglu_limit: parameters of gpt-oss's MLP. Other
+            families have 0 experts.
+        eos_token_ids: tokens that end a text.
+        bos_token_id: the token that begins a text, or None.
+        dtype: dtype of the stored weights as ``config.json`` names it, "float32" by default.
     """
 
     model_type: str
@@ -160,7 +163,8 @@ class ModelConfig:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens that its positions serve: some are scaled further than ``max_position_embeddings`` says."""
+        """The longest sequence, in tokens. Linear and YaRN scaling can reach beyond
+        ``max_position_embeddings``."""
         length, rope = self.max_position_embeddings, self.rope
         if rope["rope_type"] not in ("linear", "yarn"):
             return length
@@ -169,7 +173,7 @@ class ModelConfig:
 
 
 class ConfigError(ValueError):
-    """A model's folder says something impossible; the message names the file and the field."""
+    """A file of a model's folder is invalid. The message names the file and the field."""
 
 
 class _Fields:
@@ -191,10 +195,10 @@ class _Fields:
     def number(self, name: str, default: float | None = None, positive: bool = True) -> float:
         value: Any = self.values.get(name)
         value = default if value is None else value
-        number = float(value) if type(value) in (int, float) else math.nan
-        if not math.isfinite(number) or (positive and number <= 0):
+        number = value if type(value) in (int, float) else math.nan
+        if not abs(number) <= sys.float_info.max or (positive and number <= 0):
             raise self.refuse(name, f"a {'positive ' * positive}number")
-        return number
+        return float(number)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.values.get(name)
@@ -204,7 +208,7 @@ class _Fields:
         return value
 
     def activation(self, name: str) -> str:
-        """Our name of an activation."""
+        """Return our name of an activation."""
         value = self.values.get(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise NotImplementedError(
@@ -221,10 +225,10 @@ class _Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; ConfigError if it is none, or larger than any config is."""
+    """Read a JSON object from a file. Raise ConfigError if it is not one, or larger than any config."""
     size = path.stat().st_size
     if size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: {size} bytes are more than a config can have ({MAX_CONFIG_BYTES})")
+        raise ConfigError(f"{path}: expected a config of at most {MAX_CONFIG_BYTES} bytes, got {size}")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -235,13 +239,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The model in ``folder``, from config.json and, if it is there, generation_config.json (which
-    Hugging Face's generation takes end tokens from).
+    """Read the model's config from ``folder``.
+
+    End tokens in generation_config.json, if that file exists, replace those of config.json, as in Hugging
+    Face's generation.
 
     Raises:
         FileNotFoundError: there is no config.json.
         ConfigError: a field is absent, of the wrong type or out of range.
-        NotImplementedError: it describes a model that is not served; the message names the field.
+        NotImplementedError: the model is not supported; the message names the field.
     """
     path = folder / "config.json"
     if not path.is_file():
@@ -256,7 +262,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def parse_config(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """:func:`read_config` of an object that is read already."""
+    """Validate the contents of a config.json, as :func:`read_config` does. ``source`` names it in errors."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise NotImplementedError(
@@ -271,7 +277,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         raise fields.refuse("num_attention_heads", f"a multiple of num_key_value_heads={kv_heads}")
     head_dim = fields.size("head_dim", hidden // heads, most=512)
     if head_dim % 2:
-        raise fields.refuse("head_dim", "even, because rotary positions turn pairs")
+        raise fields.refuse("head_dim", "even, because rotary embedding rotates pairs")
     layers, vocab_size = fields.size("num_hidden_layers", most=2**12), fields.size("vocab_size")
     gemma = "hidden_activation" in family.fields
     bias = fields.flag("attention_bias")
@@ -311,12 +317,13 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
 
 
 def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields that the family's class has, those that are left out as the class has them."""
+    """Return the fields of the family's config class, with the class's defaults for absent ones."""
     found = {name: values.get(name, default) for name, default in family.fields.items()}
     for name, default in family.fields.items():
         if found[name] is None and isinstance(default, (bool, str)):
-            found[name] = default  # null says nothing where no value could be none
-    for name in ("eos_token_id", "bos_token_id"):  # a smaller vocabulary than the class's does not have its
+            found[name] = default  # null means absent where the class has no None
+    # A vocabulary smaller than the class's default may not contain the class's default tokens.
+    for name in ("eos_token_id", "bos_token_id"):
         size = found["vocab_size"]
         if name not in values and type(size) is int and (found[name] or 0) >= size:
             found[name] = None
@@ -338,7 +345,11 @@ def _refuse_what_is_not_served(values: Mapping[str, Any], source: str) -> None:
 
 
 def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> dict[str, Any]:
-    """One dict, whether the base stands beside the scaling (Transformers 5) or apart from it (4)."""
+    """Return the rotary base and scaling as one dict.
+
+    Transformers 5 stores both in ``rope_parameters``; Transformers 4 splits them over ``rope_theta`` and
+    ``rope_scaling``.
+    """
     source = f"{fields.source}: rope_parameters"
     given = values.get("rope_scaling") or fields.values["rope_parameters"]
     given = (family.fields["rope_parameters"] or {}) if given is None else given
@@ -373,7 +384,7 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
         for name in ("mscale", "mscale_all_dim"):
             if rope.values.get(name):
                 raise NotImplementedError(f"{source}: {name} is not supported")
-        if found["rope_theta"] == 1:  # all pairs would turn alike
+        if found["rope_theta"] == 1:  # all pairs would rotate at the same frequency
             raise rope.refuse("rope_theta", "other than 1 with rope_type 'yarn'")
         found |= {name: rope.number(name, value) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
         found["truncate"] = rope.flag("truncate", "truncate" not in rope.values)  # null is false
@@ -383,7 +394,10 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
 
 
 def _read_windows(fields: _Fields, layers: int, family: Family) -> tuple[int, ...]:
-    """Transformers' ``sliding_window`` counts the query's own position; ours does not."""
+    """Return each layer's window: visible keys to the left of the query, -1 for all.
+
+    Transformers' ``sliding_window`` also counts the query's own position; ours does not.
+    """
     values, kinds = fields.values, fields.values.get("layer_types")
     if values.get("sliding_window") is None or not fields.flag("use_sliding_window", True):
         return (-1,) * layers

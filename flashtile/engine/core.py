@@ -1,8 +1,8 @@
-"""The engine: requests in, one step at a time, answers out.
+"""The engine: it takes requests, computes one step at a time, and returns answers.
 
-While a step runs on the GPU, the next one is scheduled and launched, and the results of the one before it
-are read: tokens, ends, texts. What the host must know first (penalties, beams, logits processors) makes the
-engine wait for the results instead.
+While a step runs on the GPU, the next one is scheduled and launched, and then the results of the running one
+are read: tokens, ends of answers, texts. Penalties, beam search and logits processors need the last token on
+the host; with them the engine reads the results before it schedules the next step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashtile.engine.request import Request, Sequence, State
 from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from flashtile.engine.scheduler import Schedule, Scheduler
+from flashtile.engine.scheduler import Scheduler, SchedulerOutput
 from flashtile.engine.speculation import DraftSpeculator, Speculator, way
 from flashtile.engine.tokenizer import Tokenizer
 
@@ -35,13 +35,14 @@ logger = logging.getLogger("flashtile.engine")
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Numbers of the moment, and since the start.
+    """Statistics of an engine: its present state, and totals since its start.
 
     Attributes:
-        running, waiting: sequences that have memory, and that wait for some.
-        cache_usage: share of the blocks that sequences use.
-        num_preemptions, prompt_tokens, generation_tokens, prefix_queries, prefix_hits: totals, in tokens
-            but for the first.
+        running, waiting: number of sequences that have memory, and of those that wait for it.
+        cache_usage: share of the cache's blocks that sequences use, from 0 to 1.
+        num_preemptions: total number of preemptions.
+        prompt_tokens, generation_tokens: total tokens computed of prompts, and generated.
+        prefix_queries, prefix_hits: total tokens looked up in the prefix cache, and found there.
     """
 
     running: int
@@ -55,21 +56,21 @@ class EngineStats:
 
 
 class Engine:
-    """Adds, steps and aborts requests. Not thread-safe; :class:`flashtile.engine.AsyncLLM` is.
+    """Queues, computes and aborts requests. Not thread-safe; :class:`flashtile.engine.AsyncLLM` is.
 
     Args:
-        config: of the model.
-        runner: runs steps.
-        scheduler: plans them.
-        tokenizer: None: prompts are tokens, and answers have no text.
-        max_model_len: tokens of prompt and answer together, at most.
-        seed: decides the draws of requests without a seed of their own.
-        overlap: launch a step before the results of the one before it are read.
-        speculator: guesses tokens; the engine then waits for the results of each step.
+        config: the model's config.
+        runner: runs steps on the device.
+        scheduler: chooses the sequences of each step.
+        tokenizer: the model's tokenizer. None: prompts are tokens, and answers have no text.
+        max_model_len: maximum number of tokens of prompt and answer together.
+        seed: seed of requests without a seed of their own.
+        overlap: launch a step before the results of the previous one are read.
+        speculator: guesses tokens. The engine then waits for the results of each step.
 
     Attributes:
-        on_change: called with the name and arguments of every call that has changed something, or is about
-            to step: what a process must do that follows this one.
+        on_change: called with the name, positional and keyword arguments of each call that changes the
+            engine, so that other processes can repeat it (:func:`flashtile.engine.parallel.follow`).
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Engine:
         self.max_model_len, self.seed, self.overlap = max_model_len, seed, overlap
         self.speculator, self.num_guessed_tokens = speculator, 0
         self.requests: dict[str, Request] = {}
-        self.last_schedule = Schedule()
+        self.last_schedule = SchedulerOutput()
         self.on_change: Callable[[str, tuple[Any, ...], dict[str, Any]], None] = lambda *change: None
         self._in_flight: InFlight | None = None
         self._numbers = 0
@@ -111,17 +112,19 @@ class Engine:
         """Queue a request.
 
         Args:
-            request_id: no other unfinished request has it.
-            priority: lower goes first.
-            cache_salt: keeps its keys and values from being found by requests with another salt.
+            request_id: unique among unfinished requests.
+            prompt: a text, its tokens, or a dict with ``prompt`` or ``prompt_token_ids``.
+            params: sampling or beam search parameters.
+            priority: lower values are scheduled first.
+            cache_salt: only requests with the same salt share blocks through the prefix cache.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: naming what cannot be served, and nothing is queued.
+            TypeError, ValueError, NotImplementedError: an argument is not served. Nothing is queued then.
         """
         if not isinstance(request_id, str) or not request_id:
             raise TypeError(f"request_id must be a string, got {request_id!r:.60}")
         if request_id in self.requests:
-            raise ValueError(f"request_id must be new, got that of an unfinished request: {request_id!r:.60}")
+            raise ValueError(f"request_id must be new, but an unfinished request has {request_id!r:.60}")
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
         text, tokens = self.tokens_of(prompt)
@@ -153,7 +156,7 @@ class Engine:
         options = {"priority": priority, "cache_salt": cache_salt}
         try:
             self.on_change("add_request", (request_id, {"prompt_token_ids": tokens}, params), options)
-        except BaseException:  # what others cannot be told, as a function that cannot be sent
+        except BaseException:  # other processes cannot be told, for example a function that cannot be pickled
             self._end(request, "error")
             raise
         self._numbers += 1
@@ -163,7 +166,7 @@ class Engine:
         return request
 
     def tokens_of(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, tokens) of a prompt; errors name what is wrong with it."""
+        """Validate a prompt and return its (text, tokens). The text is None if the prompt has only tokens."""
         text: Any = None
         if isinstance(prompt, Mapping):
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
@@ -174,7 +177,7 @@ class Engine:
             text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
             given = text if tokens is None else tokens
             if not (text is None or isinstance(text, str)) or isinstance(tokens, str):
-                raise TypeError("prompt must be a string and prompt_token_ids a list of tokens")
+                raise TypeError("prompt must be a string, and prompt_token_ids must be a list of tokens")
             prompt = given
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -182,7 +185,7 @@ class Engine:
             text, prompt = prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, (list, tuple)):
             raise TypeError(f"a prompt must be a string or a list of tokens, got {type(prompt).__name__}")
-        if set(map(type, prompt)) == {int}:  # a long prompt's first token waits for this
+        if set(map(type, prompt)) == {int}:  # fast path: checking each token delays the first one
             found = list(prompt)
         else:
             found = [as_int("prompt_token_ids", token) for token in prompt]
@@ -198,10 +201,10 @@ class Engine:
         return bool(self.requests) or self._in_flight is not None
 
     def step(self) -> list[RequestOutput]:
-        """Launch a step, if there is one to launch, and read the one before it.
+        """Launch the next step, if anything is scheduled, and read the results of the previous one.
 
         Returns:
-            Requests that have something new, as their ``output_kind`` says.
+            The outputs of requests that have something new, in the form of their ``output_kind``.
         """
         self.on_change("step", (), {})
         touched: dict[Request, None] = {}
@@ -223,7 +226,7 @@ class Engine:
         return [output for request in touched if (output := self._output(request)) is not None]
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
-        """End requests now; those that are not there are left out. What they have so far."""
+        """End requests now and return their outputs so far. Unknown ids are ignored."""
         outputs = []
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         self.on_change("abort", (ids,), {})
@@ -238,12 +241,12 @@ class Engine:
         return outputs
 
     def reset_prefix_cache(self) -> int:
-        """Forget the blocks that could be found again; how many there were."""
+        """Empty the prefix cache and return the number of its blocks."""
         self.on_change("reset_prefix_cache", (), {})
         return self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """The numbers that a server shows."""
+        """Return the present statistics."""
         scheduler, pool = self.scheduler, self.scheduler.manager.pool
         blocks = pool.num_blocks - pool.null_blocks
         return EngineStats(
@@ -261,7 +264,7 @@ class Engine:
                 "logit_bias": list(params.logit_bias or ()),
             }
             if params.stops and self.tokenizer is None:
-                raise ValueError("stop must be empty: there is no tokenizer to find texts with")
+                raise ValueError("stop must be empty without a tokenizer: stop texts are found in the text")
             for name in ("logprobs", "prompt_logprobs"):
                 if (getattr(params, name) or 0) > size:
                     raise ValueError(f"{name} must be at most vocab_size={size}, got {getattr(params, name)}")
@@ -269,7 +272,7 @@ class Engine:
             if tokens and max(tokens) >= size:
                 raise ValueError(f"{name} must hold tokens below vocab_size={size}, got {max(tokens)}")
 
-    def _launch(self, schedule: Schedule, touched: dict[Request, None]) -> InFlight | None:
+    def _launch(self, schedule: SchedulerOutput, touched: dict[Request, None]) -> InFlight | None:
         self.last_schedule = schedule
         now = time.monotonic()
         for entry in schedule.entries:
@@ -284,8 +287,8 @@ class Engine:
             return self.runner.launch(schedule)
         except Exception as error:
             if self.runner.ranks.world > 1:
-                raise  # the other processes may have gone on
-            # What the step computed, and who shares it, is unknown: nobody may find it again.
+                raise  # the other processes may have continued, so the engines no longer agree
+            # It is unknown which blocks the failed step wrote, so no request may reuse cached ones.
             logger.exception("a step failed; its requests end with an error")
             self.scheduler.reset_prefix_cache()
             taking_part = [*(entry.sequence for entry in schedule.entries), *schedule.swapped]
@@ -296,7 +299,7 @@ class Engine:
             return None
 
     def _read(self, touched: dict[Request, None]) -> None:
-        """Take the results of the step that is in flight, waiting for them."""
+        """Wait for the step in flight, if there is one, and apply its results."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return
@@ -321,13 +324,22 @@ class Engine:
         self, sequence: Sequence, nodes: list[int], first: int, tokens: list[int], in_flight: InFlight,
         touched: dict[Request, None],
     ) -> None:  # fmt: skip
-        """Take the tokens that were drawn after these nodes of a sequence's guesses."""
+        """Append the tokens drawn after the accepted nodes of a sequence's guesses.
+
+        Args:
+            sequence: the sequence that the step computed.
+            nodes: the accepted path through the guesses; node 0 is the last token before them.
+            first: index of the sequence's first token in ``tokens``.
+            tokens: all tokens of the step.
+            in_flight: the step, for its log-probabilities and errors.
+            touched: collects requests with new results.
+        """
         request, begin, computed = sequence.request, len(sequence.tokens), 0
         for place, node in enumerate(nodes):
             if sequence.state is State.FINISHED:
-                return  # or its end was seen while this step ran
+                return  # ended by an earlier token of this path, or while this step ran
             if sequence.guesses:
-                # A sibling lies in the wrong place of the cache: it is computed again.
+                # The cache slot of a sibling is not that of its position, so a sibling is computed again.
                 computed += node == place == computed + 1
                 sequence.num_computed = begin + computed
                 self.num_guessed_tokens += place > 0
@@ -337,7 +349,7 @@ class Engine:
             i = first + node
             error, scores = in_flight.failed.get(i), in_flight.scores_of(i)
             if error is None and scores is not None and math.isnan(scores.logprob):
-                error = NOT_FINITE  # where the request lets no such token be chosen
+                error = NOT_FINITE  # the request's filters can hide bad logits from the draw
             if error is not None:
                 self._fail(request, error)
             elif request.is_beam_search:
@@ -379,7 +391,7 @@ class Engine:
             request.prompt_logprobs += [self._named(t, s) for t, s in zip(tokens, scores, strict=True)]
 
     def _named(self, token: int, scores: TokenScores) -> TokenLogprobs:
-        """By token, the chosen one first."""
+        """Return log-probabilities keyed by token, the chosen token first."""
         found = {token: Logprob(scores.logprob, scores.rank, self._spelt(token))}
         for rank, (other, logprob) in enumerate(scores.best, 1):
             found.setdefault(other, Logprob(logprob, rank, self._spelt(other)))
@@ -389,7 +401,7 @@ class Engine:
         return None if self.tokenizer is None else self.tokenizer.spell(token)
 
     def _fail(self, request: Request, error: str) -> None:
-        """End a request with an error. After bad logits nobody finds its keys and values again."""
+        """End a request with an error. After NaN or infinite logits its blocks may not be reused."""
         self._end(request, "error", error)
         if error == NOT_FINITE:
             self.scheduler.reset_prefix_cache()
@@ -411,7 +423,7 @@ class Engine:
         return found
 
     def _output(self, request: Request) -> RequestOutput | None:
-        """What there is to say of a request, None if its ``output_kind`` says nothing yet."""
+        """The output of a request, or None while its ``output_kind`` returns nothing."""
         finished = request.finished
         params = request.params
         if isinstance(params, BeamSearchParams):
@@ -442,7 +454,7 @@ class Engine:
         delta = params.output_kind is RequestOutputKind.DELTA
         if self.tokenizer is not None and params.detokenize:
             detokenizer = self._text(sequence)
-            # A token that ends the answer is no part of its text; nor is what follows a stop text.
+            # Neither the end token nor anything after a stop text belongs to the answer's text.
             by_token = finished and bool(tokens) and tokens[-1] in sequence.request.ends
             by_text = isinstance(sequence.stop_reason, str) and sequence.finish_reason == "stop"
             if not by_text:
@@ -486,7 +498,7 @@ class Engine:
         return outputs
 
     def _count_blocks(self, request: Request) -> None:
-        """What the answers of a request use, and would use without sharing."""
+        """Add the blocks that a request's answers use, with and without sharing, to its metrics."""
         manager = self.scheduler.manager
         numbers = [
             one.block_sequence for one in request.sequences

@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens come, and the stop texts in it."""
+"""Incremental detokenisation of one answer, with the search for stop texts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from flashtile.engine.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """One answer's text.
+    """The growing text of one answer.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         prompt: the tokens before the answer.
-        stops: texts that end it.
-        keep_stop: leave the text that ended it in.
+        skip_special_tokens: leave special tokens out of the text.
+        stops: texts that end the answer.
+        keep_stop: keep the stop text in the answer.
 
     Attributes:
-        text: all of it so far.
+        text: the whole text so far, including characters that may turn out to begin a stop text.
     """
 
     def __init__(
@@ -30,17 +31,21 @@ class Detokenizer:
     ):
         self.stream = tokenizer.stream(prompt, skip_special_tokens)
         self.stops, self.keep_stop = stops, keep_stop
-        # What may still become a stop text is not shown: it would have to be taken back.
+        # The last characters may become part of a stop text, and text that was shown cannot be taken back.
         self.held = 0 if keep_stop or not stops else max(map(len, stops)) - 1
         self.text = ""
         self.tokens_read = 0
         self.shown = 0
 
     def read(self, tokens: Sequence[int], search: bool = True) -> tuple[int, str] | None:
-        """Go on by the tokens of the answer that are new in ``tokens``, all of it.
+        """Append the text of the new tokens.
+
+        Args:
+            tokens: the whole answer so far; those of earlier calls are skipped.
+            search: look for stop texts.
 
         Returns:
-            (tokens read, the stop text) where one was found: ``text`` ends there, and no more is read.
+            (number of tokens read, stop text) if a stop text was found, else None. ``text`` then ends there.
         """
         for token in tokens[self.tokens_read :]:
             self.tokens_read += 1
@@ -54,23 +59,23 @@ class Detokenizer:
         return None
 
     def finish(self) -> None:
-        """No more tokens come: what was held back belongs to the text."""
+        """Release the characters held back for stop texts. No more tokens may follow."""
         self.text += self.stream.flush()
         self.held = 0
 
     def take(self) -> str:
-        """What is new since the last call, and certain."""
+        """Return the text that became final since the last call."""
         end = max(self.shown, len(self.text) - self.held)
         new, self.shown = self.text[self.shown : end], end
         return new
 
     @property
     def certain(self) -> str:
-        """The text, without what may become a stop text."""
+        """The text without its last characters, which may become a stop text."""
         return self.text[: max(0, len(self.text) - self.held)]
 
     def _find(self, new: int) -> str | None:
-        """The stop text that begins first in the newest characters; the text is cut there."""
+        """Find the earliest stop text that ends in the ``new`` last characters, and cut the text there."""
         places = []
         for stop in self.stops:
             at = self.text.find(stop, max(0, len(self.text) - new - len(stop) + 1))

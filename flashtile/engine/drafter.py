@@ -1,8 +1,8 @@
-"""The draft model on the device: a few tokens ahead of each sequence, in the step that checks them.
+"""Speculative decoding with a draft model: it drafts tokens on the device, right after the model's own step.
 
-It has a cache of its own with the same blocks, so that sharing, copies and swapping are the same for both.
-Its keys and values are there for every token that the model itself has computed, but for the last two of a
-sequence: those it computes first, and then one token after the other.
+The draft model has its own KV cache with the same block numbers, so that sharing, copies and swapping apply
+to both. Its cache holds all tokens that the target model has computed, except for a sequence's last two. The
+first pass computes those two; each further pass computes one drafted token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from flashtile.engine.transfer import Transfer
 
 
 class Drafter:
-    """Guesses for sequences.
+    """Drafts tokens for sequences.
 
     Args:
         model: the draft model.
-        k_cache, v_cache: its memory; the last block is written by what pads a batch.
-        block_table: (max_sequences + 1, max_blocks) of all sequences; the last row has the last block alone.
-        known: (max_sequences + 1, 1 + guesses) int32; the guesses go behind its first column.
-        parents: a comb (:func:`flashtile.engine.speculation.comb`).
+        k_cache, v_cache: its KV cache. Padding sequences of a batch write to the last block.
+        block_table: (max_sequences + 1, max_blocks) of all sequences. The last row, of padding sequences,
+            names only the last block.
+        known: (max_sequences + 1, 1 + drafts) int32. The drafts are written after the first column.
+        parents: the tree of drafts, a comb (:func:`flashtile.engine.speculation.comb`).
     """
 
     def __init__(
@@ -49,11 +50,16 @@ class Drafter:
         self.graphs: dict[tuple[int, bool], Callable[[], None]] = {}
 
     def follow(self, step: StepInput) -> None:
-        """Keys and values of a step of the model itself."""
+        """Write this model's keys and values for a step of the target model."""
         self.model.hidden(step, self.k_cache, self.v_cache)
 
     def draft(self, entries: Sequence[Entry], capture: Capture | None) -> None:
-        """Put guesses for these sequences into ``known``."""
+        """Draft tokens for these sequences and write them to ``known``.
+
+        Args:
+            entries: the sequences, with their rows of the block table.
+            capture: makes CUDA graphs of the passes; None to run them directly.
+        """
         sequences = [entry.sequence for entry in entries]
         batch, captured = len(entries), capture is not None and not self.model.config.num_experts
         padded = graph_batch(batch) if captured and batch <= MAX_GRAPH_BATCH else batch
@@ -66,7 +72,7 @@ class Drafter:
         views = self._transfer(
             [part + spare for part in parts[:3]] + [parts[3] + [self.spare_row] * len(spare), counts + spare]
         )
-        # As they change from pass to pass: the last token, tokens before it, the row, guesses still wanted.
+        # State updated by each pass: last token, number of tokens before it, table row, drafts still wanted.
         _, last, length, rows, wanted = views
         state = self._state[:, :padded]
         state.copy_(torch.stack([last, length - 1, rows, wanted]))
@@ -94,9 +100,9 @@ class Drafter:
         self.graphs[key]()
 
     def _pass(self, batch: int, first: bool) -> None:
-        """Logits after the last token of each sequence; in the first pass two tokens are computed."""
+        """Compute the logits after each sequence's last token. The first pass computes two tokens."""
         tokens, places, rows, left = (state[:batch] for state in self._state)
-        # Nothing is written for a sequence that wants no more: it may have no block there.
+        # A sequence that wants no more drafts may have no block there, so nothing is written for it.
         goes_on, offsets = left > 0, None
         table = self.block_table.index_select(0, torch.where(goes_on, rows, self.spare_row))
         lengths = torch.where(goes_on, places, 1) - int(first)

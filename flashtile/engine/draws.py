@@ -1,4 +1,4 @@
-"""How a batch's tokens are chosen: the requests' parameters on the device, and what changes logits before."""
+"""Sampling parameters of a batch on the device, and the per-request changes of logits before the draw."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ from flashtile.engine.transfer import on_device
 
 @dataclass(frozen=True)
 class Draw:
-    """How the tokens of one batch are chosen: ``shaped`` are samples whose logits may be changed before,
-    ``scored`` those with log-probabilities, and how many."""
+    """How the tokens of one batch are chosen.
+
+    Attributes:
+        samples: one sequence for each row of the logits.
+        choice: their sampling parameters on the device.
+        shaped: rows whose logits may have to be changed before the draw.
+        scored: (row, number of log-probabilities) of the rows that want some.
+    """
 
     samples: tuple[Sequence, ...]
     choice: Choice
@@ -26,14 +32,14 @@ class Draw:
 
 
 class Draws:
-    """Keeps the parameters of a draw while the batch stays the same."""
+    """Caches the parameters of a draw while the batch stays the same."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._last: Draw | None = None
 
     def of(self, samples: Listing[Sequence]) -> Draw:
-        """Of one sequence for each row."""
+        """Return the parameters of the draw, one sequence for each row."""
         key = tuple(samples)
         if self._last is not None and self._last.samples == key:
             return self._last
@@ -57,7 +63,7 @@ class Draws:
 
 
 def shape(logits: Tensor, sample: Sequence) -> None:
-    """What a request asks for beyond the draw, on its row of logits (vocab_size,) float32, in place."""
+    """Apply penalties, biases and processors of a request to its logits (vocab_size,), float32, in place."""
     request, device = sample.request, logits.device
     params = request.params
     if isinstance(params, BeamSearchParams):
@@ -79,14 +85,14 @@ def shape(logits: Tensor, sample: Sequence) -> None:
     for process in params.logits_processors or ():
         changed = process(sample.outputs, logits)
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
-            raise ValueError("logits_processors must return logits of the shape that they got")
+            raise ValueError(f"logits_processors must return logits of shape {tuple(logits.shape)}")
         logits.copy_(changed)
     if sample.num_outputs - 1 < params.min_tokens and request.ends:
         logits[on_device(list(request.ends), torch.int64, device)] = -torch.inf
 
 
 def is_special(sample: Sequence) -> bool:
-    """Whether its logits are changed before the draw."""
+    """Whether the sample's logits are changed before the draw."""
     params = sample.request.params
     return isinstance(params, SamplingParams) and bool(
         params.reads_tokens
@@ -97,7 +103,10 @@ def is_special(sample: Sequence) -> bool:
 
 
 def _num_logprobs(sample: Sequence) -> int | None:
-    """Log-probabilities that are wanted; of a beam, enough that its ends leave a full width of others."""
+    """Return the number of log-probabilities that a sample wants, None for none.
+
+    A beam needs enough of them that ``beam_width`` remain when all end tokens are among them.
+    """
     params = sample.request.params
     if isinstance(params, BeamSearchParams):
         return (len(sample.request.ends) + 1) * params.beam_width
@@ -105,7 +114,7 @@ def _num_logprobs(sample: Sequence) -> int | None:
 
 
 def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:
-    """(temperature, top_k, top_p, min_p, seed); beams choose by their scores, whatever is drawn."""
+    """Return (temperature, top_k, top_p, min_p, seed). Beams ignore the draw, so theirs is greedy."""
     params = sample.request.params
     if isinstance(params, BeamSearchParams) or params.greedy:
         return 0.0, 0, 1.0, 0.0, 0

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps, one for each padded size."""
+"""Capture of steps in CUDA graphs, one for each padded batch size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ MAX_GRAPH_BATCH = 512
 
 
 def graph_batch(batch: int) -> int:
-    """The batch size that a captured step is padded to: 1, 2, 4, 8, then by 8, then by 32."""
+    """Return the batch size that a captured step is padded to: 1, 2, 4, 8, multiples of 8 up to 64, then
+    multiples of 32."""
     if batch <= 8:
         return 1 << (batch - 1).bit_length()
     step = 8 if batch <= 64 else 32
@@ -19,14 +20,15 @@ def graph_batch(batch: int) -> int:
 
 
 class Capture:
-    """Makes CUDA graphs that share their memory: only one runs at a time."""
+    """Captures CUDA graphs that share one memory pool, because only one runs at a time."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._pool: Any = None
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """A function that replays what ``run`` does, which is run once to compile its kernels."""
+        """Capture ``run`` and return a function that replays it. ``run`` is called once before, so that its
+        kernels are compiled."""
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

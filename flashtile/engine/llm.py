@@ -1,8 +1,9 @@
-"""``LLM``: a model that answers prompts, by vLLM's names."""
+"""``LLM``: a model that answers prompts, with vLLM's argument and method names."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import itertools
 import logging
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flashtile.checks.arguments import is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.core import Engine, EngineStats, Prompt
@@ -39,7 +41,7 @@ DTYPES = {
     "float": torch.float32,
 }
 MAX_UNASKED = 2**20
-"""``max_model_len`` where nobody says it, at most: tables of more positions take memory that few use."""
+"""Upper limit of the default ``max_model_len``, because longer rotary and block tables waste memory."""
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
 
@@ -48,38 +50,40 @@ class LLM:
 
     Args:
         model: a folder in Hugging Face's format: config.json, \\*.safetensors, tokenizer.json.
-        tokenizer: another folder to take the tokenizer from.
-        skip_tokenizer_init: no tokenizer: prompts are tokens, answers have no text.
+        tokenizer: another folder to read the tokenizer from.
+        skip_tokenizer_init: load no tokenizer. Prompts must be tokens, and answers have no text.
         dtype: "auto" (as stored; float32 on a CPU), "bfloat16", "float16" or "float32".
-        load_format: "auto", "safetensors", or "dummy" for random weights, which need config.json alone.
-        device: "cuda", "cpu" ...; None is the first GPU, or the CPU where there is none.
-        seed: of requests that have none.
-        max_model_len: tokens of prompt and answer together, at most what the model's positions serve; None:
-            its ``max_position_embeddings``, but no more than there is memory for, and than 2^20.
-        max_num_seqs: sequences computed at a time.
-        max_num_batched_tokens: tokens computed in a step.
-        gpu_memory_utilization: share of the GPU's memory that the engine may take.
-        kv_cache_memory_bytes: for keys and values, instead of what is left of that share.
-        num_gpu_blocks_override: blocks of keys and values, instead of either.
+        load_format: "auto", "safetensors", or "dummy" for random weights, which need only config.json.
+        device: "cuda", "cpu" ...; None is the first GPU, or the CPU if there is none.
+        seed: seed of requests without a seed of their own.
+        max_model_len: maximum number of tokens of prompt and answer together. None: the model's
+            ``max_position_embeddings``, limited by the memory and by 2^20.
+        max_num_seqs: maximum number of sequences computed at a time.
+        max_num_batched_tokens: maximum number of tokens computed in a step. None: 8192 on a GPU, 1024 on a
+            CPU.
+        gpu_memory_utilization: share of the GPU's memory that the engine may take, above 0 and at most 1.
+        kv_cache_memory_bytes: bytes of the KV cache. None: what the weights and the largest step leave of
+            that share.
+        num_gpu_blocks_override: number of blocks of the KV cache, which overrides both.
         block_size: tokens of a block.
-        kv_cache_dtype: "auto" (that of the weights) or "fp8".
-        enable_prefix_caching: find the blocks of equal beginnings again.
-        swap_space: GiB of host memory for sequences that are preempted; 0: they are computed again.
-        async_scheduling: launch a step before the results of the one before it are read.
-        enforce_eager: no CUDA graphs.
+        kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
+        enable_prefix_caching: reuse the blocks of equal prefixes.
+        swap_space: GiB of host memory that preempted sequences are swapped to. 0: they are recomputed.
+        async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.
+        enforce_eager: use no CUDA graphs.
         quantization: None, or "fp8": the layers' matrices are rounded to e4m3 as they are loaded, with a
-            factor for each row.
-        speculative_config: guess several tokens and check them in one step; the answers stay the same.
+            scale for each row.
+        speculative_config: guess several tokens and verify them in one step; the answers stay the same.
             ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1}`` guesses where the text repeats itself, ``{"method": "draft_model",
-            "model": folder, "num_speculative_tokens": 4, "tree_width": 1}`` by a small model of the same
-            vocabulary, at each place its ``tree_width`` likeliest tokens.
-        tensor_parallel_size: processes that compute the model together, one a GPU. ``torchrun`` starts them,
-            and each runs the same program.
+            "prompt_lookup_min": 1}`` guesses that the text repeats itself. ``{"method": "draft_model",
+            "model": folder, "num_speculative_tokens": 4, "tree_width": 1}`` guesses by a small model of the
+            same vocabulary, its ``tree_width`` likeliest tokens at each position.
+        tensor_parallel_size: number of processes that compute the model together, one for each GPU.
+            ``torchrun`` starts them, and each runs the same program.
 
     Raises:
         FileNotFoundError: the folder lacks a file.
-        ValueError, TypeError, NotImplementedError: naming what is wrong or not served.
+        ValueError, TypeError, NotImplementedError: an argument or the model is not served.
         ModuleNotFoundError: a package is missing (``pip install 'flashtile[engine]'``).
 
     Examples:
@@ -122,29 +126,21 @@ class LLM:
         quantization: str | None = None,
     ):
         processes = _between("tensor_parallel_size", tensor_parallel_size, None, 1, 2**10)
-        if quantization not in (None, "fp8"):
-            raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}")
+        _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager)
+        seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
-        if load_format not in ("auto", "safetensors", "dummy"):
-            raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
         folder = Path(model)
         config = read_config(folder)
         check_divides(config, processes)
-        if processes > 1 and device is None:
-            device = local_device()
-        self.device = machine.find_device(None if device is None else str(device))
-        self.dtype = _weight_dtype(dtype, config, self.device)
-        if quantization is not None and self.dtype == torch.float32:
-            raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
+        place = local_device() if device is None and processes > 1 else device
+        self.device = machine.find_device(None if place is None else str(place))
+        self.dtype = _weight_dtype(dtype, config, self.device, quantization)
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
         length = _between(
             "max_model_len", max_model_len, min(config.max_position_embeddings, MAX_UNASKED), 1,
             config.longest_sequence,
         )  # fmt: skip
-        check_flag("enable_prefix_caching", enable_prefix_caching)
-        check_flag("enforce_eager", enforce_eager)
-        utilization = as_float("gpu_memory_utilization", gpu_memory_utilization, "a number")
-        host_bytes = as_float("swap_space", swap_space, "a number") * 2**30
+        utilization, host_bytes = _memory_limits(gpu_memory_utilization, swap_space)
         seqs = _between("max_num_seqs", max_num_seqs, None, 1, 2**16)
         budget = _between(
             "max_num_batched_tokens", max_num_batched_tokens,
@@ -152,67 +148,43 @@ class LLM:
         )  # fmt: skip
         if seqs > budget:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
-        if not 0 < utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization must be above 0, at most 1, got {utilization}")
-        if not 0 <= host_bytes < 2**63:
-            raise ValueError(f"swap_space must be at least 0, and memory that there can be, got {swap_space}")
-        text = None if skip_tokenizer_init else load_tokenizer(Path(tokenizer or folder))
-        if text is not None and text.vocab_size > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer has {text.vocab_size} tokens, more than the model's {config.vocab_size}"
-            )
+        text = None if skip_tokenizer_init else _fitting_tokenizer(Path(tokenizer or folder), config)
         draft_config = _draft_config(speculation, config) if isinstance(speculation, DraftModel) else None
         ranks = ProcessRanks(processes, self.device) if processes > 1 else ALONE
         if self.device.type == "cuda":
             threading.Thread(target=_import_kernels, args=(self.device,), daemon=True).start()
-
-        def load(folder: Path, config: ModelConfig, ranks: Ranks) -> Model:
-            shard = Shard(ranks.rank, ranks.world)
-            if load_format == "dummy":
-                weights = random_weights(config, self.device, self.dtype, seed, shard)
-            else:
-                config = with_its_head(folder, config, self.dtype)
-                weights = open_weights(folder, config, self.device, self.dtype, shard)
-            return Model(config, weights, min(length, budget), ranks, quantization == "fp8")
-
-        with torch.inference_mode():
-            network, draft = load(folder, config, ranks), None
-            self.model_config = network.config
-            if isinstance(speculation, DraftModel) and draft_config is not None:
-                draft = load(speculation.model, draft_config, ALONE)
+        load = functools.partial(
+            _load, seed=seed if load_format == "dummy" else None, device=self.device, dtype=self.dtype,
+            positions=min(length, budget), fp8=quantization == "fp8",
+        )  # fmt: skip
+        network, draft = load(folder, config, ranks), None
+        self.model_config = network.config
+        if isinstance(speculation, DraftModel) and draft_config is not None:
+            draft = load(speculation.model, draft_config, ALONE)
         size = _between("block_size", block_size, None, 1, 1024)
-        block_bytes = sum(
-            PagedKVCache.block_bytes(c.num_layers, size, one.kv_heads, c.head_dim, dtype=kind)
-            for c, one, kind in ((config, network, cache_dtype), (draft_config, draft, self.dtype))
-            if c is not None and one is not None
-        )
+        block_bytes = _block_bytes(network, size, cache_dtype)
+        if draft is not None:
+            block_bytes += _block_bytes(draft, size, self.dtype)
         if num_gpu_blocks_override is not None:
-            blocks = ranks.least(_between("num_gpu_blocks_override", num_gpu_blocks_override, None, 2, 2**30))
+            blocks = _between("num_gpu_blocks_override", num_gpu_blocks_override, None, 2, 2**30)
         else:
             if kv_cache_memory_bytes is None:
                 memory = memory_left(network, budget, size, utilization)
-                if self.device.type == "cuda":  # rotary tables and the block table are made after the blocks
-                    positions = max(0, min(length, memory * size // block_bytes))
-                    memory -= positions * (4 * config.head_dim + 4 * seqs // size)
+                memory -= _table_bytes(network, length, seqs, size, memory // block_bytes)
             else:
                 memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes)
-            most = seqs * -(-length // size) + 1
-            blocks = ranks.least(min(most, memory // block_bytes))
+            blocks = min(seqs * -(-length // size) + 1, memory // block_bytes)
+        blocks = ranks.least(blocks)
         if blocks < 2:
             raise ValueError(
-                f"kv_cache_memory_bytes must be at least two blocks of {block_bytes}, got room for {blocks}"
+                f"kv_cache_memory_bytes must hold two blocks of {block_bytes} bytes, got room for {blocks}"
             )
         window = _common_window(config, draft_config)
-        measured = max_model_len is None and num_gpu_blocks_override is None
-        if measured and window < 0 and blocks * size < length:
-            length = blocks * size
-            logger.warning("max_model_len is %d, the tokens that there is memory for", length)
-        if (seqs + 1) * -(-length // size) >= 2**31:
-            got = f"{seqs} * {length} / {size}"
-            raise ValueError(f"max_num_seqs * max_model_len / block_size must be below 2^31, got {got}")
-        for one in (network, draft):
-            if one is not None:
-                one.set_positions(length)
+        if max_model_len is None and num_gpu_blocks_override is None and window < 0:
+            length = _with_room(length, blocks * size)
+        _check_block_table(seqs, length, size)
+        for one in filter(None, (network, draft)):
+            one.set_positions(length)
         manager = BlockManager(
             blocks, size, max_sequences=seqs, max_seqlen=length,
             num_host_blocks=int(host_bytes) // block_bytes,
@@ -228,11 +200,11 @@ class LLM:
         )  # fmt: skip
         overlap = self.device.type == "cuda" if async_scheduling is None else bool(async_scheduling)
         self.engine = Engine(
-            config, runner, scheduler, text, max_model_len=length, seed=as_int("seed", seed), overlap=overlap,
+            config, runner, scheduler, text, max_model_len=length, seed=seed, overlap=overlap,
             speculator=None if speculation is None else make_speculator(speculation),
         )  # fmt: skip
         self._ids = itertools.count()
-        self._finished: dict[str, RequestOutput] = {}  # not given back yet
+        self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
     def generate(
         self,
@@ -243,17 +215,19 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer prompts, all in one batch, in their order.
+        """Answer prompts in one batch. The answers come in the order of the prompts.
 
         Args:
-            prompts: one or many: texts, ``{"prompt_token_ids": [...]}``, or lists of tokens.
-            sampling_params: for all, or one each; None: :meth:`get_default_sampling_params`.
-            use_tqdm: refused where True: show progress by stepping ``engine`` instead.
-            lora_request: refused.
-            priority: one each, lower goes first.
+            prompts: a prompt or a list of them. A prompt is a text, ``{"prompt_token_ids": [...]}`` or a list
+                of tokens.
+            sampling_params: one for all prompts, or a list with one for each. None:
+                :meth:`get_default_sampling_params`.
+            use_tqdm: must be False. To show progress, call ``engine.step`` yourself.
+            lora_request: must be None.
+            priority: one integer for each prompt; lower values are scheduled first.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: before anything is computed.
+            TypeError, ValueError, NotImplementedError: an argument is not served. Nothing is computed then.
         """
         if lora_request is not None:
             raise NotImplementedError("lora_request must be None")
@@ -278,12 +252,13 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Continue conversations: one, or a list of them.
+        """Continue a conversation, or each of a list of conversations.
 
         Args:
-            messages: dicts with ``role`` and ``content``.
+            messages: a list of dicts with ``role`` and ``content``, or a list of such lists.
+            sampling_params: as in :meth:`generate`.
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as
-                for :meth:`flashtile.engine.tokenizer.Tokenizer.apply_chat_template`.
+                in :meth:`flashtile.engine.tokenizer.Tokenizer.apply_chat_template`.
         """
         tokenizer = self.get_tokenizer()
         one = bool(messages) and isinstance(messages[0], Mapping)
@@ -301,7 +276,7 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[RequestOutput]:
-        """The likeliest continuations of each prompt, the best first in ``outputs``."""
+        """Return the likeliest continuations of each prompt, the best first in ``outputs``."""
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         many = _as_prompts(prompts)
@@ -310,12 +285,13 @@ class LLM:
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
     ) -> list[str]:
-        """Queue prompts without computing anything; their request ids, for :meth:`wait_for_completion`."""
+        """Queue prompts without computing anything, and return their request ids. Call
+        :meth:`wait_for_completion` for the answers."""
         many = _as_prompts(prompts)
         return self._add(many, [sampling_params] * len(many), [priority] * len(many))
 
     def wait_for_completion(self) -> list[RequestOutput]:
-        """Compute until all that is queued is finished; the finished requests in the order of their ids."""
+        """Compute until every queued request is finished. Return the outputs in the order of their ids."""
         while self.engine.has_unfinished:
             self._step()
         finished, self._finished = self._finished, {}
@@ -330,17 +306,20 @@ class LLM:
         return SamplingParams()
 
     def get_metrics(self) -> EngineStats:
-        """Numbers of the moment, and since the start."""
+        """Return the engine's present state and its totals since the start."""
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget what could be found again."""
+        """Empty the prefix cache, so that later prompts reuse no blocks. Always returns True."""
         self.engine.reset_prefix_cache()
         return True
 
     def close(self) -> None:
-        """Wait for the device and give its CUDA graphs back, which a process group's end may wait for. It
-        happens by itself at the end of the process; what is asked for later is captured anew."""
+        """Wait for the device and free the CUDA graphs.
+
+        Call it before you destroy a process group, which may wait for the graphs. At the end of the process
+        it happens by itself. Later requests capture new graphs.
+        """
         self.engine.runner.close()
 
     def _run(
@@ -350,10 +329,10 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         if len(params) != len(prompts):
-            raise ValueError(f"sampling_params must be {len(prompts)} many, one a prompt, got {len(params)}")
+            raise ValueError(f"expected {len(prompts)} sampling_params (one per prompt), got {len(params)}")
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if len(priorities) != len(prompts):
-            raise ValueError(f"priority must be {len(prompts)} many, one a prompt, got {len(priorities)}")
+            raise ValueError(f"expected {len(prompts)} priorities (one per prompt), got {len(priorities)}")
         ids = self._add(prompts, params, priorities)
         left = set(ids)
         try:
@@ -367,7 +346,7 @@ class LLM:
         return [self._finished.pop(one) for one in ids]
 
     def _step(self) -> dict[str, RequestOutput]:
-        """Requests that have finished, whoever has asked for them."""
+        """Compute one step and return all requests that finished in it, queued ones included."""
         finished = {output.request_id: output for output in self.engine.step() if output.finished}
         self._finished |= finished
         return finished
@@ -378,7 +357,7 @@ class LLM:
         params: Sequence[SamplingParams | BeamSearchParams],
         priorities: Sequence[int],
     ) -> list[str]:
-        """All of them, or none."""
+        """Queue all prompts and return their request ids. If one is refused, none stays queued."""
         ids: list[str] = []
         try:
             for prompt, one, priority in zip(prompts, params, priorities, strict=True):
@@ -392,7 +371,7 @@ class LLM:
 
 
 def _final_only(params: Any) -> Any:
-    """Nobody sees what comes between: it is not made."""
+    """Return a copy of the parameters that makes only the final output, because callers see no other."""
     if not isinstance(params, SamplingParams):
         return params
     params = copy.copy(params)
@@ -401,7 +380,7 @@ def _final_only(params: Any) -> Any:
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One or many, as a list."""
+    """Return a prompt or a list of prompts as a list."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
@@ -411,20 +390,104 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     return list(prompts)
 
 
-def _weight_dtype(dtype: Any, config: ModelConfig, device: torch.device) -> torch.dtype:
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else DTYPES[config.dtype]
+def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any) -> None:
+    if not is_choice(quantization, (None, "fp8")):
+        raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}")
+    if not is_choice(load_format, ("auto", "safetensors", "dummy")):
+        raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
+    check_flag("enable_prefix_caching", prefix_caching)
+    check_flag("enforce_eager", eager)
+
+
+def _weight_dtype(
+    dtype: Any, config: ModelConfig, device: torch.device, quantization: str | None
+) -> torch.dtype:
     found: Any = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in DTYPES.values():
+    if is_choice(dtype, ("auto",)):
+        found = torch.float32 if device.type == "cpu" else DTYPES[config.dtype]
+    if not is_choice(found, tuple(DTYPES.values())):
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r:.60}")
+    if quantization is not None and found == torch.float32:
+        raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
     assert isinstance(found, torch.dtype)
     return found
 
 
+def _memory_limits(gpu_memory_utilization: Any, swap_space: Any) -> tuple[float, float]:
+    """Validate both limits and return (share of the GPU's memory, bytes of host memory)."""
+    utilization = as_float("gpu_memory_utilization", gpu_memory_utilization, "a number")
+    host_bytes = as_float("swap_space", swap_space, "a number") * 2**30
+    if not 0 < utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, got {utilization}")
+    if not 0 <= host_bytes < 2**63:
+        raise ValueError(f"swap_space must be at least 0 and below 2^33 GiB, got {swap_space}")
+    return utilization, host_bytes
+
+
+def _fitting_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, more than the model's {config.vocab_size}"
+        )
+    return tokenizer
+
+
+@torch.inference_mode()
+def _load(
+    folder: Path,
+    config: ModelConfig,
+    ranks: Ranks,
+    *,
+    seed: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    positions: int,
+    fp8: bool,
+) -> Model:
+    """Load the model from its folder, or with random weights if ``seed`` is given."""
+    shard = Shard(ranks.rank, ranks.world)
+    if seed is not None:
+        weights = random_weights(config, device, dtype, seed, shard)
+    else:
+        config = with_its_head(folder, config, dtype)
+        weights = open_weights(folder, config, device, dtype, shard)
+    return Model(config, weights, positions, ranks, fp8)
+
+
+def _with_room(length: int, tokens: int) -> int:
+    """Limit ``length`` to the tokens that fit into the KV cache."""
+    if tokens < length:
+        logger.warning("max_model_len is reduced to %d tokens, which fill the KV cache", tokens)
+    return min(tokens, length)
+
+
+def _check_block_table(seqs: int, length: int, size: int) -> None:
+    if (seqs + 1) * -(-length // size) >= 2**31:
+        got = f"{seqs} * {length} / {size}"
+        raise ValueError(f"max_num_seqs * max_model_len / block_size must be below 2^31, got {got}")
+
+
+def _block_bytes(model: Model, size: int, dtype: torch.dtype) -> int:
+    config = model.config
+    return PagedKVCache.block_bytes(config.num_layers, size, model.kv_heads, config.head_dim, dtype=dtype)
+
+
+def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: int) -> int:
+    """Return the bytes of the rotary tables and the block table, which are made after the cache.
+
+    Returns 0 on a CPU, whose memory is not measured.
+    """
+    if model.embedding.device.type == "cpu":
+        return 0
+    positions = max(0, min(length, blocks * block_size))
+    return positions * (4 * model.config.head_dim + 4 * seqs // block_size)
+
+
 def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:
-    if name == "auto":
+    if is_choice(name, ("auto",)):
         return dtype
-    if not isinstance(name, str) or name not in CACHE_DTYPES:
+    if not is_choice(name, tuple(CACHE_DTYPES)):
         raise ValueError(f"kv_cache_dtype must be auto, {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
     return CACHE_DTYPES[name]
 
@@ -437,7 +500,7 @@ def _between(name: str, value: Any, default: int | None, least: int, most: int) 
 
 
 def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
-    """The draft model's config; errors say what in it does not fit."""
+    """Read the draft model's config and check that it fits the model's."""
     draft = read_config(settings.model)
     if draft.vocab_size != config.vocab_size:
         raise ValueError(
@@ -445,19 +508,19 @@ def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
         )
     if settings.tree_width > 1 and max(*config.windows, *draft.windows) >= 0:
         raise NotImplementedError(
-            f"tree_width must be 1 where a layer has a sliding window, got {settings.tree_width}"
+            f"tree_width must be 1 for models with sliding windows, got {settings.tree_width}"
         )
     return draft
 
 
 def _common_window(config: ModelConfig, draft: ModelConfig | None) -> int:
-    """Keys before it can be dropped, -1 if all are needed."""
+    """Return the window to the left that every layer of both models stays within, -1 if there is none."""
     windows = [one.common_window for one in (config, draft) if one is not None]
     return max(windows) if min(windows) >= 0 else -1
 
 
 def _import_kernels(device: torch.device) -> None:
-    """What the first step needs, while weights are read."""
+    """Import the kernels of the first step while weights are read."""
     modules = ["portable.linear.launch", "portable.decode.launch", "portable.decode.append_launch"]
     if torch.cuda.get_device_capability(device) == (9, 0):
         modules += ["hopper.linear.launch", "hopper.decode.launch"]

@@ -1,4 +1,4 @@
-"""How much memory keys and values may have."""
+"""Sizing of the KV cache: the memory that weights and the largest step leave free."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import torch
 from flashtile.engine.model import Model, StepInput
 
 CPU_CACHE_BYTES = 2**30
-"""Keys and values on a CPU, unless ``kv_cache_memory_bytes`` says otherwise."""
+"""Bytes of the KV cache on a CPU, unless ``kv_cache_memory_bytes`` is given."""
 GRAPH_BYTES = 2**29
-"""Left for CUDA graphs."""
+"""Bytes reserved for CUDA graphs."""
 
 
 def memory_left(model: Model, max_num_batched_tokens: int, block_size: int, utilization: float) -> int:
-    """Bytes for keys and values: the share of the GPU's memory less the weights and the largest step."""
+    """Return the bytes available for keys and values.
+
+    On a GPU this is the share ``utilization`` of its memory minus the weights, the temporary memory of the
+    largest step, and ``GRAPH_BYTES``.
+    """
     device = model.embedding.device
     if device.type == "cpu":
         return CPU_CACHE_BYTES
@@ -32,8 +36,13 @@ def memory_left(model: Model, max_num_batched_tokens: int, block_size: int, util
 
 @torch.inference_mode()
 def run_one_layer(model: Model, tokens: int, block_size: int) -> int:
-    """A step of so many tokens of one prompt, or of the longest that the model takes, through one layer: one
-    after another, all of them take as much. Returns the bytes of the keys and values that it had.
+    """Run a step of ``tokens`` tokens of one prompt through one layer, to measure its peak memory.
+
+    One layer suffices, because layers run one after another and each needs the same temporary memory. The
+    prompt is cut to the model's longest sequence.
+
+    Returns:
+        Bytes of the keys and values allocated for the step.
     """
     config, device = model.config, model.embedding.device
     one = copy.copy(model)

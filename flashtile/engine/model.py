@@ -1,7 +1,7 @@
-"""The models: one decoder of layers, with the switches of :class:`flashtile.engine.config.ModelConfig`.
+"""The model: one decoder architecture with the switches of :class:`flashtile.engine.config.ModelConfig`.
 
-It computes the new tokens of a batch, packed one sequence after another, over pages that hold the keys and
-values of all earlier ones. Chunks of prompts and single tokens go through the same call.
+Each call computes the new tokens of a batch, packed one sequence after another. The keys and values of
+earlier tokens are in a paged cache. Chunks of prompts and single tokens go through the same call.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ from flashtile.reference.rotary import rotate
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
-"""Up to which flat products add residuals and prepare their results for the norm that follows."""
+"""Up to this many rows, flat products add residuals and prepare their results for the following norm."""
 Hidden = Tensor | BeforeNorm
-"""Between layers: (total_new, hidden_size), or with it what the next norm takes."""
+"""Hidden states between layers: (total_new, hidden_size), possibly prepared for the next norm."""
 
 
 class StepInput(NamedTuple):
-    """What a step computes, on the device.
+    """The inputs of one step, on the device.
 
     Attributes:
-        tokens: (total_new,) int32.
+        tokens: (total_new,) int32, the new tokens.
         cache_seqlens: (batch,) int32, tokens of each sequence before the step.
         block_table: (batch, max_blocks) int32.
-        cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start; None: each has one.
-        max_seqlen_q: the most new tokens of a sequence.
-        positions: (total_new,) int32, of each token in its text, and
-        slots: (total_new,) int64, where it goes in the cache, negative for nowhere: needed where sequences
-            have a few tokens, but not one each.
-        tree_mask: (batch, max_seqlen_q, max_seqlen_q) bool, which of its sequence's new tokens each one sees,
-            if not all before it.
-        seqused_k: (batch,) int32, tokens of each sequence with the new ones, where they are few.
+        cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start. None: each has one.
+        max_seqlen_q: the largest number of new tokens of a sequence.
+        positions: (total_new,) int32, each token's position in its text. Given when sequences have several
+            drafted tokens each.
+        slots: (total_new,) int64, each token's slot in the cache, negative for none. Given with positions.
+        tree_mask: (batch, max_seqlen_q, max_seqlen_q) bool, which of its sequence's new tokens each token
+            sees. None: causal.
+        seqused_k: (batch,) int32, tokens of each sequence including the new ones. Set by
+            :meth:`Model.hidden` unless sequences have chunks of prompts.
     """
 
     tokens: Tensor
@@ -66,7 +67,7 @@ class Cache(NamedTuple):
 
 
 class Matrix:
-    """The weight (N, K) of a product, as it is or in e4m3 with a factor for each row."""
+    """A weight (N, K) and its product, stored as given or in e4m3 with a scale for each row."""
 
     def __init__(self, weight: Tensor, fp8: bool):
         self.weight = weight
@@ -84,11 +85,10 @@ class Matrix:
         residual: Hidden | None = None,
         following: Norm | None = None,
     ) -> Any:
-        """Of the normalised x (tokens, K), with bias, activation and residual, in one call. With
-        ``following`` the result is prepared for that norm.
+        """Multiply x (tokens, K), normalised by ``norm``, by the weight; add bias and residual.
 
-        The residual's memory may be the result's: of many tokens the library adds to it in place, where
-        :func:`linear` would copy it first.
+        With ``following`` the result is prepared for that norm. The result may reuse the residual's memory:
+        above ``FEW_ROWS`` tokens the sum is made in place, because :func:`linear` would copy the residual.
         """
         normed: dict[str, Any] = {}
         if norm is not None:
@@ -105,7 +105,7 @@ class Matrix:
 
 
 class Norm:
-    """RMSNorm. Gemma's weights are stored less one, and stay float32, because 1 + w is not exact below."""
+    """RMSNorm. Gemma stores weights w of a factor 1 + w, which is kept in float32 to be exact."""
 
     def __init__(self, config: ModelConfig, weight: Tensor):
         self.weight, self.eps = weight.float() + 1 if config.family.unit_norm else weight, config.norm_eps
@@ -116,21 +116,21 @@ class Norm:
 
 
 def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
-    """x as a product takes it, and what is left to the product of the norm before it."""
+    """Return x as a product takes it, and the product's arguments that complete the norm."""
     if isinstance(x, BeforeNorm):
         return x.scaled, {"x_scale": x.factor}
     return (x, {"norm_weight": norm.weight, "norm_eps": norm.eps}) if norm.fused else (norm(x), {})
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """In float32, rounded once."""
+    """Compute RMSNorm in float32 and round the result once."""
     if x.dtype == weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 class Attention:
-    """Products and attention of one layer."""
+    """The projections and the attention of one layer."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         c, name = config, f"model.layers.{layer}.self_attn"
@@ -153,7 +153,10 @@ class Attention:
         self, x: Hidden, norm: Norm, step: StepInput, cache: Cache, residual: Hidden | None,
         following: Norm | None = None,
     ) -> Any:  # fmt: skip
-        """Of the normalised x (total_new, hidden_size), plus ``residual``, prepared for ``following``."""
+        """Return the attention of x (total_new, hidden_size), normalised by ``norm``, plus ``residual``.
+
+        The result is prepared for the norm ``following``, if given.
+        """
         out = self._attend_to_few(x, norm, step, cache)
         if out is None:
             out = self._attend(x, norm, step, cache)
@@ -161,8 +164,10 @@ class Attention:
         return self.o(out, self.o_bias, residual=residual, following=following)
 
     def _attend_to_few(self, x: Hidden, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
-        """Where each sequence has few new tokens and the product's kernel can rotate them and write them into
-        the cache; else None."""
+        """Attend with the fused QKV product, whose kernel rotates the new keys and appends them to the cache.
+
+        Returns None for chunks of prompts and for models that the kernel does not serve.
+        """
         if step.seqused_k is None or self.q_norm is not None or not norm.fused:
             return None
         x, normed = operand(x, norm)
@@ -200,7 +205,7 @@ class Attention:
         }  # fmt: skip
         if ragged:
             common |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
-        if step.slots is not None:  # which say more than the lengths: of a tree, of what pads a batch
+        if step.slots is not None:  # trees and padding tokens: lengths do not determine their slots
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
@@ -217,7 +222,7 @@ class Attention:
 
 
 class MLP:
-    """down(activation(gate(x)) * up(x))."""
+    """Gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
@@ -229,10 +234,11 @@ class MLP:
             self.gate_up_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in ("gate", "up")])
             self.down_bias = weights(f"{name}.down_proj.bias") if ranks.rank == 0 else None
 
-    def __call__(
-        self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None
-    ) -> Any:
-        """Of the normalised x (total_new, hidden_size), plus ``residual``, prepared for ``following``."""
+    def __call__(self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None) -> Any:
+        """Return the MLP of x (total_new, hidden_size), normalised by ``norm``, plus ``residual``.
+
+        The result is prepared for the norm ``following``, if given.
+        """
         if self.silu:
             inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)
         else:
@@ -242,7 +248,7 @@ class MLP:
 
 
 class Experts:
-    """gpt-oss's mixture: each token goes through its likeliest few experts, in a loop over those in use."""
+    """gpt-oss's mixture of experts: a loop over the experts in use, each on the tokens routed to it."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks):
         name = f"model.layers.{layer}.mlp"
@@ -258,7 +264,8 @@ class Experts:
             self.down_bias = torch.zeros_like(self.down_bias)
 
     def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
-        """Of the normalised x (total_new, hidden_size), plus ``residual``."""
+        """Return the weighted experts of x (total_new, hidden_size), normalised by ``norm``, plus
+        ``residual``."""
         x = norm(x)
         scores, chosen = linear(x, self.router, self.router_bias).topk(self.per_token)
         shares = scores.softmax(-1)
@@ -275,7 +282,10 @@ class Experts:
 
 
 class Layer:
-    """x + attention(norm(x)), then the same with the MLP; Gemma 2 normalises what is added, too."""
+    """A decoder layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Gemma 2 also normalises the results of attention and MLP.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         name = f"model.layers.{layer}"
@@ -291,8 +301,8 @@ class Layer:
             self.mlp = MLP(config, weights, layer, ranks, fp8)
         self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
         self.sandwich, self.ranks = config.family.sandwich_norm, ranks
-        self.following: Norm | None = None  # of the next layer
-        # What others add to, or another norm takes, is not the next norm's x yet.
+        self.following: Norm | None = None  # the next layer's first norm
+        # An all-reduce or a second norm comes before the next norm, so its input is not ready here.
         self.prepares = ranks.world == 1 and self.before_mlp.fused and not self.sandwich
         if self.sandwich:
             self.after_attention = self.before_mlp
@@ -307,21 +317,21 @@ class Layer:
         if self.sandwich:
             x = x + self.after_attention(add(self.attention(x, self.before_attention, step, cache, None)))
             return x + self.after_mlp(add(self.mlp(x, self.before_mlp, None)))
-        within, beside = self.ranks.placed(x)
-        x = add(self.attention(x, self.before_attention, step, cache, within), beside)
-        within, beside = self.ranks.placed(x)
-        return add(self.mlp(x, self.before_mlp, within), beside)
+        within, after = self.ranks.placed(x)
+        x = add(self.attention(x, self.before_attention, step, cache, within), after)
+        within, after = self.ranks.placed(x)
+        return add(self.mlp(x, self.before_mlp, within), after)
 
 
 class Model:
-    """Weights of all layers, on one device.
+    """A decoder-only model with the weights of all layers on one device.
 
     Args:
         config: sizes and switches.
-        weights: each weight by its name.
-        max_positions: the longest sequence, for the rotary tables; :meth:`set_positions` changes it.
-        ranks: the processes that compute it together; ``weights`` are this one's part.
-        fp8: whether the layers' matrices, but those of experts, are rounded to e4m3.
+        weights: function from a weight's name to its tensor.
+        max_positions: positions of the rotary tables; :meth:`set_positions` changes them.
+        ranks: the processes that compute the model together. ``weights`` returns this process's shard.
+        fp8: round the layers' matrices to e4m3, except for those of experts.
     """
 
     def __init__(
@@ -346,13 +356,17 @@ class Model:
         self.set_positions(max_positions)
 
     def set_positions(self, count: int) -> None:
-        """Make the rotary tables of so many positions, before the first step."""
+        """Make rotary tables of ``count`` positions. Call it before the first step."""
         cos, sin = rotary_tables(self.config.rope, self.config.head_dim, count)
         self.rotary = cos.to(self.embedding.device), sin.to(self.embedding.device)
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """(total_new, hidden_size), what :meth:`logits` are made of; keys and values go into the caches,
-        (num_layers, num_blocks, block_size, kv_heads, head_dim)."""
+        """Return the last layer's hidden states (total_new, hidden_size), and append keys and values.
+
+        Args:
+            step: the new tokens.
+            k_cache, v_cache: (num_layers, num_blocks, block_size, kv_heads, head_dim), written in place.
+        """
         if step.cu_seqlens_q is None:
             step = step._replace(seqused_k=step.cache_seqlens + 1)
         elif step.slots is not None:
@@ -365,11 +379,11 @@ class Model:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(rows, vocab_size) in the dtype of the weights."""
+        """Return the logits (rows, vocab_size) of hidden states, in the dtype of the weights."""
         return self.ranks.join(self.own_logits(hidden))
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Those of this process's part of the vocabulary."""
+        """Return the logits of this process's part of the vocabulary."""
         logits = self.head(hidden, norm=self.norm)
         cap = self.config.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,4 +1,4 @@
-"""What a request gives back, by vLLM's names."""
+"""The results of a request, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """``logprob`` in nats; ``rank`` 1 is the likeliest; ``decoded_token`` as it stands within a text, None
-    without a tokenizer. A part of a character is spelt by its bytes: ``bytes:\\xe2\\x98``."""
+    """The log-probability of a token.
+
+    Attributes:
+        logprob: in nats.
+        rank: 1 for the likeliest token.
+        decoded_token: the token's text within a text; None without a tokenizer. A token that is only part of
+            a character is spelt by its bytes, ``bytes:\\xe2\\x98``.
+    """
 
     logprob: float
     rank: int
@@ -16,7 +22,7 @@ class Logprob(NamedTuple):
 
 
 TokenLogprobs = dict[int, Logprob]
-"""By token: the chosen one, and as many of the likeliest as were asked for."""
+"""Log-probabilities by token: the chosen token, and as many of the likeliest as were requested."""
 
 
 @dataclass
@@ -24,13 +30,13 @@ class CompletionOutput:
     """One answer.
 
     Attributes:
-        index: which of the ``n``.
-        text, token_ids: the answer so far, or what is new in it, as ``output_kind`` says.
-        cumulative_logprob: of ``token_ids`` so far, if ``logprobs`` were asked for.
-        logprobs: one entry a token, if they were asked for.
-        finish_reason: "stop" (an end token or a stop text), "length", "abort" or "error"; None while it runs.
-        stop_reason: the stop text or the token of ``stop_token_ids`` that ended it; None for the model's own
-            end token. With "error" the message: what failed, or that the logits were NaN or infinite.
+        index: number of the answer, below ``n``.
+        text, token_ids: the answer so far, or its new part, depending on ``output_kind``.
+        cumulative_logprob: log-probability of the answer so far, if ``logprobs`` were requested.
+        logprobs: one entry for each of ``token_ids``, if they were requested.
+        finish_reason: "stop" (an end token or a stop text), "length", "abort" or "error"; None until then.
+        stop_reason: the stop text or the token of ``stop_token_ids`` that ended the answer; None for the
+            model's own end token. After an error it is the error's message.
     """
 
     index: int
@@ -48,13 +54,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times in seconds by ``time.monotonic``, None until then, and what the request cost.
+    """Times and memory of a request.
 
     Attributes:
-        arrival_time, first_scheduled_time, first_token_time, finished_time: when.
-        preemptions: times that an answer lost its memory and was computed again or swapped.
-        blocks, unshared_blocks: sums over its steps of the blocks that its answers used, and of those that
-            they would have used without sharing.
+        arrival_time, first_scheduled_time, first_token_time, finished_time: seconds by ``time.monotonic``;
+            None before the event.
+        preemptions: how often an answer lost its memory and was recomputed or swapped.
+        blocks, unshared_blocks: blocks that the answers used, and that they would have used without sharing,
+            summed over the steps.
     """
 
     arrival_time: float = 0.0
@@ -67,21 +74,21 @@ class RequestMetrics:
 
     @property
     def memory_saved(self) -> float:
-        """Share of the memory of keys and values that its answers' sharing saved, from 0 to 1."""
+        """Share of the KV cache's memory saved by sharing blocks between the answers, from 0 to 1."""
         return 1 - self.blocks / self.unshared_blocks if self.unshared_blocks else 0.0
 
 
 @dataclass
 class RequestOutput:
-    """The answers of a request, some time.
+    """A request's answers at some moment.
 
     Attributes:
-        request_id, prompt, prompt_token_ids: as they came; ``prompt`` is None where tokens came.
-        prompt_logprobs: one entry a token of the prompt, None for the first, if they were asked for.
-        outputs: by index; of a beam search the best first.
-        finished: nothing more comes.
+        request_id, prompt, prompt_token_ids: the request. ``prompt`` is None if it came as tokens.
+        prompt_logprobs: one entry for each token of the prompt, None for the first, if they were requested.
+        outputs: the answers in the order of their indices; for a beam search, the best first.
+        finished: no more outputs follow.
         metrics: times and memory.
-        num_cached_tokens: tokens of the prompt that the prefix cache had.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
     """
 
     request_id: str

@@ -1,9 +1,9 @@
-"""Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3): one process a GPU.
+"""Tensor parallelism (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3): one process per GPU.
 
-Each process holds some heads, some columns of the MLP and some of the vocabulary. Products that leave a part
-of the sum in each process are added by an all-reduce, two a layer. Everything else is the same program with
-the same numbers in every process: each one schedules for itself and comes to the same steps. Only tokens are
-taken from the first process, so that a last bit that differs cannot lead two of them apart.
+Each process holds some heads, some columns of the MLP and some of the vocabulary. Two all-reduces per layer
+add the partial sums of the processes. Otherwise every process runs the same program on the same numbers, and
+its own scheduler arrives at the same steps. Only the chosen tokens are taken from the first process, so that
+rounding differences cannot make the processes diverge.
 """
 
 from __future__ import annotations
@@ -24,55 +24,58 @@ import torch.distributed as dist
 from torch import Tensor
 
 ONE_SHOT_BYTES = 2**23
-"""That a rank sends to all together, itself included: up to here one kernel that writes into their memory is
-faster than NCCL."""
+"""Bytes that a rank sends to all ranks, itself included. Up to so many, one kernel that writes into the
+memory of all ranks is faster than NCCL."""
 PATIENCE = timedelta(days=365)
-"""A server may have nothing to do for long; a process that ends is noticed at once all the same."""
+"""Timeout of host collectives. A server may be idle for long, and ended processes are noticed without it."""
 
 
 SECONDS = 600.0
-"""That a GPU waits for the others within a step: one of them may have kernels to compile."""
+"""How long a GPU waits for the others within a step, because another rank may still compile kernels."""
 MESSAGE = 1024
-"""Bytes that one broadcast tells."""
+"""Bytes of the first broadcast of a message."""
 
 
 logger = logging.getLogger("flashtile.engine")
 
 
 class Ranks:
-    """The processes that compute one model together: here this one alone.
+    """The processes that compute one model together. This base class is a single process.
 
     Attributes:
-        rank, world: this process's number, and how many there are.
+        rank, world: this process's number, and the number of processes.
     """
 
     rank, world = 0, 1
 
     def placed(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """(what this process's product adds, what :meth:`sum` adds) of a residual, which enters once."""
+        """Return the residual as (addend of this process's product, addend of :meth:`sum`).
+
+        Over all processes, the residual is added exactly once.
+        """
         return residual, None
 
     def sum(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Of all processes' x (rows, hidden_size), plus what :meth:`placed` has left to it."""
+        """Sum x (rows, hidden_size) over all processes, and add the residual that :meth:`placed` left."""
         return x
 
     def join(self, x: Tensor) -> Tensor:
-        """(rows, columns of all) from each one's columns."""
+        """Concatenate the columns of all processes: (rows, columns) to (rows, world * columns)."""
         return x
 
     def agree(self, x: Tensor) -> Tensor:
-        """The first process's numbers, in the memory of ``x``."""
+        """Overwrite x with the first process's x, and return it."""
         return x
 
     def least(self, number: int) -> int:
-        """Of all processes' numbers."""
+        """Return the smallest of the processes' numbers."""
         return number
 
     def tell(self, what: Any) -> None:
-        """From the first process to the others, which :meth:`hear`."""
+        """Send an object from the first process to the others, which receive it with :meth:`hear`."""
 
     def hear(self) -> Any:
-        """What the first process tells; EOFError if it has ended."""
+        """Receive an object from the first process; EOFError if that process has ended."""
         raise EOFError("there is no other process")
 
 
@@ -80,21 +83,21 @@ ALONE = Ranks()
 
 
 class ProcessRanks(Ranks):
-    """The processes that ``torchrun`` or :func:`start_others` started, of which each has called this.
+    """The processes started by ``torchrun`` or :func:`start_others`. Each of them makes one of these.
 
     Args:
-        world: how many there must be.
-        device: this process's.
+        world: the expected number of processes.
+        device: this process's device.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: the number of processes is another.
     """
 
     def __init__(self, world: int, device: torch.device):
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if started != world:
             raise ValueError(
-                f"tensor_parallel_size must be the number of processes, got {world} in {started}: "
+                f"tensor_parallel_size must be the number of processes ({started}), got {world}: "
                 f"start them with torchrun --nproc-per-node {world}"
             )
         _forbid_multicast()
@@ -120,7 +123,7 @@ class ProcessRanks(Ranks):
         if self._direct is not None and self._direct.serves(x[:1]) and self._direct.serves(x):
             return self._direct(x, result="join")
         parts = x.new_empty(self.world * rows, columns)
-        # torch 2.13 has a new name for it.
+        # torch 2.13 renamed this function.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(parts, x.contiguous())
         return parts.view(self.world, rows, columns).transpose(0, 1).reshape(rows, -1)
@@ -138,7 +141,7 @@ class ProcessRanks(Ranks):
 
     def tell(self, what: Any) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8)
-        # Most of what is told fits into the first message.
+        # Most messages fit into the first broadcast.
         first = torch.zeros(MESSAGE, dtype=torch.uint8)
         first[:8] = torch.tensor([len(data)]).view(torch.uint8)
         first[8 : 8 + len(data)] = data[: MESSAGE - 8]
@@ -164,13 +167,13 @@ class ProcessRanks(Ranks):
 
 
 class Direct:
-    """Sums by one kernel that writes into the memory of all processes, without NCCL
+    """Collectives by one kernel that writes into the memory of all processes, without NCCL
     (:mod:`flashtile.backends.portable.all_reduce`).
 
     Args:
         rank: this process's number.
-        capacity: words of 32 bits of a sum, at most.
-        memories, kept: as :func:`flashtile.parallel.symmetric.mapped_memory` has them.
+        capacity: maximum size of a tensor, in 32-bit words.
+        memories, kept: the results of :func:`flashtile.parallel.symmetric.mapped_memory`.
     """
 
     def __init__(self, rank: int, capacity: int, memories: Tensor, kept: Any):
@@ -181,7 +184,7 @@ class Direct:
 
     @classmethod
     def between(cls, ranks: ProcessRanks, device: torch.device) -> Direct | None:
-        """None if not all of them reach each other's memory."""
+        """Map the memory of all processes; return None unless every GPU can reach every other's memory."""
         if device.type != "cuda" or torch.version.hip is not None:
             return None
         from flashtile.backends.portable.all_reduce import memory_words
@@ -191,8 +194,8 @@ class Direct:
         try:
             found = mapped_memory(memory_words(ranks.world, capacity), dist.group.WORLD, device)
         except (ImportError, RuntimeError) as error:
-            logger.warning("sums take NCCL, because GPUs do not reach each other's memory: %s", error)
-        # Each of them takes the same way.
+            logger.warning("all-reduces use NCCL, because GPUs cannot map each other's memory: %s", error)
+        # All processes must choose the same implementation.
         everywhere = ranks.least(int(found is not None))
         return cls(ranks.rank, capacity, *found) if everywhere and found is not None else None
 
@@ -210,15 +213,17 @@ class Direct:
 def start_others(
     command: Sequence[str], world: int, device: torch.device
 ) -> tuple[list[subprocess.Popen[bytes]], dist.TCPStore]:
-    """Become the first of ``world`` processes on this host; the others run ``command``. They meet at a store,
-    which must live as long as they do.
+    """Make this process the first of ``world`` on this host, and start the others with ``command``.
 
-    If one of them fails, this process ends, too, with exit code 1: it would wait for it.
+    If one of them fails, this process also ends, with exit code 1, instead of waiting for it.
+
+    Returns:
+        The other processes, and the store of the process group. Keep the store as long as they run.
     """
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     place = {
         "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # all meet at that store
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # use that store
     }  # fmt: skip
     others = [
         subprocess.Popen(command, env={**os.environ, **place, "RANK": str(i), "LOCAL_RANK": str(i)})
@@ -229,7 +234,7 @@ def start_others(
     def watch(process: subprocess.Popen[bytes]) -> None:
         if process.wait():
             code = process.returncode
-            logger.error("a process that computes a part of the model has ended with code %d", code)
+            logger.error("a tensor parallel process has ended with code %d", code)
             os._exit(1)
 
     for process in others:
@@ -240,16 +245,16 @@ def start_others(
 
 
 def lead(engine: Any) -> None:
-    """From now on tell the other processes, which :func:`follow`, what this engine is asked to do."""
+    """Send every later change of this engine to the other processes, which run :func:`follow`."""
     ranks = engine.runner.ranks
     engine.on_change = lambda *change: ranks.tell(change)
 
 
 def follow(engine: Any) -> None:
-    """Do what the first process's engine does, until it says that this is all (:func:`dismiss`).
+    """Repeat the changes of the first process's engine until it calls :func:`dismiss`.
 
     Raises:
-        EOFError: the first process has ended without a word.
+        EOFError: the first process ended without calling it.
     """
     while (change := engine.runner.ranks.hear()) is not None:
         name, arguments, options = change
@@ -257,36 +262,38 @@ def follow(engine: Any) -> None:
 
 
 def dismiss(engine: Any) -> None:
-    """Let the processes go that follow."""
+    """End :func:`follow` in the other processes."""
     engine.runner.ranks.tell(None)
 
 
 def _join_group(device: torch.device) -> weakref.finalize[..., Any]:
-    """And leave it at the end of the process, after what was registered later: the end of runners, with their
-    graphs, for which NCCL may wait."""
+    """Join the process group, and leave it when the process ends.
+
+    Finalizers run in reverse order, so runners free their CUDA graphs first; NCCL may wait for those.
+    """
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return weakref.finalize(ProcessRanks, _leave_group)
 
 
 def _leave_group() -> None:
-    """Unless an error ended the process: others may be gone, and NCCL would wait for them."""
+    """Leave the process group, unless an error ended this process: NCCL would wait for lost ranks."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
 
 def _forbid_multicast() -> None:
-    """A program that fails while it uses multicast can leave the host's GPUs unusable."""
+    """Disable NVLink multicast: a program that fails while it uses it can leave the host's GPUs unusable."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def local_device() -> str | None:
-    """The GPU that is this process's among those of its host; None where there is none."""
+    """Return this process's GPU on its host, by ``LOCAL_RANK``; None without GPUs."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None
 
 
 def check_divides(config: Any, world: int) -> None:
-    """NotImplementedError if a size of the model cannot be divided among so many processes."""
+    """Raise NotImplementedError if a size of the model is not divisible by the number of processes."""
     sizes = ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
     for name in sizes:
         if getattr(config, name) % world:

@@ -1,4 +1,4 @@
-"""A request and its answers in the making."""
+"""Requests and the state of their answers while they are computed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
 
 
 class State(Enum):
-    """Of a sequence. SWAPPED waits, its keys and values in host memory; WAITING has none anywhere."""
+    """State of a sequence.
+
+    WAITING sequences have no keys and values yet. SWAPPED ones also wait, with theirs in host memory.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -22,19 +25,18 @@ class Sequence:
     """A prompt and one answer to it.
 
     Attributes:
-        request, index: whose it is, and which of the answers.
-        tokens: the prompt's and the answer's, as far as the host knows them.
-        pending: tokens beyond them that the device has chosen, or is about to: their number is known before
-            they are.
+        request, index: the request, and the number of this answer in it.
+        tokens: tokens of the prompt and of the answer that the host knows.
+        pending: number of further tokens that launched steps choose, which the host has not read yet.
         num_computed: tokens whose keys and values are written by the steps launched so far.
-        block_sequence: the block manager's number of it, None while it has no memory.
-        num_cached: tokens whose blocks it has entered into the prefix cache.
-        state, finish_reason, stop_reason: where it stands.
-        forked: the request's other answers have been made from it, or it is one of them.
-        guesses: tokens that the next step computes behind the others, to see whether they are right.
-        parents: what each of them stands behind (:class:`flashtile.engine.speculation.Guesses`).
-        held: it takes part in no step until the request says so (a beam that waits for the others).
-        logprobs, cumulative_logprob: of the answer's tokens, where they were asked for.
+        block_sequence: the block manager's number of the sequence; None while it has no memory.
+        num_cached: tokens whose blocks were entered into the prefix cache.
+        state, finish_reason, stop_reason: the state; why the answer ended, as in ``CompletionOutput``.
+        forked: the request's other answers were forked from this one, or this is one of them.
+        guesses: speculated tokens that the next step verifies.
+        parents: the parent of each guess (:class:`flashtile.engine.speculation.Guesses`).
+        held: excluded from steps: a beam that waits for the other beams.
+        logprobs, cumulative_logprob: log-probabilities of the answer's tokens, if they were requested.
     """
 
     __slots__ = (
@@ -58,7 +60,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """With those that are pending."""
+        """Tokens of prompt and answer, pending ones included."""
         return len(self.tokens) + self.pending
 
     @property
@@ -68,7 +70,7 @@ class Sequence:
 
     @property
     def wanted(self) -> int:
-        """Tokens that the next steps have to compute before another can be chosen."""
+        """Number of tokens to compute before the next token can be chosen; 0 if none is wanted."""
         full = self.num_outputs >= self.request.max_outputs
         return 0 if self.held or full else self.num_tokens + len(self.guesses) - self.num_computed
 
@@ -78,16 +80,16 @@ class Sequence:
 
 
 class Request:
-    """Everything that belongs to one call.
+    """One call of the engine, with the state of its answers.
 
     Attributes:
-        number: counts requests; among equal priorities the lower one goes first.
-        max_outputs: tokens that an answer may have.
+        number: number of the request; among equal priorities the lower one is scheduled first.
+        max_outputs: maximum number of tokens of an answer.
         ends: tokens that end an answer.
-        seed: what its draws depend on, besides the index of the answer and the position.
-        sequences: its answers; one until the prompt is computed, then ``n``.
-        salt: keeps its blocks apart from other tenants' in the prefix cache.
-        aborted: it was called off.
+        seed: seed of the draws, which also depend on the answer's index and the position.
+        sequences: the answers: one until the prompt is computed, then ``n``.
+        salt: separates its blocks in the prefix cache from those of requests with another salt.
+        aborted: whether the request was aborted.
     """
 
     def __init__(
@@ -120,13 +122,16 @@ class Request:
 
     @property
     def width(self) -> int:
-        """Sequences that it needs at most at a time."""
+        """Largest number of sequences that the request has at a time."""
         params = self.params
         return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
     @property
     def reads_prompt_cache(self) -> bool:
-        """Not where logits of every token of the prompt are asked for: found blocks would have none."""
+        """Whether the prompt's blocks may come from the prefix cache.
+
+        False if log-probabilities of the prompt are wanted, because cached tokens yield no logits.
+        """
         return isinstance(self.params, BeamSearchParams) or self.params.prompt_logprobs is None
 
     @property

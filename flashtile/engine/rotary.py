@@ -1,4 +1,4 @@
-"""Tables of rotary positions (Su et al. 2021, arXiv:2104.09864) and the ways to stretch them."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): its tables and scalings for long contexts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 
 def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
-    """(head_dim / 2,) float32 on the CPU, radians a position.
+    """Return the angle of each pair per position: (head_dim / 2,) float32 on the CPU, in radians.
 
     Args:
         rope: ``rope_theta``, ``rope_type`` ("default", "linear", "llama3" or "yarn") and its parameters by
             Hugging Face's names.
+        head_dim: size of a head.
     """
     exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
     frequencies = 1.0 / rope["rope_theta"] ** exponents
@@ -36,7 +37,7 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
 
 
 def rotary_tables(rope: Mapping[str, Any], head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each (positions, head_dim / 2) float32 on the CPU."""
+    """Return the tables (cos, sin), each (positions, head_dim / 2) float32 on the CPU."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), rotary_frequencies(rope, head_dim))
     scale = 1.0
     if rope["rope_type"] == "yarn":
@@ -45,12 +46,15 @@ def rotary_tables(rope: Mapping[str, Any], head_dim: int, positions: int) -> tup
 
 
 def _yarn_ramp(rope: Mapping[str, Any], head_dim: int) -> Tensor:
-    """YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2): 0 for pairs that turn often, 1 for those that
-    hardly do, whose frequencies are divided."""
+    """Return YaRN's ramp (head_dim / 2,) (Peng et al. 2023, arXiv:2309.00071, section 3.2).
+
+    It is 0 for pairs of high frequency, which are kept, and 1 for those of low frequency, which are divided
+    by the factor.
+    """
     length, base = rope["original_max_position_embeddings"], rope["rope_theta"]
 
     def pair(turns: float) -> float:
-        """The pair, as a real number, that turns so often within the original length."""
+        """Return the (fractional) index of the pair that makes ``turns`` turns within the original length."""
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair(rope["beta_fast"]), pair(rope["beta_slow"])

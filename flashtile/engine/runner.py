@@ -1,9 +1,9 @@
-"""Runs steps on the device: memory for keys and values, one transfer a step, CUDA graphs, the draw.
+"""Execution of steps on the device: the KV cache, one transfer per step, CUDA graphs, and the draw of tokens.
 
-What the host says of a step goes to the device in one copy of int32 numbers. The chosen tokens stay there,
-one place a row of the block table, so that the next step can be launched before the host has seen them. Steps
-of single tokens, and of tokens with guesses behind them, are captured in CUDA graphs, one for each padded
-batch size, when they are first needed.
+All of a step's inputs go to the device in one copy of int32 numbers. The chosen tokens stay there, one for
+each row of the block table, so that the next step can be launched before the host has read them. Steps in
+which every sequence has a single token, or a token with guesses, run as CUDA graphs. There is one graph for
+each padded batch size, captured at its first use.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.request import Sequence
 from flashtile.engine.sampler import choose, log_probabilities
 from flashtile.engine.sampling_params import BeamSearchParams
-from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, Schedule
+from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.transfer import RING, Transfer, on_device
 from flashtile.kv_cache import BlockManager
 
 LOGITS_ROWS = 512
-"""Rows of logits that exist at a time where every token of a prompt needs them."""
+"""Rows of logits in memory at a time when every token of a prompt needs log-probabilities."""
 MAX_CHANGES = 2**18
-"""Entries of the block table that go to the device with a step's other numbers."""
+"""Largest number of changed block table entries that are sent with a step's other inputs."""
 NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"
 
 
 @dataclass
 class TokenScores:
-    """Log-probabilities of one row: of its token, the token's rank, and the likeliest tokens with theirs."""
+    """The log-probability and rank of one token, and (token, log-probability) of the likeliest ones."""
 
     logprob: float
     rank: int
@@ -49,17 +49,22 @@ class TokenScores:
 
 @dataclass
 class InFlight:
-    """A launched step, its results on their way to the host.
+    """A launched step whose results are on their way to the host.
 
     Attributes:
-        schedule: what was launched.
-        samples: the sequences that got a token, in the order of ``tokens``.
-        best: the logits of these tokens: NaN and infinity always win.
-        failed: by sample, why it has no token: an error of a function of its request's, or its logits.
-        drafted: sequences, and the guesses of a draft model for them.
+        schedule: the launched schedule.
+        samples: the sequences that get a token, in the order of ``tokens``.
+        tokens: the chosen tokens.
+        best: the logits of the chosen tokens. They are not finite if the row has NaN or infinity, because
+            the draw always chooses those.
+        scores: log-probabilities by index of the sample, if requested.
+        failed: by index of the sample, why it has no token: an error of a logits processor, or its logits.
+        prompt_scores: (sequence, first position, log-probabilities) of prompts, if requested.
+        drafted: sequences and the draft model's guesses for them.
+        event: a CUDA event recorded after the copies to the host; None on a CPU.
     """
 
-    schedule: Schedule
+    schedule: SchedulerOutput
     samples: list[Sequence]
     tokens: Tensor
     best: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -70,7 +75,7 @@ class InFlight:
     event: Any = None
 
     def wait(self) -> list[int]:
-        """The tokens, when they have come; the sequences then know what was guessed for them."""
+        """Wait for the results. Store the draft model's guesses in their sequences, and return the tokens."""
         if self.event is not None:
             self.event.synchronize()
         for i in (~self.best.isfinite()).nonzero().flatten().tolist():
@@ -82,12 +87,12 @@ class InFlight:
         return self.tokens.tolist()
 
     def scores_of(self, i: int) -> TokenScores | None:
-        """Of sample i, where they were asked for."""
+        """Return the log-probabilities of sample i, or None if its request wants none."""
         found = self.scores.get(i)
         return None if found is None else _scores(found)[0]
 
     def scores_of_prompts(self) -> list[tuple[Sequence, int, list[TokenScores]]]:
-        """(sequence, position of the first, scores) of chunks of prompts."""
+        """Return (sequence, position of the first token, scores) for each scored chunk of a prompt."""
         return [(sequence, first, _scores(found)) for sequence, first, found in self.prompt_scores]
 
 
@@ -100,13 +105,15 @@ def _scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
 
 
 class Form(NamedTuple):
-    """The sizes of a step, padded where a CUDA graph computes it, and what is sent for it.
+    """The sizes of a step, padded if a CUDA graph computes it, and its optional inputs.
 
     Attributes:
-        batch, tokens, width: sequences, new tokens in all, and of one sequence at most.
-        places: each token's position and slot are sent, for some tokens of every sequence.
-        tree: so is what each of them sees of the newest tokens.
-        shadow: the draft model computes the step, too: some tokens of it have no guesses behind them.
+        batch: number of sequences.
+        tokens: total number of new tokens.
+        width: largest number of new tokens of a sequence.
+        places: each token's position and slot are sent, because sequences have guesses.
+        tree: tree masks are also sent, because guesses have siblings.
+        shadow: the draft model also computes the step, because some of its sequences have no guesses.
     """
 
     batch: int
@@ -119,8 +126,10 @@ class Form(NamedTuple):
 
 @dataclass
 class Memory:
-    """Keys and values of a model, (num_layers, num_blocks, block_size, kv_heads, head_dim), on the device
-    and, of sequences that are swapped out, on the host."""
+    """A model's KV cache: k and v on the device, and on the host those of swapped sequences.
+
+    All are (num_layers, num_blocks, block_size, kv_heads, head_dim).
+    """
 
     k: Tensor
     v: Tensor
@@ -128,7 +137,7 @@ class Memory:
 
     @classmethod
     def of(cls, model: Model, manager: BlockManager, dtype: torch.dtype) -> Memory:
-        """For the blocks of a manager, and one more: what pads a batch writes there."""
+        """Allocate a manager's blocks, and one more for the writes of padding sequences."""
         config, device = model.config, model.embedding.device
         blocks, host_blocks = manager.pool.num_blocks + 1, manager.host_pool.num_blocks
         block = (manager.block_size, model.kv_heads, config.head_dim)
@@ -139,16 +148,16 @@ class Memory:
 
 
 class Runner:
-    """The model with its memory.
+    """Computes steps: the model, its KV cache, CUDA graphs and the draw.
 
     Args:
-        model: the layers, on their device.
-        manager: whose blocks the memory is for.
-        cache_dtype: of keys and values.
-        max_num_batched_tokens: the most that a step computes.
-        capture: use CUDA graphs where there is a GPU.
-        parents: of the guesses that a sequence has at most (:mod:`flashtile.engine.speculation`).
-        draft: a model that makes these guesses.
+        model: the model, on its device.
+        manager: the block manager whose blocks are allocated.
+        cache_dtype: dtype of keys and values.
+        max_num_batched_tokens: largest number of tokens of a step.
+        capture: use CUDA graphs on a GPU.
+        parents: parents of a sequence's largest tree of guesses (:mod:`flashtile.engine.speculation`).
+        draft: a draft model that makes these guesses.
         ranks: the processes that compute the model together.
     """
 
@@ -175,14 +184,14 @@ class Runner:
         )
         self.block_table[rows] = manager.pool.num_blocks
         self.branches = parents != tuple(range(len(parents)))
-        # Behind a right sibling two tokens are to be computed before the guesses.
+        # After an accepted sibling, two tokens are computed before the guesses.
         self.verified = len(parents) + 1 + self.branches if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
-        # The experts in use are known on the host only.
+        # A mixture of experts loops over the experts in use on the host, which a graph cannot.
         self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
         self.graphs: dict[Form, Callable[[], None]] = {}
-        # Room for the largest step, whose every row of the block table is new if the table is small. Graphs
-        # read from this place.
+        # Room for the largest step, in which every entry of a small block table may have changed. Graphs read
+        # their inputs from this buffer.
         padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.verified)
         samples = max_num_batched_tokens + rows
         changes = min(self.block_table.numel(), MAX_CHANGES)
@@ -191,9 +200,9 @@ class Runner:
         results = samples + rows * len(parents)
         self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
         batch = graph_batch(min(rows * self.verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
-        # What all graphs write; each one of its own would take gigabytes.
+        # All graphs write the same buffer, because one for each would take gigabytes.
         self._logits = model.embedding.new_zeros(batch, config.vocab_size // ranks.world)
-        # At the end of a process, before it leaves its group: NCCL waits for graphs that it is in.
+        # Free the graphs before the process leaves its group: NCCL waits for graphs that contain its kernels.
         weakref.finalize(self, self.graphs.clear)
         self._turn = 0
         self._draws = Draws(self.device)
@@ -204,14 +213,14 @@ class Runner:
             self.draft_memory = memory
 
     @torch.inference_mode()
-    def launch(self, schedule: Schedule) -> InFlight:
-        """Start a step. On a GPU it returns before the step is done."""
+    def launch(self, schedule: SchedulerOutput) -> InFlight:
+        """Start a step. On a GPU, return before it is finished."""
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
                 return self._launch(schedule)
         return self._launch(schedule)
 
-    def _launch(self, schedule: Schedule) -> InFlight:
+    def _launch(self, schedule: SchedulerOutput) -> InFlight:
         self._turn = (self._turn + 1) % RING
         for what, pairs in schedule.moves:
             self._move(what, pairs)
@@ -244,19 +253,19 @@ class Runner:
         return in_flight
 
     def synchronize(self) -> None:
-        """Wait until the device has done all that was launched."""
+        """Wait until the device has finished all launched work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
-        """Wait for the device, and give the graphs back."""
+        """Wait for the device and free the CUDA graphs."""
         self.synchronize()
         self.graphs.clear()
 
     def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
-        """The sizes of a step, and whether a CUDA graph computes it."""
+        """Return the sizes of a step, and whether a CUDA graph computes it."""
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
-        # A token of each sequence, or also guesses behind it, of which all get a token.
+        # Every sequence has one new token, or guesses, and each of them is sampled.
         few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
         shadow = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
         places = few and most > 1
@@ -267,12 +276,17 @@ class Runner:
                 return Form(batch, batch * width, width, places, tree, shadow), True
         return Form(len(entries), total, most, places, tree, shadow), False
 
-    def _send(self, schedule: Schedule, samples: list[Sequence], form: Form) -> tuple[StepInput, Positions]:
-        """The step's numbers to the device. In place of the block table stand its rows, and ``~place`` in
-        ``known`` in place of a token that only the device knows."""
+    def _send(
+        self, schedule: SchedulerOutput, samples: list[Sequence], form: Form
+    ) -> tuple[StepInput, Positions]:
+        """Send a step's inputs to the device.
+
+        Instead of block table rows, their indices are sent. A token that only the device knows is sent as
+        ``~index`` into the flattened ``known``.
+        """
         entries, spare = schedule.entries, form.batch - len(schedule.entries)
         table, size = self.manager.table, self.manager.block_size
-        # What pads the batch writes to the spare block, each to a place of its own.
+        # Padding sequences write to different slots of the spare block.
         starts = [entry.start for entry in entries] + [i % size for i in range(spare)]
         rows = [entry.row for entry in entries] + [self.spare_row] * spare
         tokens: list[int] = []
@@ -297,12 +311,14 @@ class Runner:
             if guesses[:1] == [UNKNOWN]:
                 new[-len(guesses) :] = (~(place + 1 + i) for i in range(len(guesses)))
             tokens += new
-            # A sequence and its forks draw from the last token's logits, one with guesses from each.
+            # Without guesses, a sequence and its forks draw from the last token's logits. With guesses, it
+            # draws from the logits of the last known token and of each guess.
             last = len(guesses) if entry.samples else 0
-            first = end - last  # of the guesses
+            first = end - last  # position of the first guess
             depth = depths(sequence.parents[:last]) if last else [0]
             if last and not form.places:
-                sequence.parents = tuple(range(max(depth)))  # beside a chunk the guesses are a row
+                # Batches with a chunk of a prompt have no tree mask, so only the chain of guesses is used.
+                sequence.parents = tuple(range(max(depth)))
             times = 1 if last else len(entry.samples)
             logits_rows += [len(tokens) - 1 - last + i for i in range(1 + last)] * times
             sample_positions += [first + d for d in depth] * times
@@ -311,9 +327,7 @@ class Runner:
                 positions += range(entry.start, first - 1)
                 positions += [first - 1 + d for d in depth]
                 begin = entry.row * table.max_blocks
-                slots += [
-                    table.entries[begin + i // size] * size + i % size for i in range(entry.start, end)
-                ]
+                slots += [table.entries[begin + i // size] * size + i % size for i in range(entry.start, end)]
             if form.tree:
                 lead = first - 1 - entry.start
                 below = (1 << lead) - 1
@@ -328,7 +342,7 @@ class Runner:
         tokens += [0] * (form.tokens - len(tokens))
         sample_rows = [table.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
         changed, values = table.take_changes()
-        if len(changed) > MAX_CHANGES:  # as when many sequences begin with the same long text
+        if len(changed) > MAX_CHANGES:  # for example when many sequences share a long prefix
             self._change_table(changed.to(self.device), values.to(self.device))
             changed, values = changed[:0], values[:0]
         parts: list[list[int]] = [starts, rows, tokens]
@@ -343,11 +357,11 @@ class Runner:
         self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
-        """The step that :meth:`_send` has sent."""
+        """Build the step's inputs from the views that :meth:`_send` filled."""
         starts, rows, tokens = views[:3]
         if form.width == 1:
             return StepInput(tokens, starts, rows, None, 1)
-        offsets = views[3].clone()  # aligned, or kernels are compiled once more
+        offsets = views[3].clone()  # aligned: Triton specialises kernels on the alignment of pointers
         step = StepInput(tokens, starts, rows, offsets, form.width)
         if form.places:
             step = step._replace(positions=views[4].clone(), slots=views[5].long())
@@ -359,7 +373,8 @@ class Runner:
         return step
 
     def _compute(self, step: StepInput, form: Form) -> Tensor:
-        """(tokens, hidden_size) of the model; the draft model fills its memory, too, if it has to."""
+        """Return the model's hidden states (tokens, hidden_size). With ``form.shadow``, the draft model also
+        appends to its cache."""
         missing = step.tokens < 0
         known = self.known.view(-1).index_select(0, torch.where(missing, ~step.tokens, 0))
         step = step._replace(
@@ -372,7 +387,7 @@ class Runner:
         return self.model.hidden(step, self.memory.k, self.memory.v)
 
     def _replay(self, form: Form) -> Tensor:
-        """(form.tokens, vocab_size) logits of a step, by its CUDA graph."""
+        """Run a step as a CUDA graph and return its logits (form.tokens, vocab_size)."""
         if form not in self.graphs:
             assert self.capture is not None
             self.graphs[form] = self.capture(self._step_of(form))
@@ -380,7 +395,7 @@ class Runner:
         return self.ranks.join(self._logits[: form.tokens])
 
     def _step_of(self, form: Form) -> Callable[[], None]:
-        """A step that reads its numbers from where :meth:`_send` puts them."""
+        """Return a function that runs a step on the buffer that :meth:`_send` fills."""
         sizes = [form.batch, form.batch, form.tokens]
         if form.width > 1:
             masks = form.batch * form.width * form.tree
@@ -396,7 +411,7 @@ class Runner:
     def _choose(
         self, in_flight: InFlight, samples: list[Sequence], logits: Tensor, positions: Positions
     ) -> None:
-        """Choose a token for each sample and keep it on the device."""
+        """Choose a token for each sample, and store it in ``known`` for the next step."""
         raw, draw = logits, self._draws.of(samples)
         shaped = [i for i in draw.shaped if is_special(samples[i])]
         if shaped:
@@ -404,7 +419,7 @@ class Runner:
         for i in shaped:
             try:
                 shape(logits[i], samples[i])
-            except Exception as error:  # of a logits processor: the others go on
+            except Exception as error:  # a logits processor failed: the other requests continue
                 in_flight.failed[i] = f"{type(error).__name__}: {error}"
         tokens = self.ranks.agree(choose(logits, draw.choice, positions.positions))
         self.known[:, 0].index_copy_(0, positions.rows, tokens.int())
@@ -435,8 +450,8 @@ class Runner:
         in_flight.event = torch.cuda.Event()
         in_flight.event.record()
 
-    def _score_prompts(self, schedule: Schedule, hidden: Tensor, in_flight: InFlight) -> None:
-        """Log-probabilities of the prompts' own tokens, where they were asked for, in pieces."""
+    def _score_prompts(self, schedule: SchedulerOutput, hidden: Tensor, in_flight: InFlight) -> None:
+        """Compute log-probabilities of prompt tokens for the requests that want them, in pieces."""
         at = 0
         for entry in schedule.entries:
             first, at = at, at + entry.num_tokens
@@ -457,7 +472,7 @@ class Runner:
                 in_flight.prompt_scores.append((sequence, piece, found))
 
     def _move(self, what: str, pairs: Listing[tuple[int, int]]) -> None:
-        """Copy blocks, in the order in which they were said."""
+        """Copy (source, target) pairs of blocks, in this order, within the device or to and from the host."""
         memories = [self.memory] + ([] if self.drafter is None else [self.draft_memory])
         for memory in memories:
             if what == COPY:
@@ -475,8 +490,13 @@ class Runner:
 
 @dataclass(frozen=True)
 class Positions:
-    """Of each sample, (samples,) on the device: its row of the logits, of the block table, and the place of
-    its new token in the sequence."""
+    """Indices of each sample on the device, all (samples,).
+
+    Attributes:
+        logits_rows: row of the logits.
+        rows: row of the block table.
+        positions: position of the new token in the sequence.
+    """
 
     logits_rows: Tensor
     rows: Tensor
@@ -488,11 +508,11 @@ def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _words(masks: list[int]) -> tuple[list[int], list[int]]:
-    """The low and the high 32 bits of 64, as signed numbers."""
+    """Split 64-bit masks into their low and high 32-bit words, as signed integers."""
     low, high = ([bits >> shift & 0xFFFFFFFF for bits in masks] for shift in (0, 32))
     return tuple([word - (word >> 31 << 32) for word in words] for words in (low, high))  # type: ignore[return-value]
 
 
 def _bytes(memory: Tensor) -> Tensor:
-    """The same memory as numbers that can be indexed on every device: FP8 has few operations."""
+    """View a tensor of one-byte elements as bytes, because not every device can index FP8 tensors."""
     return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory

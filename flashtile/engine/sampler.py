@@ -1,11 +1,11 @@
-"""The next tokens from logits, on their device.
+"""Sampling of the next tokens from logits, on the device of the logits.
 
-Every draw is an argmax: of the logits alone where the temperature is 0, else of logits plus Gumbel noise,
-which has the softmax's distribution (Maddison et al. 2014, arXiv:1411.0030, section 2). The noise of a token
-is a hash of the request's seed, the position and the token, so that it depends on nothing else in the batch.
+Every draw is an argmax. At temperature 0 it is taken of the logits, otherwise of logits plus Gumbel noise.
+The latter has the softmax's distribution (Maddison et al. 2014, arXiv:1411.0030, section 2). The noise of a
+token is a hash of the request's seed, the position and the token, so it does not depend on the batch.
 
-top-k and top-p need no sort: what they keep is everything from some logit on, and that threshold is found bit
-by bit in 33 passes. Tokens that tie with the last one kept are kept, too.
+Top-k and top-p need no sort. Each keeps the logits above some threshold, and the threshold is found bit by
+bit in 33 passes. Tokens that tie with the last one kept are also kept.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ LOW = 0xFFFFFFFF
 
 
 class Choice(NamedTuple):
-    """How each row is chosen, all (rows,) on the device.
+    """Sampling parameters of each row.
 
     Attributes:
-        temperature: float32, 0 for the likeliest token.
-        top_k: int64, 0 for all. top_p, min_p: float32.
-        seed: int64.
-        greedy, any_top_k, any_top_p, any_min_p: what the host knows of all rows.
+        temperature: (rows,) float32 on the device, 0 for the likeliest token.
+        top_k: (rows,) int64, 0 for all tokens.
+        top_p, min_p: (rows,) float32.
+        seed: (rows,) int64.
+        greedy: whether every row has temperature 0, known on the host.
+        any_top_k, any_top_p, any_min_p: whether some row uses that filter.
     """
 
     temperature: Tensor
@@ -41,13 +43,16 @@ class Choice(NamedTuple):
 
 
 def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """(rows,) int64: a token for each row of logits (rows, vocab_size).
+    """Choose a token for each row of logits (rows, vocab_size).
 
     Args:
-        positions: (rows,) integers, where in its sequence each token will stand.
+        logits: (rows, vocab_size).
+        choice: sampling parameters of the rows.
+        positions: (rows,) integers, the position of each new token in its sequence.
 
     Returns:
-        Where a row has NaN or infinity, the token of one: its logit tells whether the draw is valid.
+        (rows,) int64. In a row with NaN or infinity, such an element is chosen, so the chosen token's logit
+        tells whether the draw is valid.
     """
     if choice.greedy:
         return logits.argmax(-1)
@@ -60,7 +65,7 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:
-    """(rows, count) int64: the token that :func:`choose` takes, and those that come next."""
+    """Return the ``count`` best tokens of each row, (rows, count) int64; :func:`choose` returns the first."""
     if count == 1:
         return choose(logits, choice, positions).unsqueeze(1)
     if choice.greedy:
@@ -69,12 +74,12 @@ def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) ->
 
 
 def choose_in_torch(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """:func:`choose` on any device, every step in torch."""
+    """Plain PyTorch implementation of :func:`choose` for rows that are not all greedy."""
     return noisy_scores(logits, choice, positions).argmax(-1)
 
 
 def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """(rows, vocab_size) float32, of which the largest is the draw."""
+    """Return filtered logits with Gumbel noise, (rows, vocab_size) float32. Their argmax is the draw."""
     greedy = (choice.temperature == 0).unsqueeze(1)
     scores = logits.float() / choice.temperature.masked_fill(choice.temperature == 0, 1.0).unsqueeze(1)
     kept = keep(scores, choice)
@@ -83,7 +88,7 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:
-    """Scores (rows, vocab_size) float32, -inf where min-p, top-k and top-p, in this order, drop a token."""
+    """Set scores (rows, vocab_size) to -inf where min-p, top-k and top-p, in this order, drop a token."""
     if choice.any_min_p:
         least = scores.amax(-1, keepdim=True) + choice.min_p.log().unsqueeze(1)
         scores = scores.masked_fill(scores < least, -torch.inf)
@@ -103,20 +108,23 @@ def keep(scores: Tensor, choice: Choice) -> Tensor:
 
 
 def ordered(scores: Tensor) -> Tensor:
-    """Float32 numbers as int64 from 1 to 2^32 in the same order, NaN being the largest; -inf is 0."""
+    """Map float32 scores to int64 keys from 0 to 2^32 in the same order. -inf is 0, NaN is the largest."""
     bits = scores.contiguous().view(torch.int32).to(torch.int64) & LOW
     keys = torch.where(bits >= 2**31, LOW - bits, bits + 2**31)
     keys = torch.where(scores == -torch.inf, 0, keys + 1)
-    return torch.where(scores.isnan(), LOW + 1, keys)  # whatever its sign, so that no filter drops it
+    return torch.where(scores.isnan(), LOW + 1, keys)  # NaN of either sign, so that no filter drops it
 
 
 def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """(rows, 1) int64: the largest number such that the weights of keys from it on are ``wanted`` or more.
+    """Return the largest threshold at which the weights of keys >= threshold still sum to ``wanted``.
 
     Args:
         keys: (rows, columns) int64 below 2^33.
-        weights: the same shape, at least 0.
+        weights: (rows, columns), at least 0.
         wanted: (rows, 1).
+
+    Returns:
+        (rows, 1) int64.
     """
     threshold = torch.zeros_like(wanted, dtype=torch.int64)
     for bit in range(32, -1, -1):
@@ -127,24 +135,25 @@ def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
 
 
 def gumbel(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """(rows, vocab_size) float32 noise, -log(-log(u)) of a hash u of (seed, position, token)."""
+    """Return Gumbel noise -log(-log(u)), (rows, vocab_size) float32, from a hash u of (seed, position,
+    token)."""
     key = mix64(seed + positions.long() * _signed(GOLDEN)).unsqueeze(1)
     tokens = torch.arange(vocab_size, device=seed.device)
     bits = mix32(mix32(tokens ^ (key & LOW)) + ((key >> 32) & LOW))
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
-    # Large noise comes from u near 0 here, where floats are dense: of 1 - u the same.
+    # 1 - u has the distribution of u. Using it puts the large noise near u = 0, where floats are dense.
     return -torch.log(-torch.log1p(-uniform.clamp_(max=1 - 2.0**-24)))
 
 
 def mix64(x: Tensor) -> Tensor:
-    """A hash of int64 numbers (Steele, Lea and Flood 2014, SplitMix64's finaliser)."""
+    """Hash int64 numbers (SplitMix64's finaliser, Steele, Lea and Flood 2014)."""
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & (2**37 - 1))) * _signed(0x94D049BB133111EB)
     return x ^ ((x >> 31) & (2**33 - 1))
 
 
 def mix32(x: Tensor) -> Tensor:
-    """A hash of the low 32 bits of int64 numbers, from 0 to 2^32 - 1 (MurmurHash3's finaliser)."""
+    """Hash the low 32 bits of int64 numbers to 0 ... 2^32 - 1 (MurmurHash3's finaliser)."""
     x = x & LOW
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & LOW
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & LOW
@@ -152,17 +161,20 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def stream_seed(seed: int, index: int) -> int:
-    """The seed of a request's answer number ``index``, a signed 64-bit integer.
+    """Return the seed of answer ``index`` of a request, a signed 64-bit integer.
 
-    It is a hash: positions are added to it, and neighbouring seeds would be each other's, one position on.
+    Seeds are hashed because positions are added to them: with seeds s and s + 1, the noise of one answer
+    would be the other's, shifted by a position.
     """
     return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)))))
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, ...]:
-    """(of ``tokens``, their ranks, of the ``count`` likeliest, these), for each row of logits.
+    """Return log-probabilities of ``tokens`` (rows,) and of each row's ``count`` likeliest tokens.
 
-    (rows,) float32, (rows,) int64, (rows, count) float32 and int64; the rank of the likeliest is 1.
+    Returns:
+        (log-probabilities of ``tokens`` (rows,) float32, their ranks (rows,) int64 from 1 on,
+        log-probabilities of the likeliest tokens (rows, count) float32, these tokens (rows, count) int64).
     """
     logprobs = torch.log_softmax(logits.float(), -1)
     chosen = logprobs.gather(1, tokens.long().unsqueeze(1))
@@ -174,7 +186,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tenso
 def penalise(
     logits: Tensor, prompt: Tensor, answer: Tensor, repetition: float, presence: float, frequency: float
 ) -> None:
-    """Lower one row of logits (vocab_size,), in place, by the tokens (n,) before it."""
+    """Apply penalties for the tokens of prompt and answer to one row of logits (vocab_size,), in place."""
     seen = torch.cat([prompt, answer]).unique()
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / repetition, values * repetition)

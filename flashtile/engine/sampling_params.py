@@ -1,8 +1,7 @@
-"""What a request asks for: how its tokens are chosen, when it ends, and what comes back with them."""
+"""Parameters of a request: how tokens are chosen, when answers end, and what outputs contain."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,20 +9,20 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.checks.conversions import as_int, check_flag
+from flashtile.checks.conversions import as_float, as_int, check_flag
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
-"""(tokens of the answer so far, logits (vocab_size,) float32) -> logits, which may be the same, changed."""
+"""(tokens of the answer so far, logits (vocab_size,) float32) -> logits, possibly changed in place."""
 
 LEAST_TEMPERATURE = 1e-30
 MAX_N = 1024
 MAX_STOPS = 64
 MAX_LISTED = 2**16
-"""Entries of logit_bias, allowed_token_ids, stop_token_ids and bad_words."""
+"""Largest number of entries of logit_bias, allowed_token_ids and stop_token_ids."""
 
 
 class RequestOutputKind(Enum):
-    """What each output of a request that is not finished holds."""
+    """Contents of a request's outputs: the answer so far, only its new part, or one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -32,41 +31,43 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class SamplingParams:
-    """vLLM's names and meanings.
+    """How an answer is sampled, when it ends and what its outputs contain, with vLLM's names and meanings.
 
     Args:
-        n: answers to the prompt; they share the memory of the prompt's keys and values.
-        presence_penalty, frequency_penalty: from -2 to 2, subtracted from the logits of tokens that the
-            answer has, once or as often as it has them.
-        repetition_penalty: above 0; logits of tokens in prompt or answer are divided by it where they are
-            positive, multiplied where negative. 1 is none.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_p: only the likeliest tokens, as many as needed for this much probability.
-        top_k: only the likeliest so many; 0 or -1 is all.
-        min_p: only tokens with at least this share of the likeliest one's probability.
-        seed: makes the answer repeatable, whatever else is computed beside it. None or -1: each request
-            differs, repeatable by the seed of the engine and the order of requests alone.
-        stop: texts that end an answer; it is cut before them unless ``include_stop_str_in_output``.
-        stop_token_ids: tokens that end it, beside the model's own.
-        ignore_eos: go on after the model's end token.
-        max_tokens: of an answer; None: as many as the model's length allows.
-        min_tokens: before which neither end tokens are chosen nor stop texts looked for.
-        logprobs: so many likeliest tokens' log-probabilities at each position, and the chosen one's; -1 is
-            the whole vocabulary. By the model's distribution, before temperature and the like.
-        prompt_logprobs: the same for the prompt's tokens.
-        logprob_token_ids: refused: ask for ``logprobs`` instead.
+        n: number of answers to the prompt. They share the memory of the prompt's keys and values.
+        presence_penalty: from -2 to 2, subtracted from the logit of each token that the answer contains.
+        frequency_penalty: from -2 to 2, subtracted from a token's logit for each time that the answer
+            contains it.
+        repetition_penalty: above 0. Logits of tokens in prompt or answer are divided by it if positive, and
+            multiplied by it if negative. 1 changes nothing.
+        temperature: divisor of the logits. 0 takes the likeliest token.
+        top_p: sample from the smallest set of likeliest tokens that has this probability.
+        top_k: sample from so many likeliest tokens; 0 or -1: from all.
+        min_p: drop tokens below this share of the likeliest token's probability.
+        seed: makes the answer repeatable, independent of the rest of the batch. None or -1: the draws depend
+            on the engine's seed and the request's number.
+        stop: texts that end an answer. It is cut before them unless ``include_stop_str_in_output``.
+        stop_token_ids: tokens that end an answer, in addition to the model's own.
+        ignore_eos: continue after the model's end token.
+        max_tokens: maximum number of tokens of an answer. None: what ``max_model_len`` leaves.
+        min_tokens: before so many tokens, end tokens are not chosen and stop texts are ignored.
+        logprobs: number of likeliest tokens whose log-probabilities are returned at each position, in
+            addition to the chosen token's; -1: the whole vocabulary. They are the model's own, before
+            temperature, penalties and filters.
+        prompt_logprobs: as ``logprobs``, for the prompt's tokens.
+        logprob_token_ids: not supported; use ``logprobs``.
         detokenize: False: ``text`` stays empty.
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
-        include_stop_str_in_output: leave the text that ended the answer in it.
-        output_kind: what outputs hold before the last one.
-        logit_bias: by token, added to its logit, from -100 to 100.
-        allowed_token_ids: only these are chosen.
-        bad_words: refused; forbid tokens with ``logit_bias`` or a logits processor.
-        logits_processors: functions of an answer's tokens so far and the logits. They run on the host, one
-            request at a time, and cost what they cost.
+        include_stop_str_in_output: keep the stop text or end token in the answer's text.
+        output_kind: contents of the outputs before the last one.
+        logit_bias: addends of logits by token, from -100 to 100.
+        allowed_token_ids: the only tokens that may be chosen.
+        bad_words: not supported; forbid tokens with ``logit_bias`` or a logits processor.
+        logits_processors: functions of the answer's tokens so far and the logits. They run on the host, one
+            request at a time, so they slow the engine down.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+        TypeError, ValueError, NotImplementedError: an argument is invalid or not supported.
 
     Examples:
         >>> from flashtile import SamplingParams
@@ -152,7 +153,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, no draw made."""
+        """Whether the likeliest token is taken without a random draw."""
         return self.temperature == 0
 
     @property
@@ -167,24 +168,25 @@ class SamplingParams:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the next token's logits depend on the tokens before it by more than the model."""
+        """Whether penalties or logits processors make the logits depend on the previous tokens."""
         return self.penalises or bool(self.logits_processors)
 
 
 @dataclass
 class BeamSearchParams:
-    """Keep the ``beam_width`` likeliest texts at every step; vLLM's names.
+    """Parameters of beam search, with vLLM's names.
 
     Args:
-        beam_width: texts that are kept, and returned.
-        max_tokens: of a text.
-        ignore_eos: go on after the model's end token.
-        temperature: logits are divided by it before their log-probabilities are summed; 0 is 1.
-        length_penalty: a text is ranked by its log-probability over its length to this power.
+        beam_width: number of texts kept at every step, and returned.
+        max_tokens: maximum number of tokens of a text.
+        ignore_eos: continue after the model's end token.
+        temperature: divisor of the logits before log-probabilities are summed; 0 means 1.
+        length_penalty: texts are ranked by log-probability / length ** length_penalty.
         include_stop_str_in_output: keep the end token in ``token_ids`` and ``text``.
+        stop_token_ids: tokens that end a text, in addition to the model's own.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is allowed.
+        TypeError, ValueError: an argument is invalid.
     """
 
     beam_width: int
@@ -206,7 +208,7 @@ class BeamSearchParams:
 
 
 def _temperature(value: Any) -> float:
-    """0, or enough that logits divided by it stay finite in float32."""
+    """Return the temperature, raised if logits divided by it could overflow float32. 0 stays 0."""
     found = _float("temperature", value, 0, 1e6)
     return max(found, LEAST_TEMPERATURE) if found else 0.0
 
@@ -219,11 +221,10 @@ def _int(name: str, value: Any, least: int, most: int) -> int:
 
 
 def _float(name: str, value: Any, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__} {value!r:.60}")
-    if math.isnan(value) or not least <= value <= most:
+    number: float = as_float(name, value, "a number")
+    if not least <= number <= most:  # so written, it refuses NaN too
         raise ValueError(f"{name} must be from {least} to {most}, got {value}")
-    return float(value)
+    return number
 
 
 def _strings(name: str, value: Any) -> list[str]:
@@ -245,7 +246,7 @@ def _tokens(name: str, value: Any) -> list[int]:
 
 
 def _bias(value: Any) -> dict[int, float] | None:
-    """With keys as numbers: JSON knows strings only."""
+    """Validate ``logit_bias`` and convert its keys to integers, because JSON has only strings as keys."""
     if value is None:
         return None
     if not isinstance(value, Mapping) or len(value) > MAX_LISTED:

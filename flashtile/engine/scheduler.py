@@ -1,12 +1,12 @@
-"""Which tokens the next step computes: continuous batching over PagedAttention's memory.
+"""Scheduling of steps: continuous batching over PagedAttention's blocks.
 
-There are no phases. Every sequence has tokens, and some of them computed; a step computes more of them, as
-many as one budget allows, chunks of prompts beside single tokens. Sequences that run go first, in order of
-(priority, arrival). One that finds no block takes the memory of the last in that order, whose tokens are
-computed again later, or swapped out meanwhile. The first in order can always go on, so that all end.
+There are no separate prefill and decode phases. Each step computes further tokens of its sequences within one
+budget, chunks of prompts together with single tokens. Running sequences come first, in the order of
+(priority, arrival). A sequence that finds no free block preempts the last one in that order, which is
+recomputed later or swapped out. The first sequence can always continue, so every request ends.
 
-Decisions alone: no tensor is touched, and nothing is waited for. What is to be copied is written down in
-order.
+The scheduler only decides: it touches no tensor and never waits. Copies of blocks are listed in the schedule,
+in the order in which they must be made.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ ORDER = attrgetter("order")
 
 
 class Entry(NamedTuple):
-    """``num_tokens`` new tokens of a sequence, from ``start`` on.
+    """New tokens of a sequence in a step.
 
-    ``samples`` are the sequences that get a token from the logits after the last of them: none while a prompt
-    is in the middle, the sequence itself, or with it those that were forked from it in this step. Of its
-    guesses each token gets one more after it: the sequence is there ``1 + len(guesses)`` times.
+    Attributes:
+        sequence: the sequence.
+        start: position of the first new token.
+        num_tokens: number of new tokens.
+        row: the sequence's row of the block table.
+        samples: the sequences that get a token from the logits of the last new token. It is empty if the
+            prompt is not finished; otherwise the sequence and those forked from it in this step. A sequence
+            with guesses is listed ``1 + len(guesses)`` times, because a token is drawn after each guess.
     """
 
     sequence: Sequence
@@ -40,14 +45,14 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Schedule:
-    """A step.
+class SchedulerOutput:
+    """The plan of a step.
 
     Attributes:
-        entries: what it computes.
-        moves: (what, pairs of blocks) to be done before, in this order.
-        preempted: sequences that lost their memory for it.
-        swapped: sequences whose blocks the moves bring to the host or back.
+        entries: the sequences and tokens to compute.
+        moves: (kind, pairs of blocks) to copy or swap before, in this order.
+        preempted: sequences that lost their memory.
+        swapped: sequences that the moves swap out or in.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -60,7 +65,7 @@ class Schedule:
         return sum(entry.num_tokens for entry in self.entries)
 
     def move(self, what: str, pairs: Copies) -> None:
-        """Copies join those before them where the order between them does not matter."""
+        """Append moves of blocks. Copies are merged with preceding ones if their order does not matter."""
         if not pairs:
             return
         if what == COPY and self.moves and self.moves[-1][0] == COPY:
@@ -74,14 +79,14 @@ class Schedule:
 
 
 class Scheduler:
-    """The requests that are not finished, and the blocks of their keys and values.
+    """Plans steps for the unfinished requests, and assigns blocks to their sequences.
 
     Args:
-        manager: the blocks.
-        max_num_seqs: sequences that have memory, or wait swapped out, at a time; at most the manager's.
-        max_num_batched_tokens: the budget of a step.
-        prefix_caching: find blocks of earlier prompts and answers again.
-        swap: preempt by swapping to the host where it has room, else by recomputation.
+        manager: the block manager.
+        max_num_seqs: maximum number of sequences that are resident or swapped out; at most the manager's.
+        max_num_batched_tokens: maximum number of tokens of a step.
+        prefix_caching: reuse blocks of earlier prompts and answers.
+        swap: preempt by swapping to the host if it has room, otherwise by recomputation.
     """
 
     def __init__(
@@ -98,42 +103,42 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
-        self._promised = 0  # seats of answers that are not forked yet
+        self._promised = 0  # seats reserved for answers that are not forked yet
         self._beam_searches: set[Request] = set()
-        self._full = False  # somebody waits for a seat
-        self._stuck: tuple[Sequence, int] | None = None  # who found too few blocks, and how many there were
+        self._full = False  # a sequence waits for a seat
+        self._stuck: tuple[Sequence, int] | None = None  # last sequence without room, blocks available then
 
     def add(self, request: Request) -> None:
-        """Queue a new request. ValueError if the pool could never hold it."""
+        """Queue a new request. Raise ValueError if the pool could never hold it."""
         if request.width > self.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs={self.max_num_seqs}, got {request.width}")
         pool, size = self.manager.pool, self.manager.block_size
         longest = request.num_prompt + request.max_outputs
         window = self.manager.window_left
-        if window >= 0:  # a chunk, the window before it, and where both begin and end
+        if window >= 0:  # a chunk and the window before it, plus the partial blocks at both ends
             longest = min(longest, window + self.max_num_batched_tokens + 2 * size)
         needed = -(-longest // size)
         blocks = pool.num_blocks - pool.null_blocks
         if needed > blocks:
             raise ValueError(
                 f"the prompt's {request.num_prompt} tokens with max_tokens={request.max_outputs} need "
-                f"{needed} blocks of keys and values, but there are {blocks}"
+                f"{needed} blocks of keys and values, got a cache of {blocks}"
             )
         for sequence in request.sequences:
             insort(self.waiting, sequence, key=ORDER)
 
-    def schedule(self) -> Schedule:
-        """The next step, with the memory for it; without entries if nothing can be computed now."""
-        step, budget = Schedule(), self.max_num_batched_tokens
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step and reserve its memory. It has no entries if nothing can be computed now."""
+        step, budget = SchedulerOutput(), self.max_num_batched_tokens
         singles = sum(sequence.wanted == 1 for sequence in self.running)
         for sequence in list(self.running):
             wanted = sequence.wanted
             if wanted == 0 or sequence.state is not State.RUNNING:
                 continue
             singles -= wanted == 1
-            # A chunk leaves room for the single tokens behind it.
+            # A chunk leaves budget for the single tokens of later sequences.
             count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
-            if sequence.guesses:  # all of them or none, and nobody loses memory for them
+            if sequence.guesses:  # all guesses or none, and no sequence is preempted for them
                 fits = sequence.num_computed + count <= self.manager.max_seqlen
                 if count == wanted and fits and self._make_room_at_once(sequence, count, step):
                     self._enter(sequence, count, step)
@@ -150,13 +155,13 @@ class Scheduler:
         return step
 
     def settle(self, sequence: Sequence) -> None:
-        """Forget the guesses of a step whose results have been read, and the memory of the wrong ones."""
+        """Drop a sequence's guesses after their step was read, and free the memory of rejected ones."""
         sequence.guesses = []
         if sequence.block_sequence is not None:
             self.manager.truncate(sequence.block_sequence, sequence.num_computed)
 
     def finish(self, sequence: Sequence, reason: str, stop_reason: str | int | None = None) -> None:
-        """End a sequence and release its memory; its full blocks may be found again."""
+        """End a sequence and release its memory. Its full blocks stay in the prefix cache."""
         if sequence.state is State.FINISHED:
             return
         self._leave(sequence)
@@ -164,7 +169,7 @@ class Scheduler:
         sequence.state, sequence.finish_reason, sequence.stop_reason = State.FINISHED, reason, stop_reason
 
     def replace(self, old: list[Sequence], new: list[Sequence], parents: list[int]) -> None:
-        """The next beams: ``new[i]`` continues ``old[parents[i]]``, whose memory it shares or takes over."""
+        """Replace beams: ``new[i]`` continues ``old[parents[i]]``, whose blocks it shares or takes over."""
         manager, left = self.manager, list(parents)
         for i, sequence in enumerate(old):
             if i not in left:
@@ -186,10 +191,10 @@ class Scheduler:
             origin.state, origin.finish_reason, origin.block_sequence = State.FINISHED, "dropped", None
 
     def reset_prefix_cache(self) -> int:
-        """Forget all blocks that could be found again, as after a change of weights; how many there were."""
+        """Empty the prefix cache, for example after a change of weights. Return the number of its blocks."""
         return self.manager.reset_prefix_cache()
 
-    def _make_room(self, sequence: Sequence, count: int, step: Schedule) -> bool:
+    def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
         assert sequence.block_sequence is not None
         while True:
             try:
@@ -202,20 +207,23 @@ class Scheduler:
                 self._preempt(victim, sequence, step)
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
-        """The last in order behind the sequence, which is in no step yet, or a beam that waits for it."""
+        """Return the sequence to preempt: the last in order, or else a held beam; None if there is none.
+
+        Later sequences are not in the step yet, and held beams are in none.
+        """
         last = self.running[-1]
         if last is not sequence:
             return last
         return next((one for one in reversed(self.running) if one.held and one is not sequence), None)
 
-    def _preempt(self, victim: Sequence, keeper: Sequence, step: Schedule) -> None:
+    def _preempt(self, victim: Sequence, keeper: Sequence, step: SchedulerOutput) -> None:
         request = victim.request
         request.metrics.preemptions += 1
         self.num_preemptions += 1
         step.preempted.append(victim)
         victim.guesses = []
         if self.swap and not victim.held and victim.block_sequence is not None:
-            # What the answers of a request share stays shared where they go together.
+            # Answers of a request are swapped together, so that their shared blocks stay shared.
             entered = {one for entry in step.entries for one in (entry.sequence, *entry.samples)}
             group = [
                 one for one in request.sequences
@@ -230,11 +238,11 @@ class Scheduler:
         victim.state, victim.num_computed = State.WAITING, 0
         insort(self.waiting, victim, key=ORDER)
 
-    def _admit(self, budget: int, step: Schedule) -> None:
-        """Sequences that wait, in order, while there are tokens, seats and blocks for the whole of them.
+    def _admit(self, budget: int, step: SchedulerOutput) -> None:
+        """Start waiting sequences in order, while the budget, the seats and the blocks suffice.
 
-        Where they wait for seats, several are let in at a time: a step with a prompt costs more than one of
-        single tokens alone, which is captured in a graph.
+        When sequences wait for seats, wait until several are free: a step with a prompt costs more than a
+        step of single tokens, which runs as a CUDA graph.
         """
         seats = self.max_num_seqs - self._seats_taken()
         if self._full and self.running and seats < self.max_num_seqs // 32:
@@ -244,7 +252,7 @@ class Scheduler:
             if budget <= 0:
                 return
             if sequence.pending or sequence.held or sequence.state not in (State.WAITING, State.SWAPPED):
-                continue  # held back, or swapped in beside another
+                continue  # held, or already swapped in together with another sequence
             if sequence.state is State.SWAPPED:
                 if not self._swap_in(sequence, step):
                     return
@@ -265,7 +273,7 @@ class Scheduler:
             budget -= count
 
     def _seats(self, sequence: Sequence) -> int:
-        """Seats that a sequence without memory takes; a beam search keeps its own to the end."""
+        """Return the seats that a sequence without memory needs. A beam search keeps its seats to the end."""
         if sequence.request.is_beam_search:
             return 0 if sequence.request in self._beam_searches else sequence.request.width
         return 1 if sequence.forked else sequence.request.width
@@ -278,8 +286,11 @@ class Scheduler:
                 taken += request.width - sum(one.block_sequence is not None for one in request.sequences)
         return taken
 
-    def _start(self, sequence: Sequence, budget: int, step: Schedule) -> int:
-        """Give a sequence memory for its first tokens; 0 if there is too little for all of them."""
+    def _start(self, sequence: Sequence, budget: int, step: SchedulerOutput) -> int:
+        """Reserve memory for a sequence's first tokens and return their number.
+
+        Returns 0 if the free blocks would not suffice for the whole sequence.
+        """
         manager, request = self.manager, sequence.request
         stuck = self._stuck is not None and self._stuck[0] is sequence and self.running
         if stuck and self._stuck is not None and manager.pool.available <= self._stuck[1]:
@@ -288,7 +299,7 @@ class Scheduler:
         number = manager.create(sequence.tokens if reads else (), request.salt)
         found, size = manager.length(number), manager.block_size
         needed = -(-len(sequence.tokens) // size) - found // size
-        spare = len(self.running)  # each may need a block soon
+        spare = len(self.running)  # each running sequence may need a block soon
         count = min(len(sequence.tokens) - found, budget)
         fits = not self.running or manager.window_left >= 0 or needed + spare <= manager.pool.available
         try:
@@ -310,7 +321,7 @@ class Scheduler:
             self.prefix_hits += found
         return count
 
-    def _make_room_at_once(self, sequence: Sequence, count: int, step: Schedule) -> bool:
+    def _make_room_at_once(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
         assert sequence.block_sequence is not None
         try:
             step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
@@ -318,12 +329,15 @@ class Scheduler:
             return False
         return True
 
-    def _swap_in(self, sequence: Sequence, step: Schedule) -> bool:
+    def _swap_in(self, sequence: Sequence, step: SchedulerOutput) -> bool:
         group = [one for one in sequence.request.sequences if one.state is State.SWAPPED and not one.pending]
         return self._swap(sequence, group, SWAP_IN, step)
 
-    def _swap(self, sequence: Sequence, group: list[Sequence], what: str, step: Schedule) -> bool:
-        """Move the group that a sequence belongs to, or it alone where there is no room for all."""
+    def _swap(self, sequence: Sequence, group: list[Sequence], what: str, step: SchedulerOutput) -> bool:
+        """Swap a sequence together with its group, or only the sequence if there is no room for all.
+
+        Returns whether anything was swapped.
+        """
         out = what == SWAP_OUT
         move = self.manager.swap_out if out else self.manager.swap_in
         for together in (group, [sequence]) if len(group) > 1 else ([sequence],):
@@ -340,8 +354,8 @@ class Scheduler:
             return True
         return False
 
-    def _enter(self, sequence: Sequence, count: int, step: Schedule) -> None:
-        """Put the next tokens of a sequence into the step; fork it if they are the last of its prompt."""
+    def _enter(self, sequence: Sequence, count: int, step: SchedulerOutput) -> None:
+        """Add a sequence's next ``count`` tokens to the step. Fork it if they complete its prompt."""
         start = sequence.num_computed
         assert sequence.block_sequence is not None
         complete = start + count == sequence.num_tokens + len(sequence.guesses)
@@ -356,7 +370,7 @@ class Scheduler:
         step.entries.append(Entry(sequence, start, count, row, samples))
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """The other answers to a prompt that is computed now; beams are forked when they part."""
+        """Fork the other answers from a sequence whose prompt is complete. Beams are forked later."""
         request = sequence.request
         if sequence.forked:
             return []
@@ -375,8 +389,8 @@ class Scheduler:
         request.sequences += forks
         return forks
 
-    def _cache_prompts(self, step: Schedule) -> None:
-        """Blocks of prompts that this step completes, for the requests of the steps after it."""
+    def _cache_prompts(self, step: SchedulerOutput) -> None:
+        """Enter the blocks of prompts that this step completes into the prefix cache, for later steps."""
         if not self.prefix_caching:
             return
         for sequence, start, count, _, samples in step.entries:

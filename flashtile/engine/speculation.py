@@ -1,16 +1,16 @@
-"""Guesses of the next tokens, which one step checks all at once.
+"""Speculative decoding: guesses of the next tokens, which one step verifies together.
 
-Two ways to guess. Prompt look-up (Saxena 2023): where a text repeats itself, what followed the last few
-tokens before is likely to follow again. A draft model (Leviathan et al. 2023, arXiv:2211.17192): a small
-model goes on from the text, and beside each of its tokens the next likely ones may be guessed, too, as a tree
-(Miao et al. 2024, SpecInfer, arXiv:2305.09781).
+There are two ways to guess. Prompt lookup (Saxena 2023) finds an earlier occurrence of the last few tokens
+and proposes the tokens that followed it. A draft model (Leviathan et al. 2023, arXiv:2211.17192) is a small
+model that continues the text. It may also propose its next likely tokens at each position, as a tree (Miao et
+al. 2024, SpecInfer, arXiv:2305.09781).
 
-A step computes the guesses behind a sequence's last token, draws a token after each, and keeps them along
-those guesses that were drawn. A draw is an argmax of logits with noise, and the noise depends on the seed and
-the position alone (:mod:`flashtile.engine.sampler`), so that an answer is the same, token by token, as
-without guesses, greedy or not. The draft model draws with the same noise. So its guess is right with a
-probability of at least (1 - d) / (1 + d), where d is the total variation distance of the two models' next
-tokens (Daliri et al. 2025, arXiv:2408.07978), without the second draw of rejection sampling.
+A step computes a sequence's last token and its guesses, and draws a token after each of them. It keeps the
+longest path of guesses that equal the tokens drawn before them. A draw is an argmax of logits with noise, and
+the noise depends only on seed and position (:mod:`flashtile.engine.sampler`). So an answer is token by token
+the same as without guesses, greedy or not. The draft model draws with the same noise. Its guess is therefore
+right with a probability of at least (1 - d) / (1 + d), where d is the total variation distance of the two
+models' next-token distributions (Daliri et al. 2025, arXiv:2408.07978). Rejection sampling is not needed.
 """
 
 from __future__ import annotations
@@ -20,38 +20,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flashtile.checks.arguments import is_choice
 from flashtile.checks.conversions import as_int
 from flashtile.engine.request import Sequence, State
 from flashtile.engine.sampling_params import SamplingParams
 
 MOST_GUESSES = 62
-"""With the tokens before them they fit into the 64 bits of a tree mask's row."""
+"""Largest number of guesses: with up to two tokens before them, a row of the tree mask fits into 64 bits."""
 
 UNKNOWN = -1
-"""A guess that the draft model makes during the step."""
+"""Placeholder of a guess that the draft model makes during the step."""
 
 
 class Guesses(NamedTuple):
-    """``parents[i]`` is what guess i stands behind: 0 is the sequence's last token, j + 1 is guess j < i.
+    """A tree of guesses.
 
-    Guesses in a row come first, so that they lie where they belong in the cache; their siblings follow."""
+    ``parents[i]`` is the node that guess i follows: 0 is the sequence's last token, j + 1 is guess j < i. The
+    chain of first choices comes first, so that its cache slots are those of its positions. Siblings follow.
+    """
 
     tokens: list[int]
     parents: tuple[int, ...]
 
 
 def row(tokens: list[int]) -> Guesses:
-    """One behind the other."""
+    """Return guesses that form a chain."""
     return Guesses(tokens, tuple(range(len(tokens))))
 
 
 def comb(depth: int, width: int) -> tuple[int, ...]:
-    """The parents of ``depth`` guesses in a row, and of ``width - 1`` siblings beside each of them."""
+    """Return the parents of a chain of ``depth`` guesses, followed by ``width - 1`` siblings of each."""
     return (*range(depth), *(parent for parent in range(depth) for _ in range(width - 1)))
 
 
 def depths(parents: tuple[int, ...]) -> list[int]:
-    """Of the last token, which is 0, and of each guess."""
+    """Return the depth of each node of the tree: 0 for the last token, then that of each guess."""
     found = [0]
     for parent in parents:
         found.append(found[parent] + 1)
@@ -59,7 +62,7 @@ def depths(parents: tuple[int, ...]) -> list[int]:
 
 
 def visible(parents: tuple[int, ...]) -> list[int]:
-    """What each node of the tree, the last token first, sees of it: bit i is node i."""
+    """Return the nodes that each node of the tree sees, the last token first: bit i stands for node i."""
     found = [1]
     for node, parent in enumerate(parents, 1):
         found.append(found[parent] | 1 << node)
@@ -67,7 +70,11 @@ def visible(parents: tuple[int, ...]) -> list[int]:
 
 
 def way(guesses: list[int], parents: tuple[int, ...], draws: list[int]) -> list[int]:
-    """The nodes, from the last token (0) on, whose guesses were drawn. ``draws[i]`` came after node i."""
+    """Return the accepted path of nodes, which begins with the last token (0).
+
+    ``draws[i]`` is the token drawn after node i. A guess is accepted if its parent is on the path and the
+    token drawn after that parent equals the guess.
+    """
     found = [0]
     while True:
         last = found[-1]
@@ -84,11 +91,11 @@ def way(guesses: list[int], parents: tuple[int, ...], draws: list[int]) -> list[
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """vLLM's names.
+    """Parameters of prompt lookup, with vLLM's names.
 
     Args:
-        num_speculative_tokens: guesses at a time, at most.
-        prompt_lookup_max, prompt_lookup_min: how many last tokens must have stood together before.
+        num_speculative_tokens: maximum number of guesses in a step.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest run of last tokens that is searched for.
     """
 
     num_speculative_tokens: int = 4
@@ -97,18 +104,18 @@ class PromptLookup:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Of the most guesses at a time."""
+        """Parents of the largest set of guesses, a chain."""
         return tuple(range(self.num_speculative_tokens))
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A small model that guesses; ``num_speculative_tokens`` and ``model`` are vLLM's names.
+    """Parameters of a draft model; ``num_speculative_tokens`` and ``model`` are vLLM's names.
 
     Args:
-        model: its folder. It must have the vocabulary of the model that it guesses for.
-        num_speculative_tokens: guesses in a row.
-        tree_width: likeliest tokens that are guessed at each place: 1 is a row, more is a tree.
+        model: folder of the draft model, which must have the target model's vocabulary.
+        num_speculative_tokens: length of the chain of guesses.
+        tree_width: number of tokens guessed at each position: 1 is a chain, more is a tree.
     """
 
     model: Path
@@ -117,17 +124,17 @@ class DraftModel:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Of the most guesses at a time."""
+        """Parents of the largest tree of guesses."""
         return comb(self.num_speculative_tokens, self.tree_width)
 
 
 def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftModel:
-    """From vLLM's ``speculative_config``; errors name what is wrong with it."""
+    """Validate vLLM's ``speculative_config`` and return the parameters of its method."""
     if not isinstance(config, Mapping):
         raise TypeError(f"speculative_config must be a dict, got {type(config).__name__} {config!r:.60}")
     values = dict(config)
     method = values.pop("method", "draft_model" if "model" in values else None)
-    if method not in ("ngram", "draft_model"):
+    if not is_choice(method, ("ngram", "draft_model")):
         raise NotImplementedError(
             f"speculative_config must have the method 'ngram' or 'draft_model', got {method!r:.60}"
         )
@@ -135,13 +142,13 @@ def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftMo
     unknown = set(values) - set(kind.__dataclass_fields__)
     if unknown:
         raise NotImplementedError(
-            f"speculative_config has fields that {method} does not have: {sorted(unknown)}"
+            f"speculative_config must have only fields of {method}, got {sorted(unknown)}"
         )
     folder = values.pop("model", None)
     given: dict[str, Any] = {name: as_int(name, value) for name, value in values.items()}
     if kind is DraftModel:
         if not isinstance(folder, (str, Path)):
-            text = "speculative_config must have the draft model's folder as model"
+            text = "speculative_config must have a field model with the draft model's folder"
             raise TypeError(f"{text}, got {folder!r:.60}")
         given["model"] = Path(folder)
     found: PromptLookup | DraftModel = kind(**given)
@@ -156,20 +163,23 @@ def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftMo
             )
     elif not 1 <= found.prompt_lookup_min <= found.prompt_lookup_max <= 16:
         raise ValueError(
-            "prompt_lookup_min and prompt_lookup_max must be from 1 to 16, in this order, got "
+            "prompt_lookup_min and prompt_lookup_max must be from 1 to 16, in ascending order, got "
             f"{found.prompt_lookup_min} and {found.prompt_lookup_max}"
         )
     return found
 
 
 def make_speculator(settings: PromptLookup | DraftModel) -> Speculator | DraftSpeculator:
-    """What guesses as ``settings`` say."""
+    """Make the speculator that ``settings`` describe."""
     return Speculator(settings) if isinstance(settings, PromptLookup) else DraftSpeculator(settings)
 
 
 def _room(sequence: Sequence, most: int, lead: int) -> int:
-    """Guesses in a row that are worth it: 0 where the next step does not go on with an answer, or computes
-    more than ``lead`` tokens before them."""
+    """Return the useful length of a chain of guesses, at most ``most``.
+
+    It is 0 if the next step does not continue an answer, or computes more than ``lead`` tokens before the
+    guesses.
+    """
     params, answered = sequence.request.params, sequence.num_outputs
     if sequence.state is not State.RUNNING or sequence.pending or not answered:
         return 0
@@ -181,14 +191,14 @@ def _room(sequence: Sequence, most: int, lead: int) -> int:
 
 
 class Speculator:
-    """Guesses from what a sequence has had before."""
+    """Guesses by prompt lookup, from a sequence's own earlier tokens."""
 
     def __init__(self, settings: PromptLookup):
         self.settings = settings
         self._places: dict[Sequence, tuple[int, dict[tuple[int, ...], int]]] = {}
 
     def guess(self, sequence: Sequence) -> Guesses:
-        """What may follow the tokens of a sequence, or nothing."""
+        """Guess the tokens that follow a sequence. Return no guesses if its last tokens are new."""
         count = _room(sequence, self.settings.num_speculative_tokens, 1)
         if not count:
             return row([])
@@ -197,7 +207,7 @@ class Speculator:
             at = places.get(tuple(tokens[-length:]))
             if at is not None and len(tokens) > length:
                 guesses = tokens[at : at + count]
-                while len(guesses) < count:  # a text that repeats itself in short goes on to do so
+                while len(guesses) < count:  # continue a repetition shorter than the guesses
                     guesses.append(guesses[at - len(tokens)])
                 return row(guesses)
         return row([])
@@ -206,7 +216,7 @@ class Speculator:
         self._places.pop(sequence, None)
 
     def _index(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
-        """By some tokens in a row, where what followed them last begins."""
+        """Map each run of tokens to the position after its latest occurrence."""
         done, places = self._places.get(sequence, (1, {}))
         tokens = sequence.tokens
         for end in range(done, len(tokens)):  # the last tokens have nothing after them yet
@@ -218,19 +228,22 @@ class Speculator:
 
 
 class DraftSpeculator:
-    """Says how many guesses the draft model makes, on the device, in the step that checks them."""
+    """Chooses how many guesses the draft model makes for a sequence.
+
+    The draft model makes the guesses themselves on the device, in the step that verifies them.
+    """
 
     def __init__(self, settings: DraftModel):
         self.settings = settings
 
     def guess(self, sequence: Sequence) -> Guesses:
-        # Behind a right sibling, which lies in the wrong place, two tokens are to be computed.
+        # After an accepted sibling, whose cache slot is wrong, two tokens are computed before the guesses.
         lead = 1 + (self.settings.tree_width > 1)
         depth = _room(sequence, self.settings.num_speculative_tokens, lead)
         parents = self.settings.parents
         if depth < self.settings.num_speculative_tokens:
-            parents = comb(depth, 1)  # near its end, where there is no place for siblings either
+            parents = comb(depth, 1)  # near the end of the answer there is no room for siblings
         return Guesses([UNKNOWN] * len(parents), parents)
 
     def forget(self, sequence: Sequence) -> None:
-        """It remembers nothing."""
+        """Do nothing: this speculator keeps no state of sequences."""

@@ -1,8 +1,9 @@
-"""Chat templates: Jinja's, in its sandbox, with bounds on what they compute.
+"""Rendering of Jinja chat templates in a sandbox, with bounds on time and memory.
 
-A template comes with the weights, from anywhere. Jinja's sandbox keeps it from Python's internals, but not
-from work without end or memory without bound: ``{{ 'a' * 10**9 }}``. So every loop, call, filter and operator
-that can make much of little draws on an account of steps and characters, which grows with what is rendered.
+A template comes with the weights and is not trusted. Jinja's sandbox keeps it from Python's internals, but
+bounds neither its time nor its memory: ``{{ 'a' * 10**9 }}``. So every loop, call, filter and operator that
+can multiply its input is charged to an account of steps and characters. The account grows with the size of
+the rendered variables.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_TEMPLATE = 2**20
 STEPS, CHARACTERS = 2**17, 2**24
 STEPS_EACH, CHARACTERS_EACH = 4, 256
-"""More, for each character that is rendered: templates that gather a text bit by bit copy it often."""
+"""Additional budget for each character of the variables: templates that append to a text copy it often."""
 ACCOUNT = " account"
-"""The variable that holds it: no template can name it."""
+"""The variable that holds the account. No template can name it, because of its space."""
 
 STRUCTURAL = {
     "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last",
     "length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "round", "select",
     "selectattr", "sort", "sum", "unique",
 }  # fmt: skip
-"""Filters that make no text of all that they are given."""
+"""Filters that do not convert their whole input to text."""
 
 
 class Account:
-    """What a template may still do."""
+    """A template's remaining budget of steps and characters."""
 
     def __init__(self, variables: Mapping[str, Any]):
         self.steps, self.characters = 2**62, 2**62
@@ -45,14 +46,14 @@ class Account:
         self.steps, self.characters = STEPS + STEPS_EACH * size, CHARACTERS + CHARACTERS_EACH * size
 
     def pay(self, characters: int, steps: int = 0) -> None:
-        """TemplateError if it cannot."""
+        """Charge characters and steps. Raise TemplateError if the budget is exceeded."""
         self.characters -= characters
         self.steps -= steps
         if self.characters < 0 or self.steps < 0:
             raise TemplateError("it computes more than a chat template may")
 
     def pay_for(self, value: Any) -> None:
-        """The characters that a value has as text, and a step for each thing in it."""
+        """Charge the characters of a value as text, and a step for each of its elements."""
         if isinstance(value, str):
             self.pay(len(value))
         elif isinstance(value, int):
@@ -66,7 +67,7 @@ class Account:
                 self.pay_for(one)
 
     def pay_for_numbers(self, values: Iterable[Any]) -> None:
-        """Widths, counts and the like: as many characters as they say."""
+        """Charge numbers that may be widths or counts: as many characters as their values."""
         for value in values:
             if isinstance(value, int):
                 self.pay(abs(value))
@@ -76,7 +77,7 @@ class Account:
                 self.pay_for_numbers(value.values())
 
     def pay_for_text(self, text: str, name: str, given: tuple[Any, ...]) -> None:
-        """What a method or a filter may make of a text with such arguments."""
+        """Charge the longest text that a method or filter can make from ``text`` and these arguments."""
         self.pay_for_numbers(given)
         if name in ("replace", "translate", "join", "format", "format_map"):
             self.pay_for(given)
@@ -89,7 +90,7 @@ class Account:
 
 
 class GenerationTag(Extension):
-    """``{% generation %}``: what the assistant says, for training. Here it is like any other text."""
+    """``{% generation %}`` marks the assistant's text for training. Here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
@@ -100,7 +101,7 @@ class GenerationTag(Extension):
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Charge each turn of a loop and each call of a macro, with the constant text that it writes."""
+    """Add a charge to each iteration of a loop and each call of a macro, with the constant text it writes."""
     bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
     for node in bodies:
         size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
@@ -162,14 +163,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text that a template makes of variables.
+    """Render a template with variables.
 
     Raises:
-        ValueError: it does not take them, refuses them, or computes too much.
+        ValueError: the template is invalid, fails on these variables, refuses them, or exceeds its budget.
     """
     try:
         return _compiled(template).render({**variables, ACCOUNT: Account(variables)})
-    except Exception as error:  # a template can raise whatever Python can
+    except Exception as error:  # a template can raise any exception
         found = str(error) or type(error).__name__
         raise ValueError(f"the chat template does not take these messages: {found}") from None
 
@@ -187,7 +188,7 @@ def _compiled(template: str) -> Template:
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that pays for what it makes."""
+    """Return a filter that charges its input and its result to the template's account."""
     wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", "nothing")
 
     @pass_context
@@ -221,7 +222,7 @@ def _charged(context: Context, value: Any, characters: int) -> Any:
 
 @pass_context
 def _joined(context: Context, values: list[Any]) -> str:
-    """``a ~ b``."""
+    """Concatenate values as the operator ``a ~ b`` does, and charge them."""
     context[ACCOUNT].pay_for(values)
     return "".join(map(str, values))
 
@@ -243,7 +244,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """With Transformers' arguments; Jinja's own escapes for HTML."""
+    """Convert to JSON with Transformers' arguments. Jinja's own filter escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

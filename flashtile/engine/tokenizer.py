@@ -1,4 +1,4 @@
-"""Text to tokens and back, from a model's folder; chat templates."""
+"""Tokenizers and chat templates, read from a model's folder."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 from flashtile.engine.config import ConfigError, read_json
 
 BYTES = "ByteTokenizer"
-"""``tokenizer_class`` in tokenizer_config.json of a model whose tokens are bytes."""
+"""The ``tokenizer_class`` in tokenizer_config.json that means: tokens are UTF-8 bytes."""
 
 PLAIN_CHAT = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For models of bytes, which have no template of their own."""
+"""Chat template of byte-level models, which have none of their own."""
 
 SHORT = 8
-"""Characters for each token that a prompt may have, up to which a text is simply encoded."""
+"""A text of at most so many characters per allowed token is encoded without a check of its length."""
 PIECE, CERTAIN = 2**14, 64
-"""Characters of a longer text that are encoded together to count tokens; tokens that cuts may add to it."""
+"""Characters of a longer text that are encoded together; margin of tokens for the cuts between pieces."""
 
 
 def _characters_of_bytes() -> dict[str, int]:
-    """The byte that a character stands for in tokens of bytes (Radford et al. 2019, GPT-2's encoder)."""
+    """Map each character of a byte-level token to its byte (GPT-2's encoder, Radford et al. 2019)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -39,20 +39,19 @@ BYTE_OF = _characters_of_bytes()
 
 
 class TextStream(ABC):
-    """The text of tokens that come one by one."""
+    """Incremental decoding of tokens."""
 
     @abstractmethod
     def step(self, token: int) -> str:
-        """The text that is certain now: bytes that do not make a character yet are held back."""
+        """Append a token and return the new text. Bytes of an incomplete character are held back."""
 
     @abstractmethod
     def flush(self) -> str:
-        """What was held back, as well as it can be shown."""
+        """Return the text that was held back, with replacement characters where bytes are missing."""
 
 
 class Tokenizer(ABC):
-    """What the engine asks of one. ``eos_token_ids`` come from its own config and end answers in addition to
-    the model's."""
+    """Interface of a tokenizer. Its ``eos_token_ids`` end answers in addition to those of the model."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
@@ -61,13 +60,13 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of a text, with those around it that the model was trained with."""
+        """Return the tokens of a text, with special tokens like BOS that the tokenizer adds around it."""
 
     def is_longer(self, text: str, most: int) -> bool:
-        """Whether a text has certainly more than ``most`` tokens; little more of it than that is read.
+        """Return True if a text certainly has more than ``most`` tokens, without encoding all of it.
 
-        A text is read in pieces, whose tokens are those of the whole but for a few at each cut. Twice
-        ``most`` is certain.
+        The text is encoded in pieces. Cuts between pieces change a few tokens, so the count must exceed twice
+        ``most``.
         """
         if len(text) <= SHORT * most:
             return False
@@ -83,10 +82,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """What a token adds to a text in UTF-8, maybe a part of a character; nothing for unknown tokens."""
+        """UTF-8 bytes that a token adds to a text, possibly part of a character; empty for unknown tokens."""
 
     def spell(self, token: int) -> str:
-        """A token as text, or ``bytes:\\xe2\\x98``, as OpenAI has it, where it is a part of a character."""
+        """Return a token as text, or in OpenAI's form ``bytes:\\xe2\\x98`` if it is part of a character."""
         found = self._spelt.get(token)
         if found is None:
             data = self.token_bytes(token)
@@ -103,7 +102,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-        """A stream that goes on after the tokens ``before``, whose text it does not repeat."""
+        """Return a stream that continues after the tokens ``before``. Their text is not repeated."""
 
     def apply_chat_template(
         self,
@@ -115,16 +114,17 @@ class Tokenizer(ABC):
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt that a conversation is, by the model's Jinja template, in its sandbox.
+        """Render a conversation as a prompt, with the model's Jinja template in a sandbox.
 
         Args:
             messages: dicts with ``role`` and ``content``. The ``arguments`` of ``tool_calls`` may be JSON
-                texts, as OpenAI's are: the template gets them as objects.
-            chat_template: instead of the model's, or the name of one of them. None: the one named "tool_use"
-                where there are tools, else the one named "default".
-            add_generation_prompt: end where the assistant begins to speak.
-            continue_final_message: end within the last message instead.
-            tools, variables: what else the template may show.
+                texts as in OpenAI's interface; the template gets them as objects.
+            chat_template: a template, or the name of one of the model's. None: "tool_use" if there are tools
+                and the model has that template, otherwise "default".
+            add_generation_prompt: append the beginning of an assistant message.
+            continue_final_message: end the prompt within the last message, so that the model continues it.
+            tools: descriptions of tools for the template.
+            variables: further variables of the template.
 
         Raises:
             ValueError: there is no template, or it does not take these messages.
@@ -160,7 +160,7 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes; of the models that the demo trains. What other tokens a model has are no text."""
+    """Tokens are UTF-8 bytes, as in the demo's models. Tokens from 256 on have no text."""
 
     vocab_size = 256
     chat_templates: Mapping[str, str] = {"default": PLAIN_CHAT}
@@ -190,7 +190,7 @@ class _ByteStream(TextStream):
 
 
 class FastTokenizer(Tokenizer):
-    """tokenizer.json, by the ``tokenizers`` package."""
+    """The tokenizer in tokenizer.json, run by the ``tokenizers`` package."""
 
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer as Loaded
@@ -198,12 +198,12 @@ class FastTokenizer(Tokenizer):
         path = folder / "tokenizer.json"
         try:
             self.loaded = Loaded.from_file(str(path))
-            self.loaded.encode("")  # with tokens around it, which the file may lack
+            self.loaded.encode("")  # fails if special tokens are missing from the vocabulary
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # bare Exceptions, and panics, which are none
+        except BaseException as error:  # the package raises bare Exceptions, and panics as BaseException
             raise ConfigError(f"{path} is not a tokenizer: {error}") from None
-        self.loaded.no_truncation()  # which training may have left in the file, as it may padding
+        self.loaded.no_truncation()  # training may have left truncation and padding in the file
         self.loaded.no_padding()
         self.vocab_size = self.loaded.get_vocab_size(with_added_tokens=True)
         config = _tokenizer_config(folder)
@@ -230,13 +230,13 @@ class FastTokenizer(Tokenizer):
             return bytes(BYTE_OF[character] for character in text)
         if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             return bytes.fromhex(text[3:5])
-        # A decoder may treat the first token of a text otherwise: the second one is as within a text.
+        # A decoder may treat a text's first token specially, so use the text that a second one adds.
         once, twice = (self.decode([token] * count, False) for count in (1, 2))
         return twice[len(once) :].encode()
 
     @functools.cached_property
     def decoders(self) -> set[str]:
-        """The types of those that make texts of tokens."""
+        """The types of the tokenizer's decoders."""
         decoder = self.loaded.decoder
         found = [] if decoder is None else [json.loads(decoder.__getstate__())]
         for one in found:
@@ -248,10 +248,10 @@ class FastTokenizer(Tokenizer):
 
 
 class _FastStream(TextStream):
-    """The text of a window of late tokens, twice: without and with the newest. The difference is new.
+    """Decodes a window of the last tokens with and without the newest; the difference is the new text.
 
-    A tokenizer's decoder may treat the first token of a text otherwise than the same one inside, so that the
-    window begins some tokens early. It moves on whenever text has come out of it.
+    A decoder may treat the first token of a text specially, so the window begins some tokens earlier. It
+    moves forward whenever it has yielded text.
     """
 
     CONTEXT = 5
@@ -273,7 +273,7 @@ class _FastStream(TextStream):
         new = text[len(self.shown) :]
         if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MOST_WAITING:
             return ""
-        if text == self.shown:  # special tokens, which are left out
+        if text == self.shown:  # special tokens, which are skipped
             del self.window[self.read :]
             return ""
         del self.window[: self.read]
@@ -285,11 +285,11 @@ class _FastStream(TextStream):
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model's folder.
+    """Load the tokenizer of a model's folder.
 
     Raises:
         FileNotFoundError: there is no tokenizer.json.
-        ConfigError: a file of it is broken.
+        ConfigError: one of its files is invalid.
         ModuleNotFoundError: tokenizers is not installed (``pip install 'flashtile[engine]'``).
     """
     if _tokenizer_config(folder).get("tokenizer_class") == BYTES:
@@ -302,7 +302,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """With the special tokens of older folders, which have a file of their own for them."""
+    """Read tokenizer_config.json, and the special tokens that older folders have in a separate file."""
     paths = (folder / "special_tokens_map.json", folder / "tokenizer_config.json")
     found: dict[str, Any] = {}
     for path in paths:
@@ -311,7 +311,7 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name: from files of their own, or from tokenizer_config.json."""
+    """Return chat templates by name, from .jinja files or else from tokenizer_config.json."""
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
@@ -333,7 +333,7 @@ def _checked_message(message: Any) -> dict[str, Any]:
         raise ValueError(f"messages must be dicts with a role and a content, got {message!r:.60}")
     message = dict(message)
     content = message.get("content")
-    if isinstance(content, list):  # OpenAI's parts, of which text is served
+    if isinstance(content, list):  # OpenAI's content parts; only text is supported
         parts = [part if isinstance(part, Mapping) else {} for part in content]
         if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in parts):
             raise ValueError("messages must have parts of type 'text' only in their content")
@@ -349,7 +349,7 @@ def _checked_message(message: Any) -> dict[str, Any]:
 
 
 def _with_object_arguments(call: Any) -> Any:
-    """A tool call whose arguments are an object, as templates take them: OpenAI's are the JSON of one."""
+    """Return a tool call with its arguments as an object, as templates expect. OpenAI's are JSON texts."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

@@ -1,4 +1,4 @@
-"""Numbers on their way to the device, without a wait of the host: from pinned memory, in one copy a step."""
+"""Transfers of numbers to the device, one copy per step from pinned memory, so that the host never waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 RING = 3
-"""Steps of which the host's numbers are kept: one runs, one waits, one is written."""
+"""Number of pinned buffers: one step runs, one is queued, and one is being written."""
 
 
 class Transfer:
-    """A place on the device that each step's int32 numbers are copied to, always from its start on.
+    """A device buffer for each step's int32 numbers. Every step overwrites it from its start.
 
     Args:
-        count: numbers of a step, at most.
+        count: maximum number of int32 numbers of a step.
+        device: device of the buffer.
     """
 
     def __init__(self, count: int, device: torch.device):
@@ -27,7 +28,7 @@ class Transfer:
         self._turn = 0
 
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Views of all of them on the device, one after another."""
+        """Copy lists of integers, then int32 tensors, to the device. Return a view of each."""
         self._turn = (self._turn + 1) % RING
         flat = array("i", [number for part in parts for number in part])
         written: list[Tensor] = [torch.frombuffer(flat, dtype=torch.int32)] if flat else []
@@ -41,8 +42,10 @@ class Transfer:
 
 
 def on_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.tensor(numbers)`` there. A copy from memory that is not pinned would wait for all that the
-    device has been given."""
+    """Return ``torch.tensor(numbers)`` on the device, copied from pinned memory.
+
+    A copy from pageable memory would wait for all work queued on the device.
+    """
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

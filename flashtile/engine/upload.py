@@ -1,8 +1,8 @@
-"""Weights on their way to a GPU, before they are asked for.
+"""Uploading of weights to a GPU, ahead of their use.
 
 A copy from mapped memory goes through the driver's own pinned buffer, which one thread fills, page fault by
-page fault. Here several threads read parts of the files into pinned memory, and each part goes on to the GPU
-while others are read. The weights that will be asked for next are on their way as well.
+page fault. Here several threads read parts of the files into pinned memory, and each part is copied to the
+GPU while others are read. Weights that will be needed next are read in advance.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 PART_BYTES = 2**22
-"""That one thread reads at a time."""
+"""Bytes per read of one thread."""
 THREADS = 8
 AHEAD_BYTES = 2**28
-"""Of weights that are on their way and not asked for yet."""
+"""Largest number of bytes of weights that are read ahead of their use."""
 
 
 class Stretch(NamedTuple):
-    """Where a tensor lies: ``nbytes`` from ``offset`` on in a file."""
+    """The bytes of a tensor in a file: ``nbytes`` from ``offset`` on."""
 
     path: Path
     offset: int
@@ -37,11 +37,12 @@ class Stretch(NamedTuple):
 
 
 class Upload:
-    """``upload(name)``: the tensor of a name, on the device.
+    """Loads tensors by name: ``upload(name)`` returns the tensor on the device.
 
     Args:
-        stretches: by name, in about the order in which they will be asked for; each is asked for once.
-        device: where to. The copies are part of the stream that is current now, and so is what uses them.
+        stretches: the tensors' bytes by name, in about the order of use. Each tensor may be loaded once.
+        device: the target device. Copies run on the stream that is current when this object is made; use the
+            tensors on that stream.
     """
 
     def __init__(self, stretches: dict[str, Stretch], device: torch.device):
@@ -87,9 +88,9 @@ class Upload:
         room, event = self._rooms.get()
         try:
             if event is not None:
-                event.synchronize()  # what it held before has arrived
+                event.synchronize()  # the buffer's previous copy has finished
             _read(file, offset, room[: len(target)])
-            # A thread has neither of its caller's.
+            # Inference mode and the current stream are thread-local.
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 target.copy_(room[: len(target)], non_blocking=True)
                 if event is not None:
@@ -104,7 +105,7 @@ def _close(files: Sequence[int]) -> None:
 
 
 def _read(file: int, offset: int, room: Tensor) -> None:
-    """Fill the room from a place in a file."""
+    """Fill a pinned buffer from a file, beginning at ``offset``."""
     view = memoryview((ctypes.c_char * len(room)).from_address(room.data_ptr())).cast("B")
     while view:
         count = os.preadv(file, [view], offset)

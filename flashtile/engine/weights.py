@@ -1,7 +1,7 @@
-"""The weights of a model by Hugging Face's names: which there are, from safetensors or at random.
+"""A model's weights under Hugging Face's names: their shapes, and their values from safetensors or at random.
 
-Only safetensors are read: a pickled checkpoint runs code. A tensor comes when it is asked for, so that a
-model that puts several into one needs little more memory than its own.
+Only safetensors are read, because unpickling a checkpoint can run code. Tensors are loaded on request, so a
+model that concatenates several of them needs little more memory than its own.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from flashtile.engine.config import ConfigError, ModelConfig, read_json
 from flashtile.engine.upload import Stretch, Upload
 
 Weights = Callable[[str], Tensor]
-"""name -> the tensor, on its device, in its dtype, and this rank's part of it alone."""
+"""name -> this rank's part of the tensor, in the model's dtype and on its device."""
 
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 logger = logging.getLogger("flashtile.engine")
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS = 4096
-"""That are compared at a time."""
+"""Rows of the head and the embedding that are compared at a time."""
 IGNORED = "rotary_emb.inv_freq"
 INDEX = "model.safetensors.index.json"
 
 
 class Parameter(NamedTuple):
-    """``shape`` of the whole; ``split`` is the dimension that tensor parallelism divides, if it does."""
+    """Shape of a whole weight, and the dimension ``split`` that tensor parallelism divides, or None."""
 
     shape: tuple[int, ...]
     split: int | None = None
 
 
 class Shard(NamedTuple):
-    """Which part of the split dimensions is this process's."""
+    """This process's part of the dimensions that tensor parallelism divides."""
 
     rank: int = 0
     world: int = 1
@@ -55,7 +55,7 @@ WHOLE = Shard()
 
 
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
-    """Every weight that the model has."""
+    """Return every weight of the model by name."""
     c, hidden = config, config.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     found = {EMBEDDING: Parameter((c.vocab_size, hidden))}
@@ -96,8 +96,10 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def with_its_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
-    """``config``, but not tied where the checkpoint has an ``lm_head`` that differs from the embedding in
-    ``dtype``: it is kept, as in Transformers 5, and a warning says so."""
+    """Untie the embeddings in ``config`` if the checkpoint has another ``lm_head`` than the embedding.
+
+    The weights are compared in ``dtype``. Like Transformers 5, this keeps the ``lm_head``, with a warning.
+    """
     if not config.tie_word_embeddings:
         return config
     slices = {
@@ -116,8 +118,8 @@ def with_its_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Mode
     if same:
         return config
     logger.warning(
-        "%s: config.json has tie_word_embeddings=true, but the checkpoint has an %s that differs from %s: it "
-        "is used (tie_word_embeddings=false says so without this warning)", folder, HEAD, EMBEDDING,
+        "%s: config.json has tie_word_embeddings=true, but the checkpoint's %s differs from %s and is used "
+        "(set tie_word_embeddings=false to silence this warning)", folder, HEAD, EMBEDDING,
     )  # fmt: skip
     return replace(config, tie_word_embeddings=False)
 
@@ -125,12 +127,12 @@ def with_its_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Mode
 def open_weights(
     folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard = WHOLE
 ) -> Weights:
-    """The safetensors of a folder, checked by their headers to be what ``config`` needs.
+    """Open the safetensors of a folder, and check their headers against ``config``.
 
     Raises:
         ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
-        FileNotFoundError: there are none.
-        ConfigError: a header is broken, a weight is missing, unknown, there twice or of another shape.
+        FileNotFoundError: the folder has no safetensors.
+        ConfigError: a header is invalid, or a weight is missing, unknown, duplicated or of another shape.
     """
     places, expected, paths = {}, parameters(config), {}
     for path, file, names in _opened(folder):
@@ -142,7 +144,7 @@ def open_weights(
                     f"{path} has a weight that {config.model_type} does not have: {name!r:.120}"
                 )
             if name in places:
-                raise ConfigError(f"{path} has {name!r}, which another file has, too")
+                raise ConfigError(f"{path} has {name!r}, but another file has it already")
             part = file.get_slice(name)
             shape, kind = tuple(part.get_shape()), part.get_dtype()
             if shape != expected[name].shape:
@@ -177,8 +179,10 @@ def open_weights(
 
 
 def stretches(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, Stretch]:
-    """Where weights lie in safetensors files that have been checked: this process's rows of those whose rows
-    are divided, and all of the others."""
+    """Return the byte ranges of weights in safetensors files whose headers have been checked.
+
+    Of weights divided by rows, the range covers only this process's rows; otherwise the whole tensor.
+    """
     headers, found = {path: _header(path) for path in set(paths.values())}, {}
     for name, path in paths.items():
         entries, begin = headers[path]
@@ -193,7 +197,7 @@ def stretches(paths: dict[str, Path], expected: dict[str, Parameter], shard: Sha
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """(what a safetensors file says of its tensors, where their bytes begin)."""
+    """Return (the header of a safetensors file, the offset of its data)."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(size)), 8 + size
@@ -202,8 +206,11 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
 def random_weights(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, seed: int = 0, shard: Shard = WHOLE
 ) -> Weights:
-    """Weights of the true shapes, made on the device: products keep the size of what goes through them.
-    What a weight gets depends on its name and the seed alone."""
+    """Return random weights of the model's shapes, made on the device.
+
+    They are scaled so that products preserve the variance of their inputs. A weight's values depend only on
+    its name, the seed and, if it is divided, the rank.
+    """
 
     def weights(name: str) -> Tensor:
         shape, split = parameters_of[name]
@@ -212,7 +219,7 @@ def random_weights(
             shape = (*shape[:split], inner.stop - inner.start, *shape[split + 1 :])
         if name.endswith("norm.weight"):
             return torch.full(shape, 0.0 if config.family.unit_norm else 1.0, device=device, dtype=dtype)
-        part = 0 if split is None else shard.rank  # what every process has is the same in all of them
+        part = 0 if split is None else shard.rank  # undivided weights must be equal in all processes
         number = zlib.crc32(f"{seed} {part} {name}".encode())  # a CPU's generator takes 32 bits
         generator = torch.Generator(device).manual_seed(number)
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
@@ -224,13 +231,17 @@ def random_weights(
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(weight (N, K) in e4m3, float32 factors (N,) of its rows), the largest of each row at e4m3's."""
+    """Round a weight (N, K) to e4m3, each row scaled so that its largest element is e4m3's largest.
+
+    Returns:
+        (weight (N, K) in e4m3, scales (N,) float32 to multiply its rows by).
+    """
     scale = weight.abs().amax(-1).float().clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
     return (weight.float() / scale.unsqueeze(1)).to(torch.float8_e4m3fn), scale
 
 
 def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
-    """(path, file, the names of its weights) of each of a folder's files."""
+    """Yield (path, open file, names of its weights) for each safetensors file of a folder."""
     from safetensors import SafetensorError, safe_open
 
     for path in _files(folder):
@@ -243,7 +254,10 @@ def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Those that the index names, or all: some folders hold the same weights in a second form."""
+    """Return the safetensors files that the index names, or model.safetensors, or all.
+
+    The order matters because some folders also hold the same weights in a second form.
+    """
     index = folder / INDEX
     if index.is_file():
         files = read_json(index).get("weight_map")

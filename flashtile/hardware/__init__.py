@@ -1,1 +1,1 @@
-"""Cards and their limits, this machine, the shapes of calls and the measured tables."""
+"""Known GPUs and their limits, this machine, the shapes of calls, timing, and measured tables."""

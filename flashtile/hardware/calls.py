@@ -1,4 +1,4 @@
-"""One attention call as the model sees it: shapes, element size and mask, with counts in closed form."""
+"""An attention call as the IO model sees it: shapes, element size and mask, with counts in closed form."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ELEMENT_BYTES = {
 
 
 NOT_OF_PROBLEMS = ("dtype", "lengths", "page_size", "cache_dtype")
-"""Fields that the Problem of attention without a cache lacks, or has in another form."""
+"""Fields that the Problem of attention without a cache lacks or has in another form."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class Call:
     """Attention of ``batch`` sequences, or of sequences of different ``lengths``.
 
     Args:
-        batch: sequences.
-        seqlen_q, seqlen_k: tokens of each; the longest where ``lengths`` is given.
+        batch: number of sequences.
+        seqlen_q, seqlen_k: tokens of each sequence; the longest where ``lengths`` is given.
         num_heads_q, num_heads_kv: heads_q is a multiple of heads_kv.
-        head_dim: of q and k; ``head_dim_v`` of v and out, None for the same.
+        head_dim, head_dim_v: head sizes of q and k, and of v and out; head_dim_v of None is head_dim.
         dtype: name of a torch dtype.
-        window_left, window_right: keys that a row sees before and after its own position, aligned at the
+        window_left, window_right: keys that a row sees before and after its own position, aligned to the
             bottom right; -1 is unlimited. Causal is ``window_right = 0``.
         lengths: (seqlen_q, seqlen_k) of each sequence; None is ``batch`` times the same.
-        page_size: of the key/value cache in which the keys lie, 0 for a dense one; None: there is no cache.
-        cache_dtype: of the cache; None is ``dtype``.
+        page_size: page size of the key/value cache, 0 for a dense one; None if there is no cache.
+        cache_dtype: dtype of the cache; None is ``dtype``.
 
     Raises:
-        ValueError: a number that makes no call.
+        ValueError: a number, dtype or page size is not valid.
 
     Examples:
         >>> from flashtile.io_model import Call
@@ -83,7 +83,10 @@ class Call:
 
     @classmethod
     def from_problem(cls, problem: Problem) -> Call:
-        """What a Problem says. Of variable lengths it knows the longest only, which each sequence gets."""
+        """Make a Call from a Problem.
+
+        All sequences of variable length are counted with the longest length.
+        """
         shared = (field.name for field in fields(cls) if field.name not in NOT_OF_PROBLEMS)
         dtype = str(problem.dtype).removeprefix("torch.")
         return cls(**{name: getattr(problem, name) for name in shared}, dtype=dtype)
@@ -102,7 +105,7 @@ class Call:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.num_heads_q // self.num_heads_kv
 
     @property
@@ -112,22 +115,22 @@ class Call:
 
     @property
     def rows_q(self) -> int:
-        """Rows of q over sequences and heads."""
+        """Number of rows of q over sequences and heads."""
         return sum(seqlen_q for seqlen_q, _ in self.sequences) * self.num_heads_q
 
     @property
     def rows_k(self) -> int:
-        """Rows of k over sequences and key/value heads."""
+        """Number of rows of k over sequences and key/value heads."""
         return sum(seqlen_k for _, seqlen_k in self.sequences) * self.num_heads_kv
 
     @property
     def score_pairs(self) -> int:
-        """(query, key) pairs over sequences and query heads, hidden ones too: the elements of S."""
+        """Number of (query, key) pairs over sequences and query heads, hidden ones included: S's elements."""
         return sum(seqlen_q * seqlen_k for seqlen_q, seqlen_k in self.sequences) * self.num_heads_q
 
     @property
     def visible_pairs(self) -> int:
-        """Pairs that the mask shows, over sequences and query heads, exactly (the diagonal included)."""
+        """Exact number of visible pairs over sequences and query heads, diagonal included."""
         window = (self.window_left, self.window_right)
         return self.num_heads_q * sum(visible_pairs(*lengths, *window) for lengths in self.sequences)
 
@@ -149,15 +152,18 @@ class Call:
 
     @property
     def lse_bytes(self) -> int:
-        """One fp32 a row (fp64 for float64)."""
+        """Bytes of lse: one fp32 number per row (fp64 for float64)."""
         return self.rows_q * (8 if self.dtype == "float64" else 4)
 
 
 def visible_pairs(
     seqlen_q: int, seqlen_k: int, window_left: int = UNLIMITED, window_right: int = UNLIMITED
 ) -> int:
-    """(query, key) pairs that a window shows, aligned at the bottom right: row ``i`` stands at key
-    ``i + seqlen_k - seqlen_q`` and sees from ``window_left`` keys before it to ``window_right`` after it."""
+    """Count the (query, key) pairs that a window shows, aligned to the bottom right.
+
+    Row ``i`` is at key ``i + seqlen_k - seqlen_q`` and sees from ``window_left`` keys before it to
+    ``window_right`` keys after it.
+    """
     offset = seqlen_k - seqlen_q
     ends = seqlen_q * seqlen_k
     if window_right != UNLIMITED:
@@ -167,7 +173,7 @@ def visible_pairs(
 
 
 def _sum_clamped(first: int, count: int, most: int) -> int:
-    """Sum over ``0 <= i < count`` of ``first + i`` held between 0 and ``most``."""
+    """Sum ``first + i`` over ``0 <= i < count``, each term clamped between 0 and ``most``."""
     rising = max(0, min(count, -first))  # values before this index are 0
     full = max(rising, min(count, most - first))  # and from this one on ``most``
     middle = full - rising

@@ -1,8 +1,8 @@
-"""GPUs by what they can do at most: arithmetic, memory traffic, and the sizes of their memories.
+"""GPUs by their limits: arithmetic throughput, memory bandwidth, and memory sizes.
 
-Numbers are the makers' own, for dense (not sparse) tensor-core products that accumulate in fp32, at the boost
-clock. What a kernel reaches is less: a large matrix product gets 60 to 80 % of the peak of a H100, because
-its clock falls under load. :func:`flashtile.io_model.measured_card` measures the machine at hand instead.
+The numbers are the vendors' own, at the boost clock, for dense (not sparse) tensor-core products that
+accumulate in fp32. Kernels reach less: a large matrix product gets 60 to 80 % of the peak of an H100, because
+its clock falls under load. :func:`flashtile.io_model.measured_card` measures the actual machine instead.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _BLACKWELL = "NVIDIA Blackwell (HGX B200) datasheet; L2 and SMs as CUDA reports 
 
 @dataclass(frozen=True)
 class Card:
-    """One GPU (or whatever :func:`measured_card` found).
+    """A GPU, or the machine that :func:`measured_card` has measured.
 
     Args:
-        name: as people call it.
-        sm_count: streaming multiprocessors.
-        clock_mhz: boost clock; 0 where it is not known.
-        tflops: peak of dense products by dtype, in 10^12 operations a second (a multiply-add is two).
-        bandwidth_gbps: of the memory, in 10^9 bytes a second.
-        memory_bytes, l2_bytes: sizes.
-        shared_bytes: of the shared memory of one SM: the SRAM that a tile of attention lives in.
-        l1_bytes: of what L1 cache and shared memory of one SM share; 0 where it is not known.
-        capability: CUDA's compute capability; (0, 0) for what is no NVIDIA GPU.
-        device_name: how the name that the driver gives it ends.
-        source: where the numbers are from.
+        name: common name.
+        sm_count: number of streaming multiprocessors.
+        clock_mhz: boost clock; 0 if unknown.
+        tflops: peak of dense products by dtype, in 10^12 operations per second (a multiply-add is two).
+        bandwidth_gbps: memory bandwidth in 10^9 bytes per second.
+        memory_bytes, l2_bytes: sizes of memory and L2 cache.
+        shared_bytes: shared memory of one SM: the SRAM that holds a tile of attention.
+        l1_bytes: memory that L1 cache and shared memory of one SM divide between them; 0 if unknown.
+        capability: CUDA's compute capability; (0, 0) for anything but an NVIDIA GPU.
+        device_name: end of the name that the driver reports.
+        source: source of the numbers.
 
     Examples:
         >>> from flashtile.io_model import find_card
         >>> card = find_card("h100")
-        >>> round(card.ridge("bfloat16"))  # FLOPs a byte from which on a call is bound by arithmetic
+        >>> round(card.ridge("bfloat16"))  # FLOPs per byte above which a call is compute-bound
         295
     """
 
@@ -61,7 +61,7 @@ class Card:
     source: str
 
     def peak_tflops(self, dtype: str) -> float:
-        """Peak of products in ``dtype``.
+        """Return the peak of products in ``dtype``, in TFLOP/s.
 
         Raises:
             ValueError: the card's table has no such dtype.
@@ -71,28 +71,34 @@ class Card:
         return self.tflops[dtype]
 
     def ridge(self, dtype: str) -> float:
-        """FLOPs a byte at which arithmetic and memory take equally long (roofline, Williams et al. 2009)."""
+        """Return the FLOPs per byte at the ridge of the roofline (Williams et al. 2009).
+
+        There arithmetic and memory take equally long.
+        """
         return self.peak_tflops(dtype) * 1e3 / self.bandwidth_gbps
 
     @property
     def register_bytes(self) -> int:
-        """Registers of one SM: 65,536 of 32 bits on all of these; 0 where there are none to speak of."""
+        """Register bytes of one SM, 65,536 registers of 32 bits on all of these GPUs; 0 for other devices."""
         return 256 * KIB if self.shared_bytes else 0
 
     @property
     def sram_bytes(self) -> int:
-        """Shared memory of all SMs."""
+        """Bytes of shared memory of all SMs."""
         return self.sm_count * self.shared_bytes
 
     @property
     def sram_gbps(self) -> float:
-        """Bandwidth of all shared memories, 128 bytes a clock and SM; 0 where the clock is not known."""
+        """Bandwidth of all shared memories in 10^9 bytes/s, at 128 bytes per clock and SM; 0 if unknown."""
         return self.sm_count * 128 * self.clock_mhz * 1e-3
 
 
 def _tensor(half: float, tf32: float, fp32: float, fp64: float, fp8: float | None = None) -> dict[str, float]:
-    """Peaks of a card from Ampere on. float32 is that of the fp32 units: flashtile rounds no fp32 to tf32;
-    ``tf32`` is there for kernels that split a product into three."""
+    """Return the peaks of a GPU from Ampere on, in TFLOP/s by dtype.
+
+    float32 is the peak of the fp32 units, because flashtile never rounds fp32 to tf32. ``tf32`` is for
+    kernels that split a product into three.
+    """
     peaks = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": fp32, "float64": fp64}
     return peaks if fp8 is None else {**peaks, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
 
@@ -147,14 +153,14 @@ CARDS: dict[str, Card] = {
         7700, 180 * GIB, 126 * MIB, 228 * KIB, 256 * KIB, (10, 0), "NVIDIA B200", _BLACKWELL,
     ),
 }  # fmt: skip
-"""Known cards by the name that ``flashtile explain --card`` takes."""
+"""Known GPUs by the name that ``flashtile explain --card`` takes."""
 
 
 def find_card(name: str) -> Card:
-    """The card of that name in :data:`CARDS`, whatever its case.
+    """Return the card of that name in :data:`CARDS`, ignoring case.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such card.
 
     Examples:
         >>> from flashtile.io_model import find_card
@@ -168,7 +174,7 @@ def find_card(name: str) -> Card:
 
 
 def card_of_device(device_name: str) -> Card | None:
-    """The card that the driver calls ``device_name``; None if the table does not know it.
+    """Return the card that the driver calls ``device_name``, None if it is not in the table.
 
     Examples:
         >>> from flashtile.io_model import card_of_device

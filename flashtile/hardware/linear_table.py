@@ -1,9 +1,9 @@
 """Which kernel multiplies how many rows: measured offline, by card, shape and dtype.
 
-Of a shape (N, K) two numbers of rows matter (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section
-5): from M1 on the flat product is faster than the one on CUDA cores (GEMV), from M2 on the library's is. The
-tables that come with flashtile are in ``tables/``; ``flashtile profile`` adds a user's own in the cache
-folder. Nothing is measured at run time.
+For a shape (N, K) two numbers of rows matter (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section
+5). From M1 rows on, the flat product is faster than the one on CUDA cores (GEMV); from M2 on, the library's
+is fastest. flashtile brings tables in ``linear_tables/``; ``flashtile profile`` adds a user's own in the
+cache folder. Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-"""Of the file's format. Files of another version are left alone."""
+"""Version of the file format. Files of other versions are ignored."""
 
 GEMV, FLAT, LIBRARY = "gemv", "flat", "library"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one shape on one card.
+    """Measurements of one shape on one card.
 
     Args:
-        card: as the driver calls it, such as "NVIDIA H200".
+        card: name of the card from the driver, such as "NVIDIA H200".
         gemv_below, library_from: M1 and M2, in rows of x.
-        kernels: for numbers of rows (as text: JSON has no other keys), the fastest kernel of each kind with
-            its configuration and time: ``{"16": {"flat": {"us": 9.1, "config": [...]}, "library": {...}}}``.
-        read_tbps: what the card reads at most, in 10^12 bytes a second, measured beside.
+        kernels: by number of rows (as text, because JSON has no other keys), the fastest kernel of each kind
+            with its configuration and time:
+            ``{"16": {"flat": {"us": 9.1, "config": [...]}, "library": {...}}}``.
+        read_tbps: highest read bandwidth of the card, in 10^12 bytes per second, measured in the same run.
     """
 
     card: str
@@ -57,8 +58,7 @@ class Row:
         return GEMV if rows < self.gemv_below else FLAT if rows < self.library_from else LIBRARY
 
     def measured(self, rows: int, kind: str) -> dict[str, Any] | None:
-        """What was measured for as many rows, or for the next number of rows above (below if there is
-        none above)."""
+        """Return the measurement for this number of rows, the next larger one, or the largest."""
         known = sorted(int(m) for m, kinds in self.kernels.items() if kind in kinds)
         above = [m for m in known if m >= rows]
         at = above[0] if above else known[-1] if known else None
@@ -67,14 +67,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The row that decides about a shape, and why this one."""
+    """The row that decides for a shape, and the reason for choosing it."""
 
     row: Row
     how: str
 
 
 def cache_file() -> Path:
-    """The user's own table; ``FLASHTILE_CACHE_DIR`` names another folder than ``~/.cache/flashtile``."""
+    """Return the path of the user's table, in ``FLASHTILE_CACHE_DIR`` or ``~/.cache/flashtile``."""
     folder = os.environ.get("FLASHTILE_CACHE_DIR")
     if folder:
         return Path(folder) / "linear.json"
@@ -83,17 +83,17 @@ def cache_file() -> Path:
 
 
 def read_table(path: Path) -> tuple[Row, ...]:
-    """The rows of a file.
+    """Read the rows of a file.
 
     Raises:
-        ValueError: it is no table of this version, with what is wrong.
-        OSError: it cannot be read.
+        ValueError: the file is not a table of this version; the message says what is wrong.
+        OSError: the file cannot be read.
     """
     try:
         document = json.loads(path.read_text())
         version = document["version"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no table of flashtile profile: {error!r}") from None
+        raise ValueError(f"{path} is not a table of flashtile profile: {error!r}") from None
     if version != VERSION:
         raise ValueError(f"{path} has version {version!r}, this flashtile reads {VERSION}")
     try:
@@ -104,12 +104,12 @@ def read_table(path: Path) -> tuple[Row, ...]:
             for m in row.kernels:
                 int(m)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no table of flashtile profile: {error!r}") from None
+        raise ValueError(f"{path} is not a table of flashtile profile: {error!r}") from None
     return rows
 
 
 def write_table(path: Path, rows: tuple[Row, ...]) -> None:
-    """Replace a file by these rows, whole or not at all."""
+    """Replace a file by these rows, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "rows": [asdict(row) for row in rows]}
     written = path.with_name(f"{path.name}.{os.getpid()}")
@@ -118,12 +118,12 @@ def write_table(path: Path, rows: tuple[Row, ...]) -> None:
 
 
 def merged(old: tuple[Row, ...], new: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Rows of both; of two for the same, the new one."""
+    """Merge two tables; a new row replaces an old one with the same key."""
     return tuple(({row.key: row for row in old} | {row.key: row for row in new}).values())
 
 
 def rows() -> tuple[Row, ...]:
-    """What came with flashtile, replaced and extended by the user's own table."""
+    """Return the rows of flashtile's tables, replaced and extended by those of the user's table."""
     path = cache_file()
     try:
         stamp = path.stat().st_mtime_ns
@@ -140,20 +140,20 @@ def _shipped() -> tuple[Row, ...]:
 
 @lru_cache(maxsize=4)
 def _own(path: Path, stamp: int) -> tuple[Row, ...]:
-    """Read once for each state of the file, so that one that is no table is told of once."""
+    """Read the user's table, once per state of the file, so that an invalid one is reported once."""
     try:
         return read_table(path)
     except (ValueError, OSError) as error:
-        warnings.warn(f"flashtile leaves a table alone: {error}", stacklevel=2)
+        warnings.warn(f"flashtile ignores a table: {error}", stacklevel=2)
         return ()
 
 
 def find(card: str, N: int, K: int, dtype: str, weight_dtype: str) -> Found | None:
-    """The row that decides about a shape on a card; None if no table has a row for these dtypes.
+    """Return the row that decides for a shape on a card; None if no table has a row for these dtypes.
 
-    In this order: the shape's own on this card; on this card the one whose weight has about as many bytes, of
-    those with a similar number of rows first; the same of another card. 16-bit dtypes are as fast as one
-    another.
+    Candidates in order of preference: the row of this shape on this card; then the row on this card whose
+    weight has a similar number of bytes and of rows; then such a row of another card. All 16-bit dtypes are
+    equally fast.
     """
     usable = [row for row in rows() if _width(row.weight_dtype) == _width(weight_dtype)]
     if not usable:

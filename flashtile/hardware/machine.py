@@ -1,4 +1,4 @@
-"""What software and hardware this is, for ``flashtile info`` and for the records of measurements."""
+"""Software and hardware of this machine, for ``flashtile info`` and for the records of measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def versions() -> dict[str, str | None]:
-    """Versions by name; None where something is absent. ``cuda`` and ``cudnn`` are those that torch uses."""
+    """Return versions by name, None for absent software. ``cuda`` and ``cudnn`` are those that torch uses."""
     import flashtile
 
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
@@ -31,7 +31,7 @@ def versions() -> dict[str, str | None]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution, None if there is none."""
+    """Return the version of an installed distribution, None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -39,13 +39,13 @@ def installed_version(distribution: str) -> str | None:
 
 
 def devices() -> list[dict[str, Any]]:
-    """Every device that torch can use: GPUs with capability, bytes of memory and SM count, and the CPU."""
+    """List every device that torch can use: GPUs with capability, memory and SM count, and the CPU."""
     gpus = [describe_device(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     return [*gpus, describe_device(torch.device("cpu"))]
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """One device; memory in bytes."""
+    """Describe one device; memory in bytes."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -66,7 +66,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def source_commit() -> dict[str, Any] | None:
-    """``{"commit", "dirty"}`` of the checkout that flashtile is imported from, None outside of one."""
+    """Return ``{"commit", "dirty"}`` of the checkout that flashtile is imported from, None outside one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -76,7 +76,7 @@ def source_commit() -> dict[str, Any] | None:
 
 
 def free_memory() -> int | None:
-    """Bytes of main memory that a new process could get without swapping; None where the system is silent."""
+    """Return the bytes that a new process could allocate without swapping; None if unknown."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024
@@ -85,10 +85,10 @@ def free_memory() -> int | None:
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device of that name, a GPU with its index; None is the first GPU, or the CPU where there is none.
+    """Return the device of that name, a GPU with its index; None means the first GPU, else the CPU.
 
     Raises:
-        ValueError: not the name of a device that is here.
+        ValueError: there is no such device.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -100,7 +100,7 @@ def find_device(name: str | None) -> torch.device:
         return torch.device("cpu")
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"device {name!r} is not here: torch finds {count} CUDA devices")
+        raise ValueError(f"device {name!r} does not exist: torch finds {count} CUDA devices")
     return torch.device("cuda", index)
 
 
@@ -112,7 +112,7 @@ def _driver_version() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Standard output of a command, stripped; None if it is not there or fails."""
+    """Run a command and return its stripped standard output; None if it is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (subprocess.SubprocessError, OSError):
@@ -137,5 +137,5 @@ def _main_memory() -> int | None:
 
 
 def _usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Clocks: a call, a replayed CUDA graph, the host. What a machine reaches, and peak memory."""
+"""Timing of calls, CUDA graphs and the host; peak memory; measured limits of a machine."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.hardware import machine
+from flashtile.hardware.cards import Card, card_of_device
+
 MIN_CALLS = 3
 HOST_BATCHES = 7
 HOST_CALLS = {"cuda": 200, "cpu": 20}
-"""In a batch; fewer than the launches that CUDA queues."""
+"""Calls per batch; fewer than the launches that CUDA can queue."""
 CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 FLUSHED_BYTES = 2**28
-"""More than the L2 cache of any GPU."""
+"""Bytes that flush the cache, more than the L2 cache of any GPU."""
 ESTIMATED_CALLS = 5
 WAITED = 2
-"""How many times as long as a call's issue the GPU waits for it: hosts are not even."""
+"""Time that the GPU waits for a call to be issued, in multiples of the measured time, which varies."""
 CYCLES_PER_MS = 2_000_000
-"""Of a GPU's clock, about."""
+"""Approximate clock of a GPU."""
 
 FP8 = "float8_e4m3fn"
 
@@ -33,10 +36,11 @@ Function = Callable[[], Any]
 
 
 def time_call(function: Function, rep: float, device: torch.device, *, warm_up: bool = True) -> list[float]:
-    """Milliseconds of each call over about ``rep`` milliseconds of calls.
+    """Measure milliseconds of each call, over about ``rep`` milliseconds of calls.
 
-    On CUDA by events, the L2 cache flushed before each call and the time that the host takes to issue it
-    hidden; on the CPU by wall time. ``warm_up=False``, on the CPU: every call counts, and one may be enough.
+    On CUDA this uses events. The L2 cache is flushed before each call, and the host's time to issue the call
+    is hidden. On the CPU it uses wall time; ``warm_up=False`` then counts every call, and one call may be
+    enough.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -52,9 +56,10 @@ def time_call(function: Function, rep: float, device: torch.device, *, warm_up: 
 
 
 def _time_on_gpu(function: Function, rep: float) -> list[float]:
-    """Milliseconds between the events around each call, on the current device.
+    """Measure milliseconds between events around each call, on the current device.
 
-    Before a call whose launches take the host longer than the GPU, the GPU waits until they are queued.
+    If the host needs longer to issue a call than the GPU to run it, the GPU waits until its launches are
+    queued.
     """
     cache = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
     function()
@@ -87,12 +92,12 @@ def _time_on_gpu(function: Function, rep: float) -> list[float]:
 
 
 def median_time(function: Function, rep: float, device: torch.device) -> float:
-    """Median milliseconds of a call, as :func:`time_call` takes them."""
+    """Return the median of :func:`time_call`, in milliseconds."""
     return statistics.median(time_call(function, rep, device))
 
 
 def capture(functions: Sequence[Function]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call of each, on the current device."""
+    """Capture one call of each function in a CUDA graph, on the current device."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -106,7 +111,7 @@ def capture(functions: Sequence[Function]) -> torch.cuda.CUDAGraph:
 
 
 def replay_time(graph: torch.cuda.CUDAGraph, rep: float) -> float:
-    """Milliseconds of a replay among others, back to back for about ``rep`` milliseconds."""
+    """Return milliseconds per replay, for back-to-back replays over about ``rep`` milliseconds."""
 
     def mean(replays: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -122,20 +127,20 @@ def replay_time(graph: torch.cuda.CUDAGraph, rep: float) -> float:
 
 
 def issue_time(function: Function, device: torch.device) -> float:
-    """Microseconds of host time of a call, issued without waiting for the GPU."""
+    """Return the host time of a call in microseconds, without waiting for the GPU."""
     batches, calls = [], HOST_CALLS[device.type]
     for batch in range(HOST_BATCHES + 1):
         start = time.perf_counter()
         for _ in range(calls):
             function()
-        if batch:  # the first compiles and warms up
+        if batch:  # the first batch compiles and warms up
             batches.append((time.perf_counter() - start) / calls * 1e6)
         synchronize(device)
     return statistics.median(batches)
 
 
 def peak_allocated(function: Function, device: torch.device) -> int:
-    """Most bytes that a call holds at once in torch's CUDA allocator, beyond what is held before."""
+    """Return the peak of bytes that a call adds in torch's CUDA allocator."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -148,12 +153,12 @@ def peak_allocated(function: Function, device: torch.device) -> int:
 
 
 def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) -> float:
-    """Measured TFLOP/s of a square matrix product in ``dtype``: what attention's products could reach."""
+    """Measure TFLOP/s of a square matrix product in ``dtype``, an upper bound for attention's products."""
     size = CEILING_SIZE[device.type]
     made_in = torch.bfloat16 if dtype == FP8 else getattr(torch, dtype)
     a, b = (torch.randn(size, size, device=device).to(made_in) for _ in range(2))
     multiply: Callable[[], Tensor] = partial(torch.matmul, a, b)
-    if dtype == FP8 and device.type == "cuda":  # a CPU emulates it in bfloat16 at best
+    if dtype == FP8 and device.type == "cuda":  # CPUs emulate it in bfloat16 at best
         one = torch.ones((), device=device)
         a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
         multiply = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=made_in)
@@ -161,14 +166,46 @@ def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) ->
 
 
 def copy_ceiling(device: torch.device, rounds: int, rep: float) -> float:
-    """Measured GB/s of a copy, bytes read and written together."""
+    """Measure GB/s of a copy, counting bytes read and written."""
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
     return 2 * source.numel() / min(median_time(copy, rep, device) for _ in range(rounds)) * 1e-6
 
 
+def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0) -> Card:
+    """Measure a device's peaks: a large matrix product in each dtype, and a large copy.
+
+    Memory sizes come from the driver; the rest comes from the table if it knows the card. On a CPU, threads
+    count as SMs and there is no shared memory. Takes a few seconds.
+
+    Examples:
+        >>> from flashtile.io_model import measured_card
+        >>> card = measured_card(torch.device("cpu"), ["float32"], rep=1.0)
+        >>> card.peak_tflops("float32") > 0 and card.bandwidth_gbps > 0
+        True
+    """
+    described = machine.describe_device(device)
+    known = card_of_device(described["name"])
+    on_gpu = device.type == "cuda"
+    properties: Any = torch.cuda.get_device_properties(device) if on_gpu else None
+    return Card(
+        name=f"{described['name']}, measured",
+        sm_count=described["sm_count"] if on_gpu else described["threads"],
+        clock_mhz=known.clock_mhz if known is not None else 0,
+        tflops={dtype: matmul_ceiling(dtype, device, 2, rep) for dtype in dtypes},
+        bandwidth_gbps=copy_ceiling(device, 2, rep),
+        memory_bytes=described["memory_bytes"] or 0,
+        l2_bytes=properties.L2_cache_size if on_gpu else 0,
+        shared_bytes=properties.shared_memory_per_multiprocessor if on_gpu else 0,
+        l1_bytes=known.l1_bytes if known is not None else 0,
+        capability=(properties.major, properties.minor) if on_gpu else (0, 0),
+        device_name=described["name"],
+        source="measured here: a matrix product and a copy",
+    )
+
+
 def release_memory(device: torch.device) -> None:
-    """Give back what no tensor holds any more."""
+    """Free cached memory that no tensor uses."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

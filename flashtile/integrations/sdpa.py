@@ -1,8 +1,8 @@
 """flashtile under ``torch.nn.functional.scaled_dot_product_attention``.
 
-:class:`sdpa` puts itself in the function's place, for every call of the process that looks it up in
-``torch.nn.functional``. :func:`register` offers flashtile to torch's own choice of a flash attention
-implementation, which lies below autograd and serves what torch's flash backend would.
+:class:`sdpa` replaces the function in ``torch.nn.functional``, for every call in the process that looks it up
+there. :func:`register` adds flashtile to torch's registry of flash attention implementations, which work
+below autograd and serve the calls of torch's flash backend.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ _OF_SDPA = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     """``F.scaled_dot_product_attention`` computed by flashtile, within a ``with`` block or until disabled.
 
-    It means what torch means: ``is_causal`` is aligned to the upper left, a mask is True for what takes
-    part, heads are grouped by ``enable_gqa`` alone. Masks that are padding of keys, causal or both are
-    recognised, as booleans or as floats of 0 and -inf, and cost no work on what they hide. Looking at a mask
-    waits for the device in every call; a boolean (batch, 1, 1, seqlen_k) on a GPU needs no look. Other masks,
-    and those in a graph or under a transform, are read as they are, as booleans or as a bias, which gets its
-    gradient. ``nn.MultiheadAttention`` comes this way,
-    but for torch's fast path of inference (``torch.backends.mha.set_fastpath_enabled(False)`` turns that
-    off).
+    Arguments have torch's meaning: ``is_causal`` is aligned at the upper left, a boolean mask is True for
+    visible keys, and heads are grouped only with ``enable_gqa``.
 
-    A name that was imported before (``from torch.nn.functional import scaled_dot_product_attention``) is not
-    replaced, nor is it within what ``torch.compile`` has compiled before. The backward pass may come after
-    the block, but for checkpointed modules, which compute forward again.
+    Masks of padded keys, causal masks and combinations of both are recognised, as booleans or as floats of 0
+    and -inf. Scores that they hide cost no work. Recognising a mask waits for the device in every call,
+    except for a boolean (batch, 1, 1, seqlen_k) on a GPU. Other masks are read element by element, as
+    booleans or as a bias with its gradient. So is every mask in a graph or under a transform.
+
+    ``nn.MultiheadAttention`` is served as well, except on torch's fast path of inference
+    (``torch.backends.mha.set_fastpath_enabled(False)`` disables that).
+
+    A name imported before (``from torch.nn.functional import scaled_dot_product_attention``) is not replaced,
+    nor are calls that ``torch.compile`` has compiled before. The backward pass may run after the block,
+    except for checkpointed modules, which compute the forward pass again.
 
     Args:
-        fallback: hand what flashtile does not serve (head sizes above 576, for one) to torch;
-            False: raise, saying what it was.
+        fallback: pass calls that flashtile does not support (head sizes above 576, for example) to torch.
+            False: raise an error that names the reason.
         backend: as for :func:`flashtile.attention`.
 
     Attributes:
-        served: how many calls flashtile has computed.
-        passed: how many calls torch has computed, by reason.
+        served: number of calls that flashtile has computed.
+        passed: number of calls that torch has computed, by reason.
 
     Raises:
         TypeError, ValueError, NotImplementedError: with ``fallback=False``, as :func:`flashtile.attention`,
-            under torch's names of the arguments.
+            with torch's names of the arguments.
 
     Examples:
         >>> from torch.nn import functional as F
@@ -77,10 +79,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         self._last: _Looked | None = None
 
     def enable(self) -> None:
-        """Take the function's place until :meth:`disable`.
+        """Replace the function until :meth:`disable`.
 
         Raises:
-            RuntimeError: it has it already.
+            RuntimeError: this object has replaced it already.
         """
         if self._replaced is not None:
             raise RuntimeError("this flashtile.sdpa is enabled already")
@@ -88,13 +90,13 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         setattr(F, FUNCTION, self._attend)
 
     def disable(self) -> None:
-        """Give the function its place back.
+        """Restore the replaced function.
 
         Raises:
-            RuntimeError: it has not got it, or something else has taken it since.
+            RuntimeError: this object has not replaced it, or something else has replaced it since.
         """
         if self._replaced is None or getattr(F, FUNCTION) != self._attend:
-            raise RuntimeError(f"this flashtile.sdpa is not what stands in torch.nn.functional.{FUNCTION}")
+            raise RuntimeError(f"torch.nn.functional.{FUNCTION} must be this flashtile.sdpa to disable it")
         setattr(F, FUNCTION, self._replaced)
         self._replaced = self._last = None
 
@@ -130,7 +132,8 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         return out
 
     def _fall_back(self, *arguments: Any, **named: Any) -> Tensor:
-        """torch's result. Tensor subclasses know the function by its place, in which it stands meanwhile."""
+        """Return torch's result. For tensor subclasses, which look the function up by name, torch's function
+        is restored during the call."""
         if not has_torch_function([a for a in arguments if isinstance(a, Tensor)]):
             return self._replaced(*arguments, **named)
         setattr(F, FUNCTION, self._replaced)
@@ -161,7 +164,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
                 f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
         if is_causal and attn_mask is not None:
-            raise ValueError("attn_mask must be None beside is_causal=True")
+            raise ValueError("attn_mask must be None with is_causal=True")
         q, k, v = (_heads_second(t) for t in (query, key, value))
         options: dict[str, Any] = {"dropout_p": dropout_p, "softmax_scale": scale, "backend": self.backend}
         if isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT:
@@ -179,10 +182,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
     def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern | None:
-        """What a mask says, or None where it cannot be looked at or says something else.
+        """Return the pattern of a mask, or None if it has another one or cannot be read.
 
-        Successive layers share a mask. What it said is used again only if it holds what it held: neither its
-        address nor its version tells of every write (numpy, ``.data``, kernels, replays of a graph).
+        Successive layers share a mask. A known pattern is used again only if the mask has the same elements:
+        neither its address nor its version reveals every write (numpy, ``.data``, kernels, graph replays).
         """
         check_dense("attn_mask", mask)
         _check_broadcast(mask, query, seqlen_k)
@@ -190,7 +193,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
             return None
         batch, seqlen_q = query.shape[:-3].numel(), query.shape[-2]
         if mask.is_cuda and mask.dtype == torch.bool and mask.shape[:-1].numel() == mask.shape[:1].numel():
-            return None  # attention itself sees by the shape that it is padding
+            return None  # attention recognises key padding by this shape
         known, kind = self._last, (mask.shape, mask.dtype, mask.device, batch, seqlen_q, seqlen_k)
         distinct = mask[tuple(slice(None) if stride else slice(1) for stride in mask.stride())]
         if known is not None and known.kind == kind and torch.equal(known.held, distinct):
@@ -202,7 +205,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
 
 
 class _Looked(NamedTuple):
-    """A mask that was looked at."""
+    """A mask whose pattern was determined."""
 
     kind: tuple
     held: Tensor
@@ -211,7 +214,8 @@ class _Looked(NamedTuple):
 
 
 def _heads_second(tensor: Tensor) -> Tensor:
-    """(batch, seqlen, heads, head_dim) of (..., heads, seqlen, head_dim); fewer dimensions are of size 1."""
+    """Convert (..., heads, seqlen, head_dim) to (batch, seqlen, heads, head_dim). Missing dimensions get
+    size 1."""
     if tensor.dim() < 2:
         raise ValueError(f"query, key and value must have 2 dimensions or more, got {tuple(tensor.shape)}")
     if tensor.dim() < 4:
@@ -222,18 +226,18 @@ def _heads_second(tensor: Tensor) -> Tensor:
 
 
 def _check_broadcast(mask: Tensor, query: Tensor, seqlen_k: int) -> None:
-    """``mask`` broadcasts to the scores; in front of 4 dimensions none of it may vary."""
+    """Check that ``mask`` broadcasts to the scores. With more than 4 dimensions, leading ones must be 1."""
     scores = (*query.shape[:-1], seqlen_k)
     allowed = scores if len(scores) <= 4 else (1, *scores[-2:])
     pairs = zip(reversed(mask.shape), reversed(allowed), strict=False)
     if mask.dim() > len(allowed) or any(size not in (1, whole) for size, whole in pairs):
         raise ValueError(f"attn_mask must broadcast to {allowed}, got shape {tuple(mask.shape)}")
     if mask.device != query.device:
-        raise ValueError(f"attn_mask is on {mask.device}, not on {query.device}: all must be on one device")
+        raise ValueError(f"attn_mask must be on {query.device} as query is, got {mask.device}")
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The keys and values that a query may see, and our options, for torch's mask of the upper left."""
+    """Return visible keys and values, and our options, for torch's causal mask aligned at the upper left."""
     beyond = q.shape[1] - k.shape[1]
     if not is_causal or beyond == 0:
         return k, v, {"causal": is_causal}
@@ -243,11 +247,11 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
 
 
 def register() -> None:
-    """Offer flashtile to torch's registry of flash attention implementations, under the name "flashtile".
+    """Add flashtile to torch's registry of flash attention implementations, under the name "flashtile".
 
-    ``torch.nn.attention.activate_flash_attention_impl("flashtile")`` then puts it under
-    ``F.scaled_dot_product_attention`` wherever torch chooses its flash backend: fp16 and bf16 on a GPU,
-    without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that.
+    After ``torch.nn.attention.activate_flash_attention_impl("flashtile")``,
+    ``F.scaled_dot_product_attention`` uses it wherever torch chooses its flash backend: for fp16 and bf16 on
+    a GPU, without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that.
 
     Raises:
         NotImplementedError: torch is older than 2.11; :class:`flashtile.sdpa` needs no registry.
@@ -268,7 +272,7 @@ def register() -> None:
 
 
 class _Registration:
-    """The kernels of ``aten`` that flashtile stands in for, until they are removed."""
+    """Replaces two ``aten`` kernels by flashtile's until :meth:`remove`."""
 
     def __init__(self) -> None:
         self._library: Any = torch.library.Library("aten", "IMPL", "CUDA")
@@ -289,15 +293,15 @@ def forward(
     *,
     scale: float | None = None,
 ) -> tuple:
-    """``aten._scaled_dot_product_flash_attention``."""
+    """Implement ``aten._scaled_dot_product_flash_attention``."""
     if return_debug_mask:
         raise NotImplementedError(
             "return_debug_mask must be False while flashtile is the flash attention implementation: "
-            "torch.nn.attention.restore_flash_attention_impl() brings torch's own back"
+            "torch.nn.attention.restore_flash_attention_impl() restores torch's own"
         )
     rng_state = draw_state(query) if dropout_p > 0 else query.new_zeros(2, dtype=torch.int64)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    with torch.no_grad():  # autograd is torch's here
+    with torch.no_grad():  # torch handles autograd above this function
         k, v, masking = _masked(q, k, v, is_causal)
         out, lse = attention(
             q, k, v, dropout_p=dropout_p, rng_state=rng_state, softmax_scale=scale, return_lse=True, **masking
@@ -325,7 +329,7 @@ def backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``aten._scaled_dot_product_flash_attention_backward``."""
+    """Implement ``aten._scaled_dot_product_flash_attention_backward``."""
     dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
     k, v, masking = _masked(q, k, v, is_causal)
     dropping: dict[str, Any] = {"dropout_p": dropout_p, "rng_state": philox_seed.view(torch.int64)}
@@ -339,7 +343,7 @@ def backward(
 
 
 def _as(given: Tensor, result: Tensor) -> Tensor:
-    """``result`` (batch, seqlen, heads, head_dim) in the shape and layout of ``given``, as torch promises."""
+    """Return ``result`` (batch, seqlen, heads, head_dim) in the shape and strides of ``given``."""
     result = result.transpose(1, 2)
     expected = torch.empty_like(given)
     return result if result.stride() == expected.stride() else expected.copy_(result)

@@ -1,9 +1,9 @@
 """``attn_implementation="flashtile"`` for Hugging Face Transformers, once :func:`register` has been called.
 
-Attention itself is :mod:`flashtile.integrations.transformers_attention`'s. In compiled models and over pages,
-Transformers' own code for its flash implementations runs around our functions, which it gets where it would
-load FlashAttention's. It passes on only what a function names, so that the ones here take Transformers'
-names: ``s_aux`` is the attention sink.
+:mod:`flashtile.integrations.transformers_attention` computes the attention. In compiled models and over
+pages, Transformers' own code for its flash implementations calls our functions, which it loads in place of
+FlashAttention's. It passes only arguments that a function names, so these functions have Transformers' names:
+``s_aux`` is the attention sink.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from flashtile.integrations.transformers_attention import IN_CONFIG, serving
 from flashtile.integrations.transformers_masks import mask_of_keys
 
 NAMES = ("flashtile", "flashtile_2")
-"""Both are the same. Continuous batching decodes over pages only where a name ends in 2 or 3."""
+"""Two names of one implementation. Continuous batching decodes over pages only for names ending in 2 or 3."""
 
 LITERAL_NAMES = ("flash_attention_2", "flash_attention_3")
-"""Transformers' own, for FlashAttention's packages."""
+"""Transformers' own names, of FlashAttention's packages."""
 
 BIASED = ("t5", "mt5", "umt5")
 """Model types that support no flash implementation only because they add a bias to their scores."""
 
 LEAVING_OUT = ("gpt_neo",)
-"""Model types whose code for flash implementations leaves their windows out."""
+"""Model types whose code for flash implementations omits their windows."""
 
 _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling before 5.20
 
@@ -40,26 +40,26 @@ _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling 
 def register(as_flash_attention: bool = False) -> None:
     """Make ``attn_implementation="flashtile"`` known to Transformers. A second call changes nothing.
 
-    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` take the name. Served are
+    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` accept the name. Supported are
     padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the position
-    bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``: on a GPU as ``"flashtile_2"``, which
-    attends to the pages where they lie.
+    bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``. On a GPU, use ``"flashtile_2"`` for
+    the latter, which attends to the pages in place.
 
     Args:
-        as_flash_attention: serve ``"flash_attention_2"`` and ``"flash_attention_3"``, too, as code and
-            ``config.json`` have them, on any device; the model's config keeps the name that it was given. An
-            installed flash-attn package is not used then. :func:`unregister` first, to change it.
+        as_flash_attention: also serve the names ``"flash_attention_2"`` and ``"flash_attention_3"`` that code
+            or ``config.json`` may contain, on any device. The model's config keeps its name. An installed
+            flash-attn package is not used then. To change this setting, call :func:`unregister` first.
 
-    A model refuses what flashtile does not serve: with a ValueError if it supports no flash implementation
-    and is not one of :data:`BIASED`, or is one of :data:`LEAVING_OUT`; with a NotImplementedError
-    ``output_attentions=True`` where sequences are packed. For others a second pass over queries and keys
-    gives the weights, before dropout; they have no gradient, and those of padded queries mean nothing.
-    A mask of its own, (batch, heads or 1, seqlen_q, seqlen_k), is read as it is.
+    A model that supports no flash implementation and is not one of :data:`BIASED`, or is one of
+    :data:`LEAVING_OUT`, raises a ValueError. ``output_attentions=True`` raises a NotImplementedError with
+    packed sequences. Otherwise a second pass over queries and keys computes the weights, before dropout. They
+    have no gradient, and weights of padded queries are undefined. A mask (batch, heads or 1, seqlen_q,
+    seqlen_k) made by the model or its user is read element by element.
 
     Raises:
         ModuleNotFoundError: Transformers is not installed.
-        NotImplementedError: it is older than 5.17.
-        RuntimeError: it is registered already with another ``as_flash_attention``.
+        NotImplementedError: Transformers is older than 5.17.
+        RuntimeError: flashtile is registered already with another ``as_flash_attention``.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -101,7 +101,7 @@ def register(as_flash_attention: bool = False) -> None:
 
 
 def unregister() -> None:
-    """Leave Transformers as it was before :func:`register`."""
+    """Undo :func:`register`."""
     loading, modeling = _modules()
     if not isinstance(loading._lazy_imports, _Loader):
         return
@@ -133,7 +133,7 @@ def dense(
     deterministic: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """:func:`flashtile.flash_attn_func` under Transformers' names."""
+    """Call :func:`flashtile.flash_attn_func` with Transformers' argument names."""
     try:
         return flash_attn_func(
             q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
@@ -159,7 +159,7 @@ def varlen(
     deterministic: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """:func:`flashtile.flash_attn_varlen_func` under Transformers' names."""
+    """Call :func:`flashtile.flash_attn_varlen_func` with Transformers' argument names."""
     try:
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
@@ -183,7 +183,7 @@ def with_kvcache(
     softcap: float = 0.0,
     s_aux: Tensor | None = None,
 ) -> Tensor:
-    """:func:`flashtile.flash_attn_with_kvcache` under Transformers' names, for continuous batching."""
+    """Call :func:`flashtile.flash_attn_with_kvcache` with Transformers' names, for continuous batching."""
     return flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, block_table=block_table,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sink=s_aux,
@@ -191,8 +191,8 @@ def with_kvcache(
 
 
 class _Loader:
-    """What Transformers loads an implementation's functions by: ours under our names and ``literal`` ones,
-    its own otherwise."""
+    """Replaces Transformers' loader of an implementation's functions: it gives ours for our names and for
+    ``literal`` ones, and otherwise Transformers' own."""
 
     def __init__(self, loading: Any, literal: tuple[str, ...]) -> None:
         self.original, self.literal = loading._lazy_imports, literal
@@ -205,13 +205,13 @@ class _Loader:
 
 
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:
-    """Transformers' choice of an implementation, with our names among those that a model may have.
+    """Wrap Transformers' choice of an implementation, so that models accept our names.
 
-    A ``literal`` name is chosen as ours would be, for Transformers would look for FlashAttention's package.
+    A ``literal`` name is checked under our name, because Transformers would require FlashAttention's package.
 
-    A model that lists the flash implementations it is compatible with (they know sinks) would otherwise fall
-    back to one of its list. One that supports none might lose what it adds to its scores; those of ``BIASED``
-    hand it over.
+    A model that lists its compatible flash implementations (those with sinks) would fall back to one of the
+    list, so our names are added to it. A model that supports none is refused, because terms that it adds to
+    its scores could be lost; models in ``BIASED`` pass these terms on.
     """
 
     @functools.wraps(check)
@@ -238,15 +238,17 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
 
 
 def _lend(module: Any) -> None:
-    """A model with classes of its own for each implementation calls Transformers' function by a name that its
-    module imports only where FlashAttention's package is."""
+    """Define ``_flash_attention_forward`` in the module of a model with a class for each implementation.
+
+    Such a module imports that function only if FlashAttention's package is installed.
+    """
     if any(name.endswith("_ATTENTION_CLASSES") for name in vars(module)):
         loading, _ = _modules()
         vars(module).setdefault("_flash_attention_forward", loading._flash_attention_forward)
 
 
 def _modules() -> tuple[Any, Any]:
-    """Transformers' ``modeling_flash_attention_utils`` and ``modeling_utils``."""
+    """Return Transformers' modules ``modeling_flash_attention_utils`` and ``modeling_utils``."""
     try:
         import transformers
         from transformers import modeling_utils

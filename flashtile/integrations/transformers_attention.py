@@ -1,7 +1,7 @@
-"""The attention that Transformers' models call, layer by layer: what a mask says becomes a call of ours.
+"""The attention function that Transformers' models call in every layer.
 
-Nothing is packed together and put back, and no layer waits for the device:
-:mod:`flashtile.integrations.transformers_masks` reads a mask once in a forward pass.
+Masks become arguments of flashtile's functions. Tokens are not unpadded and padded again, and no layer waits
+for the device: :mod:`flashtile.integrations.transformers_masks` reads a mask once in a forward pass.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 IN_CONFIG = {
     "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
 }
-"""What a model's user calls an argument, for errors."""
+"""Names of arguments in errors, as users of a model know them."""
 
 EVERYWHERE = {"causal": False, "window_size": (-1, -1)}
-"""For masks that say all that is hidden."""
+"""Options for masks that already include causality and windows."""
 
 Options = dict[str, Any]
 """Keywords of :func:`flashtile.attention`."""
 
 FEW_QUERIES = 16
-"""Up to so many queries of a sequence over a cache are a step of decoding, whose keys are split."""
+"""With at most so many queries per sequence, a call over a cache is a decoding step, whose keys are split."""
 
 
 def serving(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that Transformers calls for attention, ``original`` where the model is compiled or keys
-    lie in pages.
+    """Make the attention function for Transformers. It calls ``original`` in compiled models and over pages.
 
-    It takes query, key and value as (batch, heads, seqlen, head_dim), and returns out (batch, seqlen, heads,
-    head_dim) with weights (batch, heads, seqlen, keys) or None.
+    The function takes query, key and value (batch, heads, seqlen, head_dim). It returns out (batch, seqlen,
+    heads, head_dim) and weights (batch, heads, seqlen, keys) or None.
     """
 
     @functools.wraps(original)
@@ -64,7 +63,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if not others.get("output_attentions") and not torch.compiler.is_compiling():
-            # Some models tell their attention nothing of it.
+            # Some models do not pass the flag to their attention.
             others["output_attentions"] = _collects_weights()
         step = None
         if attention_mask is None and query.shape[2] == 1:
@@ -76,7 +75,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
                 return out, None
         of_scores = attention_mask is not None and attention_mask.dim() == 4
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
-        # Transformers' own code unpads, so that a window would count tokens and not places.
+        # Transformers' own code unpads, after which a window would count tokens instead of positions.
         by_place = attention_mask is not None and sliding_window is not None
         compiled = torch.compiler.is_compiling() and not by_place
         if not with_scores and (others.get("cache") is not None or compiled):
@@ -121,23 +120,25 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    """Every query and key is there."""
+    """Compute attention without padding."""
     if _is_step(q, k, v, options):
         return _step(q, k, v, options)
     return attention(q, k, v, **options)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tensor | None = None) -> Tensor:
-    """Attention of a step of decoding, whose time is the host's: what is the same in every layer and step
-    goes to the operation as it was made for the first."""
+    """Compute attention of a decoding step, whose time is dominated by the host.
+
+    Options are built once and reused in all layers and steps.
+    """
     scale, softcap, window, causal = (options[name] for name in _OF_STEP)
     usual = type(scale) is float and q.stride(3) == k.stride(3) == v.stride(3) == 1
     if not usual or torch._C._is_any_autocast_enabled():
         return flash_attn_with_kvcache(q, k, v, cache_leftpad=cache_leftpad, **options)
-    beside = DECODE.nothing
+    optional = DECODE.nothing
     if cache_leftpad is not None or "sink" in options:
-        beside = CacheTensors(cache_leftpad=cache_leftpad, sink=options.get("sink"))
-    return DECODE((q, k, v), beside, _options_of_step(scale, softcap, window, causal))[0]
+        optional = CacheTensors(cache_leftpad=cache_leftpad, sink=options.get("sink"))
+    return DECODE((q, k, v), optional, _options_of_step(scale, softcap, window, causal))[0]
 
 
 _OF_STEP = "softmax_scale", "softcap", "window_size", "causal"
@@ -155,7 +156,7 @@ def _options_of_step(
 
 
 def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """A step of decoding: few queries over more keys, and nothing that only training has."""
+    """Whether a call is a decoding step: few queries over more keys, without features of training."""
     return (
         q.shape[1] <= FEW_QUERIES
         and q.shape[1] < k.shape[1]
@@ -167,18 +168,18 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, module: Any) -> Tensor:
-    """Under a mask of keys, (batch, seqlen_k), True for those that are there. It is shorter than a static
-    cache, of which only so many keys have been written.
+    """Compute attention under a mask of keys (batch, seqlen_k), True for keys that exist.
 
-    Queries are the last tokens. Where there are as many as keys, they are padded as the keys are if causality
-    or a window says that both are of one text: an encoder's keys may have other queries.
+    The mask is shorter than a static cache, whose later keys are not written yet. Queries are the last
+    tokens. If there are as many queries as keys, and causality or a window shows that both are from one text,
+    queries are padded like keys. In cross-attention, they may not be.
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]
     seqlen = mask.shape[1]
     if seqlen < k.shape[1]:
         k, v = k[:, :seqlen], v[:, :seqlen]
-    if torch.compiler.is_compiling():  # where a mask cannot be looked at
+    if torch.compiler.is_compiling():  # a mask cannot be read on the host then
         return _under_keys(q, k, v, mask.bool(), options)
     padding = padding_of(mask, module)
     if padding.whole:
@@ -194,8 +195,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, mod
 
 
 def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options) -> Tensor:
-    """Queries and keys of the same padded sequences. The longest count as long as the batch is, so that
-    batches of one shape are launches of one kind."""
+    """Compute attention of padded sequences as packed ones, in place.
+
+    ``max_seqlen`` is the batch's padded length, so that batches of one shape share a launch.
+    """
     offsets, used = padding.runs
     runs = {
         "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "seqused_k": used, "max_seqlen_q": q.shape[1],
@@ -205,14 +208,16 @@ def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    """Sequences that lie one after the other."""
+    """Compute attention of packed sequences."""
     out: Tensor = attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
     return out.unflatten(0, q.shape[:2])
 
 
 def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any] | None:
-    """Offsets and lengths of packed sequences, as ``attention`` takes them: those that the caller gave, or
-    what positions say that restart."""
+    """Return the arguments of ``attention`` for packed sequences, or None if nothing is packed.
+
+    They come from the caller, or from position_ids that restart.
+    """
     of_q, of_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     most_q, most_k = others.get("max_length_q"), others.get("max_length_k")
     if of_q is None or of_k is None or most_q is None or most_k is None:
@@ -231,17 +236,17 @@ def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any
 
 
 def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
-    """Under a mask of keys that may lie anywhere. Causality and windows count places, padding among them, as
-    eager attention does."""
+    """Compute attention under any mask of keys. Causality and windows count positions, padding included, as
+    in eager attention."""
     return attention(q, k, v, key_padding_mask=keys, **options)
 
 
 def _with_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, weights) under a mask of scores, with a bias of theirs, or with the weights.
+    """Return (out, weights) for a mask of scores, a position bias, or if weights are wanted.
 
-    A mask of four dimensions says what causality and windows hide, too.
+    A mask of four dimensions already includes causality and windows.
     """
     of_scores = mask is not None and mask.dim() == 4
     _refuse_packed(None if of_scores else others.get("position_ids"), len(q), others)
@@ -270,13 +275,13 @@ def _refuse_packed(position_ids: Tensor | None, batch: int, others: dict[str, An
     given = any("cu_seq" in name and offsets is not None for name, offsets in others.items())
     if restarts or given or others.get("cache") is not None:
         raise NotImplementedError(
-            "output_attentions must be False, and there must be no position bias or mask of scores, where "
-            'sequences are packed or lie in pages: use model.set_attn_implementation("eager") for them'
+            "output_attentions must be False, without position bias or mask of scores, for packed sequences "
+            'and paged caches: use model.set_attn_implementation("eager") for them'
         )
 
 
 def _collects_weights() -> bool:
-    """Whether weights are among what Transformers' hooks collect in this forward pass."""
+    """Whether Transformers' hooks collect attention weights in this forward pass."""
     collected = _collector().get()
     return collected is not None and any("attentions" in name for name in collected)
 
@@ -285,13 +290,13 @@ def _collects_weights() -> bool:
 def _collector() -> Any:
     try:
         from transformers.utils.output_capturing import _active_collector
-    except ImportError:  # of another version
+    except ImportError:  # another version of Transformers
         return contextvars.ContextVar("nothing", default=None)
     return _active_collector
 
 
 def _is_causal(module: Any) -> bool:
-    """Of a module that attends. In Transformers 5.17 UMT5's decoder does not say that it is."""
+    """Whether a module attends causally. In Transformers 5.17 UMT5's decoder has no attribute for it."""
     biased_decoder = getattr(module, "is_decoder", False) and getattr(
         module, "has_relative_attention_bias", False
     )
@@ -299,9 +304,9 @@ def _is_causal(module: Any) -> bool:
 
 
 def _in_dtype_of_weights(module: Any, *tensors: Tensor) -> list[Tensor]:
-    """float32 tensors in 16 bits if the layer's weights have them: adapters may leave norms in float32.
+    """Cast float32 tensors to the dtype of the layer's weights, because adapters may leave norms in float32.
 
-    Under autocast attention casts itself.
+    Under autocast, attention casts its inputs itself.
     """
     if torch.is_autocast_enabled(tensors[0].device.type):
         return list(tensors)
@@ -314,5 +319,5 @@ def _in_dtype_of_weights(module: Any, *tensors: Tensor) -> list[Tensor]:
 
 
 def _wants_determinism(asked: bool | None) -> bool:
-    """Of the call, or of Transformers' setting in the environment."""
+    """Whether the call, or Transformers' setting in the environment, asks for determinism."""
     return os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1" if asked is None else bool(asked)

@@ -1,4 +1,4 @@
-"""What Transformers' masks of keys and positions say, read once for all the layers of a model."""
+"""Contents of Transformers' masks of keys and of its positions, read once for all layers of a model."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Runs(NamedTuple):
-    """A padded batch as packed sequences, where it lies: runs of tokens, and of padding without keys."""
+    """A padded batch described as packed sequences: runs of tokens, and runs of padding without keys."""
 
     cu_seqlens: Tensor  # (runs + 1,) int32
     seqused_k: Tensor  # (runs,) int32, 0 for padding
 
 
 class Padding:
-    """What a mask of keys says, (batch, seqlen) and True for keys that are there.
+    """Contents of a mask of keys, (batch, seqlen) and True for keys that exist.
 
-    Making one waits for the device, and nothing after it does. It does not keep the mask, or both would be
-    remembered for good.
+    Making one waits for the device; nothing after that does. The mask itself is not kept, because it holds
+    this object alive in turn.
     """
 
     def __init__(self, mask: Tensor) -> None:
         self._device, self._shape = mask.device, mask.shape
         keys = mask.bool().cpu()
         self.whole = bool(keys.all())
-        """There is no padding."""
+        """Whether there is no padding."""
         self._lengths, self._starts = keys.sum(1), keys.int().argmax(1)
-        """How many keys a sequence has, and where they begin if they are solid."""
+        """Number of keys of each sequence, and where they begin if they are contiguous."""
         self.solid = self.on_left = self.on_right = self.whole
         if self.whole:
             return
         ends = self._starts + self._lengths
-        self.on_left = bool((ends == keys.shape[1]).all())  # which leaves no place for padding in between
+        self.on_left = bool((ends == keys.shape[1]).all())  # then there is no padding in between
         if self.on_left:
             self.solid = True
-            """The keys of each sequence lie side by side, with padding on one side or on both."""
+            """Whether the keys of each sequence are contiguous, with padding only before and after them."""
         else:
             places = torch.arange(keys.shape[1])
             side_by_side = (places >= self._starts[:, None]) & (places < ends[:, None])
@@ -61,10 +61,10 @@ class Padding:
 
     @functools.cached_property
     def runs(self) -> Runs:
-        """Of each sequence the padding before its tokens, the tokens, and the padding behind them.
+        """Three runs per sequence: the padding before its tokens, the tokens, and the padding after them.
 
-        Padding has queries, which see no key: their results and gradients are 0 at hardly any work, and
-        nothing is copied together and back.
+        Queries of padding see no key: their results and gradients are 0 and cost hardly any work. So no
+        tokens have to be packed and unpacked.
         """
         batch, seqlen = self._shape
         begin = torch.arange(batch) * seqlen
@@ -78,12 +78,12 @@ class Padding:
 
 
 class _Known:
-    """What was read from a tensor, and for whom it holds: each layer of one model asks once in a pass.
+    """The contents of a tensor, valid for one forward pass of one model, in which each layer reads them once.
 
-    A version does not count every write (numpy, ``.data``, kernels, replays of a graph), and to compare what
-    the tensor holds would make every layer wait for the device. But nobody writes to it between the layers of
-    a forward pass. So it is read again for a layer that asks a second time, for another model, and in a new
-    pass, which begins with the making of masks.
+    A version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing the
+    elements would make every layer wait for the device. But nothing writes to the tensor between the layers
+    of a forward pass. So it is read again when a layer comes a second time, for another model, and in a new
+    pass, which begins with the creation of masks.
     """
 
     def __init__(self, tensor: Tensor, found: Any, in_pass: int | None) -> None:
@@ -92,7 +92,7 @@ class _Known:
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def holds(self, tensor: Tensor, module: Any) -> bool:
-        """Whether ``module``, a layer's attention, may go by it. It has asked then."""
+        """Whether ``module``, a layer's attention, may use the contents. Records that it has used them."""
         config = getattr(module, "config", None)
         current = self._in_pass is None or self._in_pass == _passes.count
         if not current or module in self._asked or self._version != _version(tensor):
@@ -116,11 +116,11 @@ class _Passes(threading.local):
 _passes = _Passes()
 
 _read: Any = WeakTensorKeyDictionary()
-"""What was read, by tensor, for as long as the tensor lives."""
+"""Results by tensor, kept as long as the tensor lives."""
 
 
 def padding_of(mask: Tensor, module: Any) -> Padding:
-    """What a mask of keys says. It is looked at once in a forward pass: all layers get the same tensor.
+    """Return the contents of a mask of keys, read once per forward pass: all layers get the same tensor.
 
     Args:
         module: the layer's attention.
@@ -137,7 +137,8 @@ class Packing(NamedTuple):
 
 
 def packing_of(positions: Tensor, module: Any) -> Packing | None:
-    """What positions that restart say, of a batch of one; None if they do not. As :func:`padding_of`."""
+    """Return the packing that restarting positions of a batch of one describe, or None. See
+    :func:`padding_of`."""
     packing: Packing | None = _once(positions, module, _read_positions)
     return packing
 
@@ -152,7 +153,7 @@ def _read_positions(positions: Tensor) -> Packing | None:
 
 
 def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
-    """``read(tensor)``, again only where what is known does not hold."""
+    """Return ``read(tensor)``, or its earlier result if that is still valid for ``module``."""
     known = _read.get(tensor)
     if known is None or not known.holds(tensor, module):
         known = _read[tensor] = _Known(tensor, read(tensor), _passes.count)
@@ -161,11 +162,11 @@ def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
 
 
 def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Transformers' function that makes the mask of a forward pass, reading it on the way.
+    """Wrap Transformers' function that makes the mask of a forward pass, and read that mask once.
 
-    The result is None where no key is padding; otherwise the mask of keys. Over a static cache it says how
-    many keys there are: without it attention would take the cache's unwritten places for keys. What a model
-    adds to causality and windows makes it a mask of scores: Gemma 3's pictures see all of themselves.
+    The result is None without padding, otherwise the mask of keys. A static cache always has a mask, because
+    its length tells how many keys are written. If a model adds other rules to causality and windows, the
+    result is a mask of scores; for example, Gemma 3's image tokens all see each other.
     """
 
     @functools.wraps(original)
@@ -184,7 +185,7 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
                 attention_mask = torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
         if attention_mask is None or torch.compiler.is_compiling() or attention_mask.dim() != 2:
             return original(kv_length=kv_length, attention_mask=attention_mask, **named)
-        # Of a sliding cache the last ones; a copy, which is the model's own.
+        # A sliding cache has the last keys. Copy them, so that the caller cannot change the mask.
         keys = attention_mask[:, -kv_length:].clone()
         padding = Padding(keys)
         if padding.whole and keys.shape[1] == kv_length:
@@ -198,9 +199,12 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
 def _says_more(
     mask_function: Callable[..., Any] | None = None, use_vmap: bool = False, config: Any = None, **others: Any
 ) -> bool:
-    """Whether a mask is another than those of causality, windows and packed sequences: a model has joined a
-    function of its own to them, or blocks. With ``use_bidirectional_attention`` its attention says that it
-    sees both ways: a function that says it, too, is no more, and causality is."""
+    """Whether a mask differs from causality, windows and packed sequences, because the model has added a
+    function of its own or blocks.
+
+    With ``use_bidirectional_attention`` the attention module itself sees both ways. Then a function that says
+    so adds nothing, and causality does.
+    """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:
         return use_vmap != both_ways

@@ -1,8 +1,8 @@
-"""A step of decoding in Transformers, one query for each sequence, whose time is the host's.
+"""Fast path for decoding steps in Transformers (one query per sequence), whose time is dominated by the host.
 
-The layers of a step call attention with tensors that are alike. The first goes the usual way; the others find
-its launch by what Transformers hands over. It is given these tensors as they are: a kernel that is compiled
-takes addresses, and those are the same from any point of view.
+The layers of a step call attention with tensors of equal shapes and strides. The first layer takes the
+general path. The others look up its launch by the arguments that Transformers passes, and pass these tensors
+to it without a transpose: a compiled kernel takes addresses, which a transpose does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashtile.operators.decode import DECODE
 from flashtile.problems.decode import DecodeOptions
 
 _launches: BoundedCache = BoundedCache(CACHE_BYTES)
-"""By kinds of steps: (launch, shape of out)."""
+"""(launch, shape of out) by the key of :func:`kind_of_step`."""
 
 
 def kind_of_step(
@@ -32,10 +32,10 @@ def kind_of_step(
     s_aux: Tensor | None,
     others: dict[str, Any],
 ) -> tuple | None:
-    """What the launch of a step without a mask depends on, or None where that is more than is looked at here.
+    """Return the key of the launch of a step without a mask, or None for a step that needs the general path.
 
     The arguments are those of Transformers' attention: query (batch, heads, 1, head_dim), key and value
-    (batch, heads_kv, keys, head_dim). ``others`` says whether weights are asked for.
+    (batch, heads_kv, keys, head_dim). ``others`` has the flag that asks for weights.
     """
     given, positions = others.get, others.get("position_ids")
     if (
@@ -56,7 +56,7 @@ def kind_of_step(
 
 
 def attend_by(kind: tuple, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """out (batch, 1, heads, head_dim) by the launch of an earlier layer, None if there is none."""
+    """Compute out (batch, 1, heads, head_dim) by an earlier layer's launch. Return None if there is none."""
     known = _launches.get(kind)
     if known is None:
         return None

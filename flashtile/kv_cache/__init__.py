@@ -1,4 +1,4 @@
-"""PagedAttention's memory: blocks on demand, shared, copied on write, found again, swapped to the host."""
+"""Paged KV cache: blocks on demand, sharing, copy-on-write, prefix caching, swapping to the host."""
 
 from flashtile.kv_cache.integrity import IntegrityError, Invariant, Usage
 from flashtile.kv_cache.manager import BlockManager

@@ -1,4 +1,4 @@
-"""Integers that callers may pass (ints, NumPy's, tensors), made Python's own before anything changes."""
+"""Conversion and validation of integer arguments (Python's, NumPy's, tensors)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from flashtile.checks.conversions import as_int
 
 MAX_SIZE = 2**30
-"""Of every size: the sum of two lengths is an int32."""
+"""Largest allowed size, so that the sum of two lengths fits into an int32."""
 
 
 def as_size(name: str, value: Any, least: int = 1, most: int = MAX_SIZE) -> int:
-    """An int from ``least`` to ``most``; raises TypeError or ValueError naming the argument."""
+    """Convert to an int from ``least`` to ``most``. Raise TypeError or ValueError naming the argument."""
     size: int = as_int(name, value)
     if not least <= size <= most:
         raise ValueError(f"{name} must be from {least} to {most}, got {size}")
@@ -24,7 +24,7 @@ def as_size(name: str, value: Any, least: int = 1, most: int = MAX_SIZE) -> int:
 
 
 def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
-    """One-dimensional integers within int64; raises TypeError or ValueError naming the argument."""
+    """Convert to a one-dimensional array of int64. Raise TypeError or ValueError naming the argument."""
     if isinstance(values, Tensor):
         if values.dim() != 1:
             raise ValueError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")

@@ -1,4 +1,4 @@
-"""The manager's books, compared with one another, and what they say about memory."""
+"""Consistency checks of a block manager's data structures, and statistics of its memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flashtile.kv_cache.table import BlockTable
 
 
 class IntegrityError(AssertionError):
-    """The books contradict each other: a block leaked, was freed twice or is written to by two."""
+    """A manager's data are inconsistent: a block leaked, was freed twice, or has two writers."""
 
 
 class Invariant(NamedTuple):
-    """A statement and the two numbers that it says are equal."""
+    """An equation that must hold: its text, and the values of both sides."""
 
     statement: str
     left: int
@@ -27,14 +27,14 @@ class Invariant(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """What the resident sequences use.
+    """Memory used by the resident sequences.
 
     Attributes:
         block_size: tokens per block.
-        blocks: blocks that sequences use.
-        blocks_unshared: blocks that they would use if none were shared.
-        tokens: token positions in these blocks that are filled, each counted once.
-        cached_blocks: blocks that only the prefix cache has; they are evicted when they are needed.
+        blocks: blocks used by sequences, shared ones counted once.
+        blocks_unshared: blocks that the sequences would use without sharing.
+        tokens: filled slots of these blocks.
+        cached_blocks: blocks used only by the prefix cache, which are evicted when needed.
         available_blocks: blocks that can be allocated, cached ones included.
     """
 
@@ -57,7 +57,7 @@ class Usage:
 
 
 def usage(table: BlockTable, pool: BlockPool) -> Usage:
-    """What the sequences of ``table`` that are not swapped out use of ``pool``."""
+    """Count the blocks of ``pool`` that the resident sequences of ``table`` use."""
     size = table.block_size
     filled: dict[int, int] = {}
     unshared = 0
@@ -75,7 +75,7 @@ def usage(table: BlockTable, pool: BlockPool) -> Usage:
 def check_integrity(
     table: BlockTable, pool: BlockPool, host_pool: BlockPool, window_left: int
 ) -> list[Invariant]:
-    """Every invariant of a manager's books; IntegrityError names those that do not hold."""
+    """Check and return every invariant of a manager. Raise IntegrityError naming those that do not hold."""
     rows = {sequence: row if row >= 0 else ~row for sequence, row in table.rows.items()}
     resident = [(sequence, row) for sequence, row in table.rows.items() if row >= 0]
     lengths, size, most = table.lengths, table.block_size, table.max_sequences

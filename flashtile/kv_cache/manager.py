@@ -1,14 +1,14 @@
 """PagedAttention's memory manager (Kwon et al. 2023, arXiv:2309.06180, section 4).
 
-Keys and values of a sequence lie in blocks of ``block_size`` tokens anywhere in a pool; its row of the
-block table lists them in order. Blocks are allocated as the sequence grows, shared when it is forked, copied
-at the first write to a block that something else refers to, and released one by one. The manager decides;
-bytes are moved by its caller, which is told what to copy, or by :class:`flashtile.kv_cache.PagedKVCache`.
+The keys and values of a sequence are in blocks of ``block_size`` tokens, anywhere in a pool. The sequence's
+row of the block table lists its blocks in order. Blocks are allocated as the sequence grows, shared when it
+is forked, copied on the first write to a shared block, and released one by one. The manager only decides. Its
+caller moves the bytes, or :class:`flashtile.kv_cache.PagedKVCache` does.
 
-A block is written to only while ``refs`` of it is 1. A fork of its sequence makes it 2, and so does the
-prefix cache, so that neither ever sees another's tokens.
+A block may be written to only while its reference count is 1. A fork and the prefix cache each add a
+reference, so neither ever sees another sequence's tokens.
 
-Nothing here needs a GPU. Nothing is thread-safe. What raises has changed nothing.
+Nothing here needs a GPU, and nothing is thread-safe. An operation that raises has changed nothing.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from flashtile.kv_cache.prefix import block_hashes
 from flashtile.kv_cache.table import NO_SEQUENCE, NO_STEP, Batch, BlockTable
 
 Reservation = tuple[int, int, int]
-"""(row, tokens before, tokens after) of a sequence that gets room for more tokens."""
+"""(row, tokens before, tokens after) of a sequence for which tokens are reserved."""
 
 NULL_BLOCK = 0
-"""What skipped entries of a block table point to where there is a window: a block that nothing writes to."""
+"""With a window, entries of released blocks point to this block. Nothing writes to it."""
 
 
 class BlockManager:
     """Sequences and their blocks.
 
     Args:
-        num_blocks: blocks in the pool. With ``window_left`` one of them, block 0, is never given out.
+        num_blocks: blocks in the pool. With ``window_left`` one of them, block 0, is never allocated.
         block_size: tokens per block.
-        max_sequences: sequences that may exist at a time, those swapped out included.
-        max_seqlen: tokens that a sequence may have.
-        num_host_blocks: blocks of a second pool, which sequences can be swapped out to.
-        window_left: earlier keys that a query sees beside its own position (``window_size[0]`` of the
-            attention functions); blocks that no later query sees are released. -1 keeps every block.
+        max_sequences: maximum number of sequences, those swapped out included.
+        max_seqlen: maximum number of tokens of a sequence.
+        num_host_blocks: blocks of a second pool, to which sequences can be swapped out.
+        window_left: earlier keys that a query sees in addition to its own position (``window_size[0]`` of the
+            attention functions). Blocks that no later query sees are released. -1 keeps every block.
 
     Attributes:
-        pool, host_pool: the blocks; ``host_pool`` has none unless it was given some.
+        pool, host_pool: the pools of blocks on the device and on the host.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is allowed.
+        TypeError, ValueError: an argument is invalid.
 
     Examples:
         >>> from flashtile.kv_cache import BlockManager
@@ -65,8 +65,8 @@ class BlockManager:
     """
 
     has_tensors: ClassVar[bool] = False
-    """Whether :meth:`move` copies. Reserved tokens then count as written from :meth:`mark_written` on, not at
-    once; until then their sequence can be neither forked nor reserved for again."""
+    """Whether :meth:`move` copies tensors. If so, reserved tokens count as written only after
+    :meth:`mark_written`; until then their sequence cannot be forked, and no more tokens can be reserved."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class BlockManager:
 
     @property
     def lengths(self) -> Tensor:
-        """(max_sequences,) int32 on the CPU, tokens by row; 0 where there is no sequence."""
+        """Number of tokens of each row, (max_sequences,) int32 on the CPU; 0 for free rows."""
         return self.table.lengths_tensor
 
     @property
     def block_table(self) -> Tensor:
-        """(max_sequences, ceil(max_seqlen / block_size)) int32 on the CPU; beyond a length it is stale."""
+        """(max_sequences, ceil(max_seqlen / block_size)) int32 on the CPU, stale beyond a length."""
         return self.table.entries_tensor
 
     @property
@@ -103,39 +103,39 @@ class BlockManager:
         return tuple(self.table.rows)
 
     def length(self, sequence: int) -> int:
-        """Tokens of a sequence, swapped out or not."""
+        """Return the number of tokens of a sequence, swapped out or not."""
         return self.table.lengths[self.table.find(sequence)[1]]
 
     def blocks(self, sequence: int) -> list[int]:
-        """The blocks of a sequence in order, ``NULL_BLOCK`` for those that the window has passed."""
+        """Return the blocks of a sequence in order, ``NULL_BLOCK`` for those that the window has passed."""
         row = self.table.row(sequence)
         return [NULL_BLOCK] * self.table.skipped[row] + self.table.blocks(row)
 
     def is_swapped_out(self, sequence: int) -> bool:
-        """Whether a sequence lies in the host's pool."""
+        """Return whether a sequence is in the host's pool."""
         return self.table.find(sequence)[2]
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
-        """Resolve the sequences of a batch, once for many calls of :meth:`reserve_batch`.
+        """Resolve the sequences of a batch once, for any number of calls of :meth:`reserve_batch`.
 
         Raises:
-            TypeError: they are not integers.
-            ValueError: one does not exist, is swapped out or is there twice (it would be written to twice).
+            TypeError: the sequences are not integers.
+            ValueError: a sequence does not exist, is swapped out, or is listed twice.
         """
         return self.table.batch(sequences)
 
     def create(self, tokens: Iterable[int] | Tensor = (), salt: bytes = b"") -> int:
-        """A new sequence, which begins with whatever the prefix cache has of ``tokens``.
+        """Create a sequence that begins with the longest prefix of ``tokens`` in the prefix cache.
 
-        Whole blocks are found, and never the last token, whose query is still to be computed. The first
-        ``length(sequence)`` tokens need no computation; reserve room for the others.
+        The prefix consists of whole blocks. It never includes the last token, whose query must be computed.
+        The first ``length(sequence)`` tokens need no computation; reserve room for the others.
 
         Args:
             tokens: the prompt, (seqlen,) integers.
-            salt: what else keys and values depend on, as it was given to :meth:`cache_blocks`.
+            salt: the salt that was given to :meth:`cache_blocks`.
 
         Returns:
-            Its number, which is never used again.
+            The number of the sequence. Numbers are never reused.
 
         Raises:
             OutOfSequencesError: there are ``max_sequences`` already.
@@ -144,7 +144,7 @@ class BlockManager:
         """
         tokens = as_ints("tokens", tokens)
         if len(tokens) > self.max_seqlen:
-            raise ValueError(f"tokens must be at most max_seqlen={self.max_seqlen} many, got {len(tokens)}")
+            raise ValueError(f"expected at most max_seqlen={self.max_seqlen} tokens, got {len(tokens)}")
         table, found = self.table, []
         for block_hash in block_hashes(tokens[:-1], self.block_size, salt):
             if block_hash not in self.pool.block_of:
@@ -158,9 +158,10 @@ class BlockManager:
         return sequence
 
     def fork(self, sequence: int) -> int:
-        """A new sequence of the same content, which shares every block.
+        """Create a copy of a sequence, which shares all its blocks.
 
-        Write what was reserved for a sequence before forking it: the copy may be made at any time afterwards.
+        Write the reserved tokens of a sequence before you fork it. A shared block is copied only when one of
+        the two sequences writes to it.
 
         Raises:
             OutOfSequencesError: there are ``max_sequences`` already.
@@ -174,10 +175,10 @@ class BlockManager:
         return child
 
     def select(self, sequences: Iterable[int] | Tensor, parents: Iterable[int] | Tensor) -> list[int]:
-        """The next beams: number i continues ``sequences[parents[i]]``.
+        """Return the next beams: beam i continues ``sequences[parents[i]]``.
 
-        The first child of a sequence is that sequence itself, the others are forks; a sequence without a
-        child is freed.
+        The first child of a sequence is the sequence itself; its other children are forks. A sequence without
+        a child is freed.
 
         Raises:
             OutOfSequencesError, TypeError, ValueError: as :meth:`batch` and :meth:`fork`.
@@ -201,24 +202,24 @@ class BlockManager:
         return beams
 
     def free(self, sequence: int) -> None:
-        """Release a sequence, swapped out or not, and the blocks that only it uses."""
+        """Free a sequence, swapped out or not, and the blocks that only it uses."""
         sequence, row, swapped_out = self.table.find(sequence)
         pool = self.host_pool if swapped_out else self.pool
         pool.release(reversed(self.table.blocks(row)))  # the end of a prefix is evicted first
         self.table.remove(sequence, row)
 
     def reserve(self, sequence: int, num_tokens: int = 1) -> Copies:
-        """Room for ``num_tokens`` more tokens.
+        """Reserve room for ``num_tokens`` more tokens.
 
         Returns:
-            What to copy before anything is written and before the next operation: at most one pair.
+            Blocks to copy before anything is written and before the next operation: at most one pair.
 
         Raises:
             OutOfBlocksError: there are too few blocks.
             ValueError: the sequence does not exist, is swapped out or would be longer than ``max_seqlen``.
         """
         if self.has_tensors:
-            return self.reserve_batch(self.batch([sequence]), num_tokens)
+            return self.reserve_batch(self.batch([as_int("sequence", sequence)]), num_tokens)
         table, size = self.table, self.block_size
         row = table.rows.get(sequence, NO_SEQUENCE) if type(sequence) is int else NO_SEQUENCE
         if row < 0:
@@ -239,13 +240,14 @@ class BlockManager:
         return copies
 
     def reserve_batch(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor = 1) -> Copies:
-        """Room for more tokens in every sequence of a batch: in all of them or, if one is refused, in none.
+        """Reserve room for more tokens in every sequence of a batch, or in none if one is refused.
 
         Args:
+            batch: from :meth:`batch`.
             num_tokens: one number for all, or (batch,) integers.
 
         Returns:
-            What to copy before anything is written and before the next operation.
+            Pairs of blocks to copy before anything is written and before the next operation.
 
         Raises:
             OutOfBlocksError, ValueError: as :meth:`reserve`.
@@ -282,17 +284,18 @@ class BlockManager:
     def mark_written(self, batch: Batch) -> None:
         """Count all reserved tokens of these sequences as written.
 
-        :meth:`PagedKVCache.attend` and :meth:`PagedKVCache.write` call it after the last layer; call it where
-        a replayed CUDA graph or a kernel of yours wrote keys and values.
+        :meth:`PagedKVCache.attend` and :meth:`PagedKVCache.write` call this after the last layer. Call it
+        yourself after a replayed CUDA graph or your own kernel has written keys and values.
         """
         self.table.check_batch(batch)
         self.table.written_tensor.index_copy_(0, batch.rows, self.lengths.index_select(0, batch.rows))
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Keep the first ``length`` tokens: after rejected speculation, or to continue from there.
+        """Keep only the first ``length`` tokens, for example after speculated tokens were rejected.
 
         Raises:
-            ValueError: it has fewer tokens, or the next query would see a token that the window has passed.
+            ValueError: the sequence has fewer tokens, or the next query would see a token that the window has
+                passed.
         """
         table = self.table
         row, length = table.row(sequence), as_int("length", length)
@@ -310,9 +313,9 @@ class BlockManager:
         table.step_of_row[row] = NO_STEP
 
     def _allocate(self, reservations: list[Reservation], copies: Copies) -> None:
-        """Blocks for every reservation, or OutOfBlocksError before anything has changed."""
+        """Allocate blocks for every reservation. Raise OutOfBlocksError before anything has changed."""
         size, pool = self.block_size, self.pool
-        # Each copies at most one block, and releases first: only when it is close is it counted exactly.
+        # An upper bound: each reservation copies at most one block. Only if it fails, count exactly.
         at_most = sum((end - 1) // size - (length - 1) // size + 1 for _, length, end in reservations)
         if at_most > pool.available:
             self._require_available(reservations)
@@ -320,7 +323,7 @@ class BlockManager:
             for row, length, _ in reservations:
                 self._skip_blocks(row, length)
         table, refs = self.table, pool.refs
-        left: dict[int, int] = {}  # sources are released at the end, lest one becomes a destination
+        left: dict[int, int] = {}  # sources are released last, so that none becomes a destination
         for row, length, end in reservations:
             if length % size and end > length:
                 column = length // size
@@ -346,14 +349,14 @@ class BlockManager:
                 block = table.entries[row * table.max_blocks + length // size]
                 count = left.setdefault(block, refs[block])
                 needed += count > 1
-                left[block] = max(1, count - 1)  # the last one writes in place
+                left[block] = max(1, count - 1)  # the last sequence writes in place
         available = self.pool.available_after(releases)
         if needed > available:
             total = self.pool.num_blocks - self.pool.null_blocks
             raise OutOfBlocksError("reserving for", len(reservations), needed, available, total)
 
     def _passed_blocks(self, row: int, length: int) -> list[int]:
-        """Blocks that the row uses and that no query from position ``length`` on sees."""
+        """Return the blocks of a row that no query from position ``length`` on sees."""
         if self.window_left < 0:
             return []
         count = max(0, length - self.window_left) // self.block_size
@@ -368,7 +371,7 @@ class BlockManager:
         self.table.skipped[row] += len(blocks)
 
     def _token_counts(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor) -> int | Tensor:
-        """One number for all, or (batch,) int32; each is from 0 to ``max_seqlen``."""
+        """Validate ``num_tokens`` and return one int for all sequences, or (batch,) int32."""
         if not isinstance(num_tokens, Iterable) or getattr(num_tokens, "ndim", 1) == 0:
             return as_size("num_tokens", num_tokens, 0, self.max_seqlen)
         counts = as_ints("num_tokens", num_tokens)
@@ -391,46 +394,49 @@ class BlockManager:
         if table.written[row] < table.lengths[row]:
             raise ValueError(
                 f"sequence {table.sequence_of_row[row]} has {table.lengths[row]} tokens, of which "
-                f"{table.written[row]} are written: write the others in every layer, or truncate it"
+                f"{table.written[row]} are written: write the others in every layer, or truncate the sequence"
             )
 
     def cache_blocks(self, sequence: int, tokens: Iterable[int] | Tensor, salt: bytes = b"") -> int:
         """Enter the full blocks of a sequence into the prefix cache, for later calls of :meth:`create`.
 
-        Call it when the keys and values of these tokens have been written, say after the prompt and before
-        ``free``. The blocks outlive their sequences until they are needed, the least recently used first.
+        Call this after the keys and values of these tokens have been written, for example after the prompt
+        and before ``free``. Cached blocks outlive their sequences. They are evicted when blocks are needed,
+        the least recently used first.
 
         Args:
+            sequence: a resident sequence.
             tokens: the sequence's first tokens, at most as many as are written.
-            salt: what else keys and values depend on (an adapter, an image, who may see it).
+            salt: anything else that keys and values depend on (an adapter, an image), or the tenant that may
+                reuse them.
 
         Returns:
-            Blocks that are new to the prefix cache.
+            Number of blocks that are new to the prefix cache.
         """
         tokens, table = as_ints("tokens", tokens), self.table
         row = table.row(sequence)
         written = table.written[row]
         if len(tokens) > written:
-            text = f"tokens must be at most the {written} that sequence {sequence} has written"
+            text = f"expected at most the {written} written tokens of sequence {sequence} as tokens"
             raise ValueError(f"{text}, got {len(tokens)}")
         start, skipped, new = row * table.max_blocks, table.skipped[row], 0
         for column, block_hash in enumerate(block_hashes(tokens, self.block_size, salt)):
             if column >= skipped:
                 new += self.pool.cache_block(table.entries[start + column], block_hash)
         if written == table.lengths[row]:
-            table.step_of_row[row] = NO_STEP  # a step that is written may not write once more
+            table.step_of_row[row] = NO_STEP  # a completely written step may not write to cached blocks
         return new
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache, as when the model's weights have changed.
+        """Empty the prefix cache, for example after the model's weights have changed.
 
         Returns:
-            Blocks that it had.
+            Number of blocks that it had.
         """
         return self.pool.reset_prefix_cache()
 
     def swap_out(self, sequences: Iterable[int] | Tensor) -> Copies:
-        """Move sequences to the host's pool; what they share among themselves stays shared.
+        """Swap sequences out to the host's pool. Blocks that they share with each other stay shared.
 
         Returns:
             (block, host block) pairs to copy before the next operation.
@@ -442,7 +448,7 @@ class BlockManager:
         return self._swap(*self.table.resolve(sequences), self.pool, self.host_pool, "swapping out")
 
     def swap_in(self, sequences: Iterable[int] | Tensor) -> Copies:
-        """Bring sequences back; what they share among themselves stays shared.
+        """Swap sequences in from the host's pool. Blocks that they share with each other stay shared.
 
         Returns:
             (host block, block) pairs to copy before the next operation.
@@ -454,7 +460,7 @@ class BlockManager:
         return self._swap(*self.table.resolve(sequences, True), self.host_pool, self.pool, "swapping in")
 
     def move(self, copies: Copies, source: BlockPool, target: BlockPool) -> None:
-        """Copy blocks of one pool to blocks of another or the same. Here nothing: the caller copies."""
+        """Copy blocks between or within pools. This class copies nothing; its caller does."""
 
     def _swap(
         self, sequences: Iterable[int], rows: list[int], source: BlockPool, target: BlockPool, what: str
@@ -480,16 +486,16 @@ class BlockManager:
         return copies
 
     def usage(self) -> Usage:
-        """How much of the pool is used, by how many tokens, and what sharing saves."""
+        """Return how much of the pool is used, by how many tokens, and how much sharing saves."""
         return usage(self.table, self.pool)
 
     def check_integrity(self) -> list[Invariant]:
-        """Compare all the books. Costs O(blocks): for tests, and for finding a fault.
+        """Check all data structures for consistency. Takes O(blocks) time, so use it for tests and debugging.
 
         Returns:
             Every invariant with its numbers.
 
         Raises:
-            IntegrityError: naming each one that does not hold.
+            IntegrityError: invariants do not hold; the message lists them.
         """
         return check_integrity(self.table, self.pool, self.host_pool, self.window_left)

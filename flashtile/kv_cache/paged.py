@@ -1,4 +1,4 @@
-"""A block manager with the keys and values of all layers."""
+"""Paged KV cache: a block manager together with the tensors of keys and values of all layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import append_kvcache, copy_blocks, flash_attn_with_kvcache
-from flashtile.checks.arguments import check_dense, check_floats, check_pair
+from flashtile.checks.arguments import as_device, check_dense, check_floats, check_pair, is_choice, named
 from flashtile.checks.conversions import refuse_descales
 from flashtile.kv_cache.arguments import as_size
 from flashtile.kv_cache.manager import BlockManager
@@ -20,24 +20,25 @@ from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 
 class Step(NamedTuple):
-    """Where the new tokens of a batch go, for every layer. Its tensors are on the device of the cache.
+    """Positions and slots of a batch's new tokens, for every layer. Its tensors are on the cache's device.
 
-    The new tokens of all sequences are packed, total_new of them, in the order of the batch. A step is true
-    until one of its sequences is freed, swapped out, truncated, forked, cached or reserved for again.
+    The new tokens of all sequences are packed, total_new of them, in the order of the batch. A step is valid
+    until one of its sequences is freed, swapped out, truncated, forked, cached, or gets another reservation.
 
     Attributes:
         block_table: (batch, max_blocks) int32.
         cache_seqlens: (batch,) int32, tokens of each sequence before this step.
-        seqused_k: (batch,) int32, tokens with the new ones.
+        seqused_k: (batch,) int32, tokens including the new ones.
         slot_mapping: (total_new,) int64, ``block * block_size + offset`` of each new token.
-        positions: (total_new,) int64, of each new token in its sequence.
+        positions: (total_new,) int64, position of each new token in its sequence.
         cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start, and the end.
-        max_seqlen_q: the most new tokens of a sequence.
-        same_length: every sequence has ``max_seqlen_q`` new tokens.
-        copied_blocks: shared blocks that were copied because they are written to.
+        max_seqlen_q: largest number of new tokens of a sequence.
+        same_length: whether every sequence has ``max_seqlen_q`` new tokens.
+        copied_blocks: number of shared blocks that were copied because the step writes to them.
         batch: the sequences.
-        numbers: (batch,) int64 on the CPU, of this step: the cache knows by it whether the step is true.
-        unwritten_layers: layers that still miss the new keys and values.
+        numbers: (batch,) int64 on the CPU, the step's number of each sequence, by which the cache recognises
+            whether the step is still valid.
+        unwritten_layers: layers whose new keys and values are not written yet.
     """
 
     block_table: Tensor
@@ -55,27 +56,27 @@ class Step(NamedTuple):
 
 
 class PagedKVCache(BlockManager):
-    """A block manager with its tensors, which copies what must be copied.
+    """A block manager that holds the tensors of keys and values and copies shared blocks itself.
 
-    A step of generation is :meth:`reserve_step`, then :meth:`attend` or :meth:`write` in each layer. All else
-    is :class:`BlockManager`'s. A deep copy is a cache of its own.
+    A step of generation is :meth:`reserve_step`, then :meth:`attend` or :meth:`write` in each layer. All
+    other methods are :class:`BlockManager`'s. A deep copy is an independent cache.
 
     Args:
-        num_layers, num_kv_heads, head_dim: of the model. ``head_dim_v`` is that of the values, if it differs.
-        num_blocks: blocks of the pool; each costs :meth:`block_bytes`.
+        num_layers, num_kv_heads, head_dim: sizes of the model. ``head_dim_v`` is the head size of the values,
+            if it differs.
+        num_blocks: blocks of the pool; each takes :meth:`block_bytes`.
         block_size, max_sequences, max_seqlen, num_host_blocks, window_left: as for :class:`BlockManager`.
-        dtype: of keys and values: float16, bfloat16, float32, float64 (CPU), or float8_e4m3fn.
-        device: of the tensors; swapped-out blocks lie in host memory (pinned beside a GPU).
-        k_descale, v_descale: float32 on ``device``, for float8_e4m3fn only: what a stored number is
-            multiplied by, (num_layers, num_kv_heads) or (num_layers, num_blocks, num_kv_heads), both or
-            neither. None: ones.
+        dtype: dtype of keys and values: float16, bfloat16, float32, float64 (CPU), or float8_e4m3fn.
+        device: device of the tensors. Swapped-out blocks are in host memory, pinned if there is a GPU.
+        k_descale, v_descale: factors of stored numbers, only for float8_e4m3fn: float32 on ``device``,
+            (num_layers, num_kv_heads) or (num_layers, num_blocks, num_kv_heads), both or neither. None: ones.
 
     Attributes:
-        k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim), zeros at first.
+        k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim), initially zeros.
         device_block_table: ``block_table`` on ``device``, as of the last step.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+        TypeError, ValueError, NotImplementedError: an argument is invalid or not supported.
 
     Examples:
         >>> from flashtile.kv_cache import PagedKVCache
@@ -119,12 +120,10 @@ class PagedKVCache(BlockManager):
             window_left=window_left,
         )
         layers, heads = as_size("num_layers", num_layers), as_size("num_kv_heads", num_kv_heads)
-        dims = [as_size("head_dim", head_dim, 1, MAX_HEAD_DIM)]
-        dims += [dims[0] if head_dim_v is None else as_size("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)]
-        self.device, self.dtype = torch.device(device), dtype
-        if dtype not in (*DTYPES, FP8) or (dtype == torch.float64 and self.device.type != "cpu"):
-            allowed = "float16, bfloat16, float32, float8_e4m3fn or, on the CPU, float64"
-            raise TypeError(f"dtype must be {allowed}, got {dtype} for {self.device}")
+        dims = _head_dims(head_dim, head_dim_v)
+        self.device = device = as_device("device", device)
+        _check_dtype(dtype, device)
+        self.dtype = dtype
         if dtype != FP8:
             refuse_descales(None, k_descale, v_descale, "for a cache of float8_e4m3fn")
         elif k_descale is None and v_descale is None:
@@ -166,11 +165,13 @@ class PagedKVCache(BlockManager):
         dtype: torch.dtype = torch.float16,
     ) -> int:
         """Bytes of one block in all layers, keys and values: memory divided by this is ``num_blocks``."""
-        both = head_dim + (head_dim if head_dim_v is None else head_dim_v)
-        return num_layers * block_size * num_kv_heads * both * dtype.itemsize
+        layers, heads = as_size("num_layers", num_layers), as_size("num_kv_heads", num_kv_heads)
+        _check_dtype(dtype)
+        dims = sum(_head_dims(head_dim, head_dim_v))
+        return layers * as_size("block_size", block_size) * heads * dims * dtype.itemsize
 
     def reserve_step(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor = 1) -> Step:
-        """Room for the next tokens of a batch, shared blocks copied first, and where the tokens go.
+        """Reserve room for the next tokens of a batch, copy shared blocks, and return the tokens' slots.
 
         Args:
             batch: from :meth:`batch`.
@@ -188,22 +189,22 @@ class PagedKVCache(BlockManager):
         return self._describe(batch, len(copies))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: Step, **options: Any) -> Tensor:
-        """Write the step's keys and values and attend to all of the sequences', in one layer.
+        """Append the step's keys and values in one layer, and attend to all keys of the sequences.
 
         Args:
             layer: from 0 to num_layers - 1.
             q: (total_new, heads_q, head_dim).
             k, v: (total_new, num_kv_heads, head_dim) and (..., head_dim_v).
-            step: from :meth:`reserve_step`, still true.
-            options: of :func:`flashtile.flash_attn_with_kvcache`: ``softmax_scale``, ``rotary_cos``,
-                ``softcap``, ``sink`` and so on. ``causal`` is True unless there is a ``tree_mask``, and
-                ``window_size`` that of the cache.
+            step: from :meth:`reserve_step`, still valid.
+            options: options of :func:`flashtile.flash_attn_with_kvcache`: ``softmax_scale``, ``rotary_cos``,
+                ``softcap``, ``sink`` and so on. ``causal`` defaults to True unless there is a ``tree_mask``,
+                and ``window_size`` to the cache's window.
 
         Returns:
             (total_new, heads_q, head_dim_v).
 
         Raises:
-            TypeError, ValueError, NotImplementedError: naming the argument, before anything is written.
+            TypeError, ValueError, NotImplementedError: an argument is invalid. Nothing is written then.
         """
         layer = self._check(layer, step, q=q, k=k, v=v)
         options.setdefault("causal", "tree_mask" not in options)
@@ -234,14 +235,15 @@ class PagedKVCache(BlockManager):
         return out.flatten(0, 1) if step.same_length else out
 
     def write(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
-        """Write the step's keys (total_new, num_kv_heads, head_dim) and values in one layer, nothing else."""
+        """Write the step's keys (total_new, num_kv_heads, head_dim) and values in one layer, without
+        attention."""
         layer = self._check(layer, step, k=k, v=v)
         descales = self._descales(layer)
         append_kvcache(self.k[layer], self.v[layer], k, v, slot_mapping=step.slot_mapping, **descales)
         self._mark_layer(layer, step)
 
     def _check(self, layer: int, step: Step, **tensors: Tensor) -> int:
-        """``layer`` as an int, or an error that names the argument that does not fit the others."""
+        """Validate the arguments of :meth:`attend` and :meth:`write`, and return ``layer`` as an int."""
         layer = as_size("layer", layer, 0, len(self.k) - 1)
         if not isinstance(step, Step):
             raise TypeError(f"step must come from PagedKVCache.reserve_step, got {type(step).__name__}")
@@ -253,7 +255,7 @@ class PagedKVCache(BlockManager):
             sequence = batch.sequences[int((numbers != step.numbers).nonzero()[0])]
             what = "swapped out, truncated, forked, cached or reserved for again"
             raise ValueError(
-                f"step is no longer true: sequence {sequence} has been "
+                f"step is no longer valid: sequence {sequence} has been "
                 f"{what if sequence in table.rows else 'freed'} since"
             )
         total_new = len(step.positions)
@@ -279,12 +281,12 @@ class PagedKVCache(BlockManager):
             origins, destinations = torch.tensor(copies).unbind(1)
             for old, new in zip(*pair, strict=True):
                 here, there = origins.to(old.device), destinations.to(new.device)
-                for layer in range(len(old)):  # one at a time: what lies between takes a layer's memory only
+                for layer in range(len(old)):  # one at a time, so that the copy needs one layer's memory only
                     moved = _bytes(old[layer]).index_select(0, here).to(new.device)
                     _bytes(new[layer]).index_copy_(0, there, moved)
 
     def _tensors(self) -> dict[str, Any]:
-        """All that belongs to a block, each (num_layers, num_blocks, ...), as ``copy_blocks`` names it."""
+        """Return all tensors (num_layers, num_blocks, ...) of blocks, under ``copy_blocks``'s names."""
         descales = {"k_descale": self.k_descale, "v_descale": self.v_descale}
         of_blocks = {name: d for name, d in descales.items() if d is not None and d.dim() == 3}
         return {"k_cache": self.k, "v_cache": self.v, **of_blocks}
@@ -316,12 +318,26 @@ class PagedKVCache(BlockManager):
 
 
 def _to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Tensors of one dtype on the CPU, to the device in one transfer."""
+    """Copy CPU tensors of one dtype to the device in one transfer."""
     if device.type == "cpu":
         return tensors
     return torch.cat(tensors).to(device).split([len(tensor) for tensor in tensors])
 
 
 def _bytes(memory: Tensor) -> Tensor:
-    """The same memory as numbers that can be indexed on every device: FP8 has few operations."""
+    """View a tensor of one-byte elements as bytes, because not every device can index FP8 tensors."""
     return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
+
+
+def _head_dims(head_dim: Any, head_dim_v: Any) -> tuple[int, int]:
+    """(head_dim of keys, head_dim of values)."""
+    of_keys = as_size("head_dim", head_dim, 1, MAX_HEAD_DIM)
+    return of_keys, of_keys if head_dim_v is None else as_size("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)
+
+
+def _check_dtype(dtype: Any, device: torch.device | None = None) -> None:
+    on_gpu = device is not None and device.type != "cpu"
+    if not is_choice(dtype, (*DTYPES, FP8)) or (dtype == torch.float64 and on_gpu):
+        allowed = "float16, bfloat16, float32, float8_e4m3fn or, on the CPU, float64"
+        where = "" if device is None else f" for {device}"
+        raise TypeError(f"dtype must be {allowed}, got {named(dtype)}{where}")

@@ -1,13 +1,13 @@
-"""The blocks of one memory: which are free, how many references each has, and which outlive their users.
+"""A pool of blocks with reference counts and a prefix cache.
 
 Every block is in exactly one of three states:
 
-* *free*: nothing refers to it, its content means nothing;
-* *used*: by one or more sequences (``refs`` counts them, and one more if the prefix cache has the block);
-* *cached*: only the prefix cache has it. Its content is found by its hash until the block is needed
-  elsewhere; the least recently used one is evicted first.
+* *free*: nothing refers to it, and its content is undefined;
+* *used*: one or more sequences refer to it (``refs`` counts them, and the prefix cache as one more);
+* *cached*: only the prefix cache refers to it. Its content can be found by its hash until the block is
+  evicted. The least recently used block is evicted first.
 
-Allocating, acquiring and releasing a block costs the same whatever the size of the pool.
+Allocating, acquiring and releasing a block take constant time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.kv_cache.arguments import as_size
+
 Copies = list[tuple[int, int]]
-"""(source, destination) blocks. No destination is a source, too, so that they may be copied in any order."""
+"""(source, destination) blocks. No destination is also a source, so the order of copies does not matter."""
 
 
 class CacheFullError(RuntimeError):
-    """Something of fixed size is used up. What raised it has changed nothing."""
+    """A resource of fixed size is exhausted. The operation that raised this has changed nothing."""
 
 
 class OutOfBlocksError(CacheFullError):
-    """An operation needs ``needed`` blocks, more than the ``available`` that it could have had."""
+    """An operation needs ``needed`` blocks, more than the ``available`` ones."""
 
     def __init__(self, what: str, sequences: int, needed: int, available: int, total: int):
         what = f"{what} {sequences} sequence{'s' * (sequences != 1)}"
@@ -42,7 +44,7 @@ class OutOfSequencesError(CacheFullError):
 
 
 class ArraysWithViews:
-    """Python's arrays, and views of them for torch: a copy or pickle takes the arrays and views them anew."""
+    """Base of classes with Python arrays and tensor views of them. Copies and pickles make new views."""
 
     def make_views(self) -> None:
         raise NotImplementedError
@@ -58,22 +60,24 @@ class ArraysWithViews:
 
 
 class BlockPool(ArraysWithViews):
-    """``num_blocks`` blocks, numbered from 0. The caller asks for no more than ``available``.
+    """A pool of ``num_blocks`` blocks, numbered from 0. Callers must not allocate more than ``available``.
 
     Args:
         num_blocks: blocks in the pool.
-        null_blocks: blocks at its start that are never given out.
+        null_blocks: blocks at its start that are never allocated.
 
     Attributes:
-        refs: references to each block, int32; the prefix cache's counts as one. A sequence may write to its
-            block while this is 1.
-        refs_tensor: (num_blocks,) int32, the same memory.
-        free: free blocks, the next one last.
-        cached: blocks that only the prefix cache has, the least recently used first.
-        hash_of, block_of: from each block of the prefix cache to the hash of its content, and back.
+        refs: number of references to each block, int32, the prefix cache's included. A sequence may write to
+            its block only while this is 1.
+        refs_tensor: (num_blocks,) int32, a view of ``refs``.
+        free: free blocks; the next one to allocate is last.
+        cached: blocks used only by the prefix cache, the least recently used first.
+        hash_of, block_of: maps each block of the prefix cache to the hash of its content, and back.
     """
 
     def __init__(self, num_blocks: int, null_blocks: int = 0):
+        num_blocks = as_size("num_blocks", num_blocks, 0)
+        null_blocks = as_size("null_blocks", null_blocks, 0, num_blocks)
         self.num_blocks, self.null_blocks = num_blocks, null_blocks
         self.refs = array("i", [1] * null_blocks + [0] * (num_blocks - null_blocks))
         self.free = list(range(num_blocks - 1, null_blocks - 1, -1))  # the lowest number is allocated first
@@ -92,24 +96,25 @@ class BlockPool(ArraysWithViews):
         return len(self.free) + len(self.cached)
 
     def allocate(self) -> int:
-        """A block with one reference."""
+        """Allocate a block, with one reference."""
         block = self.free.pop() if self.free else self._evict()
         self.refs[block] = 1
         return block
 
     def acquire(self, block: int) -> None:
-        """One more reference to a used or cached block."""
+        """Add a reference to a used or cached block."""
         self.refs[block] += 1
         self.cached.pop(block, None)
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reference to each of these used blocks."""
+        """Add a reference to each of these used blocks."""
         refs = self.refs
         for block in blocks:
             refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One reference less to each block; without any it is free, with the prefix cache's alone cached."""
+        """Remove a reference from each block. Without references a block becomes free; if only the prefix
+        cache refers to it, it becomes cached."""
         refs, hash_of, to_free = self.refs, self.hash_of, self.free.append
         for block in blocks:
             left = refs[block] - 1
@@ -120,17 +125,17 @@ class BlockPool(ArraysWithViews):
                 self.cached[block] = None
 
     def available_after(self, releases: dict[int, int]) -> int:
-        """Blocks that could be allocated after this many releases of each block."""
+        """Return the number of available blocks after ``releases[block]`` releases of each block."""
         refs, hash_of = self.refs, self.hash_of
         return self.available + sum(
             refs[block] - count == (block in hash_of) for block, count in releases.items()
         )
 
     def cache_block(self, block: int, block_hash: bytes) -> bool:
-        """Enter a used block into the prefix cache; it must not be written to from now on.
+        """Enter a used block into the prefix cache. It must not be written to afterwards.
 
         Returns:
-            False, and nothing is changed, if that content or that block is there already.
+            False if the prefix cache has this content or this block already; nothing is changed then.
         """
         if block_hash in self.block_of or block in self.hash_of:
             return False
@@ -140,7 +145,7 @@ class BlockPool(ArraysWithViews):
         return True
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache; its blocks that no sequence uses are free then. Returns how many it had."""
+        """Empty the prefix cache, free its unused blocks, and return how many blocks it had."""
         blocks = list(self.hash_of)
         self.hash_of.clear()
         self.block_of.clear()

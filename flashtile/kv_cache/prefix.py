@@ -1,7 +1,7 @@
-"""Hashes of full blocks, chained: one hash stands for a block's tokens and for all tokens before them.
+"""Chained hashes of full blocks: each hash covers a block's tokens and all tokens before them.
 
-Keys and values of a token depend on every earlier token, so that a block can be used again only where the
-whole prefix is equal: ``hash[j] = H(hash[j - 1] + tokens of block j)``.
+Keys and values of a token depend on every earlier token, so a block can be reused only if the whole prefix is
+equal: ``hash[j] = H(hash[j - 1] + tokens of block j)``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from collections.abc import Iterator
 from hashlib import blake2b
 
 HASH_BYTES = 16
-"""Two different prefixes share a hash with probability 2^-128: contents are not compared."""
+"""Two different prefixes share a hash with probability 2^-128, so contents are not compared."""
 
 
 def block_hashes(tokens: array[int], block_size: int, salt: bytes = b"") -> Iterator[bytes]:
-    """The hash of each full block of ``tokens``, in order; what does not fill the last block is left out.
+    """Yield the hash of each full block of ``tokens``, in order. A last partial block has none.
 
-    ``salt`` is what else decides the keys and values (an adapter, an image, a tenant): part of every hash.
-    TypeError if it is not bytes, even where there is no full block.
+    Args:
+        tokens: the sequence's tokens.
+        block_size: tokens per block.
+        salt: part of every hash, for anything else that keys and values depend on (an adapter, an image) or
+            that separates tenants.
+
+    Raises:
+        TypeError: ``salt`` is not bytes, even if there is no full block.
     """
     if not isinstance(salt, bytes):
         raise TypeError(f"salt must be bytes, got {type(salt).__name__}")

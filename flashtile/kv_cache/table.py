@@ -1,7 +1,7 @@
-"""The block table: one row per sequence, in flat int32 memory that Python and torch see alike.
+"""The block table: one row per sequence, in int32 memory shared by Python arrays and torch tensors.
 
-Python reads and writes single numbers through ``array``, torch the same bytes as tensors, so that a single
-operation costs no tensor and a step of a whole batch no loop.
+Python code reads and writes single numbers through ``array``; torch views the same bytes as tensors. So an
+operation on one sequence makes no tensor, and a step of a batch needs no loop.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ NO_CHANGES = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int3
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Sequences in the order of a batch, resolved once: it serves until one of them is freed or swapped out.
+    """The resolved sequences of a batch. It is valid until one of them is freed or swapped out.
 
     ``ids``, ``rows`` and ``starts`` are (batch,) int64 on the CPU: the sequences, their rows of the block
-    table, and where these start in the flattened table. ``owner`` tells the manager that made it.
+    table, and the rows' offsets in the flattened table. ``owner`` identifies the manager that made the batch.
     """
 
     sequences: tuple[int, ...]
@@ -42,20 +42,20 @@ class Batch:
 
 
 class BlockTable(ArraysWithViews):
-    """Rows for ``max_sequences`` sequences of up to ``max_seqlen`` tokens.
+    """A table with rows for ``max_sequences`` sequences of up to ``max_seqlen`` tokens.
 
     Attributes:
         max_blocks: entries of a row.
-        lengths: tokens by row, 0 where there is no sequence.
-        written: by row, tokens whose keys and values have been written, where a manager has a memory.
-        skipped: by row, leading blocks that were released because the window has passed them.
-        entries: all rows, flat; row r is ``entries[r * max_blocks : (r + 1) * max_blocks]``. What lies
-            beyond a sequence's length is stale.
+        lengths: number of tokens of each row, 0 for free rows.
+        written: number of tokens of each row whose keys and values are written, if the manager has tensors.
+        skipped: number of leading blocks of each row that were released because the window has passed them.
+        entries: all rows, flat; row r is ``entries[r * max_blocks : (r + 1) * max_blocks]``. Entries beyond a
+            sequence's length are stale.
         sequence_of_row: ``NO_SEQUENCE`` for a free row, and while its sequence is swapped out.
-        step_of_row: by row, the number of the step that reserved its last tokens and may write them.
-        rows: row by sequence, in order of creation; ``~row`` while the sequence is swapped out.
-        changed_from: by row, the first entry that :meth:`take_changes` has not reported.
-        owner: a token that batches carry; a copy of the table has its own.
+        step_of_row: number of the step that reserved the row's last tokens; only this step may write them.
+        rows: maps each sequence to its row, in order of creation; to ``~row`` while it is swapped out.
+        changed_from: maps a row to its first entry that :meth:`take_changes` has not reported.
+        owner: identifies the table in its batches; a copy of the table has another owner.
     """
 
     def __init__(self, max_sequences: int, max_seqlen: int, block_size: int):
@@ -81,7 +81,7 @@ class BlockTable(ArraysWithViews):
         self.slices = memoryview(self.entries)
 
     def add(self) -> tuple[int, int]:
-        """(sequence, row) of a new sequence; its number is never used again."""
+        """Add a sequence and return (its number, its row). Numbers are never reused."""
         self.require_rows(1)
         sequence, row = self._next_sequence, self.free_rows.pop()
         self._next_sequence += 1
@@ -92,7 +92,7 @@ class BlockTable(ArraysWithViews):
     def remove(self, sequence: int, row: int) -> None:
         self.lengths[row] = self.written[row] = self.skipped[row] = 0
         self.sequence_of_row[row], self.step_of_row[row] = NO_SEQUENCE, NO_STEP
-        self.entries[row * self.max_blocks] = 0  # a step of a batch looks at it even without a first token
+        self.entries[row * self.max_blocks] = 0  # a batched step reads this entry even of an empty sequence
         self.changed_from.pop(row, None)
         self.free_rows.append(row)
         del self.rows[sequence]
@@ -100,12 +100,12 @@ class BlockTable(ArraysWithViews):
     def require_rows(self, count: int) -> None:
         if count > len(self.free_rows):
             raise OutOfSequencesError(
-                f"{count} more sequences are too many: "
+                f"expected at most {len(self.free_rows)} more sequences, got {count}: "
                 f"{len(self.rows)} of max_sequences={self.max_sequences} exist"
             )
 
     def row(self, sequence: int, swapped_out: bool = False) -> int:
-        """The row of a sequence that is not swapped out, or is."""
+        """Return the row of a sequence. Raise ValueError unless its state is ``swapped_out``."""
         sequence, row, found = self.find(sequence)
         if found != swapped_out:
             text = "is swapped out: swap it in first" if found else "is not swapped out"
@@ -115,7 +115,7 @@ class BlockTable(ArraysWithViews):
     def resolve(
         self, sequences: Iterable[int] | Tensor, swapped_out: bool = False
     ) -> tuple[array[int], list[int]]:
-        """(sequences, their rows), which differ from one another; all are swapped out, or none is."""
+        """Return (sequences, their rows). The sequences must differ and have the state ``swapped_out``."""
         sequences = as_ints("sequences", sequences)
         rows = [self.row(sequence, swapped_out) for sequence in sequences]
         if len(set(rows)) != len(rows):
@@ -124,7 +124,7 @@ class BlockTable(ArraysWithViews):
         return sequences, rows
 
     def find(self, sequence: int) -> tuple[int, int, bool]:
-        """(sequence as an int, its row, whether it is swapped out)."""
+        """Return (sequence as an int, its row, whether it is swapped out)."""
         if type(sequence) is not int:
             sequence = as_int("sequence", sequence)
         row = self.rows.get(sequence)
@@ -144,11 +144,11 @@ class BlockTable(ArraysWithViews):
             self.changed_from[row] = 0
 
     def num_blocks(self, row: int) -> int:
-        """Entries of the row that mean something."""
+        """Return the number of valid entries of a row."""
         return -(-self.lengths[row] // self.block_size)
 
     def blocks(self, row: int) -> list[int]:
-        """The blocks that the row's sequence uses, in order."""
+        """Return the blocks that a row's sequence uses, in order."""
         start = row * self.max_blocks
         return self.slices[start + self.skipped[row] : start + self.num_blocks(row)].tolist()
 
@@ -158,7 +158,7 @@ class BlockTable(ArraysWithViews):
             self.changed_from[row] = column
 
     def copy_row(self, source: int, target: int) -> list[int]:
-        """Let ``target``, a new row, say what ``source`` says. Returns the blocks that both use."""
+        """Copy row ``source`` to ``target``, a new row. Return the blocks that both use."""
         length, skipped = self.lengths[source], self.skipped[source]
         begin, count = target * self.max_blocks, -(-length // self.block_size)
         entries = self.slices[source * self.max_blocks :][:count]
@@ -186,12 +186,12 @@ class BlockTable(ArraysWithViews):
                 self.row(sequence)
 
     def begin_step(self, rows: Tensor) -> None:
-        """A new step has reserved the last tokens of these rows: only it may write to them."""
+        """Give these rows a new step number. Only that step may write to their last tokens."""
         self.steps_tensor.index_fill_(0, rows, self._next_step)
         self._next_step += 1
 
     def take_changes(self) -> tuple[Tensor, Tensor]:
-        """(positions in the flattened table, int64; what stands there now, int32) since the last call."""
+        """Return the changes since the last call: (indices into the flattened table int64, entries int32)."""
         if not self.changed_from:
             return NO_CHANGES
         starts, counts = [], []

@@ -1,4 +1,4 @@
-"""Masks and modifications of scores: users' functions, ready ones, and which blocks a mask leaves to do."""
+"""Score and mask functions: user-defined and predefined ones, and block masks."""
 
 from flashtile.masks.block_mask import BlockMask, create_block_mask
 from flashtile.masks.library import (

@@ -1,8 +1,8 @@
-"""Which blocks of scores a mask leaves to do: none of them costs what it hides.
+"""Block masks: which blocks of scores a mask leaves to compute, so that hidden blocks cost nothing.
 
-As FlexAttention has it (Dong et al. 2024, arXiv:2412.05496, section 4.2): a block of BLOCK_SIZE queries by
-keys is empty and skipped, full and computed without the mask, or partial. Lists say which are which, for each
-block of queries (the forward pass and dq) and, transposed, for each block of keys (dk and dv).
+As in FlexAttention (Dong et al. 2024, arXiv:2412.05496, section 4.2), a block of BLOCK_SIZE queries by keys
+is empty (skipped), full (computed without the mask) or partial. Lists hold the full and partial blocks for
+each query block (forward pass and dq) and, transposed, for each key block (dk and dv).
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import as_int, check_dense, check_int
+from flashtile.checks.arguments import as_device, as_int, check_dense, check_int
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.masks.mods import traced
 from flashtile.problems.common import MAX_LENGTH
 
 CELLS_AT_ONCE = 2**24
-"""Of a mask, while it is made into blocks."""
+"""Number of a mask's elements that are evaluated at once to find its blocks."""
 
 LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
 BACKWARD_LISTS = 4
-"""The last so many, which only the backward pass reads."""
+"""Number of trailing lists that only the backward pass reads."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
     """Lists of partial and full blocks, with FlexAttention's names.
 
-    Each is int32 on one device: ``*_num_blocks`` (batch or 1, heads or 1, blocks), how many blocks of
-    the other sequence; ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other), which, the first
-    so many. ``kv_*`` lists keys for each block of queries, ``q_*`` queries for each block of keys.
+    All lists are int32 on one device. ``*_num_blocks`` (batch or 1, heads or 1, blocks) holds the number of
+    listed blocks of the other sequence. ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other)
+    holds their indices, of which only the first ``*_num_blocks`` are valid. ``kv_*`` lists key blocks for
+    each query block, ``q_*`` lists query blocks for each key block.
     """
 
     seq_lengths: tuple[int, int]
-    """Queries and keys."""
+    """Numbers of queries and keys."""
     kv_num_blocks: Tensor
     kv_indices: Tensor
     full_kv_num_blocks: Tensor
@@ -55,7 +56,7 @@ class BlockMask:
     full_q_indices: Tensor
     BLOCK_SIZE: tuple[int, int]
     mask_mod: Callable[..., Any]
-    """Of the partial blocks."""
+    """The mask that is applied in partial blocks."""
 
     def __post_init__(self) -> None:
         for name, least in (("seq_lengths", 0), ("BLOCK_SIZE", 1)):
@@ -70,11 +71,11 @@ class BlockMask:
         return tuple([getattr(self, name) for name in LISTS])
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The lists on another device; the tensors of ``mask_mod`` stay where they are."""
+        """Copy the lists to another device; the tensors of ``mask_mod`` stay where they are."""
         return replace(self, **{name: getattr(self, name).to(device) for name in LISTS})
 
     def sparsity(self) -> float:
-        """The part of all blocks that is skipped, in percent."""
+        """Return the percentage of blocks that are skipped."""
         kept = self.kv_num_blocks.sum() + self.full_kv_num_blocks.sum()
         return 100 * (1 - int(kept) / max(self.kv_indices.numel(), 1))
 
@@ -95,21 +96,22 @@ def create_block_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """The blocks of a mask, evaluated on the device, with FlexAttention's argument names.
+    """Create the block mask of a mask function, evaluated on the device, with FlexAttention's argument names.
+
+    Every element of the mask is evaluated once, in chunks, without synchronising.
 
     Args:
-        mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)``, as :func:`flashtile.masks.mask_mod` takes it.
-        B, H: batch and query heads that the mask tells apart; None or 1: it is the same for all.
-        Q_LEN, KV_LEN: tokens.
-        device: of the lists; None is that of the captured tensors, else the CPU.
-        BLOCK_SIZE: of queries and of keys, multiples of 16.
+        mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)``, as for :func:`flashtile.masks.mask_mod`.
+        B, H: batch size and number of query heads for which the mask differs; None or 1 if it is the same
+            for all.
+        Q_LEN, KV_LEN: numbers of queries and keys.
+        device: device of the lists; None is that of the captured tensors, otherwise the CPU.
+        BLOCK_SIZE: queries and keys of a block, multiples of 16.
 
     Raises:
         TypeError: ``mask_mod`` does not compile.
-        ValueError: a length, a block size or a device that is not allowed; a read outside of a captured
-            tensor (on a GPU under ``FLASHTILE_DEBUG=1``).
-
-    Costs a visit to each score of the mask once, some at a time, and no synchronisation.
+        ValueError: a length, block size or device is not allowed; a read outside a captured tensor (on a GPU
+            under ``FLASHTILE_DEBUG=1``).
 
     Examples:
         >>> from flashtile import masks
@@ -164,7 +166,7 @@ def _length(name: str, value: Any) -> int:
 
 
 def _block_sizes(value: Any) -> tuple[int, int]:
-    """(queries, keys) of a block."""
+    """Return (queries, keys) of a block."""
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2 or any(type(one) is not int or one % 16 or not 16 <= one <= MAX_LENGTH for one in pair):
         raise ValueError(f"BLOCK_SIZE must be one or two multiples of 16 up to {MAX_LENGTH}, got {value!r}")
@@ -172,16 +174,10 @@ def _block_sizes(value: Any) -> tuple[int, int]:
 
 
 def _device(given: Any, tensors: tuple[Tensor, ...]) -> torch.device:
-    """Where a mask that captures these tensors is evaluated."""
+    """Return the device on which a mask that captures these tensors is evaluated."""
     if given is None:
         given = tensors[0].device if tensors else "cpu"
-    try:
-        device = torch.empty(0, device=given).device
-    except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(
-            f"device must be None or a device that torch has here, got {given!r}: {first}"
-        ) from None
+    device = as_device("device", given)
     if device.type == "meta":
         raise ValueError("device must be None or a device with data, got meta")
     for tensor in tensors:
@@ -191,7 +187,7 @@ def _device(given: Any, tensors: tuple[Tensor, ...]) -> torch.device:
 
 
 def _any(cells: Tensor, blocks_q: int, blocks_kv: int, sizes: tuple[int, int]) -> Tensor:
-    """(blocks_q, blocks_kv): where a block has a True."""
+    """Return (blocks_q, blocks_kv) bool: whether a block contains a True."""
     size_q, size_kv = (min(size, length) for size, length in zip(sizes, cells.shape, strict=True))
     missing = blocks_kv * size_kv - cells.shape[1], blocks_q * size_q - cells.shape[0]
     padded = torch.nn.functional.pad(cells, (0, missing[0], 0, missing[1]))
@@ -199,13 +195,13 @@ def _any(cells: Tensor, blocks_q: int, blocks_kv: int, sizes: tuple[int, int]) -
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many, which first) of (batch, heads, own blocks, other blocks) bools."""
+    """Return (counts, indices) of the True blocks in (batch, heads, own blocks, other blocks)."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
 
 
 def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """(batch, heads, own blocks, other blocks) bool: which of the others the lists of a block mask have."""
+    """Return the blocks that a block mask lists, (batch, heads, own blocks, other blocks) bool."""
     within = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     places = indices.long().clamp(0, max(indices.shape[-1] - 1, 0))
     counts = torch.zeros_like(indices).scatter_add_(-1, places, within.to(indices.dtype))
@@ -213,15 +209,15 @@ def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
 
 
 _of_flex: weakref.WeakKeyDictionary[Any, tuple[list, BlockMask]] = weakref.WeakKeyDictionary()
-"""FlexAttention's block masks as ours, with the attributes that they were made of."""
+"""FlexAttention's block masks converted to ours, with the attributes that they were made from."""
 
 
 def of_flex_attention(block_mask: Any) -> BlockMask:
-    """A :class:`BlockMask` of FlexAttention's own as one of ours, made once for as long as it stays the same.
+    """Convert FlexAttention's BlockMask to a :class:`BlockMask`, once for as long as it does not change.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: it has no lists for the backward pass.
+        TypeError: the argument is neither.
+        ValueError: the block mask has no lists for the backward pass.
     """
     if isinstance(block_mask, BlockMask):
         return block_mask
@@ -250,7 +246,7 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
         BLOCK_SIZE=tuple(block_mask.BLOCK_SIZE),
         mask_mod=as_mask_mod(block_mask.mask_mod),
     )
-    # A copy would not see what is written to its original later.
+    # A copy would not see later writes to its original.
     if keeps and all(contiguous[name] is tensor for name, tensor in lists.items()):
         _of_flex[block_mask] = attributes, made
     return made

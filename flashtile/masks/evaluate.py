@@ -1,4 +1,4 @@
-"""Programs evaluated by torch on tensors of indices: the CPU's own kernel, and the maker of block masks."""
+"""Evaluates programs with torch on tensors of indices, for the CPU backend and for block masks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ def evaluate(
     check: bool | None = None,
     differentiable: bool = False,
 ) -> list[Any]:
-    """The results of a program on tensors that broadcast against each other.
+    """Evaluate a program on tensors that broadcast against each other.
 
     Args:
         inputs: int64 tensors ``b``, ``h``, ``q`` and ``kv``, and ``score``.
-        tensors: the captured ones.
-        dtype: of all floats.
-        kind: of the function, for the error.
-        check: whether reads outside of a tensor are an error, else they are moved to its nearest element.
-            None is: on the CPU, for on a GPU the check synchronises.
+        tensors: the captured tensors.
+        dtype: dtype of all floats.
+        kind: kind of the function, for error messages.
+        check: whether a read outside a tensor is an error; otherwise it reads the nearest element. None
+            checks only on the CPU, because on a GPU the check synchronises.
         differentiable: whether results have derivatives by ``tensors``.
 
     Returns:
-        Tensors or, where nothing depends on an input, numbers.
+        Tensors, or numbers for results that depend on no input.
 
     Raises:
-        ValueError: a read outside of a captured tensor; the text shows the user's line.
+        ValueError: a read outside a captured tensor, or an int divided by 0; the message shows the user's
+        line.
     """
     known: dict[Any, Any] = {Name(name): value for name, value in inputs.items()}
 
@@ -51,15 +52,22 @@ def evaluate(
             loaded = tensor[_inside(line, tensor, operands[1:], kind, check)]
             known[line.name] = loaded.to(dtype) if line.kind == "float" else loaded
         else:
-            computed = OPERATIONS[line.operation].evaluate(*_in_dtype(line, operands, dtype))
+            try:
+                computed = OPERATIONS[line.operation].evaluate(*_in_dtype(line, operands, dtype))
+            except RuntimeError as error:
+                if "ZeroDivisionError" not in str(error):
+                    raise
+                raise ValueError(f"{kind} divides an int by 0, which torch does not") from None
             is_float = line.kind == "float" and isinstance(computed, Tensor)
             known[line.name] = computed.to(dtype) if is_float else computed
     return [value(result) for result in program.results]
 
 
 def _in_dtype(line: Line, operands: list[Any], dtype: torch.dtype) -> list[Any]:
-    """Ints next to a float, and those of a line that gives a float, as floats of ``dtype``. Torch would make
-    float32 of them in a float64 call."""
+    """Convert ints next to a float, or in a line whose result is a float, to ``dtype``.
+
+    torch would convert them to float32 in a float64 call.
+    """
     if line.kind != "float" and not any(map(_is_float, operands)):
         return operands
     return [
@@ -75,7 +83,7 @@ def _is_float(operand: Any) -> bool:
 def _inside(
     line: Line, tensor: Tensor, indices: list[Any], kind: str, check: bool | None
 ) -> tuple[Tensor, ...]:
-    """Indices within the tensor. Negative ones count from the end, as torch's do."""
+    """Return indices within the tensor. Negative indices count from the end, as in torch."""
     inside = []
     for index, size in zip(indices, tensor.shape, strict=True):
         index = torch.as_tensor(index, device=tensor.device)

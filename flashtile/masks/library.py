@@ -1,8 +1,9 @@
-"""Ready masks and modifications of scores, written as a user would write them.
+"""Predefined masks and score functions, written as a user would write them.
 
 Each function returns a :class:`~flashtile.masks.MaskMod` or a :class:`~flashtile.masks.ScoreMod`, which
-FlexAttention takes, too. Positions count from 0: with ``offset`` query i stands at key ``i + offset``, so
-that ``offset=seqlen_k - seqlen_q`` aligns a mask at the bottom right, as ``attention(causal=True)`` does.
+FlexAttention also accepts. Positions count from 0. With ``offset``, query i is at the position of key
+``i + offset``, so ``offset=seqlen_k - seqlen_q`` aligns a mask to the bottom right, as
+``attention(causal=True)`` does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _M = TypeVar("_M", bound=Mod)
 
 
 def _ready(make: Callable[_P, _M]) -> Callable[_P, _M]:
-    """``make``, whose functions are pickled as the call that makes them: a closure cannot be."""
+    """Make the functions that ``make`` returns picklable, by the call that made them instead of a closure."""
 
     @functools.wraps(make)
     def made(*arguments: _P.args, **keywords: _P.kwargs) -> _M:
@@ -41,7 +42,7 @@ def _length(name: str, value: Any, least: int = -MAX_LENGTH) -> int:
 
 
 def _table(name: str, tensor: Any, ranks: tuple[int, ...], layout: str, of_floats: bool) -> Tensor:
-    """A captured tensor of floats or of ints."""
+    """Check a captured tensor of floats or of ints."""
     check_dense(name, tensor)
     if not (tensor.is_floating_point() if of_floats else tensor.dtype in WHOLE):
         raise TypeError(f"{name} must be of {'floats' if of_floats else 'ints'}, got {tensor.dtype}")
@@ -52,7 +53,7 @@ def _table(name: str, tensor: Any, ranks: tuple[int, ...], layout: str, of_float
 
 @_ready
 def causal(offset: int = 0) -> MaskMod:
-    """No key after the query's own.
+    """Mask that hides keys after the query's own position.
 
     Examples:
         >>> from flashtile import masks
@@ -65,7 +66,7 @@ def causal(offset: int = 0) -> MaskMod:
 
 @_ready
 def window(left: int, right: int, offset: int = 0) -> MaskMod:
-    """Keys at most ``left`` before and ``right`` after the query's own; a negative number is unlimited.
+    """Mask of keys at most ``left`` before and ``right`` after the query; a negative number means no limit.
 
     Examples:
         >>> from flashtile import masks
@@ -89,11 +90,12 @@ def window(left: int, right: int, offset: int = 0) -> MaskMod:
 
 @_ready
 def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
-    """A prefix that everyone sees, and causal behind it (Raffel et al. 2020, arXiv:1910.10683,
-    section 3.2.1).
+    """Mask with a prefix that every query sees, and causal after it.
+
+    From Raffel et al. 2020 (arXiv:1910.10683), section 3.2.1.
 
     Args:
-        length: of the prefix; a tensor (batch,) of ints has one for each sequence.
+        length: length of the prefix, an int or (batch,) ints with one for each sequence.
 
     Examples:
         >>> from flashtile import masks
@@ -116,11 +118,11 @@ def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
 
 @_ready
 def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
-    """Tokens of the query's own document alone, of several in one sequence.
+    """Mask that lets a query see only keys of its own document, for several documents in one sequence.
 
     Args:
-        ids: (seqlen_q,) or (batch, seqlen_q), any ints: equal ones are one document.
-        ids_kv: the same of the keys; None for ``ids``.
+        ids: (seqlen_q,) or (batch, seqlen_q), any ints: tokens with equal ids belong to one document.
+        ids_kv: ids of the keys; None for ``ids``.
 
     Examples:
         >>> from flashtile import masks
@@ -141,7 +143,7 @@ def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
 
 @_ready
 def padding(lengths: Tensor) -> MaskMod:
-    """The first ``lengths[batch]`` keys of each sequence, (batch,) ints.
+    """Mask of the first ``lengths[batch]`` keys of each sequence, (batch,) ints.
 
     Examples:
         >>> from flashtile import masks
@@ -154,8 +156,9 @@ def padding(lengths: Tensor) -> MaskMod:
 
 @_ready
 def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
-    """``size`` keys before and after the query's own, each ``dilation`` from the next (Beltagy et al. 2020,
-    arXiv:2004.05150, section 3.1).
+    """Mask of every ``dilation``-th key, ``size`` of them before and after the query's own.
+
+    From Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
 
     Examples:
         >>> from flashtile import masks
@@ -175,18 +178,18 @@ def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
 
 @_ready
 def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskMod:
-    """The nearest tokens of a picture: neighborhood attention (Hassani et al. 2023, arXiv:2204.07143).
+    """Mask of neighborhood attention over a picture (Hassani et al. 2023, arXiv:2204.07143).
 
-    Token i is the pixel (i // width, i % width). At the edges the neighborhood is moved inwards, so that
-    every query sees as many keys. A sequence of more tokens than the picture has is refused, unless another
-    mask is joined by ``|``, which says what else is seen.
+    Token i is the pixel (i // width, i % width). At the edges the neighborhood is shifted inwards, so every
+    query sees the same number of keys. Sequences with more tokens than the picture are refused, unless the
+    mask is combined by ``|`` with one that defines the other tokens.
 
     Args:
-        height, width: of the picture, in tokens.
-        kernel_size: of the neighborhood, rows and columns; odd, and no larger than the picture.
+        height, width: size of the picture in tokens.
+        kernel_size: rows and columns of the neighborhood; odd, and no larger than the picture.
 
     Raises:
-        ValueError: a ``kernel_size`` that is even or larger than the picture.
+        ValueError: ``kernel_size`` is even or larger than the picture.
 
     Examples:
         >>> from flashtile import masks
@@ -220,10 +223,10 @@ def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskM
 
 @_ready
 def alibi(slopes: Tensor, offset: int = 0) -> ScoreMod:
-    """Minus a head's slope times the distance (Press et al. 2022, arXiv:2108.12409).
+    """Subtract a head's slope times the distance of query and key (Press et al. 2022, arXiv:2108.12409).
 
     Args:
-        slopes: (heads,) of floats, learnable.
+        slopes: (heads,) floats, learnable.
 
     Examples:
         >>> from flashtile import masks
@@ -242,18 +245,18 @@ def alibi(slopes: Tensor, offset: int = 0) -> ScoreMod:
 
 @_ready
 def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
-    """A learnable bias of each distance (Shaw et al. 2018, arXiv:1803.02155, section 3.2, of scalars).
+    """Add a learnable bias per distance (Shaw et al. 2018, arXiv:1803.02155, section 3.2, as scalars).
 
     Args:
-        bias: (heads, 2 * most + 1) of floats, learnable. Column ``most + d`` is that of key minus query d;
-            larger distances count as ``most``.
+        bias: (heads, 2 * most + 1) floats, learnable. Column ``most + d`` is for key minus query = d; larger
+            distances count as ``most``.
 
     Raises:
-        ValueError: ``bias`` is not of two dimensions with an odd number of columns.
+        ValueError: ``bias`` does not have two dimensions with an odd number of columns.
 
     Examples:
         >>> from flashtile import masks
-        >>> bias = torch.arange(5.0)[None]  # of the distances -2 to 2
+        >>> bias = torch.arange(5.0)[None]  # for the distances -2 to 2
         >>> relative_position = masks.relative_position(bias)
         >>> relative_position(0.0, 0, torch.tensor(0), torch.tensor(1), torch.arange(5)).tolist()
         [1.0, 2.0, 3.0, 4.0, 4.0]
@@ -273,7 +276,7 @@ def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
 
 @_ready
 def softcap(cap: float) -> ScoreMod:
-    """``cap * tanh(score / cap)``, as Gemma 2 has it (arXiv:2408.00118, section 2).
+    """``cap * tanh(score / cap)``, as in Gemma 2 (arXiv:2408.00118, section 2).
 
     Examples:
         >>> from flashtile import masks

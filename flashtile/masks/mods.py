@@ -1,4 +1,4 @@
-"""Functions of scores and masks as objects that join with ``&``, ``|`` and ``~``."""
+"""Score and mask functions as objects that can be combined with ``&``, ``|`` and ``~``."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense
+from flashtile.checks.arguments import check_choice, check_dense
 from flashtile.masks.traces import called_as, kept
 from flashtile.masks.tracing import Trace
 from flashtile.masks.triton_functions import Pointer, in_torch
 
 
 def _global(module: str, name: str) -> Any:
-    """What is called ``name`` (with dots) in a module, for pickle."""
+    """Return the object with a dotted ``name`` in a module, for pickle."""
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
 class Mod:
-    """A ``mask_mod`` or ``score_mod``: called like the function that it is made of."""
+    """A ``mask_mod`` or ``score_mod``; calling it calls the function that it wraps."""
 
     kind = ""
     recipe: tuple[Callable[..., Mod], tuple] | None = None
-    """(function, arguments) that make it again, where it is pickled; None of one of a user's function."""
+    """(function, arguments) from which pickle rebuilds it; None if it wraps a user's function."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
-        traced(self.kind, function)  # what does not compile is an error here
+        traced(self.kind, function)  # raises here if it cannot be traced
 
     def __repr__(self) -> str:
         return f"<{self.kind} {self.name}>"
@@ -51,7 +51,7 @@ class Mod:
 class MaskMod(Mod):
     """``mask_mod(batch, head, q_idx, kv_idx)``: True where the key takes part.
 
-    ``a & b`` is seen by both, ``a | b`` by either, ``~a`` what ``a`` hides.
+    ``a & b`` shows keys that both show, ``a | b`` those that either shows, ``~a`` those that ``a`` hides.
 
     Examples:
         >>> from flashtile import masks
@@ -62,7 +62,7 @@ class MaskMod(Mod):
 
     kind = "mask_mod"
     most_tokens: int | None = None
-    """Queries and keys that it is defined for, at most; None is any number."""
+    """Largest number of queries or keys that the mask is defined for; None for any number."""
 
     def __call__(self, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(batch, head, q_idx, kv_idx)
@@ -104,7 +104,7 @@ def _opposite(seen: Any) -> Any:
 
 @called_as("function")
 class ScoreMod(Mod):
-    """``score_mod(score, batch, head, q_idx, kv_idx)``: the score that takes its place.
+    """``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score that replaces the given one.
 
     Examples:
         >>> flashtile.masks.score_mod(lambda score, batch, head, q_idx, kv_idx: score / (1 + kv_idx))
@@ -118,15 +118,15 @@ class ScoreMod(Mod):
 
 
 def mask_mod(function: Callable[..., Any]) -> MaskMod:
-    """``function`` as a :class:`MaskMod`; a decorator, too.
+    """Wrap ``function`` in a :class:`MaskMod`; can be used as a decorator.
 
     Args:
-        function: ``function(batch, head, q_idx, kv_idx)`` of four ints to a bool, in torch's operations. It
-            is FlexAttention's ``mask_mod``. Positions count from 0 within a sequence; ``head`` is a query
-            head.
+        function: ``function(batch, head, q_idx, kv_idx)`` from four ints to a bool, written with torch's
+            operations: FlexAttention's ``mask_mod``. Positions count from 0 within a sequence; ``head`` is a
+            query head.
 
     Raises:
-        TypeError: it does not compile; the text shows its line.
+        TypeError: the function does not compile; the message shows its line.
 
     Examples:
         >>> @flashtile.masks.mask_mod
@@ -140,13 +140,13 @@ def mask_mod(function: Callable[..., Any]) -> MaskMod:
 
 
 def score_mod(function: Callable[..., Any]) -> ScoreMod:
-    """``function`` as a :class:`ScoreMod`; a decorator, too.
+    """Wrap ``function`` in a :class:`ScoreMod`; can be used as a decorator.
 
     Args:
-        function: ``function(score, batch, head, q_idx, kv_idx)`` of a float and four ints to a float.
+        function: ``function(score, batch, head, q_idx, kv_idx)`` from a float and four ints to a float.
 
     Raises:
-        TypeError: it does not compile; the text shows its line.
+        TypeError: the function does not compile; the message shows its line.
 
     Examples:
         >>> @flashtile.masks.score_mod
@@ -160,18 +160,18 @@ def score_mod(function: Callable[..., Any]) -> ScoreMod:
 
 
 def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
-    """A ``@triton.jit`` function as a mod, compiled and differentiated as one of torch is.
+    """Wrap a ``@triton.jit`` function as a mod, traced and differentiated like a torch function.
 
     Args:
         kind: "score_mod" or "mask_mod".
-        function: of the arguments of that kind, then a pointer for each of ``tensors``, which ``tl.load``
-            reads as it lies in memory when contiguous. Its own operations are those of ``tl`` on one value.
-            Globals are read here, once: Triton lets none of them change.
-        tensors: captured ones; a ``score_mod`` has their gradients.
+        function: takes the arguments of that kind, then a pointer for each of ``tensors``. ``tl.load`` reads
+            them in the order of a contiguous tensor. The function may use operations of ``tl`` on scalars.
+            Globals are read once, here, because Triton does not allow them to change.
+        tensors: captured tensors; those of a ``score_mod`` get gradients.
 
     Raises:
-        ValueError: another ``kind``.
-        TypeError: it does not compile.
+        ValueError: ``kind`` is neither of the two.
+        TypeError: the function does not compile.
 
     Examples:
         >>> import triton, triton.language as tl
@@ -179,8 +179,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
         ... def per_head(score, b, h, q, kv, table):
         ...     return score + tl.load(table + h)  # doctest: +SKIP
     """
-    if kind not in ("score_mod", "mask_mod"):
-        raise ValueError(f"kind must be 'score_mod' or 'mask_mod', got {kind!r}")
+    check_choice("kind", kind, ("score_mod", "mask_mod"))
     if not hasattr(function, "fn"):
         raise TypeError(f"function must be a @triton.jit function, got {type(function).__name__}")
     for i, tensor in enumerate(tensors):
@@ -189,7 +188,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
     of_kind: type[Mod] = ScoreMod if kind == "score_mod" else MaskMod
 
     def call(*arguments: Any) -> Any:
-        # Not before: a copy would miss what is written later, a view made now a later requires_grad_().
+        # Not earlier: a copy would miss later writes, and a view a later requires_grad_().
         flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
         return python(*arguments, *map(Pointer, flat))
 
@@ -197,7 +196,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
 
 
 def traced(kind: str, function: Callable[..., Any]) -> Trace:
-    """The program of a function, kept as :mod:`flashtile.masks.traces` says."""
+    """Return the program of a function, cached by the rules of :mod:`flashtile.masks.traces`."""
     if isinstance(function, Mod):
         if function.kind != kind:
             raise TypeError(f"{kind} must not be a {function.kind}, got {function!r}")

@@ -1,23 +1,22 @@
-"""Programs of functions, kept from call to call for as long as tracing again would give the same.
+"""Caches the programs of functions for as long as tracing again would give the same program.
 
-The rule: whatever a function reads from outside is compared at every call, or its trace is not kept. The
-function is then run on symbols again, which costs some 100 us of host time. Compared are
+The rule: everything that a function reads from outside is compared at every call, or its trace is not cached.
+Without one the function is run on symbols again, which takes about 100 us of host time. Compared are
 
 * its code and defaults, and those of the functions that it calls;
 * closure cells, globals, attributes of modules, functions and tensors, and a partial's arguments, where they
-  hold numbers, strings, dtypes, tensors, tuples of these, functions, or ready masks;
-* what it asked of a tensor other than its elements: shape, strides, dtype, device, ``requires_grad``.
+  hold numbers, strings, dtypes, tensors, tuples of these, functions, or predefined masks;
+* what it read of a tensor other than its elements: shape, strides, dtype, device, ``requires_grad``.
 
-A trace is not kept if the function read anything else: an element of a list or a dict, an attribute of an
-object or a class, the result of a function that is not known to depend on its arguments alone, an import
-within it, or a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the
-CPU). A tensor that is indexed with batch, head or positions is captured instead: kernels read it when they
-run.
+A trace is not cached if the function read anything else: an element of a list or a dict, an attribute of an
+object or a class, the result of a function that is not known to depend only on its arguments, an import
+inside it, or a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the
+CPU). A tensor that is indexed with batch, head or positions is captured instead: kernels read it at run time.
 
 Two things show what a function reads. :func:`_guards_of` walks everything that its code can name. While the
-function runs, the recorder sees what is asked of tensors. Under ``torch.compile`` nothing is kept: Dynamo
-inlines the trace and guards what it reads. There a 0-dim tensor is captured, and a number that is made of a
-tensor's data breaks the graph.
+function runs, the recorder sees which properties of tensors it reads. Under ``torch.compile`` nothing is
+cached: Dynamo inlines the trace and guards what it reads. There a 0-dim tensor is captured, and making a
+number from a tensor's data breaks the graph.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from flashtile.masks.triton_functions import STAND_INS
 _CONSTANTS = frozenset(
     (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 )
-"""Types whose values never change. Not those derived from them, which may have methods of a user's."""
+"""Types whose values never change. Subclasses are excluded, because they may have user-defined methods."""
 
 _PURE = (
     "abs all any bool callable complex dict divmod enumerate filter float frozenset int isinstance iter len "
     "list map max min next pow range reversed round set slice sorted str sum tuple zip"
 )
-"""Builtins whose result depends on their arguments alone."""
+"""Builtins whose result depends only on their arguments."""
 
 _KNOWN = {
     id(value): value
@@ -64,19 +63,25 @@ _KNOWN = {
         *STAND_INS,
     )
 }
-"""Callables that need no look inside. torch's, given a symbol, are recorded, and given tensors they make the
-recorder say that data was read."""
+"""Callables that need no inspection.
+
+torch's functions are recorded when they get a symbol; when they get tensors, the recorder notes that data was
+read.
+"""
 
 _MISSING = object()
 _KEY = {kind: f"__flashtile_{kind}__" for kind in ("score_mod", "mask_mod")}
-"""A trace lies in its function's ``__dict__``: what it holds may lead back to the function (one that calls
-itself), which only the garbage collector can see through."""
+"""Keys of traces in the ``__dict__`` of their functions.
+
+What a trace holds may refer back to its function (for example one that calls itself). Only in the function's
+own dict can the garbage collector free such a cycle.
+"""
 
 _called_as: dict[type, str] = {}
 
 
 def called_as(attribute: str) -> Callable[[type], type]:
-    """Decorator of a class: its objects, called, call their ``attribute`` and read nothing else."""
+    """Decorate a class whose objects, when called, call their ``attribute`` and read nothing else."""
 
     def note(cls: type) -> type:
         _called_as[cls] = attribute
@@ -86,19 +91,19 @@ def called_as(attribute: str) -> Callable[[type], type]:
 
 
 class _Guards:
-    """What a function can read; :meth:`hold` says whether it is the same now."""
+    """Everything that a function can read; :meth:`hold` says whether it is unchanged."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = weakref.ref(owner)
         self.functions: list[tuple[weakref.ref, Any, Any, Any]] = []
-        """(function, code, defaults, defaults of keywords); a guard must not prolong a function's life."""
+        """(weak reference to a function, its code, defaults and keyword defaults)."""
         self.cells: list[tuple[types.CellType, Any]] = []
         self.names: list[tuple[dict[str, Any], str, Any]] = []
         self.lengths: list[tuple[Any, int]] = []
-        """Of dicts that are read as a whole."""
+        """Lengths of dicts that are read as a whole."""
         self.empty: list[dict[str, Any]] = []
         self.tensors: tuple[tuple[Tensor, int, torch.dtype], ...] = ()
-        """Captured ones, with dimensions and dtype."""
+        """Captured tensors, with their number of dimensions and dtype."""
         self.asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] = ()
 
     def hold(self) -> bool:
@@ -133,12 +138,12 @@ class _Kept(NamedTuple):
     guards: _Guards
     trace: Trace
 
-    def __reduce__(self) -> Any:  # a copy of the function's attributes is another function's
+    def __reduce__(self) -> Any:  # copied attributes belong to another function
         return type(None), ()
 
 
 def kept(kind: str, function: Callable[..., Any]) -> Trace:
-    """The program of a function: the last one, if the function would be traced to the same."""
+    """Return the program of a function, from the cache if tracing it would give the same."""
     if torch.compiler.is_dynamo_compiling():
         return trace(kind, function)
     own = getattr(function, "__dict__", None)
@@ -149,8 +154,8 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
-    """A new trace, kept in the function's attributes if everything that it read is guarded."""
-    guards = _guards_of(function)  # before it runs: it may change what it reads
+    """Trace a function, and cache the trace in its attributes if everything that it read is guarded."""
+    guards = _guards_of(function)  # before it runs, because it may change what it reads
     made = trace(kind, function)
     if guards is not None and made.asked is not None:
         guards.tensors = tuple((tensor, tensor.ndim, tensor.dtype) for tensor in made.tensors)
@@ -160,7 +165,7 @@ def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
 
 
 def _guards_of(function: Any) -> _Guards | None:
-    """None if something that the function can read cannot be guarded."""
+    """Return guards for a function, or None if something that it can read cannot be guarded."""
     if type(function) not in (types.FunctionType, functools.partial):
         return None
     walk = _Walk(_Guards(function))
@@ -168,18 +173,18 @@ def _guards_of(function: Any) -> _Guards | None:
 
 
 class _Walk:
-    """Over everything that a function's code can name."""
+    """A walk over everything that a function's code can name."""
 
     def __init__(self, guards: _Guards) -> None:
         self.guards = guards
         self.seen: dict[int, Any] = {}
         self.attributes: dict[str, None] = {}
-        """Read anywhere, of whatever."""
+        """Attribute names that are read anywhere, of any object."""
         self.spaces: list[dict[str, Any]] = []
-        """Where attributes can be: ``vars`` of modules, functions, partials, ready masks and tensors."""
+        """Where attributes can be: ``vars`` of modules, functions, partials, predefined masks and tensors."""
 
     def may_read(self, value: Any) -> bool:
-        """Guard what ``value`` leads to; False if that is not possible."""
+        """Guard everything reachable from ``value``; False if that is not possible."""
         kind = type(value)
         if kind in _CONSTANTS or id(value) in _KNOWN or id(value) in self.seen:
             return True
@@ -187,7 +192,7 @@ class _Walk:
         if kind in (tuple, torch.Size):
             return all(map(self.may_read, value))
         if hasattr(value, "__dict__"):
-            # A function's will hold its trace.
+            # A function's __dict__ will hold its trace.
             full = vars(value) or kind is types.FunctionType
             (self.spaces if full else self.guards.empty).append(vars(value))
         if kind in PLAIN_TENSORS or kind is types.ModuleType:
@@ -226,7 +231,7 @@ class _Walk:
         return was is _MISSING or self.may_read(was)
 
     def attributes_are_guarded(self) -> bool:
-        """Guard each attribute in each place where it can be, with what that leads to."""
+        """Guard each attribute name in each place where it can be, with everything reachable from it."""
         done: set[tuple[int, str]] = set()
         while True:
             places = [(i, name) for i in range(len(self.spaces)) for name in self.attributes]
@@ -250,14 +255,17 @@ def _contents(cell: types.CellType) -> Any:
 
 class _Names(NamedTuple):
     names: frozenset[str]
-    """Of globals."""
+    """Names of globals."""
     attributes: frozenset[str]
 
 
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> _Names | None:
-    """What code reads by name. None if it imports or makes a class, or reads what Python itself keeps
-    (``__dict__``), through which all can be read."""
+    """Return what code reads by name.
+
+    None if the code imports, defines a class, or reads Python's own attributes (``__dict__``), through which
+    everything can be reached.
+    """
     names: set[str] = set()
     attributes: set[str] = set()
     for step in dis.get_instructions(code):

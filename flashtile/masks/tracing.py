@@ -1,8 +1,8 @@
-"""From a user's function to a program: it is run on symbols, which write down what is done with them.
+"""Traces a user's function into a program: runs it on symbols, which record the operations on them.
 
-Running beats reading its source: whatever Python does with numbers, closures, loops and other functions needs
-no rule of ours, and the derivative comes from the same list of operations. What a symbol cannot do (decide an
-``if``, become a number) is an error that shows the user's own line.
+Tracing is simpler than parsing: Python itself evaluates numbers, closures, loops and calls of other
+functions, and the derivative comes from the same list of operations. A symbol cannot decide an ``if`` or
+become a number; trying to raises an error that shows the user's own line.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from flashtile.checks import arguments
 from flashtile.checks.arguments import check_dense
 from flashtile.masks.triton_functions import in_torch
+from flashtile.problems import mask_operations, mask_program
 from flashtile.problems.mask_operations import WHOLE
 from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 
@@ -28,35 +30,38 @@ SIGNATURES = {
     "score_mod": ("score", "b", "h", "q", "kv"),
     "mask_mod": ("b", "h", "q", "kv"),
 }
-"""The arguments of each kind of function, in FlexAttention's order."""
+"""Arguments of each kind of function, in FlexAttention's order."""
 
-_MACHINERY = tuple(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("tracing", "triton_functions", "mods")
+_MACHINERY = (
+    *(str(Path(__file__).with_name(f"{name}.py")) for name in ("tracing", "triton_functions", "mods")),
+    *(str(module.__file__) for module in (arguments, mask_operations, mask_program)),
 )
 _LIBRARIES = (*_MACHINERY, str(Path(torch.__file__).parent))
-"""Whose lines are not the user's."""
+"""Files whose lines are not the user's."""
 
 
 class Trace(NamedTuple):
-    """A function as a program, and the tensors that it reads."""
+    """A function as a program, with the tensors that it reads."""
 
     program: Program
     tensors: tuple[Tensor, ...]
     text: str
-    """Of the program, written once."""
+    """Text of the program, made once."""
     soft_cap: float
-    """Of a program that is a soft-cap of the scores and no more, else 0."""
+    """The soft cap, if the program is only a soft cap of the scores, else 0."""
     asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] | None
-    """(question, its arguments, the answer): what it asked of tensors apart from their elements. None if it
-    read a tensor's data as a Python number, or made a tensor."""
+    """(question, its arguments, the answer): properties of tensors that the function read.
+
+    None if it read a tensor's data as a Python number, or created a tensor.
+    """
 
 
 def trace(kind: str, function: Callable[..., Any]) -> Trace:
     """Run ``function``, a ``kind`` of :data:`SIGNATURES`, on symbols.
 
     Raises:
-        TypeError: it is not a function of these arguments, does something that is only known when a kernel
-            runs, or returns what is no score (no boolean for a mask); the text shows its line.
+        TypeError: it is not a function of these arguments, does something that depends on run-time values, or
+            returns no score (no boolean for a mask); the message shows its line.
     """
     if not callable(function):
         raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
@@ -67,7 +72,7 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 class _InOnePiece:
-    """A context in which Dynamo breaks no graph, so that no trace is half its own and half Python's."""
+    """A context in which Dynamo breaks no graph, which would leave half of a trace to Python."""
 
     def __enter__(self) -> None:
         pass
@@ -77,7 +82,7 @@ class _InOnePiece:
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` without Dynamo, which compiles what is called after a graph break piece by piece."""
+    """Disable Dynamo for ``function``, which it would otherwise compile in pieces after a graph break."""
     return _disabled(function) if "torch._dynamo" in sys.modules else function
 
 
@@ -117,7 +122,7 @@ def _said(kind: str) -> str:
 
 
 def _first_line(function: Any) -> str:
-    """Where a function is defined."""
+    """Return the line on which a function is defined."""
     if torch.compiler.is_dynamo_compiling():
         return ""
     code = getattr(getattr(function, "fn", function), "__code__", None)
@@ -125,8 +130,10 @@ def _first_line(function: Any) -> str:
 
 
 def user_line(traceback: types.TracebackType | None = None) -> str:
-    """``file:line: text`` of the innermost line that is neither ours nor torch's; of the current call, or of
-    an exception."""
+    """Return ``file:line: text`` of the innermost line outside flashtile and torch.
+
+    It is that of an exception's traceback if given, otherwise of the current call.
+    """
     if torch.compiler.is_dynamo_compiling():
         return ""
     frames: list[tuple[types.FrameType, int]] = []
@@ -176,17 +183,17 @@ METADATA = frozenset(
         ),
     )
 )
-"""What can be asked of a tensor and is compared when it is asked again."""
+"""Properties of a tensor that may be read; they are compared before a cached trace is used again."""
 
 _NUMBERS = frozenset(("item", "int", "float", "bool", "index", "tolist", "numpy"))
-"""Methods, without underscores, that make Python's numbers of a tensor's data."""
+"""Names of methods, without underscores, that make Python numbers from a tensor's data."""
 
 
 class _Recorder(TorchFunctionMode):
-    """Sees what torch is asked to do with symbols, ``tensor[symbol]`` among it.
+    """Records torch's operations on symbols, ``tensor[symbol]`` included.
 
-    A symbol is a :class:`Symbol`, or under Dynamo, which knows all operators of tensors and few of other
-    objects, a tensor without memory of a length of its own.
+    A symbol is a :class:`Symbol`. Dynamo supports all operators only on tensors, so under Dynamo a symbol is
+    a tensor without memory, identified by its unique length.
     """
 
     def __init__(self, compiling: bool) -> None:
@@ -206,17 +213,17 @@ class _Recorder(TorchFunctionMode):
         return placeholder
 
     def name_of(self, value: Any) -> Name | None:
-        """That of a symbol, None of anything else."""
+        """Return the name of a symbol, None for anything else."""
         if isinstance(value, Symbol):
             if value.recorder is not self:
-                raise TypeError("it uses a value of another function that is compiled")
+                raise TypeError("the function uses a value of another function that is being compiled")
             return value.name
         if not self.compiling or not isinstance(value, Tensor) or value.device.type != "meta":
             return None
         placeholder, name = self.placeholders[len(value)]
         if placeholder is value:
             return name
-        if value.dtype == torch.float32:  # Dynamo shows no mode the absolute value, which is real
+        if value.dtype == torch.float32:  # a complex tensor's absolute value, which Dynamo shows to no mode
             return self.builder.emit("abs", name)
         raise TypeError("torch.compile does not show what is done with a value: use torch's functions")
 
@@ -230,7 +237,7 @@ class _Recorder(TorchFunctionMode):
         name = _name_of(func)
         if not self.has_symbol((args, tuple(kwargs.values()))):
             return self.without_symbols(name, func, args, kwargs)
-        if name == "__get__":  # a property, x.dtype: nothing that a symbol has
+        if name == "__get__":  # no property, such as x.dtype, exists on a symbol
             raise TypeError(f"a {_KIND_OF_SYMBOL} has no such attribute")
         return self.call(name, args, kwargs)
 
@@ -250,11 +257,11 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def ask(self, question: Callable[..., Any], tensor: Tensor, *more: Any) -> None:
-        """Write down what is asked of a tensor, which decides what the program is."""
+        """Record what is read of a tensor, because the program depends on it."""
         self.asked[question, id(tensor), more] = question, (tensor, *more), question(tensor, *more)
 
     def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Write an operation down. What is asked of tensors meanwhile is not the user's question."""
+        """Record an operation. Properties of tensors that are read meanwhile are not the user's questions."""
         self.busy = True
         try:
             return self._call(name, args, kwargs)
@@ -268,7 +275,7 @@ class _Recorder(TorchFunctionMode):
         if plain in FUNCTIONS:
             return FUNCTIONS[plain](self, *args, **kwargs)
         raise TypeError(
-            f"torch's {name} is none of the operations that compile: {', '.join(sorted(FUNCTIONS))}"
+            f"torch's {name} is not one of the operations that compile: {', '.join(sorted(FUNCTIONS))}"
         )
 
     def emit(self, operation: str, *values: Any, **options: Any) -> Any:
@@ -281,7 +288,7 @@ class _Recorder(TorchFunctionMode):
         if name is not None:
             return name
         if isinstance(value, (bool, int, float)):
-            # As a key Dynamo makes a number of what may be another at the next call, and guards it.
+            # As a dict key, Dynamo turns a value that may change between calls into a constant with a guard.
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
             if value.dim() == 0:
@@ -296,7 +303,7 @@ class _Recorder(TorchFunctionMode):
                 f"a tensor of shape {tuple(value.shape)} is not a number: index it with batch, head, q_idx "
                 "or kv_idx"
             )
-        raise TypeError(f"{type(value).__name__} is no number, no tensor and nothing made of the arguments")
+        raise TypeError(f"{type(value).__name__} is not a number, tensor or value made of the arguments")
 
     def load(self, tensor: Any, index: Any) -> Any:
         if not isinstance(tensor, Tensor) or self.name_of(tensor) is not None:
@@ -304,7 +311,8 @@ class _Recorder(TorchFunctionMode):
         indices = index if isinstance(index, tuple) else (index,)
         if len(indices) != tensor.dim():
             raise TypeError(
-                f"a tensor of {tensor.dim()} dimensions must be read with as many indices, got {len(indices)}"
+                f"a tensor of {tensor.dim()} dimensions must be read with {tensor.dim()} indices, "
+                f"got {len(indices)}"
             )
         operands = [self.operand(value) for value in indices]
         for operand in operands:
@@ -330,7 +338,7 @@ class _Recorder(TorchFunctionMode):
         return value if self.builder.kind(self.operand(value)) == "float" else self.emit("float", value)
 
     def arithmetic(self, operation: str, a: Any, b: Any) -> Any:
-        """Booleans count as 0 and 1, and an int beside a float is one."""
+        """Record an arithmetic operation; booleans count as 0 and 1, and ints next to a float as floats."""
         kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
         if kinds == ["bool", "bool"] and operation not in ("and", "or", "xor"):
             raise TypeError("two booleans are joined by &, | and ^")
@@ -390,7 +398,9 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
     number = isinstance(exponent, (int, float))
     if isinstance(exponent, float):
         base = recorder.as_float(base)
-    if number and exponent in range(1, 65):  # by squaring: negative bases, too
+    stays_int = isinstance(exponent, int) and recorder.builder.kind(recorder.operand(base)) == "int"
+    # By squaring, which also works for negative bases and wraps ints as torch does.
+    if number and (exponent in range(1, 65) or (stays_int and exponent > 0)):
         if exponent == 1:
             return base
         half = _pow(recorder, base, int(exponent) // 2)
@@ -398,7 +408,14 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
         return recorder.arithmetic("mul", square, base) if exponent % 2 else square
     if number and exponent == 0.5:
         return recorder.emit("sqrt", recorder.as_float(base))
-    return recorder.emit("pow", recorder.as_float(base), recorder.as_float(exponent))
+    kinds = [recorder.builder.kind(recorder.operand(value)) for value in (base, exponent)]
+    power = recorder.emit("pow", recorder.as_float(base), recorder.as_float(exponent))
+    if number or "float" in kinds:
+        return power
+    # Torch's powers of ints are ints: those of a negative exponent are 0, but for a base of 1 or -1.
+    is_unit = recorder.arithmetic("eq", recorder.emit("abs", _as_kind("int")(recorder, base)), 1)
+    is_whole = recorder.emit("or", recorder.arithmetic("ge", exponent, 0), is_unit)
+    return recorder.emit("where", is_whole, power, 0.0)
 
 
 def _clamp(recorder: _Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
@@ -415,10 +432,10 @@ def _logical(operation: str) -> Callable[..., Any]:
 
 
 def _convert(recorder: _Recorder, x: Any, dtype: Any = None, **options: Any) -> Any:
-    """``x.to(dtype)``: of a kind, for all floats are computed alike."""
+    """``x.to(dtype)``, which only changes the kind, because all floats are computed in one dtype."""
     dtype = options.pop("dtype", dtype)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError("to takes a dtype, and nothing else that compiles")
+        raise TypeError("to must be called with a dtype, the only argument that compiles")
     kind = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
     return _as_kind(kind)(recorder, x)
 
@@ -431,7 +448,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """``x.new_ones(())``, with which FlexAttention writes True."""
+    """``x.new_ones(())``, which FlexAttention uses for True."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():
@@ -493,7 +510,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "positive": lambda recorder, x: x,
     "relu": lambda recorder, x, inplace=False: recorder.arithmetic("maximum", x, 0.0),
 }
-"""torch's functions, and methods of tensors, that compile; underscores around their names are left out."""
+"""torch's functions and tensor methods that can be traced, without underscores around their names."""
 
 
 class Symbol:
@@ -512,7 +529,7 @@ class Symbol:
         return recorder.__torch_function__(func, types, args, kwargs)
 
     device = None
-    """That of the tensors which a kernel gets, whatever it is."""
+    """Device of the tensors that the kernel gets, which is unknown here."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
@@ -561,7 +578,7 @@ for _name in (
 
 
 def _as_run(function: Any) -> Any:
-    """What is run on symbols: of a ``@triton.jit`` function its Python, with torch in the place of Triton."""
+    """Return the function to run on symbols: under ``@triton.jit`` its Python, with torch for Triton."""
     if isinstance(function, types.FunctionType) or not hasattr(function, "fn"):
         return function
     return in_torch(function)

@@ -1,8 +1,7 @@
-"""A ``@triton.jit`` function as one of torch, so that it compiles, differentiates and runs anywhere as one
-does.
+"""Runs ``@triton.jit`` functions as torch functions, so that they can be traced and differentiated.
 
-Its Python is run with a stand-in for ``triton.language``. A captured tensor is a pointer to its first
-element: a function takes those behind its other arguments, as :func:`flashtile.masks.from_triton` says.
+Their Python code is run with a stand-in for ``triton.language``. A captured tensor becomes a pointer to its
+first element. Pointers follow the other arguments (:func:`flashtile.masks.from_triton`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 class Pointer:
-    """To an element of a captured tensor of one dimension."""
+    """A pointer to an element of a captured tensor of one dimension."""
 
     def __init__(self, tensor: Tensor, offset: Any = 0) -> None:
         self.tensor, self.offset = tensor, offset
@@ -32,7 +31,7 @@ def _load(pointer: Any, mask: Any = None, other: Any = 0) -> Any:
         raise TypeError(f"tl.load takes the pointer of a captured tensor, got {type(pointer).__name__}")
     if mask is None:
         return pointer.tensor[pointer.offset]
-    # The masked elements are not read: in their place the first is.
+    # Masked elements are not read; the first element is read in their place.
     return torch.where(mask, pointer.tensor[torch.where(mask, pointer.offset, 0)], other)
 
 
@@ -60,18 +59,18 @@ _LANGUAGE |= {
 
 class _Language(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
-        raise TypeError(f"tl.{name} is none of the functions that compile: {', '.join(sorted(_LANGUAGE))}")
+        raise TypeError(f"tl.{name} is not one of the functions that compile: {', '.join(sorted(_LANGUAGE))}")
 
 
 _language = _Language("triton.language")
 vars(_language).update(_LANGUAGE)
 
 STAND_INS = (_language, Pointer, *_LANGUAGE.values())
-"""What takes the place of Triton, which never changes."""
+"""Everything that replaces Triton, none of which ever changes."""
 
 
 def in_torch(function: Any) -> Callable[..., Any]:
-    """The Python of a ``@triton.jit`` function, for symbols and for tensors of torch."""
+    """Return the Python function under ``@triton.jit``, for symbols and for torch's tensors."""
     python = function.fn
     names = {
         name: _translated(value)

@@ -1,1 +1,1 @@
-"""One operation: what attention, decoding and FP8 share between their front doors and their kernels."""
+"""The machinery that all operations share, between the public functions and the kernels."""

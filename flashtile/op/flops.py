@@ -1,7 +1,7 @@
-"""Floating-point operations as torch counts those of its own attention, for ``FlopCounterMode``.
+"""Floating-point operations, counted as torch counts those of its own attention, for ``FlopCounterMode``.
 
-Every pair of a query and a key counts, whatever a mask hides. Lengths are read from the device, which
-synchronises, as torch's own count does; those of fake tensors are taken to be the longest.
+Every pair of a query and a key counts, even if a mask hides it. Lengths are read from the device, which
+synchronises, as torch's own count does. Sequences of fake tensors are assumed to have the maximum length.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 def forward_flops(scores: int, num_heads_q: int, head_dim: int, head_dim_v: int) -> int:
-    """Of Q K^T and P V, for ``scores`` pairs of a query and a key."""
+    """Count the operations of Q K^T and P V, for ``scores`` pairs of a query and a key."""
     return 2 * scores * num_heads_q * (head_dim + head_dim_v)
 
 
 def backward_flops(scores: int, num_heads_q: int, head_dim: int, head_dim_v: int) -> int:
-    """Of Q K^T again, dO V^T, P^T dO, dS K and dS^T Q."""
+    """Count the operations of Q K^T (recomputed), dO V^T, P^T dO, dS K and dS^T Q."""
     return 2 * scores * num_heads_q * (3 * head_dim + 2 * head_dim_v)
 
 
@@ -29,7 +29,7 @@ def count_scores(
     cu_seqlens_k: Tensor | None,
     max_seqlen_k: int | None,
 ) -> int:
-    """Pairs of a query and a key of one sequence, over all sequences; ``seqlen_k`` is that of a dense k."""
+    """Count the query-key pairs within each sequence, over all sequences; ``seqlen_k`` is for a dense k."""
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return q.shape[0] * q.shape[1] * seqlen_k
     lengths = lengths_of(cu_seqlens_q, max_seqlen_q or 0), lengths_of(cu_seqlens_k, max_seqlen_k or 0)

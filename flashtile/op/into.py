@@ -1,8 +1,8 @@
-"""An operation whose results go into memory of the caller's: ``out=`` and ``lse=``.
+"""Operations that write their results into the caller's memory: ``out=`` and ``lse=``.
 
-It is ``torch.ops.flashtile.<name>_into``, which says that it writes its buffers and returns nothing. A launch
-that has ``writes_into`` takes a buffer for each result, or None, behind its other arguments. Buffers that it
-cannot take as they lie, and those of any other launch, are copied to.
+Each is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A launch
+that has ``writes_into`` takes a buffer or None for each result, after its other arguments. Results are copied
+into buffers that such a launch cannot write directly, and into those of all other launches.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from flashtile.op.operation import Operation, is_plain
 from flashtile.op.refusals import transforming
 
 ALIGNMENT = 16
-"""Bytes. Kernels are compiled for results that start at a multiple, as all memory from torch does."""
+"""Alignment in bytes of results that kernels are compiled for; all memory that torch allocates has it."""
 
 Result = tuple[tuple[int, ...], torch.dtype]
 
 
 class Into(Operation):
-    """``operation``, with its results in memory of the caller's.
+    """Writes the results of ``operation`` into the caller's memory.
 
     Args:
         operation: one without a backward pass, or the forward pass of one that has it.
-        buffers: names of the results; all but the first may not exist.
-        results_of: ``(*tensors, beside, options)`` to (shape, dtype) of each result, None for one that is not
-            asked for.
+        buffers: names of the results; only the first must always exist.
+        results_of: ``(*tensors, optional, options)`` to (shape, dtype) of each result, None for one that the
+            call does not return.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Into(Operation):
         self.of, self.buffers, self.results_of = operation, buffers, results_of
         self.all_buffers = " and ".join(buffers)
         self._first = len(operation.tensors)
-        """How many tensors come before the buffers."""
+        """Number of tensors before the buffers."""
         optional = [f"{name}?" for name in buffers[1:]]
         super().__init__(
             operation.name,
             suffix="_into",
             part=operation.part,
             tensors=(*operation.tensors, buffers[0], *optional),
-            beside=operation.nothing,
+            optional=operation.nothing,
             options=operation.options,
             results=0,
             mutates=buffers,
@@ -60,47 +60,48 @@ class Into(Operation):
             flops=None if operation.flops is None else partial(self._without_buffers, operation.flops),
         )
 
-    def write(self, tensors: tuple, beside: Any, options: Any, buffers: tuple) -> tuple[Tensor | None, ...]:
-        """The results: ``buffers``, and new memory for those that are asked for, but None."""
-        buffers = self.complete(tensors, beside, options, buffers)
+    def write(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Tensor | None, ...]:
+        """Return the results: ``buffers``, with new memory for requested results whose buffer is None."""
+        buffers = self.complete(tensors, optional, options, buffers)
         given = (*tensors, *buffers)
-        self.refuse_gradients(buffers, self.names, (*given, *beside))
-        if is_plain(tensors, beside, buffers):
-            self.launch(given, beside, options)
+        self.refuse_gradients(buffers, self.names, (*given, *optional))
+        if is_plain(tensors, optional, buffers):
+            self.launch(given, optional, options)
         else:
             with torch.no_grad():
-                self.traced(given, beside, options)
+                self.traced(given, optional, options)
         return buffers
 
-    def complete(self, tensors: tuple, beside: Any, options: Any, buffers: tuple) -> tuple[Any, ...]:
-        """``buffers``, with new memory for those that are asked for, but None."""
+    def complete(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Any, ...]:
+        """Return ``buffers``, with new memory for requested results whose buffer is None."""
         out, lse = buffers
         if out is not None and (lse is not None or not getattr(options, "return_lse", True)):
             return buffers
         try:
-            results = self.results_of(*tensors, beside, options)
+            results = self.results_of(*tensors, optional, options)
             return tuple(
                 tensors[0].new_empty(result[0], dtype=result[1]) if buffer is None and result else buffer
                 for buffer, result in zip(buffers, results, strict=True)
             )
         except Exception:  # not a tensor, or one of another shape
-            self.of.check(*tensors, beside, options)
+            self.of.check(*tensors, optional, options)
             raise
 
-    def launch(self, tensors: tuple, beside: Any, options: Any) -> None:
-        launch: Any = self.prepared(tensors, beside, options)
-        launch.refuse_overlap(tensors, beside)
-        self.check_values(tensors, beside, options)
-        launch(*tensors, beside)
+    def launch(self, tensors: tuple, optional: Any, options: Any) -> None:
+        launch: Any = self.prepared(tensors, optional, options)
+        launch.refuse_overlap(tensors, optional)
+        self.check_values(tensors, optional, options)
+        launch(*tensors, optional)
 
-    def check_values(self, tensors: tuple, beside: Any, options: Any) -> None:
-        self.of.check_values(tensors[: self._first], beside, options)
+    def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:
+        self.of.check_values(tensors[: self._first], optional, options)
 
-    def prepare(self, tensors: tuple, beside: Any, options: Any) -> LaunchInto:
-        return LaunchInto(self.of.prepared(tensors[: self._first], beside, options), self, tensors, beside)
+    def prepare(self, tensors: tuple, optional: Any, options: Any) -> LaunchInto:
+        launch = self.of.prepared(tensors[: self._first], optional, options)
+        return LaunchInto(launch, self, tensors, optional)
 
     def refuse_gradients(self, buffers: tuple, names: Iterable[str], tensors: tuple) -> None:
-        """No gradient flows through memory that is written in place."""
+        """Refuse tensors that require grad: no gradient flows through memory that is written in place."""
         for name, buffer in zip(self.buffers, buffers, strict=True):
             if isinstance(buffer, Tensor) and buffer.requires_grad:
                 raise ValueError(f"{name} requires grad, but is written in place: it must be detached")
@@ -117,10 +118,10 @@ class Into(Operation):
             )
 
     def _check(self, *arguments: Any) -> None:
-        *tensors, beside, options = arguments
+        *tensors, optional, options = arguments
         given, buffers = tensors[: self._first], tensors[self._first :]
-        self.of.check(*given, beside, options)
-        results = self.results_of(*given, beside, options)
+        self.of.check(*given, optional, options)
+        results = self.results_of(*given, optional, options)
         for name, buffer, result in zip(self.buffers, buffers, results, strict=True):
             if buffer is not None and result is not None:
                 check_buffer(name, buffer, *result, given[0])
@@ -130,7 +131,7 @@ class Into(Operation):
 
 
 def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, first: Tensor) -> None:
-    """Raise for memory that cannot take a result of this shape and dtype."""
+    """Raise if a buffer cannot take a result of this shape and dtype."""
     check_dense(name, buffer)
     if tuple(buffer.shape) != tuple(shape):
         raise ValueError(f"{name} must have the result's shape {tuple(shape)}, got {tuple(buffer.shape)}")
@@ -143,14 +144,14 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
 
 
 class LaunchInto:
-    """``(*tensors, *buffers, beside)`` for tensors of one signature."""
+    """A launch ``(*tensors, *buffers, optional)`` for tensors of one signature."""
 
-    def __init__(self, launch: Any, into: Into, tensors: tuple, beside: Any) -> None:
+    def __init__(self, launch: Any, into: Into, tensors: tuple, optional: Any) -> None:
         self._launch = launch
         self._first = len(into.of.tensors)
         self._straight = [_takes(launch, buffer) for buffer in tensors[self._first :]]
-        """Whether the launch writes to a buffer itself."""
-        spans = [(i, _span(t), into.names[i]) for i, t in enumerate((*tensors, *beside)) if t is not None]
+        """Whether the launch writes to each buffer directly."""
+        spans = [(i, _span(t), into.names[i]) for i, t in enumerate((*tensors, *optional)) if t is not None]
         spans = [span for span in spans if span[1]]
         self._pairs = [
             (*span, [other for other in spans if other is not span])
@@ -158,9 +159,12 @@ class LaunchInto:
             if span[2] in into.buffers
         ]
 
-    def refuse_overlap(self, tensors: tuple, beside: Any) -> None:
-        """Of every call, since launches are kept by signatures, which know no addresses."""
-        given = (*tensors, *beside)
+    def refuse_overlap(self, tensors: tuple, optional: Any) -> None:
+        """Refuse buffers that overlap other tensors.
+
+        Checked on every call, because launches are cached by signature, which has no addresses.
+        """
+        given = (*tensors, *optional)
         for i, size, name, others in self._pairs:
             start = given[i].data_ptr()
             end = start + size
@@ -168,25 +172,25 @@ class LaunchInto:
                 address = given[j].data_ptr()
                 if address < end and start < address + span:
                     raise ValueError(
-                        f"{name} lies in the memory of {other}, but is written: it needs its own memory"
+                        f"{name} shares memory with {other}, but is written: it needs its own memory"
                     )
 
     def __call__(self, *arguments: Any) -> None:
         first = self._first
-        tensors, buffers, beside = arguments[:first], arguments[first:-1], arguments[-1]
+        tensors, buffers, optional = arguments[:first], arguments[first:-1], arguments[-1]
         straight = self._straight
         if True in straight:
             written = [buffer if takes else None for buffer, takes in zip(buffers, straight, strict=True)]
-            results = self._launch(*tensors, beside, *written)
+            results = self._launch(*tensors, optional, *written)
         else:
-            results = self._launch(*tensors, beside)
+            results = self._launch(*tensors, optional)
         for buffer, takes, result in zip(buffers, straight, results, strict=True):
             if buffer is None:
                 continue
             if not takes:
                 buffer.copy_(result)
             elif not buffer.is_inference():
-                increment_version(buffer)  # autograd may have saved what was there
+                increment_version(buffer)  # autograd may have saved the old values
 
 
 def _takes(launch: Any, buffer: Tensor | None) -> bool:
@@ -196,7 +200,7 @@ def _takes(launch: Any, buffer: Tensor | None) -> bool:
 
 
 def _span(tensor: Tensor) -> int:
-    """Bytes from the first to the last element; 0 if there is none."""
+    """Return the bytes from the first to the last element; 0 if the tensor is empty."""
     if tensor.numel() == 0:
         return 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""What those who watch operators ask: how many FLOPs a call has, and how its DTensors may be sharded."""
+"""Answers observers of operators: the FLOPs of a call, and how its DTensors may be sharded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Observed(Protocol):
-    """The parts of an :class:`flashtile.op.operation.Operation` that its observers read."""
+    """The parts of an :class:`flashtile.op.operation.Operation` that observers read."""
 
     name: str
     operator: Any
@@ -20,12 +20,12 @@ class Observed(Protocol):
 
 
 _sharded: dict[str, Observed] = {}
-"""Operations with rules for DTensors, by name, until DTensor knows the rules."""
+"""Operations whose sharding rules are not yet registered with DTensor, by name."""
 
 
 def tell_observers(operation: Observed, tensors: tuple[Any, ...]) -> None:
-    """Tell counters of FLOPs what a call costs, and DTensors how it shards: both ask by operator."""
-    if torch.compiler.is_dynamo_compiling():  # counters watch the graph when it is traced
+    """Register the FLOP count with active FLOP counters and the sharding rules with DTensor."""
+    if torch.compiler.is_dynamo_compiling():  # counters observe the graph when it is traced
         tell_dtensors(operation, tensors)
         return
     if operation.flops is not None and torch._C._len_torch_dispatch_stack():
@@ -44,32 +44,35 @@ def tell_dtensors(operation: Observed, tensors: tuple[Any, ...]) -> None:
 
 
 def remember_shardings(operation: Observed) -> None:
-    """What :func:`tell_dtensors` will tell once there are DTensors."""
+    """Store the sharding rules, to be registered by :func:`tell_dtensors` when the first DTensor appears."""
     _sharded[operation.name] = operation
 
 
 def _count_flops(operation: Observed, *arguments: Any, **unused: Any) -> int:
-    tensors, beside, options = operation.split(arguments)
+    tensors, optional, options = operation.split(arguments)
     assert operation.flops is not None
-    return operation.flops(*tensors, beside, options)
+    return operation.flops(*tensors, optional, options)
 
 
 def _register_sharding(name: str) -> None:
-    """Once: DTensor's rules cost half a second of imports, which only its users should pay."""
+    """Register the sharding rules once.
+
+    Importing DTensor's rules takes half a second, which only users of DTensors should pay.
+    """
     operation = _sharded.get(name)
     if operation is None:
         return
     from torch.distributed.tensor.experimental import register_sharding
 
     def rules(*arguments: Any) -> list:
-        tensors, beside, options = operation.split(arguments)
+        tensors, optional, options = operation.split(arguments)
         assert operation.shardings is not None
-        return operation.shardings(*tensors, beside, options)
+        return operation.shardings(*tensors, optional, options)
 
     register_sharding(operation.operator)(rules)
     _sharded.pop(name, None)
 
 
-# A function that torch.compile runs when it traces instead of tracing it. This is all that
-# torch.compiler.assume_constant_result does, without the seconds that it takes to import the compiler.
+# Makes torch.compile run this function at trace time instead of tracing it. This attribute is all that
+# torch.compiler.assume_constant_result sets, without the seconds that importing the compiler takes.
 _register_sharding._dynamo_marked_constant = True  # type: ignore[attr-defined]

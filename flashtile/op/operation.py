@@ -1,11 +1,11 @@
-"""One operation: what attention, decoding and FP8 share between their front doors and their kernels.
+"""An operation: the path of a call from a public function to a kernel launch.
 
-A *plain* call (eager, nothing watches it) looks its prepared launch up by its signature: shapes, strides,
+A *plain* call (eager, with no observer) looks up its prepared launch by its signature: shapes, strides,
 dtypes, devices and alignment of its tensors, and its options. A new signature is checked, described as a
-frozen problem and given to the first backend that serves it. Every other call (``torch.compile``,
-``torch.export``, modes, transforms, subclasses) is checked and goes through ``torch.ops.flashtile``, whose
-fake the operation registers. The plain call skips torch's dispatcher, which costs more host time than the
-launch.
+frozen problem and given to the first backend that supports it. Every other call (``torch.compile``,
+``torch.export``, modes, transforms, subclasses) is checked and goes through ``torch.ops.flashtile``, with the
+fake implementation that the operation registers. A plain call skips torch's dispatcher, which costs more host
+time than the launch.
 """
 
 from __future__ import annotations
@@ -36,50 +36,50 @@ from flashtile.op.schema import schema
 from flashtile.op.selection import select
 
 Tensors = tuple[Any, ...]
-"""The tensors that every call of an operation has, in its order; None for one that may be left out."""
+"""The tensors that every call of an operation has, in order; None for an omitted optional one."""
 
 SIGNATURE_BYTES = 4096
-"""About what a kept launch takes on the host: its key, its problem and its kernels' fixed arguments."""
+"""Approximate host memory of a cached launch: its key, its problem and its kernels' fixed arguments."""
 CACHE_BYTES = 16 * 2**20
-"""Of kept launches, for each operation."""
+"""Limit of the cached launches of each operation, in bytes."""
 
 PLAIN_TYPES = (Tensor, Parameter)
-"""A subclass may watch what is done with it; these do not."""
+"""Tensor types that no one can observe; a subclass may override what is done with it."""
 
-# Bound here, since every call asks them.
+# Bound at import, because every call uses them.
 dispatch_modes = torch._C._len_torch_dispatch_stack
 transform = torch._C._functorch.peek_interpreter_stack
 tracing = torch._C._get_tracing_state
 
-# For a name that is not there, os.environ.get raises and catches two errors, which takes 0.8 us.
+# If a name is missing, os.environ.get raises and catches two errors, which takes 0.8 us.
 environment = os.environ._data  # type: ignore[attr-defined]
 DEBUG, ON = os.environ.encodekey("FLASHTILE_DEBUG"), os.environ.encodevalue("1")
 
 
 class Operation:
-    """What flashtile computes under one name: ``torch.ops.flashtile.<name>`` and its prepared launches.
+    """One named computation: the operator ``torch.ops.flashtile.<name>`` and its prepared launches.
 
     Args:
-        name: of the operator, and of ``prepare_<name>`` and ``configure_<name>`` in a backend.
-        tensors: names of the tensors that every call has; "dout?" may be None.
-        beside: the tensors that a call may have beside them, as a NamedTuple in which all are None. A call
-            that has none of them passes this very value, which is known by identity.
+        name: name of the operator, and of ``prepare_<name>`` and ``configure_<name>`` in a backend.
+        tensors: names of the tensors that every call has; a name such as "dout?" may be None.
+        optional: the optional tensors of a call, as a NamedTuple in which all are None. A call that has none
+            of them passes this very object, which is recognised by identity.
         options: NamedTuple of the arguments that are not tensors, hashable, with a field ``backend``.
-        results: how many tensors come back.
-        check: ``(*tensors, beside, options)`` raises for a call that no backend could compute. It looks at
+        results: number of returned tensors.
+        check: ``(*tensors, optional, options)`` raises for a call that no backend could compute. It looks at
             types and shapes, never at data.
-        describe: ``(*tensors, beside, options)`` to the problem.
-        fake: ``(*tensors, beside, options)`` to empty results, of which one that does not exist is None.
-        check_values: ``(*tensors, beside, options)`` raises for lengths and tables that lead out of the
-            tensors. It reads data: done on the CPU, and on a GPU under ``debug_checks``.
-        check_traced: the part of ``check`` that ``torch.compile`` traces, for what no graph can hold; the
-            fake checks the rest. None is all of it.
-        part: the subpackage of a backend that serves it ("" is the backend's own package).
+        describe: ``(*tensors, optional, options)`` to the problem.
+        fake: ``(*tensors, optional, options)`` to empty results, with None for one that does not exist.
+        check_values: ``(*tensors, optional, options)`` raises for lengths and tables that point outside the
+            tensors. It reads data: called on the CPU, and on a GPU under ``debug_checks``.
+        check_traced: the part of ``check`` that ``torch.compile`` traces, for values that no graph can hold;
+            the fake checks the rest. None means all of ``check``.
+        part: the subpackage of a backend that implements it ("" is the backend's own package).
         mutates: names of the tensors that are written in place.
-        no_gradient: what to do instead, for an operation without a backward pass.
-        flops: ``(*tensors, beside, options)`` to the floating-point operations of a call.
-        shardings: ``(*tensors, beside, options)`` to the placements of DTensors that need no communication.
-        suffix: of the operator's name, for another operator that the same backends serve.
+        no_gradient: advice in the error message of an operation without a backward pass.
+        flops: ``(*tensors, optional, options)`` to the floating-point operations of a call.
+        shardings: ``(*tensors, optional, options)`` to the placements of DTensors that need no communication.
+        suffix: suffix of the operator's name, for a second operator that the same backends implement.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Operation:
         name: str,
         *,
         tensors: tuple[str, ...],
-        beside: Any,
+        optional: Any,
         options: type[Any],
         results: int,
         check: Callable[..., None],
@@ -107,106 +107,106 @@ class Operation:
         if shardings is not None:
             remember_shardings(self)
         self._check_values, self._check_traced = check_values, check_traced or check
-        self.tensors, self.nothing, self.options, self.results = tensors, beside, options, results
+        self.tensors, self.nothing, self.options, self.results = tensors, optional, options, results
         self._num_tensors = len(tensors)
-        self._num_beside = len(beside._fields)
-        self.names = tuple(n.rstrip("?") for n in tensors) + beside._fields
+        self._num_optional = len(optional._fields)
+        self.names = tuple(n.rstrip("?") for n in tensors) + optional._fields
         self.launches: BoundedCache = BoundedCache(CACHE_BYTES)
         operator = name + suffix
-        self.operator = define(operator, schema(operator, tensors, type(beside), options, results, mutates))
+        self.operator = define(operator, schema(operator, tensors, type(optional), options, results, mutates))
         for device in ("CUDA", "CPU"):
             implement(operator, device, self._kernel)
         register_fake(operator, self._fake_kernel)
         if no_gradient is not None and results and not mutates:
             register_autograd(operator, self._refuse_backward)
 
-    def __call__(self, tensors: Tensors, beside: Any, options: Any) -> Any:
-        """The results of a call without a backward pass, by the shortest path that is right for it."""
-        if is_plain(tensors, beside):
-            if self.no_gradient is not None and torch.is_grad_enabled() and any_learns(tensors, beside):
-                run = partial(self.launch, tensors, beside, options)
-                return without_backward(run, self.no_gradient, self.learning(tensors, beside))
-            return self.launch(tensors, beside, options)
-        return self.traced(tensors, beside, options)
+    def __call__(self, tensors: Tensors, optional: Any, options: Any) -> Any:
+        """Compute a call without a backward pass, by the shortest path that is valid for it."""
+        if is_plain(tensors, optional):
+            if self.no_gradient is not None and torch.is_grad_enabled() and any_learns(tensors, optional):
+                run = partial(self.launch, tensors, optional, options)
+                return without_backward(run, self.no_gradient, self.learning(tensors, optional))
+            return self.launch(tensors, optional, options)
+        return self.traced(tensors, optional, options)
 
-    def launch(self, tensors: Tensors, beside: Any, options: Any) -> Any:
-        """The results of a plain call, by the launch that was prepared for its signature."""
-        prepared = self.prepared(tensors, beside, options)
-        self.check_values(tensors, beside, options)
-        return prepared(*tensors, beside)
+    def launch(self, tensors: Tensors, optional: Any, options: Any) -> Any:
+        """Compute a plain call, with the launch prepared for its signature."""
+        prepared = self.prepared(tensors, optional, options)
+        self.check_values(tensors, optional, options)
+        return prepared(*tensors, optional)
 
-    def prepared(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
-        """The launch for this signature. A new one is checked first."""
+    def prepared(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
+        """Return the launch for this signature. A new signature is checked first."""
         try:
             key: tuple = (options, *signatures(tensors))
-            if beside is not self.nothing:
-                key += self.signature(beside)
+            if optional is not self.nothing:
+                key += self.signature(optional)
             prepared = self.launches.get(key)
-        except Exception:  # not a tensor, one without strides, an option that is not hashable
-            self.check(*tensors, beside, options)
+        except Exception:  # not a tensor, or one without strides, or an option that is not hashable
+            self.check(*tensors, optional, options)
             raise
         if prepared is None:
-            launch = self.prepare_checked(tensors, beside, options)
+            launch = self.prepare_checked(tensors, optional, options)
             prepared = self.launches.store(key, launch, SIGNATURE_BYTES)
         return prepared
 
-    def signature(self, beside: Any) -> tuple:
-        """What a launch was prepared for of the tensors beside."""
-        return signatures(beside)
+    def signature(self, optional: Any) -> tuple:
+        """Return the properties of the optional tensors that a launch depends on."""
+        return signatures(optional)
 
-    def prepare_checked(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
-        """A launch for a new signature."""
-        self.check(*tensors, beside, options)
-        return self.prepare(tensors, beside, options)
+    def prepare_checked(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
+        """Check a call with a new signature and prepare a launch."""
+        self.check(*tensors, optional, options)
+        return self.prepare(tensors, optional, options)
 
-    def prepare(self, tensors: Tensors, beside: Any, options: Any) -> Callable[..., Any]:
-        """A launch for the signature of a call that has been checked."""
-        return select(self, self.describe(*tensors, beside, options), options.backend).prepare()
+    def prepare(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
+        """Prepare a launch for the signature of a checked call."""
+        return select(self, self.describe(*tensors, optional, options), options.backend).prepare()
 
-    def check_values(self, tensors: Tensors, beside: Any, options: Any) -> None:
-        """Check the data where that costs no synchronisation, or is asked for."""
+    def check_values(self, tensors: Tensors, optional: Any, options: Any) -> None:
+        """Check the data where that costs no synchronisation, or where debug checks are requested."""
         debug_checks = getattr(options, "debug_checks", False)
         if self._check_values is not None and reads_values(tensors[0], debug_checks):
-            self._check_values(*tensors, beside, options)
+            self._check_values(*tensors, optional, options)
 
-    def traced(self, tensors: Tensors, beside: Any, options: Any) -> Any:
-        """The results of any other call, through the operator."""
+    def traced(self, tensors: Tensors, optional: Any, options: Any) -> Any:
+        """Compute a call that is not plain, through the operator."""
         if torch.compiler.is_dynamo_compiling():
             leave_graph_of_gradients()
-            self._check_traced(*tensors, beside, options)
+            self._check_traced(*tensors, optional, options)
         else:
-            self.check(*tensors, beside, options)
+            self.check(*tensors, optional, options)
             described = _described.get()
             if described is not None:
-                described.append((self, self.describe(*tensors, beside, options), options.backend))
-                return self.fake(*tensors, beside, options)
+                described.append((self, self.describe(*tensors, optional, options), options.backend))
+                return self.fake(*tensors, optional, options)
             if self.no_gradient is not None and transforming():
-                refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *beside))
-        tell_observers(self, (*tensors, *beside))
-        refuse_tangents(self.names, (*tensors, *beside))
-        return self.operator(*tensors, *beside, *options)
+                refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *optional))
+        tell_observers(self, (*tensors, *optional))
+        refuse_tangents(self.names, (*tensors, *optional))
+        return self.operator(*tensors, *optional, *options)
 
-    def learning(self, tensors: Tensors, beside: Any) -> list[tuple[str, Tensor]]:
-        """(name, tensor) of each tensor that requires a gradient."""
-        given = zip(self.names, (*tensors, *beside), strict=False)
+    def learning(self, tensors: Tensors, optional: Any) -> list[tuple[str, Tensor]]:
+        """Return (name, tensor) for each tensor that requires a gradient."""
+        given = zip(self.names, (*tensors, *optional), strict=False)
         return [(name, t) for name, t in given if t is not None and t.requires_grad]
 
     def split(self, arguments: tuple) -> tuple[Tensors, Any, Any]:
-        """(tensors, beside, options) of the operator's arguments."""
+        """Split the operator's arguments into (tensors, optional, options)."""
         first = self._num_tensors
         tensors, rest = arguments[:first], arguments[first:]
-        beside, options = rest[: self._num_beside], self.options(*rest[self._num_beside :])
-        given = any(tensor is not None for tensor in beside)
-        return tensors, type(self.nothing)(*beside) if given else self.nothing, options
+        optional, options = rest[: self._num_optional], self.options(*rest[self._num_optional :])
+        given = any(tensor is not None for tensor in optional)
+        return tensors, type(self.nothing)(*optional) if given else self.nothing, options
 
     def _kernel(self, *arguments: Any) -> Any:
-        tensors, beside, options = self.split(arguments)
-        return _without_none(self.launch(tensors, beside, options), tensors)
+        tensors, optional, options = self.split(arguments)
+        return _without_none(self.launch(tensors, optional, options), tensors)
 
     def _fake_kernel(self, *arguments: Any) -> Any:
-        tensors, beside, options = self.split(arguments)
-        self.check(*tensors, beside, options)
-        return _without_none(self.fake(*tensors, beside, options), tensors)
+        tensors, optional, options = self.split(arguments)
+        self.check(*tensors, optional, options)
+        return _without_none(self.fake(*tensors, optional, options), tensors)
 
     def _refuse_backward(self, ctx: Any, *gradients: Any) -> None:
         wanted = zip(self.names, ctx.needs_input_grad, strict=False)
@@ -215,7 +215,7 @@ class Operation:
 
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
-    """Nothing but this call would see the operator: no trace, mode, transform, tangent or subclass."""
+    """Whether nothing could observe the operator: no trace, mode, transform, tangent or subclass."""
     if torch.compiler.is_dynamo_compiling():
         return False
     for tensor in required:
@@ -226,7 +226,7 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
             if extra is not None and type(extra) not in PLAIN_TYPES:
                 return False
     return (
-        (required[0].is_cuda or required[0].is_cpu)  # whose device the others must share
+        (required[0].is_cuda or required[0].is_cpu)  # the others must be on the same device
         and dispatch_modes() == 0
         and transform() is None
         and forward_ad._current_level < 0
@@ -235,7 +235,7 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
 
 
 def any_learns(*tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of them requires a gradient."""
+    """Whether one of the tensors requires a gradient."""
     for some in tensors:
         for tensor in some:
             if tensor is not None and tensor.requires_grad:
@@ -244,7 +244,7 @@ def any_learns(*tensors: Iterable[Tensor | None]) -> bool:
 
 
 def signatures(tensors: Iterable[Tensor | None]) -> tuple:
-    """What a launch was prepared for of each tensor: five entries, or None for one that is absent."""
+    """Return the properties that a launch depends on: five per tensor, or None for an absent one."""
     entries: list = []
     for t in tensors:
         if t is None:
@@ -255,14 +255,15 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
 
 
 def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
-    """Whether a call on this device checks its data. On a GPU that synchronises, so it does only if asked to,
-    by ``debug_checks`` or ``FLASHTILE_DEBUG=1``.
+    """Whether a call on this device checks the values of its tensors.
+
+    On a GPU that synchronises, so it is done only under ``debug_checks`` or ``FLASHTILE_DEBUG=1``.
     """
     return debug_checks or not tensor.is_cuda or environment.get(DEBUG) == ON
 
 
 def _without_none(results: Any, tensors: Tensors) -> Any:
-    """An operator's results are tensors: one without elements stands for a result that does not exist."""
+    """Replace None among the results by an empty tensor, because an operator returns only tensors."""
     if isinstance(results, tuple) and any(r is None for r in results):
         like = next(t for t in tensors if t is not None)
         return tuple(like.new_empty(0) if r is None else r for r in results)
@@ -275,8 +276,10 @@ _described: ContextVar[Described | None] = ContextVar("flashtile_described", def
 
 @contextlib.contextmanager
 def describing(*arguments: Any) -> Iterator[Described]:
-    """Calls within compute nothing, and return fake tensors: a list of what they are, (operation, problem,
-    backend that was asked for). ``arguments`` of these calls may be fake already.
+    """Record the calls inside the context instead of computing them.
+
+    Yields a list of (operation, problem, requested backend). Calls return fake tensors. ``arguments`` of the
+    calls may already be fake.
     """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode

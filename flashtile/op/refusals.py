@@ -1,7 +1,7 @@
-"""What an operation refuses: tangents of forward mode, and gradients where there is no backward pass.
+"""Refuses derivatives that an operation lacks: tangents of forward mode, and gradients.
 
-Without a rule torch's dispatcher drops both in silence. Transforms of ``torch.func`` hide them, too: of what
-``grad`` inside of ``jvp`` sees, the tangents are one level further in. So every level is asked.
+Without a rule torch's dispatcher silently drops both. Transforms of ``torch.func`` also hide them: in
+``grad`` inside ``jvp``, the tangents are one level further in. Therefore every level is checked.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ def transforming() -> bool:
 
 
 def leave_graph_of_gradients() -> None:
-    """While ``torch.compile`` traces: break where ``torch.func`` takes a gradient, which no custom operator
-    has there. All that is under the transform then runs eagerly."""
+    """Break the graph while ``torch.compile`` traces a gradient of ``torch.func``.
+
+    No custom operator has a gradient there. Everything under the transform then runs eagerly.
+    """
     functorch = torch._C._functorch
-    if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):  # traced, None is no None
+    if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):  # traced, None is not None
         return
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
@@ -36,7 +38,7 @@ def leave_graph_of_gradients() -> None:
 
 
 def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether forward mode asks for the derivative by one of ``tensors``, at any level."""
+    """Whether forward mode needs the derivative with respect to one of ``tensors``, at any level."""
     if forward_ad._current_level < 0 or torch.compiler.is_dynamo_compiling():
         return False
     return _first(_carries_tangent, [("", t) for t in tensors]) is not None
@@ -54,9 +56,9 @@ def refuse_tangents(names: Iterable[str], tensors: Iterable[Tensor | None]) -> N
 def refuse_transformed_gradients(
     instead: str, names: Iterable[str], tensors: Iterable[Tensor | None]
 ) -> None:
-    """Raise NotImplementedError for the first of ``tensors`` whose gradient is asked for.
+    """Raise NotImplementedError for the first of ``tensors`` that requires a gradient.
 
-    Under a transform, which takes no error from a backward pass later on.
+    Under a transform an error cannot wait for the backward pass.
     """
     name = _first(_requires_gradient, list(zip(names, tensors, strict=False)))
     if name is not None and torch.is_grad_enabled():
@@ -64,7 +66,7 @@ def refuse_transformed_gradients(
 
 
 def without_backward(run: Callable[[], Any], instead: str, learning: list[tuple[str, Tensor]]) -> Any:
-    """The results of ``run``, whose backward pass says that there is none."""
+    """Return the results of ``run``, with a backward pass that raises NotImplementedError."""
     names, tensors = zip(*learning, strict=True)
     return _NoBackward.apply(run, f"{names[0]} must not require a gradient: {instead}", *tensors)
 
@@ -89,7 +91,7 @@ def _requires_gradient(tensor: Tensor) -> bool:
 
 
 def _first(holds: Callable[[Tensor], bool], named: Named) -> str | None:
-    """The name of the first tensor of which this holds, at the level of any active transform."""
+    """Return the name of the first tensor for which ``holds``, at the level of any active transform."""
     transform = torch._C._functorch.peek_interpreter_stack() if transforming() else None
     if transform is None or transform.key() != torch._C._functorch.TransformType.Vmap:
         for name, tensor in named:
@@ -105,7 +107,7 @@ def _first(holds: Callable[[Tensor], bool], named: Named) -> str | None:
 
 
 def _unwrapped(tensor: Any, level: int) -> Any:
-    """``tensor`` as the transform around the one of this level knows it."""
+    """Unwrap ``tensor`` by one level, to what the enclosing transform sees."""
     if isinstance(tensor, Tensor) and torch._C._functorch.maybe_get_level(tensor) == level:
         return torch._C._functorch.get_unwrapped(tensor)
     return tensor

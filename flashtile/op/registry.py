@@ -1,8 +1,8 @@
-"""``torch.ops.flashtile``: the definitions, which stay when the modules that made them go.
+"""``torch.ops.flashtile``: operator definitions that outlive the modules that made them.
 
-A module that is dropped from ``sys.modules`` and imported again must not define its operators twice, and
-must not take them away from functions of its first import that somebody still holds. So torch gets functions
-that look up what serves an operator now.
+A module that is dropped from ``sys.modules`` and imported again must not define its operators twice. It must
+also not break functions of its first import that are still in use. Therefore torch gets functions that look
+up the current implementation of an operator.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 _NAMESPACE = "flashtile"
 _serving: dict[Any, Any] = vars(getattr(torch.ops, _NAMESPACE)).setdefault("_serving", {})
-"""What serves, by (operator, purpose), and the library: kept where modules come and go."""
+"""Current implementations by (operator, purpose), and the library; stored where module reloads keep them."""
 
 
 def define(operator: str, text: str) -> Any:
-    """The operator ``torch.ops.flashtile.<operator>`` with the schema ``text``.
+    """Define the operator ``torch.ops.flashtile.<operator>`` with the schema ``text`` and return it.
 
     Raises:
         RuntimeError: another flashtile has defined it differently in this process.
@@ -37,13 +37,13 @@ def define(operator: str, text: str) -> Any:
 
 
 def implement(operator: str, device: str, kernel: Callable[..., Any]) -> None:
-    """Let ``kernel`` compute the operator on tensors of a device, "CPU" or "CUDA"."""
+    """Register ``kernel`` as the operator's implementation on a device, "CPU" or "CUDA"."""
     library = _library()
     _serve(operator, device, kernel, lambda looked_up: library.impl(operator, looked_up, device))
 
 
 def register_fake(operator: str, fake: Callable[..., Any]) -> None:
-    """Let ``fake`` say what results the operator has."""
+    """Register ``fake``, which returns empty results for the operator."""
     register = partial(torch.library.register_fake, f"{_NAMESPACE}::{operator}", lib=_library())
     _serve(operator, "fake", fake, register)
 
@@ -51,7 +51,7 @@ def register_fake(operator: str, fake: Callable[..., Any]) -> None:
 def register_autograd(
     operator: str, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None
 ) -> None:
-    """Let ``backward`` differentiate the operator, and ``setup_context`` keep what it needs."""
+    """Register ``backward`` as the operator's derivative, and ``setup_context`` to save what it needs."""
     keywords: dict[str, Any] = {"lib": _library()}
     if setup_context is not None:
         _serving[operator, "setup_context"] = setup_context
@@ -67,7 +67,7 @@ def _library() -> Any:
 
 
 def _serve(operator: str, purpose: str, function: Callable[..., Any], register: Callable[..., Any]) -> None:
-    """Let ``function`` serve; ``register`` gets what looks it up, if torch has not got it yet."""
+    """Make ``function`` the current implementation; ``register`` gets the look-up on the first call."""
     key = operator, purpose
     if key not in _serving:
         register(_looked_up(key))

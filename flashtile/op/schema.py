@@ -1,4 +1,4 @@
-"""An operator's schema, from the fields of its named tuples."""
+"""Builds an operator's schema from the fields of its named tuples."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TYPES = {
 
 
 def schema(
-    name: str, tensors: tuple[str, ...], beside: Any, options: Any, results: int, mutates: tuple[str, ...]
+    name: str, tensors: tuple[str, ...], optional: Any, options: Any, results: int, mutates: tuple[str, ...]
 ) -> str:
-    """``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)``."""
+    """Return ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)`` or the like."""
     kinds = {n.rstrip("?"): "Tensor?" if n.endswith("?") else "Tensor" for n in tensors}
-    kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(beside).items()}
+    kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(optional).items()}
     for i, written in enumerate(mutates):
         kinds[written] = kinds[written].replace("Tensor", f"Tensor({chr(ord('a') + i)}!)")
     kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(options).items()}
@@ -41,7 +41,7 @@ def _schema_type(annotation: Any) -> str:
 
 
 def extended(name: str, base: Any, more: dict[str, Any]) -> Any:
-    """A NamedTuple with the fields of another and ``more``, which have no defaults."""
+    """Return a NamedTuple with the fields of ``base`` and of ``more``, which have no defaults."""
     made: Any = namedtuple(name, (*base._fields, *more))  # type: ignore[misc]
     made.__annotations__ = typing.get_type_hints(base) | more
     return made

@@ -1,13 +1,13 @@
-"""Which backend serves a problem, with which configuration, and why not the others.
+"""Selects the backend and configuration for a problem, with the reasons against the other backends.
 
 A backend takes part in an operation with a module, ``flashtile.backends.<backend>`` or its subpackage
 ``part``, that offers
 
-* ``reason_against(problem, explicit)``: why it does not serve the problem, None if it does; ``explicit``
-  says that it was asked for by name; ``reason_against_<operation>`` is asked instead where there is one,
-* ``prepare_<operation>(problem, config)``: a launch ``(*tensors, beside)`` for tensors of one signature,
-  which validates nothing (one with ``writes_into`` takes memory for its results behind them: ``op/into.py``),
-* ``configure_<operation>(problem)``: the frozen configuration, where there is one to choose.
+* ``reason_against(problem, explicit)``: why it does not support the problem, None if it does; ``explicit``
+  says that the caller named the backend; ``reason_against_<operation>`` is called instead if it exists,
+* ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature,
+  which validates nothing (one with ``writes_into`` also takes memory for its results: ``op/into.py``),
+* ``configure_<operation>(problem)``: the frozen configuration, if the operation has one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashtile.problems.common import PREFERENCE
 
 
 class Served(Protocol):
-    """What selection knows of an operation."""
+    """The attributes of an operation that selection uses."""
 
     name: str
     part: str
@@ -30,7 +30,7 @@ class Served(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a backend that serves a problem, its configuration, and why those before it do not."""
+    """The backend selected for a problem, its configuration, and why those before it were rejected."""
 
     operation: Served = field(repr=False)
     problem: Any
@@ -39,14 +39,14 @@ class Selection:
     reasons_against: dict[str, str] = field(hash=False)
 
     def prepare(self) -> Callable[..., Any]:
-        """A launch ``(*tensors, beside)`` for tensors of one signature. It validates nothing."""
+        """Return a launch ``(*tensors, optional)`` for tensors of one signature. It validates nothing."""
         part = load_part(self.backend, self.operation)
         return getattr(part, f"prepare_{self.operation.name}")(self.problem, self.config)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What an operation of a call would get. ``backend`` and ``config`` are None where none serves it."""
+    """The choice for an operation of a call. ``backend`` and ``config`` are None if none supports it."""
 
     operation: str
     problem: Any
@@ -61,8 +61,10 @@ class Choice:
 
 
 def load_part(name: str, operation: Served) -> Any:
-    """The module of a backend that serves ``operation``, None if the backend does not (one may need triton,
-    which ``import flashtile`` must not)."""
+    """Return the backend's module for ``operation``, None if the backend does not implement it.
+
+    Backends are looked up by name, because one may need triton, which ``import flashtile`` must not import.
+    """
     module = f"flashtile.backends.{name}" + (f".{operation.part}" if operation.part else "")
     spec = importlib.util.find_spec(module)
     if spec is None or spec.origin is None:  # no such package, or a folder without code
@@ -85,11 +87,11 @@ def _configure(name: str, operation: Served, problem: Any) -> Any:
 
 
 def select(operation: Served, problem: Any, backend: str | None = None) -> Selection:
-    """The first backend in order of preference that serves ``problem``, or ``backend`` and no other.
+    """Select the first preferred backend that supports ``problem``, or ``backend`` if given.
 
     Raises:
         ValueError: ``backend`` is not a backend.
-        NotImplementedError: no backend (or not the named one) serves the problem, with the reasons.
+        NotImplementedError: no backend (or not the named one) supports the problem, with the reasons.
     """
     if backend is not None and backend not in PREFERENCE:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
@@ -105,7 +107,7 @@ def select(operation: Served, problem: Any, backend: str | None = None) -> Selec
 
 
 def choose(operation: Served, problem: Any, backend: str | None = None) -> Choice:
-    """What ``problem`` would get if ``backend`` is asked for, and every other backend's reason against."""
+    """Return the choice for ``problem`` if ``backend`` is requested, with the reasons against all others."""
     chosen: str | None = None
     config: Any = None
     reasons: dict[str, str] = {}

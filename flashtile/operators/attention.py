@@ -1,4 +1,4 @@
-"""Attention as operations: the forward pass, the backward pass and the formula that joins them."""
+"""Attention as operations: forward pass, backward pass, and the autograd formula that connects them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _fake_forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def of_forward(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *others: Any
 ) -> Any:
-    """The arguments of the forward pass whose backward pass these are."""
+    """Return the arguments of the forward pass from those of its backward pass."""
     return q, k, v, *others
 
 
@@ -69,15 +69,15 @@ def _count_scores(q: Tensor, k: Tensor, extras: Extras, options: Options) -> int
 
 class ForwardOperation(Operation):
     def check_values(self, tensors: tuple, extras: Extras, options: Options) -> None:
-        """Offsets and lengths are among the extras: a call without any has no data to check."""
+        """Offsets and lengths are among the extras, so a call without extras has no values to check."""
         if extras is not NO_EXTRAS:
             super().check_values(tensors, extras, options)
 
 
 class BackwardOperation(Operation):
     def launch(self, tensors: tuple, extras: Extras, options: Options) -> Any:
-        """(dq, dk, dv, dsink, dbias) from the gradients of out and lse, of which one may be None (zero)."""
-        # Autograd hands over expanded gradients (out.sum()) and ones with any strides.
+        """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero)."""
+        # Autograd passes gradients with any strides, also expanded ones (out.sum()).
         dout, dlse, q, k, v, out, lse = tensors
         dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
@@ -87,7 +87,7 @@ class BackwardOperation(Operation):
 FORWARD = ForwardOperation(
     "forward",
     tensors=("q", "k", "v"),
-    beside=NO_EXTRAS,
+    optional=NO_EXTRAS,
     options=Options,
     results=2,
     check=check_call,
@@ -102,7 +102,7 @@ FORWARD_INTO = Into(FORWARD, ("out", "lse"), _forward_results)
 BACKWARD = BackwardOperation(
     "backward",
     tensors=("dout?", "dlse?", "q", "k", "v", "out", "lse"),
-    beside=NO_EXTRAS,
+    optional=NO_EXTRAS,
     options=Options,
     results=5,
     check=lambda *arguments: None,  # the forward pass checked what it saved
@@ -114,7 +114,7 @@ BACKWARD = BackwardOperation(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call, by the shortest path that is right for it."""
+    """Compute (out, lse) by the shortest path that is valid for the call."""
     tensors = (q, k, v)
     if is_plain(tensors, extras) and (extras.alibi_slopes is None or not extras.alibi_slopes.requires_grad):
         if torch.is_grad_enabled() and (
@@ -143,11 +143,11 @@ def _learns(extra: Tensor | None) -> bool:
 
 
 class FlashAttention(torch.autograd.Function):
-    """The autograd node of a plain call: the operator's own formula at an eighth of its host time."""
+    """The autograd node of a plain call: it takes an eighth of the host time of the operator's own node."""
 
     @staticmethod
     def forward(ctx: Any, q, k, v, sink, bias, extras, options):
-        """``sink`` and ``bias`` are those of ``extras``, where autograd does not look."""
+        """Compute (out, lse); autograd needs ``sink`` and ``bias``, which ``extras`` also holds."""
         out, lse = FORWARD.launch((q, k, v), extras, options)
         _save(ctx, q, k, v, out, lse, extras, options)
         return out, lse
@@ -158,7 +158,7 @@ class FlashAttention(torch.autograd.Function):
 
 
 def _batched(gradient: Tensor | None) -> bool:
-    """Whether it is that of several vector-Jacobian products (``is_grads_batched=True``)."""
+    """Whether the gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
@@ -183,7 +183,7 @@ def _save(ctx, q, k, v, out, lse, extras, options):
 
 
 def _gradients(ctx, dout, dlse, bias):
-    """``bias`` is its place among the inputs."""
+    """Return (dq, dk, dv, dsink, dbias); ``bias`` is the index of the bias among the inputs."""
     if dout is None and dlse is None:
         return None, None, None, None, None
     tensors = ctx.saved_tensors
@@ -193,7 +193,7 @@ def _gradients(ctx, dout, dlse, bias):
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not _batched(dout) and not _batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
-    # With create_graph this leaves a node, which knows the second derivative.
+    # With create_graph this records a node that knows the second derivative.
     if transforming() or carries_tangents((dout, dlse)):
         *gradients, dsink, dbias = transforms.backward(dout, dlse, *saved, *extras, *options)
     else:

@@ -1,4 +1,4 @@
-"""Decoding as operations: attention over a cache, appending to it, combining parts, copying blocks."""
+"""Decoding as operations: attention over a cache, appends, combining of partial results, copies of blocks."""
 
 from __future__ import annotations
 
@@ -102,43 +102,46 @@ def _fake_combine(
 class _Writing(Operation):
     """An operation that writes into two caches."""
 
-    def check_values(self, tensors: tuple, beside: Any, options: Any) -> None:
+    def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:
         check_own_memory(tensors[0], tensors[1])
-        super().check_values(tensors, beside, options)
+        super().check_values(tensors, optional, options)
 
 
 class _Decoding(Operation):
-    """Attention over a cache. A dense one that grows, by ``torch.cat`` or as more of a larger one, has a new
-    signature at every step, but needs no new kernel: its launch is made from that for the last length."""
+    """Attention over a cache.
+
+    A dense cache that grows, by ``torch.cat`` or as a longer slice of a larger one, has a new signature at
+    every step but needs no new kernel. Its launch is derived from that for the previous length.
+    """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._grown: BoundedCache = BoundedCache(CACHE_BYTES)
-        """Launches by all of a signature that does not follow from the length of the cache."""
+        """Launches by the parts of a signature that do not depend on the length of the cache."""
 
-    def prepare_checked(self, tensors: tuple, beside: Any, options: Any) -> Any:
+    def prepare_checked(self, tensors: tuple, optional: Any, options: Any) -> Any:
         q, k_cache, v_cache = tensors
-        if beside.block_table is not None or not _are_as_long(k_cache, v_cache):
-            return super().prepare_checked(tensors, beside, options)
-        kind = (options, *signatures((q, *beside)), *_but_length(k_cache), *_but_length(v_cache))
+        if optional.block_table is not None or not _are_as_long(k_cache, v_cache):
+            return super().prepare_checked(tensors, optional, options)
+        kind = (options, *signatures((q, *optional)), *_but_length(k_cache), *_but_length(v_cache))
         known = self._grown.get(kind)
-        launch = None if known is None else known.resized(*tensors, beside)
+        launch = None if known is None else known.resized(*tensors, optional)
         if launch is None:
-            launch = super().prepare_checked(tensors, beside, options)
+            launch = super().prepare_checked(tensors, optional, options)
         if hasattr(launch, "resized"):
             self._grown.store(kind, launch, SIGNATURE_BYTES)
         return launch
 
 
 def _are_as_long(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether both are (batch_cache, seqlen_cache, heads_kv, head_dim) of one length that is allowed."""
+    """Whether both are (batch_cache, seqlen_cache, heads_kv, head_dim), with equal and valid lengths."""
     if k_cache.dim() != 4 or v_cache.dim() != 4:
         return False
     return 0 < k_cache.shape[1] == v_cache.shape[1] <= MAX_LENGTH
 
 
 def _but_length(cache: Tensor) -> tuple:
-    """The signature of a dense cache, but for its length and what follows from that."""
+    """Return the signature of a dense cache, without its length and the strides that depend on it."""
     batch, _, heads, head_dim = cache.shape
     aligned = not cache.data_ptr() & 15
     return batch, heads, head_dim, cache.stride(3), cache.dtype, cache.device, aligned
@@ -148,7 +151,7 @@ DECODE = _Decoding(
     "decode",
     part="decode",
     tensors=("q", "k_cache", "v_cache"),
-    beside=CacheTensors(),
+    optional=CacheTensors(),
     options=DecodeOptions,
     results=2,
     check=check_decode,
@@ -163,7 +166,7 @@ APPEND = _Writing(
     "append_kvcache",
     part="decode",
     tensors=("k_cache", "v_cache", "k", "v"),
-    beside=AppendTensors(),
+    optional=AppendTensors(),
     options=AppendOptions,
     results=0,
     mutates=("k_cache", "v_cache", "q_rotated"),
@@ -175,7 +178,7 @@ COMBINE = Operation(
     "combine",
     part="decode",
     tensors=("out_partial", "lse_partial"),
-    beside=NoTensors(),
+    optional=NoTensors(),
     options=CombineOptions,
     results=2,
     check=check_combine,
@@ -187,7 +190,7 @@ COPY = _Writing(
     "copy_blocks",
     part="decode",
     tensors=("k_cache", "v_cache", "block_pairs"),
-    beside=CopyTensors(),
+    optional=CopyTensors(),
     options=CopyOptions,
     results=0,
     mutates=("k_cache", "v_cache", "k_descale", "v_descale"),
@@ -197,19 +200,19 @@ COPY = _Writing(
 )
 
 _append_and_decode: BoundedCache = BoundedCache(CACHE_BYTES)
-"""Two launches by one look-up, since a step of decoding mostly waits for the host."""
+"""Pairs of launches by one look-up, because a decoding step is mostly limited by host time."""
 _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
-"""Names of what a gradient may be asked of."""
+"""Names of all tensors that might require a gradient."""
 
 
 Buffers = tuple[Any, ...]
-"""(out, lse) of the caller's, either of which may be None; empty if both are."""
+"""The caller's (out, lse), either of which may be None; empty if both are."""
 
 
 def decode(
     cache: tuple[Tensor, Tensor, Tensor], tensors: CacheTensors, options: DecodeOptions, buffers: Buffers
 ) -> Any:
-    """(out, lse) of q over (k_cache, v_cache), in ``buffers`` if there are any."""
+    """Compute (out, lse) of q over (k_cache, v_cache), into ``buffers`` if there are any."""
     if buffers:
         return DECODE_INTO.write(cache, tensors, options, buffers)
     return DECODE(cache, tensors, options)
@@ -227,10 +230,10 @@ def append_and_decode(
     options: DecodeOptions,
     buffers: Buffers = (),
 ) -> tuple[Tensor, Any]:
-    """(out, lse) over a cache with k and v in it. Nothing is written unless the whole call is right.
+    """Append k and v to the cache, then compute (out, lse) over it, into ``buffers`` if there are any.
 
-    ``appended`` comes without queries; they are rotated here if it has angles. The results go to ``buffers``,
-    if there are any.
+    The whole call is checked before anything is written. ``appended`` comes without queries; they are rotated
+    here if it has rotary angles.
     """
     new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens
@@ -330,14 +333,14 @@ def append(
 def copy_blocks(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Copy blocks of caches with a dimension of layers in front, in place."""
+    """Copy blocks, in place, of caches that have a leading dimension of layers."""
     _write(COPY, (k_cache, v_cache, block_pairs), tensors, options)
 
 
-def _write(operation: Operation, tensors: tuple, beside: Any, options: Any) -> None:
-    if is_plain(tensors, beside):
-        operation.launch(tensors, beside, options)
+def _write(operation: Operation, tensors: tuple, optional: Any, options: Any) -> None:
+    if is_plain(tensors, optional):
+        operation.launch(tensors, optional, options)
         return
-    operation.check(*tensors, beside, options)  # while it is known whether a gradient is wanted
+    operation.check(*tensors, optional, options)  # outside no_grad, to find tensors that require grad
     with torch.no_grad():
-        operation.traced(tensors, beside, options)
+        operation.traced(tensors, optional, options)

@@ -1,8 +1,8 @@
-"""Tangents, and derivatives of gradients: attention by its definition in plain PyTorch, which knows them.
+"""Tangents, and derivatives of gradients: standard attention in plain PyTorch, which can differentiate it.
 
-Kernels compute out, lse and first gradients. What lies beyond is asked for rarely, and goes through
-:func:`flashtile.reference.attention.attention` in float32 (float64 for float64 inputs): several tensors of
-(batch, heads_q, seqlen_q, seqlen_k) are in memory then.
+Kernels compute out, lse and first gradients. Further derivatives are rare and are computed with
+:func:`flashtile.reference.attention.attention` in float32 (float64 for float64 inputs). Several tensors of
+(batch, heads_q, seqlen_q, seqlen_k) are then in memory.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from flashtile.problems.attention import Extras, Options
 from flashtile.reference import attention as reference
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
-"""(q, k, v, *learned) to (out, lse)."""
+"""Function from (q, k, v, *learned) to (out, lse)."""
 
 LEARNED = ("sink", "bias")
-"""Extras that have derivatives."""
+"""Extras that can have derivatives."""
 
 
 def plain(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, **functions: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call, as its kernels would give them; ``functions`` are those of the reference."""
+    """Compute (out, lse) as the kernels would; ``functions`` are those of the reference."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = reference.attention(
         q, k, v, **extras._asdict(), max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
@@ -38,7 +38,7 @@ def plain(
 
 
 def of_call(extras: Extras, options: Options) -> tuple[Attend, list[Tensor]]:
-    """:func:`plain` as a function of what has derivatives, and what has them beside q, k and v."""
+    """Return :func:`plain` as a function of the differentiable tensors, and those besides q, k and v."""
     names = [name for name in LEARNED if getattr(extras, name) is not None]
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def of_call(extras: Extras, options: Options) -> tuple[Attend, list[Tensor]]:
 def gradients(
     attend: Attend, dout: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """The gradients of ``tensors`` (q, k, v, *learned) from those of out and lse, of which None is zero."""
+    """Compute the gradients of ``tensors`` (q, k, v, *learned) from those of out and lse; None means zero."""
     results, pull, *_ = torch.func.vjp(attend, *tensors)
     return pull(_filled((dout, dlse), results))
 
@@ -62,7 +62,7 @@ def of_gradients(
     dlse: Tensor | None,
     tensors: Sequence[Tensor],
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-    """What the gradients of :func:`gradients`' results give to dout, dlse and ``tensors``."""
+    """Differentiate :func:`gradients`: return the contributions to dout, dlse and ``tensors``."""
     given = [t for t in (dout, dlse) if t is not None]
 
     def first(*arguments: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""FP8 as operations: quantising a tensor, and attention over quantised ones. Neither has a backward pass."""
+"""FP8 as operations: quantisation, and attention over quantised tensors. Neither has a backward pass."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ QUANTIZE = Operation(
     "fp8_quantize",
     part="fp8",
     tensors=("x",),
-    beside=QuantizeTensors(),
+    optional=QuantizeTensors(),
     options=QuantizeOptions,
     results=2,
     check=check_quantize,
@@ -61,7 +61,7 @@ ATTEND = Operation(
     "fp8_attend",
     part="fp8",
     tensors=("q", "k", "v"),
-    beside=AttendTensors(),
+    optional=AttendTensors(),
     options=AttendOptions,
     results=2,
     check=check_attend,

@@ -1,4 +1,4 @@
-"""The backward pass of attention by itself, for those who keep out and lse: below autograd, around a ring."""
+"""The backward pass of attention as a function, for callers that keep out and lse, such as ring attention."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def attention_backward(
     deterministic: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(dq, dk, dv, dsink) of ``attention(q, k, v, ..., return_lse=True)``, which gave ``out`` and ``lse``.
+    """Return (dq, dk, dv, dsink) of a call ``attention(q, k, v, ..., return_lse=True)``.
 
-    ``out`` and ``lse`` may also be those over more keys than k and v hold: the gradients are then the part of
-    these keys, as a ring of devices adds them up. Nothing is recorded for autograd.
+    ``out`` and ``lse`` may also cover more keys than k and v hold: the gradients are then the contribution of
+    these keys, which ring attention sums over devices. Nothing is recorded for autograd.
 
     Args:
         dout: the gradient of out, in its shape.
-        lse: (batch, heads_q, seqlen_q) or (heads_q, total_q), as the forward pass gave it.
-        q, k, v and the others: as the forward pass got them.
+        lse: (batch, heads_q, seqlen_q) or (heads_q, total_q), from the forward pass.
+        q, k, v and the others: as passed to the forward pass.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.

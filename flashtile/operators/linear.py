@@ -1,4 +1,4 @@
-"""Products with a weight as operations. Neither has a backward pass."""
+"""Products with a weight as operations. None of them has a backward pass."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _flops(x: Tensor, weight: Tensor, *others: Any) -> int:
 class _Appending(Operation):
     """An operation that writes into two caches."""
 
-    def check_values(self, tensors: tuple, beside: Any, options: Any) -> None:
+    def check_values(self, tensors: tuple, optional: Any, options: Any) -> None:
         check_own_memory(tensors[2], tensors[3])
 
 
@@ -60,7 +60,7 @@ LINEAR = Operation(
     "linear",
     part="linear",
     tensors=("x", "weight"),
-    beside=LinearTensors(),
+    optional=LinearTensors(),
     options=LinearOptions,
     results=1,
     check=check_linear,
@@ -74,7 +74,7 @@ LINEAR_BEFORE_NORM = Operation(
     suffix="_before_norm",
     part="linear",
     tensors=("x", "weight"),
-    beside=BeforeNormTensors(),
+    optional=BeforeNormTensors(),
     options=BeforeNormOptions,
     results=3,
     check=check_before_norm,
@@ -87,7 +87,7 @@ LINEAR_QKV = _Appending(
     "linear_qkv",
     part="linear",
     tensors=("x", "weight", "k_cache", "v_cache"),
-    beside=QkvTensors(),
+    optional=QkvTensors(),
     options=QkvOptions,
     results=1,
     mutates=("k_cache", "v_cache"),

@@ -17,7 +17,7 @@ from flashtile.problems.mask_program import parse
 def plain(
     q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any, captured: Sequence[Tensor], call: tuple
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call with functions. ``call`` are extras and options of attention without them."""
+    """Compute (out, lse) of a call with functions; ``call`` is its extras and options without them."""
     functions: dict[str, Any] = {}
     if options.score_mod:
         functions["score_mod"] = partial(_evaluated, options.score_mod, captured, "score_mod")
@@ -34,7 +34,7 @@ def _evaluated(
 
 
 def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any, i: Any, j: Any) -> Any:
-    """The mask of a block mask's partial blocks, with its full ones and without its empty ones."""
+    """Apply the mask in a block mask's partial blocks; full blocks are all visible, empty ones all hidden."""
     seen: Any = True
     if options.mask_mod:
         inputs = {"b": b, "h": h, "q": i, "kv": j}

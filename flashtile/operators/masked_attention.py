@@ -1,8 +1,8 @@
-"""Attention with functions of the user's, as operations beside those of attention without.
+"""Attention with score and mask functions, as operations separate from those of attention without.
 
-They have all tensors and options of attention, then the captured tensors, the lists of a block mask and the
-functions' programs as text. So a call without functions pays for none of it, and one with them is traced,
-kept and launched as any other.
+They take all tensors and options of attention, then the captured tensors, the lists of a block mask and the
+functions' programs as text. Calls without functions therefore pay nothing for them, and calls with functions
+are traced, cached and launched like all others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashtile.problems.masks import MAX_CAPTURED, Mods
 CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
 
 ModifiedExtras: Any = extended("ModifiedExtras", Extras, dict.fromkeys((*CAPTURED, *LISTS), Tensor | None))
-"""The tensors of a call beside q, k and v: those of attention, the captured ones, a block mask's lists."""
+"""All tensors of a call except q, k and v: attention's extras, captured tensors, a block mask's lists."""
 
 ModifiedOptions: Any = extended(
     "ModifiedOptions",
@@ -42,8 +42,11 @@ ModifiedOptions: Any = extended(
         "mask_seqlen_q": int, "mask_seqlen_k": int,
     },
 )  # fmt: skip
-"""``learned`` has bit i for the captured tensor i; block sizes, and the lengths that the block mask was made
-for, are 0 without a block mask."""
+"""Options of attention with functions.
+
+Bit i of ``learned`` is set if captured tensor i needs a gradient. Block sizes, and the lengths that the block
+mask was made for, are 0 without a block mask.
+"""
 
 _NUM_EXTRAS, _NUM_OPTIONS = len(Extras._fields), len(Options._fields)
 _FIRST_CAPTURED = _NUM_EXTRAS
@@ -52,17 +55,19 @@ _NOTHING = ModifiedExtras(*(None,) * len(ModifiedExtras._fields))
 
 
 class SignedExtras(ModifiedExtras):
-    """Extras of plain tensors that are made once for many forward calls: captured tensors and a block mask's
-    lists, which are signed again only when they were given other memory."""
+    """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
+
+    All tensors are plain. The lists get a new signature only when their memory changes.
+    """
 
     captured: tuple[Tensor, ...]
     lists: tuple[Tensor, ...]
     signed: tuple[list[int], str] = ([], "")
-    """Where the lists lay, and their signature: as a text, for Python keeps its hash."""
+    """Addresses of the lists, and their signature as a string, because Python caches a string's hash."""
 
     @classmethod
     def of(cls, captured: tuple[Tensor, ...], lists: tuple[Tensor, ...]) -> SignedExtras | None:
-        """None if a tensor is of a subclass, which may watch what is done with it."""
+        """Return the extras, or None if a tensor is of a subclass, which may override operations."""
         lists = lists[:-BACKWARD_LISTS]
         if any(type(tensor) not in PLAIN_TYPES for tensor in (*captured, *lists)):
             return None
@@ -81,22 +86,22 @@ class SignedExtras(ModifiedExtras):
 
 
 class Functions(NamedTuple):
-    """What the front door made of ``score_mod``, ``mask_mod`` and ``block_mask``."""
+    """The traced form of ``score_mod``, ``mask_mod`` and ``block_mask``."""
 
     captured: tuple[Tensor, ...]
     lists: tuple[Tensor, ...]
-    """Of a block mask, () without."""
+    """Lists of the block mask, () without one."""
     score_mod: str
     mask_mod: str
     block_size: tuple[int, int]
     lengths: tuple[int, int]
-    """Queries and keys that the block mask was made for."""
+    """Numbers of queries and keys that the block mask was made for."""
     soft_cap: float
-    """That ``score_mod`` is, if it is no more."""
+    """The soft cap, if ``score_mod`` is only a soft cap."""
     mask: Trace | None
-    """That ``mask_mod`` is the text of."""
+    """The trace whose text is ``mask_mod``."""
     extras: SignedExtras | None = None
-    """Of a forward call with a block mask and nothing else, kept for the next one."""
+    """Extras of a forward call with only a block mask, cached for the next one."""
 
 
 def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
@@ -104,7 +109,7 @@ def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
 
 
 def plain_part(extras: Any, options: Any) -> tuple[Extras, Options]:
-    """Extras and options of attention without functions."""
+    """Return the extras and options of attention without functions."""
     given = Extras(*extras[:_NUM_EXTRAS])
     nothing = all(tensor is None for tensor in given)
     return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])
@@ -169,8 +174,10 @@ def _check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) ->
 
 
 def check_modified_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
-    """Raise for lists of blocks that contradict each other, and for reads outside of captured tensors; the
-    latter for GPUs alone, because the CPU's launch checks them as it computes."""
+    """Raise for inconsistent lists of blocks, and for reads outside captured tensors.
+
+    Reads are checked only for GPUs, because the CPU's launch checks them as it computes.
+    """
     if options.block_q:
         by_queries = check_block_lists("kv", tuple(getattr(extras, name) for name in LISTS[:4]))
         if extras.q_indices is not None:
@@ -232,15 +239,15 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 class _Forward(Operation):
-    def signature(self, beside: Any) -> tuple:
-        return beside.signature() if type(beside) is SignedExtras else signatures(beside)
+    def signature(self, optional: Any) -> tuple:
+        return optional.signature() if type(optional) is SignedExtras else signatures(optional)
 
 
 FORWARD = _Forward(
     "forward",
     suffix="_modified",
     tensors=operators.FORWARD.tensors,
-    beside=_NOTHING,
+    optional=_NOTHING,
     options=ModifiedOptions,
     results=2,
     check=check_modified,
@@ -253,7 +260,7 @@ BACKWARD = operators.BackwardOperation(
     "backward",
     suffix="_modified",
     tensors=operators.BACKWARD.tensors,
-    beside=_NOTHING,
+    optional=_NOTHING,
     options=ModifiedOptions,
     results=4 + MAX_CAPTURED,
     check=lambda *arguments: None,  # the forward pass checked what it saved
@@ -263,7 +270,7 @@ BACKWARD = operators.BackwardOperation(
 
 
 def arguments_of(extras: Extras, options: Options, functions: Functions) -> tuple[Any, Any]:
-    """(extras, options) of a call with functions."""
+    """Return (extras, options) of a call with functions."""
     captured, lists = functions.captured, functions.lists
     tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
     return ModifiedExtras._make(tensors), _options_of(options, functions)
@@ -280,7 +287,7 @@ def _options_of(options: Options, functions: Functions) -> Any:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, functions: Functions
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call with functions."""
+    """Compute (out, lse) of a call with functions."""
     tensors = (q, k, v)
     signed = functions.extras
     if signed is not None and extras is NO_EXTRAS and is_plain(tensors):
@@ -303,7 +310,7 @@ def forward(
 def _watched(
     tensors: tuple[Tensor, Tensor, Tensor], extras: Extras, all_extras: Any, all_options: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call that something else sees as well."""
+    """Compute (out, lse) of a call that is not plain."""
     if carries_tangents((*tensors, *all_extras)):
         check_modified(*tensors, all_extras, all_options)
         refuse_tangents(Extras._fields, extras._replace(sink=None))
@@ -343,7 +350,7 @@ def _save(ctx, q, k, v, out, lse, extras, options):
 
 
 def _gradients(ctx, dout, dlse) -> tuple[Tensor | None, ...]:
-    """Of q, k, v and every extra."""
+    """Return the gradients of q, k, v and every extra."""
     of_extras: list[Tensor | None] = [None] * len(ModifiedExtras._fields)
     if dout is None and dlse is None:
         return None, None, None, *of_extras
@@ -371,8 +378,10 @@ def _operator_backward(ctx, dout, dlse):
 
 
 def _definition(extras: Any, options: Any, all_captured: bool = False) -> tuple[Any, list[Tensor]]:
-    """Attention by its definition as a function of (q, k, v, *learned), and the learned tensors: the sink if
-    there is one, and captured tensors that learn (or all)."""
+    """Return standard attention as a function of (q, k, v, *learned), and the learned tensors.
+
+    These are the sink if there is one, and the captured tensors that need a gradient (or all of them).
+    """
     given, plain_options = plain_part(extras, options)
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     which = [i for i in range(len(captured)) if all_captured or options.learned >> i & 1]
@@ -396,7 +405,10 @@ def _save_for_second(ctx, inputs, output):
 
 
 def _second_derivative(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
-    """As :func:`flashtile.operators.transforms.second_derivative`, captured tensors in a bias's place."""
+    """Map the gradients of the backward pass's results to those of its arguments.
+
+    See :func:`flashtile.operators.transforms.second_derivative`; captured tensors replace the bias.
+    """
     dout, dlse, q, k, v, *rest = ctx.saved_tensors
     extras, options = ModifiedExtras(*rest), ctx.options
     attend, learned = _definition(extras, options)

@@ -1,8 +1,7 @@
-"""How DTensors of an attention call may be sharded so that it needs no communication: by batch or by heads.
+"""Shardings of an attention call's DTensors that need no communication: by batch or by heads.
 
-A rule says the placement of every result and of every tensor argument on one dimension of the mesh; DTensor
-combines rules for meshes of several dimensions, and redistributes what comes otherwise, the way that costs
-least.
+A rule gives the placement of every result and every tensor argument on one dimension of the mesh. DTensor
+combines the rules for meshes of several dimensions, and redistributes other placements in the cheapest way.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ Rules = list[tuple[list[Any], list[Any]]]
 
 
 def forward_shardings(q: Any, k: Any, v: Any, extras: Extras, options: Options) -> Rules:
-    """(results, arguments) of ``flashtile::forward``. The tensors are DTensor's descriptions of them."""
+    """Return rules (results, arguments) for ``flashtile::forward``, whose tensors are DTensor specs."""
     return [
         ([rows, lse], [rows, rows, rows, *of_extras, *(None,) * len(options)])
         for rows, lse, of_extras, _, _ in _placements(q, k, v, extras)
@@ -27,7 +26,7 @@ def forward_shardings(q: Any, k: Any, v: Any, extras: Extras, options: Options) 
 def backward_shardings(
     dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras, options: Options
 ) -> Rules:
-    """(results, arguments) of ``flashtile::backward``."""
+    """Return rules (results, arguments) for ``flashtile::backward``."""
     from torch.distributed.tensor import Replicate
 
     rules: Rules = []
@@ -39,12 +38,14 @@ def backward_shardings(
 
 
 def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, list[Any], Any, Any]]:
-    """For each way to share the work: the placements of q, k, v and out; of lse; of the extras; of dsink;
-    of dbias."""
+    """Return the possible placements of q, k, v and out; of lse; of the extras; of dsink; of dbias.
+
+    There is one entry for each way to divide the work.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def way(rows: Any, lse: Any, dsink: Any, **sharded: Any) -> tuple[Any, Any, list[Any], Any, Any]:
-        """The extras that are not ``sharded`` are whole, as is dsink where there is no sink."""
+        """Return one entry; extras that are not ``sharded`` are replicated, as is dsink without a sink."""
         given = zip(Extras._fields, extras, strict=True)
         of_extras = [None if t is None else sharded.get(name, Replicate()) for name, t in given]
         whole = Replicate() if lse == Replicate() else Partial()  # a sum over parts
@@ -52,7 +53,7 @@ def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, 
         return rows, lse, of_extras, Replicate() if extras.sink is None else dsink, dbias
 
     def along(dim: int) -> dict[str, Any]:
-        """What has a size of its own there is shared out."""
+        """Shard mask and bias along ``dim`` unless they broadcast there."""
         given = {"mask": extras.mask, "bias": extras.bias}
         return {name: Shard(dim) for name, t in given.items() if t is not None and t.shape[dim] > 1}
 
@@ -72,10 +73,10 @@ def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, 
 
 
 def _heads_can_be_shared(q: Any, k: Any, v: Any) -> bool:
-    """Whether every shard gets whole groups of query heads with the key/value head that they share.
+    """Whether every shard gets whole groups of query heads with their shared key/value head.
 
-    Where k has as many heads as q, shards of any sizes do. Else they must be equal: over the whole mesh, or
-    over those of its dimensions over which heads already are shared.
+    Where k has as many heads as q, shards may have any sizes. Otherwise they must be equal: over the whole
+    mesh, or over those dimensions of the mesh over which heads are already sharded.
     """
     if q.shape[-2] == k.shape[-2]:
         return True

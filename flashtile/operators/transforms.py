@@ -1,7 +1,7 @@
-"""The operators under ``torch.func``'s transforms (grad, vmap, jacrev and what is made of them).
+"""The operators under ``torch.func``'s transforms: grad, vmap, jacrev and their combinations.
 
-A transform asks for its own form of ``autograd.Function`` and for a batching rule: the samples that vmap maps
-over become batches of one call.
+A transform needs its own form of ``autograd.Function`` and a batching rule: the samples that vmap maps over
+become batches of one call.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flashtile.problems.attention import Extras, Options
 _NUM_EXTRAS = len(Extras._fields)
 _BIAS = Extras._fields.index("bias")
 _WITHOUT_BATCH = Extras._fields.index("sink")
-"""From here on extras need not have a batch."""
+"""Index from which on extras need not have a batch dimension."""
 
 
 def backward(*arguments: Any) -> Any:
-    """``flashtile::backward``, under the transforms that are active, or for gradients that have tangents."""
+    """``flashtile::backward`` under the active transforms, or for gradients with tangents."""
     if not carries_tangents(arguments[:2]):
         return _Backward.apply(*arguments)
     dout, dlse, q, k, v, _, _, *rest = arguments
@@ -35,9 +35,9 @@ def backward(*arguments: Any) -> Any:
 
 
 def second_derivative(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
-    """From the gradients of dq, dk, dv, dsink and dbias to those of the arguments of ``backward``.
+    """Map the gradients of dq, dk, dv, dsink and dbias to those of the arguments of ``backward``.
 
-    out and lse get none: what they depend on gets it all.
+    out and lse get none: the gradient goes to the tensors that they are computed from.
     """
     dout, dlse, q, k, v, *rest = ctx.saved_tensors
     extras, options = Extras(*rest), Options(*ctx.options)
@@ -100,9 +100,10 @@ class _Backward(torch.autograd.Function):
 def _vmap(
     operator: Callable[..., tuple[Tensor, ...]], num_tensors: int, samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """The results of ``operator`` for each sample, and where their samples are.
+    """Return the results of ``operator`` for each sample, and the index of their sample dimension.
 
-    ``arguments`` are ``num_tensors`` tensors with a batch, of which some may be None, Extras and Options.
+    ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then Extras and
+    Options.
     """
     tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
     extras, options = Extras(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
@@ -123,7 +124,7 @@ def _vmap(
         used = _samples_first(used, dim_of["seqused_k"], samples).flatten()
     slopes = _slopes_by_batch(extras.alibi_slopes, dim_of["alibi_slopes"], samples, batch)
     results = operator(*flat, *Extras(seqused_k=used, alibi_slopes=slopes), *options)
-    # dsink of no sink has no batch.
+    # dsink has no batch where there is no sink.
     out_dims = tuple(None if t.dim() == 1 else 0 for t in results)
     return tuple(t if t.dim() == 1 else t.unflatten(0, (samples, batch)) for t in results), out_dims
 
@@ -131,10 +132,12 @@ def _vmap(
 def _one_by_one(
     operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """A loop, for what need not have a batch: a sink has one gradient for a call's whole batch, a mask may be
-    the same for all of it."""
+    """Compute the samples in a loop, if a tensor without a batch dimension is given.
+
+    A sink has one gradient for a call's whole batch, and a mask may be shared by the whole batch.
+    """
     given = list(zip(arguments, in_dims, strict=True))
-    if samples == 0:  # no results, but in the shapes that a sample's would have
+    if samples == 0:  # no results, but in the shapes of a sample's results
         shapes = operator(
             *(a if dim is None else a.new_zeros(a.movedim(dim, 0).shape[1:]) for a, dim in given)
         )
@@ -153,12 +156,12 @@ def _refuse_varlen(cu_seqlens_q: Tensor | None) -> None:
 
 
 def _samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
-    """The mapped dimension in front; a tensor that is not mapped is the same for each sample."""
+    """Move the mapped dimension to the front; a tensor that is not mapped is expanded to all samples."""
     return tensor.expand(samples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _slopes_by_batch(alibi_slopes: Tensor | None, dim: int | None, samples: int, batch: int) -> Tensor | None:
-    """(heads,) as it is if all samples share it, else (samples * batch, heads)."""
+    """Return slopes (heads,) unchanged if all samples share them, otherwise (samples * batch, heads)."""
     if alibi_slopes is None or (dim is None and alibi_slopes.dim() == 1):
         return alibi_slopes
     slopes = _samples_first(alibi_slopes, dim, samples)

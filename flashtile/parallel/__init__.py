@@ -1,4 +1,4 @@
-"""Attention over sequences that lie on several GPUs, on torch.distributed: context parallelism."""
+"""Context parallelism: attention over sequences distributed over several GPUs, on torch.distributed."""
 
 from flashtile.parallel.decode import context_parallel_decode, own_tokens
 from flashtile.parallel.functional import context_parallel_attention

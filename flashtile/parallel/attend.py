@@ -1,6 +1,6 @@
-"""Attention of one rank's queries over some keys, block by block, and its backward pass.
+"""Attention of one rank's queries over some of the keys, block by block, and its backward pass.
 
-Results of calls that share queries are float32 (float64 for float64 inputs) until all have been merged.
+Partial results for the same queries stay float32 (float64 for float64 inputs) until all have been merged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashtile.problems.attention import NO_EXTRAS, Extras, Options
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made of q and k, beside the mask."""
+    """Options of the scores other than the mask."""
 
     softmax_scale: float
     softcap: float = 0.0
@@ -42,10 +42,10 @@ class Scores:
 
 
 class State:
-    """out and lse of a rank's queries over the keys so far, which grow until :meth:`finish`.
+    """Running out and lse of a rank's queries over the keys attended to so far.
 
-    The sink, a score without a key, is what the rows begin with. The last result waits, so that the pass
-    that merges it also rounds.
+    Rows begin with the sink, if there is one. The latest partial result is merged only when the next one
+    comes, so that the last merge can also round.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:
@@ -55,7 +55,7 @@ class State:
         self._last: tuple[Tensor, Tensor, int] | None = None
 
     def attend(self, k: Tensor, v: Tensor, pair: Pair) -> None:
-        """Let the keys of ``pair`` join: k and v (batch, pair.tokens, heads_kv, head_dim)."""
+        """Attend to the keys of ``pair``: k and v (batch, pair.tokens, heads_kv, head_dim)."""
         for call in pair.calls:
             out, lse = _forward(self.q, k, v, call, self.scores, partial=True)
             rows = _rows(call)
@@ -66,7 +66,7 @@ class State:
             self._last = out, lse, rows[0]
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """(out, lse), out rounded to the dtype of q."""
+        """Return (out, lse) with out rounded to the dtype of q."""
         return self._with_last(self.q.dtype)
 
     def _with_last(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class State:
 def attend_once(
     q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) over the keys of ``pair`` and no others. Where it can be, out is rounded by the kernel."""
+    """Return (out, lse) over only the keys of ``pair``. Unless parts must be merged, the kernel rounds."""
     if not pair.disjoint:
         state = State(q, v.shape[-1], scores, sink)
         state.attend(k, v, pair)
@@ -98,7 +98,7 @@ def attend_once(
 
 
 def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out, lse) over no keys."""
+    """Return (out, lse) over no keys: out is 0, and lse is the sink or -inf."""
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros((batch, tokens, heads, head_dim_v), dtype=dtype)
     lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=wide(q.dtype))
@@ -108,9 +108,9 @@ def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dt
 
 
 class Total:
-    """A sum of gradients of some tokens (batch, tokens, heads, head_dim); 0 where nothing was added.
+    """Sum of gradients (batch, tokens, heads, head_dim), which is 0 for tokens to which nothing was added.
 
-    Parts wait in twos, so that one pass adds the last ones and rounds.
+    Up to two parts are kept unsummed, so that one pass can add the last two and round.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -119,7 +119,7 @@ class Total:
         self._parts: list[tuple[Tensor, int, int]] = []
 
     def add(self, part: Tensor, start: int, stop: int) -> None:
-        """Of tokens ``start`` to ``stop``. The part may be written to."""
+        """Add gradients of tokens ``start`` to ``stop``. The tensor ``part`` may be overwritten later."""
         if len(self._parts) == 2:
             self._parts = [(self.value(), *self._whole)]
         self._parts.append((part, start, stop))
@@ -128,7 +128,7 @@ class Total:
         return self.rounded(self._dtype)
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
-        """The sum in ``dtype``."""
+        """Return the sum in ``dtype``."""
         parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # one of all tokens is the first
         bounds = [bound for _, *of_part in parts for bound in of_part]
         if bounds == [*self._whole]:
@@ -155,9 +155,9 @@ class Total:
 
 @dataclass
 class Saved:
-    """What the backward pass needs of a rank's queries. out and lse are those over all keys.
+    """Tensors of a rank's queries that the backward pass needs; out and lse are over all keys.
 
-    ``partial``: gradients are summed up over calls or ranks, and float32 (float64) until then.
+    With ``partial``, gradients will be summed over calls or ranks, and stay float32 (float64) until then.
     """
 
     q: Tensor
@@ -173,7 +173,7 @@ class Saved:
         return wide(self.q.dtype) if self.partial else self.q.dtype
 
     def differentiate(self, k: Tensor, v: Tensor, pair: Pair, dq: Total, dk: Total, dv: Total) -> None:
-        """Add the part of the keys of ``pair``."""
+        """Add the gradients that come from the keys of ``pair`` to dq, dk and dv."""
         for call in pair.calls:
             rows, keys = _rows(call), _keys(call)
             of_rows, of_keys = slice(*rows), slice(*keys)
@@ -196,7 +196,7 @@ class Saved:
 
 
 def sink_gradient(sink: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """dsink (heads,) of some rows: the sum of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
+    """Return dsink (heads,) of some rows: the sum of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
     ds = -(dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
     if dlse is not None:
         ds = ds + dlse
@@ -213,7 +213,7 @@ def _forward(
     partial: bool,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the rows of ``call``."""
+    """Return (out, lse) of the rows of ``call``."""
     options = scores.options(call, partial)
     if isinstance(call, Packed):
         extras = Extras(*call.offsets(q.device), sink=sink)
@@ -233,7 +233,7 @@ def _keys(call: Block | Packed) -> tuple[int, int]:
 
 
 def covers(pair: Pair, q: Tensor, k: Tensor) -> bool:
-    """Whether one call has all of these queries and keys."""
+    """Whether a single call covers all queries and keys."""
     return len(pair.calls) == 1 and (_rows(pair.calls[0]), _keys(pair.calls[0])) == (
         (0, q.shape[1]),
         (0, k.shape[1]),
@@ -241,5 +241,5 @@ def covers(pair: Pair, q: Tensor, k: Tensor) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Of sums over devices."""
+    """Return the dtype of sums over devices."""
     return torch.float64 if dtype == torch.float64 else torch.float32

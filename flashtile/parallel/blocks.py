@@ -1,8 +1,8 @@
-"""Which queries of one rank see which keys of another: blocks that are each one call of attention.
+"""Blocks of visible scores between the queries of one rank and the keys of another.
 
-A block is a rectangle of scores around the band that the mask leaves, in the rows and keys of the two ranks'
-own tensors. What lies outside of every block is neither sent nor computed. All of this is integer arithmetic
-on the host.
+A block is a rectangle around the visible band of scores, in rows and keys of the two ranks' own tensors. Each
+block is one call of attention. Keys outside of all blocks are not sent, and scores outside are not computed.
+Everything here is integer arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from flashtile.problems.common import UNLIMITED
 
 @dataclass(frozen=True)
 class Mask:
-    """Of the whole sequence, or of the documents packed in it.
+    """Mask of the whole sequence, or of the documents packed in it.
 
     Args:
-        left, right: of the window; -1 is unlimited, ``causal`` is right = 0.
+        left, right: sizes of the window; -1 is unlimited, and causal is ``right = 0``.
         starts_q, starts_k: where each document starts, and the end (``cu_seqlens``). A query of a document
             sees keys of the same document only, aligned at the bottom right.
     """
@@ -39,8 +39,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries ``q_start`` to ``q_stop`` by keys ``k_start`` to ``k_stop``, under a window aligned at the
-    bottom right of this rectangle, which every row and every key of it touches."""
+    """Queries ``q_start`` to ``q_stop`` by keys ``k_start`` to ``k_stop``, under a window.
+
+    The window is aligned at the bottom right of this rectangle. Every row and every key has a visible score.
+    """
 
     q_start: int
     q_stop: int
@@ -59,15 +61,17 @@ class Block:
 
     @property
     def pairs(self) -> int:
-        """Scores that the mask leaves."""
+        """Number of visible scores."""
         rows, keys = self.q_stop - self.q_start, self.k_stop - self.k_start
         return visible_pairs(rows, keys, self.left, self.right)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Blocks under one window as one call for packed sequences: what lies between them is a sequence of
-    queries without keys, or of keys without queries."""
+    """Blocks with equal windows, computed as one call for packed sequences.
+
+    Tokens between the blocks become sequences of queries without keys, or of keys without queries.
+    """
 
     blocks: tuple[Block, ...]
     tokens_q: int
@@ -79,7 +83,7 @@ class Packed:
         for block in (*self.blocks, None):
             start_q = self.tokens_q if block is None else block.q_start
             start_k = self.tokens_k if block is None else block.k_start
-            # What lies before: queries without keys, then keys without queries.
+            # Tokens before the block: queries without keys, then keys without queries.
             if start_q > q[-1]:
                 q, k = [*q, start_q], [*k, k[-1]]
             if start_k > k[-1]:
@@ -90,7 +94,7 @@ class Packed:
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """``max_seqlen_q`` and ``max_seqlen_k``."""
+        """The call's ``max_seqlen_q`` and ``max_seqlen_k``."""
         q, k = (max(b - a for a, b in pairwise(of)) for of in self._offsets)
         return q, k
 
@@ -99,7 +103,7 @@ class Packed:
         return {}
 
     def offsets(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """``cu_seqlens_q`` and ``cu_seqlens_k``."""
+        """Return the call's ``cu_seqlens_q`` and ``cu_seqlens_k`` on a device."""
         if device not in self._tensors:
             q, k = (torch.tensor(of, dtype=torch.int32, device=device) for of in self._offsets)
             self._tensors[device] = q, k
@@ -111,9 +115,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """What the queries of one rank compute with the keys of another.
+    """The calls of one rank's queries with another rank's keys.
 
-    ``ranges`` of the other's keys are needed. The calls count keys through these ranges, laid side by side.
+    Only ``ranges`` of those keys are needed. The calls count keys through these ranges, concatenated.
     """
 
     ranges: Ranges
@@ -121,7 +125,7 @@ class Pair:
 
     @property
     def tokens(self) -> int:
-        """Keys that are needed."""
+        """Number of keys that the calls need."""
         return sum(stop - start for start, stop in self.ranges)
 
     @cached_property
@@ -132,7 +136,7 @@ class Pair:
 
     @cached_property
     def disjoint(self) -> bool:
-        """Whether no query is in two calls, so that results need no merging."""
+        """Whether no query is in two calls, so that no results must be merged."""
         rows = sorted((b.q_start, b.q_stop) for b in self.blocks)
         return all(a[1] <= b[0] for a, b in pairwise(rows)) and (
             sum(isinstance(call, Packed) for call in self.calls) == 0 or len(self.calls) == 1
@@ -140,13 +144,13 @@ class Pair:
 
     @cached_property
     def pairs(self) -> int:
-        """Scores of one head."""
+        """Number of visible scores of one head."""
         return sum(block.pairs for block in self.blocks)
 
 
 @lru_cache(maxsize=4096)
 def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> Pair:
-    """What the tokens ``queries`` of one rank compute with the tokens ``keys`` of another."""
+    """Return the calls of the tokens ``queries`` of one rank with the tokens ``keys`` of another."""
     one_document = len(mask.starts_q) == 2
     if one_document and _own_causal(queries, keys, mask):
         length = tokens_of(queries)
@@ -160,7 +164,7 @@ def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
 
 
 def _own_causal(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> bool:
-    """Whether a rank's tokens among themselves, as they lie, are plainly causal: then that is one call."""
+    """Whether the pair is a rank with itself under a plain causal mask, which is a single call."""
     causal = mask.right == 0 and mask.left == UNLIMITED and mask.starts_q == mask.starts_k
     ordered = all(a.stop - a.step < b.start for a, b in pairwise(queries))
     return causal and queries == keys and ordered and tokens_of(queries) > 0
@@ -182,8 +186,11 @@ def _blocks(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
 
 
 def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piece, int, Piece]]:
-    """For each document that has tokens in both pieces: where its part of each starts in the piece, and that
-    part, its start counted so that a query stands at the key that it is aligned with."""
+    """Yield (row, queries, column, keys) for each document that has tokens in both pieces.
+
+    ``row`` and ``column`` are where the document's part starts within its piece. Positions of queries are
+    shifted so that each equals the position of the key that it is aligned with.
+    """
     first = max(0, bisect_right(mask.starts_q, of_q.start) - 1)
     for d in range(first, len(mask.starts_q) - 1):
         if mask.starts_q[d] >= of_q.stop:
@@ -196,14 +203,14 @@ def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piec
 
 
 def _cut(piece: Piece, start: int, stop: int) -> tuple[int, Piece]:
-    """(number of its first token, part) of a piece that lies in [start, stop)."""
+    """Return (index of the first token, part) of the part of a piece within positions [start, stop)."""
     first = min(piece.length, max(0, -((piece.start - start) // piece.step)))
     last = min(piece.length, max(0, -((piece.start - stop) // piece.step)))
     return first, Piece(piece.start + first * piece.step, max(0, last - first), piece.step)
 
 
 def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Block | None:
-    """The smallest rectangle around the scores that the window leaves; None if there are none.
+    """Return the smallest rectangle around the scores that the window leaves; None if it leaves none.
 
     Query i sees key j where ``low <= j - i <= high``.
     """
@@ -238,7 +245,7 @@ def _moved(block: Block, rows: int, keys: int) -> Block:
 
 
 def _merged(blocks: list[Block]) -> list[Block]:
-    """Whole blocks that lie side by side are one."""
+    """Merge neighbouring blocks without masked scores."""
     merged: list[Block] = []
     for block in blocks:
         last = merged[-1] if merged else None
@@ -263,7 +270,7 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """``block`` with its keys counted through ``ranges``, one of which holds them."""
+    """Return ``block`` with its keys numbered through the concatenated ``ranges``, one of which has them."""
     before = 0
     for start, stop in ranges:
         if start <= block.k_start < stop:
@@ -273,7 +280,7 @@ def _counted_through(ranges: Ranges, block: Block) -> Block:
 
 
 def _packed(blocks: list[Block], tokens_q: int, tokens_k: int) -> Iterator[Block | Packed]:
-    """Blocks of documents, as many as can be in one call: of one window, in order in queries and keys."""
+    """Group blocks of documents into calls. Blocks of a call have equal windows and ascend in both tokens."""
     waiting = sorted(blocks, key=lambda block: (block.q_start, block.k_start))
     while waiting:
         taken: list[Block] = []

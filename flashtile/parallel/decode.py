@@ -1,5 +1,7 @@
-"""Decoding over a key/value cache whose tokens are interleaved over ranks (decode context
-parallelism): each rank attends to its own, and the partial results are merged by lse."""
+"""Decode context parallelism: decoding over a KV cache whose tokens are interleaved over ranks.
+
+Each rank attends to its own tokens, and the partial results are merged by lse.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +23,18 @@ MERGES = ("allgather", "reduce_scatter", "symmetric")
 
 
 def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Tensor:
-    """How many of each sequence's first ``lengths`` tokens lie on a rank, in the shape and dtype of lengths.
+    """Return how many of each sequence's first ``lengths`` tokens a rank has, in the shape of ``lengths``.
 
-    Token p is on rank ``p // interleave % size``, as its number
+    Token p is on rank ``p // interleave % size``. It is that rank's token number
     ``p // (interleave * size) * interleave + p % interleave``.
 
     Args:
-        lengths: of integers, of any shape.
-        rank, size: of the group.
-        interleave: how many tokens in a row lie on one rank.
+        lengths: integers, of any shape.
+        rank, size: this rank's number, and the size of the group.
+        interleave: number of consecutive tokens on one rank.
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument is invalid.
 
     Examples:
         >>> flashtile.parallel.own_tokens(torch.tensor([10]), rank=1, size=4)  # tokens 1, 5 and 9
@@ -45,7 +47,7 @@ def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Te
     check_int("size", size, 1, MAX_LENGTH)
     check_int("rank", rank, 0, size - 1)
     check_int("interleave", interleave, 1, MAX_LENGTH)
-    if interleave == 1:  # on a GPU, two kernels rather than six, each as long as all of its work
+    if interleave == 1:  # two kernels rather than six on a GPU, where launches dominate
         return (lengths + (size - 1 - rank)) // size
     turn = interleave * size
     return lengths // turn * interleave + (lengths % turn - rank * interleave).clamp(0, interleave)
@@ -87,7 +89,7 @@ def context_parallel_decode(
         cache_seqlens: (batch,) int32: tokens of each *whole* sequence, on all ranks together, before k.
         block_table: (batch, max_blocks) int32, of this rank's pages, with pages for the tokens to come.
         group: the process group; None is the default one.
-        interleave: tokens in a row that lie on one rank.
+        interleave: number of consecutive tokens on one rank.
         merge: "allgather": every rank gets out of all heads. "reduce_scatter": rank r gets that of
             the r-th part of the query heads, of which there must be a multiple of the ranks.
             "symmetric": as "allgather", by one kernel over torch's symmetric memory, for NVIDIA GPUs of one
@@ -150,7 +152,7 @@ def context_parallel_decode(
         "new tokens": None if k is None else tuple(k.shape), "sink": sink is not None, "causal": causal,
         "softmax_scale": masking.softmax_scale, "softcap": masking.softcap,
     }  # fmt: skip
-    if not q.is_cuda:  # on a GPU that would synchronise
+    if not q.is_cuda:  # reading lengths on a GPU would synchronise
         same["cache_seqlens"] = tuple(cache_seqlens.tolist())
     ranks.agree(same, {}, timeout, q.device)
     shared = None
@@ -163,7 +165,7 @@ def context_parallel_decode(
         assert k is not None
         lengths = lengths + k.shape[1]
     rows, table, own = with_unit_stride(q), block_table, CacheTensors()
-    if seqlen_q > 1:  # each query is a sequence of its own, of the length that it sees
+    if seqlen_q > 1:  # each query becomes a sequence of the length that it sees
         of_rows = torch.arange(seqlen_q, dtype=torch.int32, device=q.device) + 1 - seqlen_q
         lengths = lengths[:, None] + (of_rows if causal else torch.zeros_like(of_rows))
         lengths, rows = lengths.clamp(min=0).flatten(), rows.flatten(0, 1).unsqueeze(1)
@@ -200,7 +202,7 @@ def _append(
     """Write the new tokens that belong to this rank."""
     for name, tensor in (("k", k), ("v", v)):
         if tensor is None:
-            raise ValueError(f"{name} must be given beside {'v' if name == 'k' else 'k'}, got None")
+            raise ValueError(f"{name} must be given together with {'v' if name == 'k' else 'k'}, got None")
         check_dense(name, tensor)
         if tensor.dim() != 4 or tensor.shape[0] != before.shape[0]:
             raise ValueError(

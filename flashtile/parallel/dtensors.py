@@ -1,4 +1,4 @@
-"""DTensors: their placements say which ranks share the sequence, the batch and the heads."""
+"""Context parallelism for DTensors, whose placements define how sequence, batch and heads are sharded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SEQUENCE, HEADS = 1, 2
 
 
 def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, return_lse: bool, layout: str) -> Any:
-    """``attend(q, k, v, group)`` of the local tensors of DTensors (batch, seqlen, heads, head_dim).
+    """Call ``attend(q, k, v, group)`` on the local tensors of DTensors (batch, seqlen, heads, head_dim).
 
-    On one dimension of the mesh the sequence is sharded: its group shares it. On the others batch or heads
-    may be, which needs no communication, or nothing.
+    Exactly one dimension of the mesh must shard the sequence; its group is passed on. The other dimensions
+    may shard batch or heads, which needs no communication, or replicate.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, DTensor):
@@ -39,7 +39,7 @@ def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, return_lse:
     if len(over) != 1:
         raise NotImplementedError(
             f"q must have its sequence sharded on one dimension of its mesh, got {q.placements}: "
-            "flashtile.attention takes DTensors sharded by batch or heads alone"
+            "flashtile.attention takes DTensors sharded only by batch or heads"
         )
     if layout != "contiguous":
         raise ValueError(

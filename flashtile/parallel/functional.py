@@ -1,4 +1,4 @@
-"""The front door: attention over a sequence that lies on several ranks."""
+"""``context_parallel_attention``: attention over a sequence distributed over several ranks."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def _attend_distributed(
 
 
 class _Call(NamedTuple):
-    """What the ranks agreed on."""
+    """Properties of a call that all ranks agreed on."""
 
     batch: int
     heads_q: int
@@ -208,7 +208,7 @@ class _Call(NamedTuple):
 
 
 class _Attention(torch.autograd.Function):
-    """A method's two passes, as autograd calls them."""
+    """Autograd function of a method's forward and backward pass."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, method: Method):
@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):
-        # A rank whose results were not used still takes part.
+        # A rank whose results were not used must still exchange messages with the others.
         saved = ctx.saved_tensors
         sink = saved[-1] if ctx.has_sink else None
         if dout is None:
@@ -236,7 +236,7 @@ def _device(q: Any) -> torch.device:
 
 
 def _own_error(q: Any, k: Any, v: Any, sink: Any, options: Options) -> Exception | None:
-    """What is wrong with this rank's own arguments. The others hear of it before it is raised."""
+    """Return the error in this rank's own arguments, if any. All ranks learn of it before it is raised."""
     try:
         extras = NO_EXTRAS if sink is None else Extras(sink=sink)
         check_call(q, k, v, extras, options)
@@ -353,7 +353,7 @@ def _sharing(call: _Call, layout: str, mask: Mask) -> Sharing:
 def _offsets(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
     if cu_seqlens_q is None:
         if cu_seqlens_k is not None:
-            raise ValueError("cu_seqlens_q must be given beside cu_seqlens_k, got None")
+            raise ValueError("cu_seqlens_q must be given together with cu_seqlens_k, got None")
         return None, None
     of_q = _read_offsets("cu_seqlens_q", cu_seqlens_q)
     of_k = of_q if cu_seqlens_k is None else _read_offsets("cu_seqlens_k", cu_seqlens_k)

@@ -1,7 +1,8 @@
-"""The keys and values of all ranks that a rank's queries see gathered there, for few key heads: one exchange,
-and nothing to merge (Llama 3, arXiv:2407.21783, section 3.3.2).
+"""All-gather: each rank gathers the keys and values that its queries see (Llama 3, arXiv:2407.21783, section
+3.3.2).
 
-Messages come into the place where attention reads them, and gradients of keys leave from where it wrote them.
+There is one exchange and nothing to merge, which suits few key heads. Messages are received directly into the
+tensors that attention reads, and gradients of keys are sent from the tensors that it wrote.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ from flashtile.parallel.ranks import Message, as_bytes
 
 
 class _Part(NamedTuple):
-    """``tokens`` of one rank that another needs: from ``own`` on of those that the rank has, from
-    ``gathered`` on of those that the other gathers."""
+    """Consecutive tokens of one rank that another rank needs.
+
+    Attributes:
+        own: index of the first one among the owner's tokens.
+        gathered: its index among the tokens that the other rank gathers.
+        tokens: their number.
+    """
 
     own: int
     gathered: int
@@ -36,7 +42,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class AllGather:
-    """Every rank's keys and values for a time on each; the backward pass gathers them again."""
+    """Attention over keys and values gathered from all ranks. The backward pass gathers them again."""
 
     shards: Shards
 
@@ -66,8 +72,8 @@ class AllGather:
         return [rank for rank in range(self.shards.ranks.size) if rank != self._rank]
 
     def _pair(self, rank: int) -> Pair:
-        """What a rank's queries compute with the keys of all: in the sequence's order, or, if they lie
-        between one another, rank after rank."""
+        """Return the calls of a rank's queries with the keys of all ranks: in the order of the sequence, or
+        rank after rank if the pieces are interleaved."""
         keys: tuple[Piece, ...] = tuple(piece for pieces in self.shards.pieces_k for piece in pieces)
         if all(piece.step == 1 for piece in keys):
             keys = joined(sorted(keys))
@@ -78,7 +84,7 @@ class AllGather:
         in_order = all(piece.step == 1 for of_rank in pieces for piece in of_rank)
         own, before, found = 0, sum(self.shards.lengths_k[:owner]), []
         for piece in pieces[owner]:
-            first = piece.start if in_order else before + own  # where it is among the keys of all
+            first = piece.start if in_order else before + own  # index among the keys of all ranks
             gathered = 0
             for start, stop in ranges:
                 begin, end = max(start, first), min(stop, first + piece.length)
@@ -89,7 +95,7 @@ class AllGather:
         return found
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Of every rank's tensors what this rank needs."""
+        """Gather the part of every rank's tensors that this rank needs."""
         tokens = self._pair(self._rank).tokens
         gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
         sent = [
@@ -119,8 +125,8 @@ class AllGather:
         return gathered
 
     def _sums(self, gradients: list[Tensor], like: list[Tensor]) -> list[Total]:
-        """Of gradients of what was gathered the sums over ranks, of this rank's own tokens: its own term
-        first, then those of the others in their order."""
+        """Sum the gradients of this rank's own tokens over ranks: its own term first, then those of the
+        others in their order."""
         dtype = gradients[0].dtype
         sent = [
             Message(other, as_bytes([part.of_gathered(t)]))

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence lie on which rank, and how to cut and join tensors accordingly."""
+"""Layouts: which rank has which tokens of a sequence; cutting and joining tensors accordingly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 class Piece(NamedTuple):
-    """Tokens ``start``, ``start + step``, ... of a sequence: ``length`` of them."""
+    """The ``length`` tokens ``start``, ``start + step``, ... of a sequence."""
 
     start: int
     length: int
@@ -28,10 +28,10 @@ class Piece(NamedTuple):
 
 
 def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...]:
-    """What ``rank`` of ``size`` has of ``total`` tokens, in its order.
+    """Return the pieces of ``total`` tokens that ``rank`` of ``size`` holds, in its order.
 
     "contiguous" cuts evenly. "zigzag" cuts into 2 * size chunks, of which rank r has numbers r and
-    2 * size - 1 - r: under a causal mask all ranks then have equally much to compute (Llama 3,
+    2 * size - 1 - r: under a causal mask all ranks then have the same work (Llama 3,
     arXiv:2407.21783, section 3.3.2). "striped" gives rank r tokens r, r + size, ... (Brandon et al. 2023,
     arXiv:2311.09431).
     """
@@ -44,7 +44,7 @@ def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The same tokens in the same order, in as few pieces as can be."""
+    """Merge neighbouring pieces: the same tokens in the same order, in as few pieces as possible."""
     result: list[Piece] = []
     for piece in pieces:
         if piece.length == 0:
@@ -62,7 +62,7 @@ def tokens_of(pieces: Sequence[Piece]) -> int:
 
 
 def positions(pieces: Sequence[Piece], device: Any = None) -> Tensor:
-    """The position of each token, (tokens,) int64."""
+    """Return the position of each token, (tokens,) int64."""
     parts = [torch.arange(p.start, p.stop, p.step, device=device) for p in pieces]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 
@@ -72,14 +72,14 @@ def check_layout(layout: str) -> None:
 
 
 def shard(x: Tensor, dim: int, group: Any = None, layout: str = "zigzag", *, mesh: Any = None) -> Tensor:
-    """This rank's part of a tensor that every rank has whole. Differentiable.
+    """Return this rank's part of a tensor that every rank has whole. Differentiable.
 
-    Cut tokens, labels and positions with it, once a batch; all else of a transformer works on tokens one by
-    one. The gradient of ``x`` is that of this rank's part, and 0 elsewhere.
+    Cut tokens, labels and positions with it once per batch. Apart from attention, a transformer's layers work
+    on each token separately. The gradient of ``x`` is that of this rank's part, and 0 elsewhere.
 
     Args:
         x: any shape and dtype.
-        dim: of the sequence.
+        dim: the dimension of the sequence.
         group: process group over which the sequence is cut; None is the default one.
         layout: "contiguous", "zigzag" or "striped" (:func:`flashtile.parallel.pieces_of`). Lengths need not
             be divisible; parts may be empty.
@@ -117,10 +117,10 @@ def unshard(
     mesh: Any = None,
     timeout: float = TIMEOUT,
 ) -> Tensor:
-    """The whole tensor from the parts that :func:`shard` cut, on every rank. Not recorded by autograd.
+    """Join the parts that :func:`shard` cut, on every rank. Not recorded by autograd.
 
     Args:
-        x: this rank's part, of one dtype and, but for ``dim``, one shape on all ranks.
+        x: this rank's part. Dtype and shape, except for ``dim``, must be equal on all ranks.
         dim, group, layout, mesh: as for :func:`shard`.
         timeout: seconds to wait for the other ranks.
 
@@ -140,7 +140,7 @@ def unshard(
     dim, timeout = _checked_dim(x, dim), as_seconds("timeout", timeout)
     ranks = ranks_of(group, mesh)
     rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-    record = {"layout": layout, "dim": dim, "shape of x beside dim": rest, "dtype of x": str(x.dtype)}
+    record = {"layout": layout, "dim": dim, "shape of x without dim": rest, "dtype of x": str(x.dtype)}
     lengths = ranks.agree(record, {"tokens of x": x.shape[dim]}, timeout, x.device)["tokens of x"]
     pieces = all_pieces(layout, lengths, "x")
     with torch.no_grad():
@@ -152,9 +152,9 @@ def unshard(
 
 
 def all_pieces(layout: str, lengths: Sequence[int], name: str) -> tuple[tuple[Piece, ...], ...]:
-    """The pieces of every rank, by the tokens that each of them has.
+    """Return the pieces of every rank, given the number of tokens of each.
 
-    A contiguous layout takes any lengths; the others must be cut as :func:`shard` cuts.
+    A contiguous layout allows any lengths. The other layouts must have the lengths that :func:`shard` gives.
     """
     if layout == "contiguous":
         starts = [sum(lengths[:rank]) for rank in range(len(lengths))]

@@ -1,4 +1,4 @@
-"""What the methods share: a call over ranks, and what each of them offers."""
+"""Interface of the methods, and the description of a call over ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Shards:
         ranks: the group.
         pieces_q, pieces_k: the tokens of each rank's q and of its k and v.
         timeout: seconds to wait for a rank.
-        keys_shared: other ranks have queries of the same keys, so that gradients of keys leave in float32, to
-            be added up.
+        keys_shared: other ranks also attend to these key heads, so gradients of keys are returned in float32
+            and summed by the caller.
     """
 
     ranks: Ranks
@@ -34,7 +34,7 @@ class Shards:
     keys_shared: bool = False
 
     def pair(self, rank_q: int, rank_k: int) -> Pair:
-        """What one rank computes with the keys of another."""
+        """Return the calls of one rank's queries with the keys of another."""
         return pair_of(self.pieces_q[rank_q], self.pieces_k[rank_k], self.mask)
 
     @property
@@ -47,7 +47,7 @@ class Shards:
 
 
 class Forward(NamedTuple):
-    """Of a rank's queries over all keys, and the tensors that the backward pass needs."""
+    """Results of a rank's queries over all keys, and the tensors that the backward pass needs."""
 
     out: Tensor
     lse: Tensor
@@ -55,7 +55,8 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of this rank's tokens. dsink is the part of what this rank computed: the sum over ranks is whole."""
+    """Gradients of this rank's tokens. dsink covers what this rank computed; its sum over ranks is
+    complete."""
 
     dq: Tensor
     dk: Tensor
@@ -64,7 +65,10 @@ class Gradients(NamedTuple):
 
 
 class Method(Protocol):
-    """q (batch, tokens, heads_q, head_dim), k and v likewise; lse (batch, heads_q, tokens)."""
+    """A method of context parallelism.
+
+    q, k and v are (batch, tokens, heads, head_dim), and lse is (batch, heads_q, tokens).
+    """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward: ...
 

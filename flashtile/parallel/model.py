@@ -1,8 +1,8 @@
-"""What each method costs by the IO model: for a choice, and for machines that are not at hand.
+"""Cost of each method by the IO model, to choose one, and to plan for other machines.
 
-Times are of attention alone, with one rank a GPU. Products run at ``REACHED`` of a card's peak; a message
-takes a link's latency and its bytes over the link's bandwidth, each way at once. A ring computes beside its
-messages; the other methods do not. Merging partial results and copies are left out.
+Times cover only attention, with one rank per GPU. Products run at ``REACHED`` of a card's peak. A message
+takes the latency of a link plus its bytes over the bandwidth, both directions at once. A ring overlaps
+messages with products; the other methods do not. Merging and copying partial results are left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -25,18 +26,18 @@ from flashtile.problems.common import UNLIMITED
 METHODS = ("auto", "ring", "ulysses", "allgather")
 
 REACHED = {"forward": 0.65, "backward": 0.5}
-"""Of the peak of 16-bit products, by our kernels on one H100 at long sequences (README)."""
+"""Share of the peak of 16-bit products that our kernels reach on one H100 at long sequences."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins a GPU to the others.
+    """The link from a GPU to the others.
 
     Args:
-        name: of the link.
-        gbps: 10^9 bytes a second, each way at once.
-        latency_us: of one exchange, the host's work included.
-        source: where the numbers are from.
+        name: name of the link.
+        gbps: bandwidth in 10^9 bytes per second, in both directions at once.
+        latency_us: latency of an exchange in microseconds, the host's work included.
+        source: origin of the numbers.
 
     Examples:
         >>> from flashtile.parallel import LINKS, Link
@@ -56,7 +57,7 @@ class Link:
 
 LINKS = {
     "nvlink": Link(
-        "nvlink", 331.0, 56.0, "two H200s (NV18), isend beside irecv, fitted to 107 us for 16 MB, 462 for 128"
+        "nvlink", 331.0, 56.0, "two H200s (NV18), isend with irecv, fitted to 107 us for 16 MB, 462 for 128"
     ),
     "infiniband": Link(
         "infiniband", 50.0, 60.0, "NDR, 400 Gbit/s a GPU (maker's figure); the latency is assumed"
@@ -69,8 +70,9 @@ class Sharing:
     """Attention of one sequence length over ranks.
 
     Args:
-        batch, seqlen, heads_q, heads_kv, head_dim, head_dim_v, dtype: of the whole call.
-        left, right: of the window, -1 unlimited; causal is right = 0.
+        batch, seqlen, heads_q, heads_kv, head_dim, head_dim_v, dtype: sizes of the whole call, all ranks
+            together.
+        left, right: sizes of the window; -1 is unlimited, and causal is ``right = 0``.
         layout: "zigzag", "contiguous" or "striped".
         backward: whether there is a backward pass.
 
@@ -107,12 +109,12 @@ class Sharing:
 
     @property
     def key_bytes(self) -> int:
-        """Of a token's keys and values."""
+        """Bytes of a token's keys and values."""
         return self.batch * self.heads_kv * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES[self.dtype]
 
     @property
     def key_gradient_bytes(self) -> int:
-        """Of a token's dK and dV as ranks send them: float32, or float64."""
+        """Bytes of a token's dK and dV as ranks send them, in float32 (float64 for float64)."""
         return self.key_bytes * max(4, ELEMENT_BYTES[self.dtype]) // ELEMENT_BYTES[self.dtype]
 
     @property
@@ -120,7 +122,10 @@ class Sharing:
         return ("forward", "backward") if self.backward else ("forward",)
 
     def flops(self, which: str, pairs: float) -> float:
-        """Of so many scores of one head of one sequence: two products forward, five backward."""
+        """Return the FLOPs of all heads and sequences, each with ``pairs`` visible scores.
+
+        The forward pass has two products, the backward pass five.
+        """
         both = self.head_dim + self.head_dim_v
         per_pair = 2 * both if which == "forward" else 2 * (2 * both + self.head_dim)
         return pairs * self.batch * self.heads_q * per_pair
@@ -128,15 +133,16 @@ class Sharing:
 
 @dataclass(frozen=True)
 class ParallelEstimate:
-    """What one method costs the rank that takes the longest.
+    """Cost of one method for the rank that takes the longest.
 
     Args:
-        method, ranks: which, over how many.
-        seconds: of all passes.
-        compute_seconds: of products alone.
-        exposed_seconds: of messages that nothing is computed beside.
-        bytes: that the rank receives.
-        extra_bytes: held beside the rank's own tensors, at most.
+        method: name of the method.
+        ranks: number of ranks.
+        seconds: time of all passes.
+        compute_seconds: time of the products.
+        exposed_seconds: time of messages that does not overlap with computation.
+        bytes: bytes that the rank receives.
+        extra_bytes: peak memory in addition to the rank's own tensors, in bytes.
     """
 
     method: str
@@ -149,16 +155,26 @@ class ParallelEstimate:
 
     @property
     def efficiency(self) -> float:
-        """Share of the time that products take."""
+        """Share of the time spent in products, from 0 to 1."""
         return self.compute_seconds / self.seconds if self.seconds else 1.0
 
 
+MAX_RANKS = 2**14
+"""The ring's steps are looked at one by one."""
+
+
+def _size(name: str, value: Any) -> int:
+    size: int = as_int(name, value)
+    check_int(name, size, 1, MAX_RANKS)
+    return size
+
+
 def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[ParallelEstimate]:
-    """Every method, the fastest first.
+    """Estimate the cost of every method. Return the estimates, the fastest first.
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: the card has no peak for the dtype, or ``ranks`` is less than 1.
+        ValueError: the card has no peak for the dtype, or ``ranks`` is not from 1 to 16384.
 
     Examples:
         >>> from flashtile.io_model import find_card
@@ -173,8 +189,7 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
     for name, value, kind in (("sharing", sharing, Sharing), ("card", card, Card), ("link", link, Link)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-    if as_int("ranks", ranks) < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    ranks = _size("ranks", ranks)
     card.peak_tflops(sharing.dtype)  # raises
     rows = [_ring(sharing, ranks, card, link), _ulysses(sharing, ranks, card, link)]
     return sorted([*rows, _allgather(sharing, ranks, card, link)], key=lambda row: row.seconds)
@@ -183,13 +198,14 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
 def two_dimensions(
     sharing: Sharing, ring: int, ulysses: int, card: Card, link: Link, inner_link: Link
 ) -> ParallelEstimate:
-    """Ulysses over ``inner_link`` within groups, in a ring of the groups over ``link``.
+    """Estimate Ulysses over ``inner_link`` within groups, with a ring of the groups over ``link``.
 
     Args:
         ring, ulysses: sizes of the mesh's two dimensions.
 
     Raises:
-        ValueError: a size is less than 1.
+        TypeError: a size is not an int.
+        ValueError: a size is less than 1 or more than 16384.
 
     Examples:
         >>> from flashtile.io_model import find_card
@@ -199,8 +215,7 @@ def two_dimensions(
         >>> f"{row.ranks} ranks, {row.seconds * 1e3:.0f} ms, {row.efficiency:.0%} of it products"
         '1024 ranks, 63 ms, 92% of it products'
     """
-    if min(ring, ulysses) < 1:
-        raise ValueError(f"ring and ulysses must be at least 1, got {ring} and {ulysses}")
+    ring, ulysses = _size("ring", ring), _size("ulysses", ulysses)
     of_group = replace(
         sharing,
         heads_q=-(-sharing.heads_q // ulysses),
@@ -221,7 +236,7 @@ def two_dimensions(
 
 @lru_cache(maxsize=256)
 def choose(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
-    """The fastest, the first of METHODS where they are equal."""
+    """Return the estimate of the fastest method; among equals, of the first one in ``METHODS``."""
     return min(
         estimates(sharing, ranks, card, link), key=lambda row: (row.seconds, METHODS.index(row.method))
     )
@@ -229,7 +244,8 @@ def choose(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEsti
 
 @dataclass(frozen=True)
 class ParallelExplanation:
-    """What ``method="auto"`` takes, and what the others would cost. ``str()`` gives a readable text."""
+    """The method that ``method="auto"`` chooses, with the costs of all methods. ``str()`` makes a text of
+    it."""
 
     sharing: Sharing
     card: Card
@@ -255,13 +271,13 @@ class ParallelExplanation:
 def explain(
     sharing: Sharing, ranks: int, *, card: Card | None = None, link: Link | None = None
 ) -> ParallelExplanation:
-    """Say which method ``method="auto"`` takes, and why.
+    """Explain which method ``method="auto"`` chooses, by the estimated costs.
 
     Args:
-        sharing: the call, as all ranks make it together.
-        ranks: how many share the sequence.
-        card, link: of one of :data:`flashtile.io_model.CARDS` and :data:`flashtile.parallel.LINKS`; None is
-            what this machine has, an H200 with NVLink where it has no GPU.
+        sharing: the call of all ranks together.
+        ranks: number of ranks that share the sequence.
+        card, link: one of :data:`flashtile.io_model.CARDS` and of :data:`flashtile.parallel.LINKS`. None is
+            this machine's, or an H200 with NVLink if it has no GPU.
 
     Examples:
         >>> from flashtile.parallel import LINKS, Sharing, explain
@@ -269,16 +285,16 @@ def explain(
         >>> explain(windowed, 8, link=LINKS["infiniband"]).method
         'ring'
     """
-    ranks = as_int("ranks", ranks)
+    ranks = _size("ranks", ranks)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own_card, own_link = setting_of(device, ranks)
-    card, link = card or own_card, link or own_link
+    card, link = own_card if card is None else card, own_link if link is None else link
     return ParallelExplanation(sharing, card, link, tuple(estimates(sharing, ranks, card, link)))
 
 
 @lru_cache(maxsize=64)
 def setting_of(device: torch.device, ranks: int) -> tuple[Card, Link]:
-    """What a choice is made by: NVLink within a host, InfiniBand beyond; H200s where there is no GPU."""
+    """Return the card and link to choose by: NVLink within a host, else InfiniBand; an H200 without a GPU."""
     if device.type != "cuda":
         return find_card("h200"), LINKS["nvlink"]
     card = card_of_device(torch.cuda.get_device_name(device)) or find_card("h200")
@@ -290,7 +306,7 @@ def _seconds(sharing: Sharing, card: Card, which: str, pairs: float) -> float:
 
 
 def _ranks_to_look_at(ranks: int) -> Iterable[int]:
-    """Costs change evenly from rank to rank: the ends and the middle have the extremes."""
+    """Return ranks with the extreme costs. Costs change evenly, so the ends and the middle suffice."""
     return sorted({0, ranks // 2, ranks - 1})
 
 
@@ -312,7 +328,7 @@ def _ring(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstim
         for which in sharing.passes:
             work = [_seconds(sharing, card, which, pair.pairs) for pair in steps]
             sizes = [pair.tokens * sharing.key_bytes for pair in steps[1:]]
-            # Gradients of keys return a step later, as many tokens as came, for the ranks are alike.
+            # Gradients of keys return a step later. All ranks are alike, so as many tokens return as came.
             back = [0] + [pair.tokens * sharing.key_gradient_bytes for pair in steps[1:]]
             for t in range(ranks):
                 arriving = sizes[t] if t < ranks - 1 else 0

@@ -1,8 +1,9 @@
-"""The ranks that share a sequence: what they send one another, and whether they agree on what they compute.
+"""Communication between the ranks that share a sequence, and checks that they make the same call.
 
-Messages are bytes, so that every backend of torch.distributed carries every dtype. On NCCL they run on its
-own stream: what is posted before a product runs beside it. On gloo every wait ends after ``timeout``; on NCCL
-its watchdog ends the process after the group's own timeout (``init_process_group(timeout=)``).
+Messages are sent as bytes, so that every backend of torch.distributed supports every dtype. NCCL runs them on
+its own stream, so a message posted before a product overlaps with it. With gloo, every wait ends after
+``timeout``. With NCCL, its watchdog ends the process after the group's own timeout
+(``init_process_group(timeout=)``).
 """
 
 from __future__ import annotations
@@ -20,30 +21,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = 600.0
-"""Seconds that a rank waits for the others, unless a call says otherwise."""
+"""Default time that a rank waits for the others, in seconds."""
 
 AGREEMENTS = 256
-"""Calls that a group of GPUs remembers to have agreed on."""
+"""Number of agreed calls that a group of GPUs remembers."""
 
 
 class Message(NamedTuple):
-    """Some tensors for or from one rank, as bytes."""
+    """Tensors to or from one rank, as bytes."""
 
     peer: int
     buffer: Tensor
 
 
 class Pending:
-    """Messages under way."""
+    """Messages in transit."""
 
     def __init__(
         self, ranks: Ranks, works: list[tuple[int, Any]], messages: Sequence[Message], timeout: float
     ) -> None:
         self._ranks, self._works, self._timeout = ranks, works, timeout
-        self._messages = messages  # their memory must stay until they have left
+        self._messages = messages  # keeps their memory alive until they are sent
 
     def wait(self) -> None:
-        """On the CPU until they have come; on a GPU the current stream waits, the host does not.
+        """Wait until all messages have arrived. On a GPU the current stream waits, and the host does not.
 
         Raises:
             RuntimeError: a rank is gone, or has not answered within the timeout.
@@ -66,7 +67,7 @@ class Ranks:
         self._agreed: dict[str, dict[str, tuple[Any, ...]]] = {}
 
     def post(self, sent: Sequence[Message], received: Sequence[Message], timeout: float) -> Pending:
-        """Send to and receive from some ranks at once; those to whom there is nothing to say are left out."""
+        """Start sending to and receiving from some ranks. Empty messages are left out."""
         operations, peers = [], []
         for kind, messages in ((dist.isend, sent), (dist.irecv, received)):
             for peer, buffer in messages:
@@ -81,7 +82,7 @@ class Ranks:
         return Pending(self, list(zip(named, works, strict=True)), (*sent, *received), timeout)
 
     def all_to_all(self, sent: Sequence[Tensor], sizes: Sequence[int], timeout: float) -> list[Tensor]:
-        """Bytes for each rank, against ``sizes`` bytes of each."""
+        """Send ``sent[rank]`` bytes to each rank, and receive ``sizes[rank]`` bytes from each."""
         outgoing = torch.cat(list(sent))
         incoming = outgoing.new_empty(sum(sizes))
         splits = [t.numel() for t in sent]
@@ -99,8 +100,8 @@ class Ranks:
         return list(incoming.split(list(sizes)))
 
     def gather(self, x: Tensor, lengths: Sequence[int], timeout: float) -> list[Tensor]:
-        """(lengths[rank], ...) of every rank, from ``x`` (own length, ...)."""
-        # Parts of one size, which every backend gathers: at most a few tokens are padding.
+        """Gather ``x`` (own length, ...) of every rank; part ``rank`` is (lengths[rank], ...)."""
+        # Every backend gathers parts of equal size, so pad; lengths differ by a few tokens at most.
         rest, longest = tuple(x.shape[1:]), max(lengths)
         own = x
         if x.shape[0] < longest:
@@ -110,14 +111,14 @@ class Ranks:
         return [part[:length] for part, length in zip(whole, lengths, strict=True)]
 
     def stack(self, x: Tensor, timeout: float) -> Tensor:
-        """(ranks, ...) of every rank's ``x``, which are of one shape."""
+        """Stack every rank's ``x``, which must have one shape, to (ranks, ...)."""
         if self.size == 1:
             return x.unsqueeze(0)
         flat = as_bytes([x])
         every = flat.new_empty(self.size * flat.numel())
         others = self._others()
         if flat.numel():
-            # Newer releases of torch have another name for it.
+            # Newer releases of torch have renamed this function.
             run = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work = self._run(lambda: run(every, flat, group=self.group, async_op=True), others, timeout)
             self.wait(work, others, timeout, flat.is_cuda)
@@ -127,7 +128,7 @@ class Ranks:
         if work is None:
             return
         if on_gpu:
-            work.wait()  # of the stream: a wait with a timeout would stop the host
+            work.wait()  # the stream waits; with a timeout the host would wait
         else:
             self._run(lambda: work.wait(timedelta(seconds=timeout)), peers, timeout)
 
@@ -139,16 +140,16 @@ class Ranks:
         device: torch.device,
         error: str | None = None,
     ) -> dict[str, tuple[Any, ...]]:
-        """Each of ``own`` of every rank, once all ranks are known to have the same ``same``.
+        """Check that all ranks have equal values in ``same``, and return every rank's values of ``own``.
 
-        ``error`` is what this rank has to say instead: the others then raise it, too.
+        If ``error`` is given, it is sent to the other ranks, which raise it as well.
 
-        Over the group's store, beside the GPUs. Of tensors on the CPU that is done for every call. On a GPU a
-        call that was agreed on before is not looked at again, unless FLASHTILE_DEBUG=1.
+        The exchange goes over the group's store, without the GPUs. For tensors on the CPU it is made at every
+        call. On a GPU, a call that was agreed on before is not exchanged again, unless FLASHTILE_DEBUG=1.
 
         Raises:
-            ValueError: ranks differ in something; it says who has what.
-            RuntimeError: some ranks have not come within ``timeout``.
+            ValueError: ranks differ in a value; the message lists each rank's.
+            RuntimeError: some ranks have not answered within ``timeout``.
         """
         record = repr((same, own, error))
         always = device.type != "cuda" or os.environ.get("FLASHTILE_DEBUG", "0") == "1"
@@ -166,7 +167,7 @@ class Ranks:
         result = {name: tuple(of_rank[name] for _, of_rank, _ in records) for name in own}
         if not always:
             if not self._agreed and self.size > 1:
-                # The first message of all must come from all, for NCCL to connect them.
+                # NCCL connects the ranks at their first collective, in which all must take part.
                 dist.all_reduce(torch.zeros(1, device=device), group=self.group)
             if len(self._agreed) >= AGREEMENTS:
                 self._agreed.pop(next(iter(self._agreed)))
@@ -174,7 +175,7 @@ class Ranks:
         return result
 
     def _exchange(self, record: str, timeout: float) -> list[tuple[Any, Any, str | None]]:
-        """What every rank says in this round."""
+        """Exchange one record per rank in this round."""
         if self.size == 1:
             return [ast.literal_eval(record)]
         number, self._round = self._round, self._round + 1
@@ -186,7 +187,7 @@ class Ranks:
         except Exception as error:
             missing = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
             raise self._silent(missing, timeout) from error
-        # All have read the round before the last, as they have begun the last one.
+        # Every rank has begun the last round, so all have read the round before it.
         if number >= 2:
             self._store.delete_key(self._key(number - 2, self.rank))
         return [ast.literal_eval(text) for text in said]
@@ -218,7 +219,7 @@ class Ranks:
 
 
 class Alone(Ranks):
-    """One rank, which says nothing to anyone."""
+    """A group of one rank, without communication."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -228,7 +229,7 @@ _known: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
 
 
 def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
-    """Of a group, or of all of a mesh; one object a group, which counts its rounds."""
+    """Return the ranks of a group, or of a whole mesh: one object per group, which counts its rounds."""
     if mesh is not None:
         check_mesh(group, mesh)
         group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
@@ -244,13 +245,13 @@ def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
 
 
 def check_mesh(group: Any, mesh: Any) -> None:
-    """``mesh`` is a DeviceMesh that this rank is in, and there is no ``group`` besides."""
+    """Check that ``mesh`` is a DeviceMesh that contains this rank, and that ``group`` is None."""
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     if group is not None:
-        raise ValueError("group must be None beside mesh, got both")
+        raise ValueError("group must be None where mesh is given, got both")
     if mesh.get_coordinate() is None:
         raise ValueError("mesh must have this rank in it, got one of other ranks")
 
@@ -259,13 +260,13 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """One flat uint8 tensor. Those of the widest dtype come first, so that all lie aligned."""
+    """Concatenate tensors to one flat uint8 tensor. Pass the widest dtype first, to keep all aligned."""
     flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def from_bytes(buffer: Tensor, specs: Sequence[Spec]) -> list[Tensor]:
-    """The tensors of :func:`as_bytes`, as views."""
+    """Return views of the tensors that :func:`as_bytes` has concatenated."""
     parts = buffer.split([num_bytes([spec]) for spec in specs])
     return [part.view(dtype).view(shape) for part, (shape, dtype) in zip(parts, specs, strict=True)]
 

@@ -1,10 +1,10 @@
-"""Ring attention (Liu et al. 2023, arXiv:2310.01889): queries stay, keys and values come from rank to rank.
+"""Ring attention (Liu et al. 2023, arXiv:2310.01889): queries stay, keys and values travel between ranks.
 
-In step t, rank r has the keys of rank r - t, and those of rank r - t - 1 are on their way. Each rank sends
-its own keys to the one that needs them next, and not what it was sent: as many bytes as in a ring, but a rank
-gets only the keys that its queries see, and none where the mask hides all. The backward pass goes the same
-way, but comes to own keys last, so that the last gradients of others' keys return beside a product. They are
-float32, and are added up in the order of the steps.
+In step t, rank r attends to the keys of rank r - t while those of rank r - t - 1 are in transit. Each rank
+sends its own keys directly to the rank that needs them next, instead of forwarding what it has received. The
+bytes are those of a ring, but a rank receives only the keys that its queries see. The backward pass uses the
+same steps, but processes a rank's own keys last, so that the return of the last gradients overlaps with a
+product. Returned gradients are float32, and are added in the order of the steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashtile.parallel.ranks import Message, Pending, as_bytes
 
 @dataclass(frozen=True)
 class Ring:
-    """Attention of this rank's queries with the keys of all ranks of a group. Of one rank it is plain
+    """Attention of this rank's queries over the keys of all ranks of a group. With one rank it is plain
     attention."""
 
     shards: Shards
@@ -54,7 +54,7 @@ class Ring:
         for t, pair, keys, values in _travel(shards, k, v, [*range(1, ranks.size), 0]):
             parts = [Total(of, rows.dtype) for of in (keys, values)]
             rows.differentiate(keys, values, pair, dq, *parts)
-            if returning is not None:  # of the step before, under way beside this one
+            if returning is not None:  # gradients of the previous step, still in transit
                 returning.add_to(dk, dv)
             gradients = [part.value() for part in parts]
             if t == 0:
@@ -66,7 +66,7 @@ class Ring:
         return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
     def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:
-        """Of step ``t``: gradients of the keys of rank - t go there, those of own keys come from rank + t."""
+        """Exchange gradients of step ``t``: send those of rank - t's keys, receive own ones from rank + t."""
         shards, ranks = self.shards, self.shards.ranks
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)
@@ -76,7 +76,7 @@ class Ring:
 
 
 class _Returning(NamedTuple):
-    """Gradients of this rank's keys, on their way."""
+    """Gradients of this rank's keys, in transit."""
 
     pending: Pending
     ranges: Ranges
@@ -90,7 +90,7 @@ class _Returning(NamedTuple):
 def _travel(
     shards: Shards, k: Tensor, v: Tensor, steps: Sequence[int]
 ) -> Iterator[tuple[int, Pair, Tensor, Tensor]]:
-    """(t, pair, keys, values) of each step; the next ones are on their way while the caller computes."""
+    """Yield (t, pair, keys, values) of each step. The next keys travel while the caller computes."""
     rank, size = shards.ranks.rank, shards.ranks.size
     outgoing: dict[Ranges, list[Tensor]] = {}
 
@@ -120,7 +120,7 @@ def _travel(
 def _exchange(
     shards: Shards, to: int, parts: list[Tensor], of: int, shapes: list[tuple[int, ...]]
 ) -> tuple[Pending, list[Tensor]]:
-    """Send ``parts`` to one rank while as many of these shapes come from another."""
+    """Start sending ``parts`` to rank ``to`` and receiving tensors of ``shapes`` from rank ``of``."""
     incoming = [part.new_empty(shape) for part, shape in zip(parts, shapes, strict=True)]
     sent = [Message(to, as_bytes([part])) for part in parts]
     received = [Message(of, as_bytes([part])) for part in incoming]
@@ -128,14 +128,14 @@ def _exchange(
 
 
 def _at(ranges: Ranges, x: Tensor) -> Tensor:
-    """The tokens of ``ranges``, side by side."""
+    """Return the tokens of ``ranges``, concatenated."""
     if len(ranges) == 1:
         return x[:, ranges[0][0] : ranges[0][1]]
     return torch.cat([x[:, :0], *(x[:, start:stop] for start, stop in ranges)], dim=1)
 
 
 def _add(ranges: Ranges, parts: list[Tensor], dk: Total, dv: Total) -> None:
-    """Add gradients of the tokens of ``ranges``, which lie side by side."""
+    """Add gradients of the tokens of ``ranges``, which are concatenated in ``parts``."""
     for part, total in zip(parts, (dk, dv), strict=True):
         at = 0
         for start, stop in ranges:

@@ -1,4 +1,4 @@
-"""Memory that every rank of a group can write into, over torch's symmetric memory."""
+"""Memory that every rank of a group can write to, by torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Shared(NamedTuple):
-    """What ``exchange`` needs beside the rows."""
+    """Arguments of ``exchange`` other than the rows."""
 
     memories: Tensor
     calls: Tensor
@@ -25,44 +25,47 @@ class Shared(NamedTuple):
 
 
 _shared: WeakKeyDictionary[Ranks, dict[tuple[int, int, int | None], tuple[Shared, Any]]] = WeakKeyDictionary()
-"""With the memory itself. A captured graph holds its address, so it stays as long as the group."""
+"""Shared memory by group. Captured graphs contain its addresses, so it lives as long as the group."""
 
 
 def check_symmetric(q: Tensor) -> None:
-    """NotImplementedError where there is no symmetric memory at all."""
+    """Raise NotImplementedError if q's device or dtype does not support symmetric memory."""
     if not q.is_cuda or torch.version.hip is not None:
         where = "an AMD GPU" if q.is_cuda else q.device
         raise NotImplementedError(
-            f"merge='symmetric' needs NVIDIA GPUs, got q on {where}: take merge='allgather'"
+            f"merge='symmetric' needs NVIDIA GPUs, got q on {where}: use merge='allgather'"
         )
     if q.dtype == torch.float64:
-        raise NotImplementedError("merge='symmetric' takes no float64: take merge='allgather'")
+        raise NotImplementedError("merge='symmetric' does not support float64: use merge='allgather'")
 
 
 def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) -> Shared:
-    """For so many rows of float32. All ranks ask for the same; the first time they meet on the host.
+    """Return shared memory for ``rows`` rows of float32. All ranks must call this with equal arguments.
 
-    Sizes are powers of two, so that there are few of them.
+    Capacities are rounded up to powers of two. The first call of a capacity synchronises the ranks on the
+    host.
 
     Raises:
         NotImplementedError: torch has no symmetric memory, or these GPUs cannot reach each other's.
-        RuntimeError: the first time is within the capture of a graph.
+        RuntimeError: the first call of a capacity is within the capture of a CUDA graph.
     """
     capacity = 1 << max(rows - 1, 0).bit_length()
     known, key = _shared.setdefault(ranks, {}), (capacity, head_dim, device.index)
     if key not in known:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "merge='symmetric' must be called once before a CUDA graph is captured: ranks meet then, on "
-                "the host"
+                "merge='symmetric' must be called once before a CUDA graph is captured: the first call "
+                "synchronises the ranks on the host"
             )
         known[key] = _met(ranks, capacity, head_dim, device)
     return known[key][0]
 
 
 def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor, Any]:
-    """(addresses (ranks,) int64, on the device, of so many words of 64 bits of each rank, which are 0; what
-    must live as long). All ranks ask for the same, and meet on the host.
+    """Map ``words`` zeroed 64-bit words of each rank. All ranks must call this with equal arguments.
+
+    Returns:
+        (addresses (ranks,) int64 on the device, an object that keeps the memory alive).
 
     Raises:
         ImportError, RuntimeError: torch has no symmetric memory, or these GPUs cannot reach each other's.
@@ -73,7 +76,7 @@ def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor,
 
     memory = symmetric.empty(words, dtype=torch.int64, device=device)
     memory.zero_()
-    torch.cuda.synchronize(device)  # a rank may write as soon as all have met
+    torch.cuda.synchronize(device)  # other ranks may write right after the rendezvous
     handle = symmetric.rendezvous(memory, group)
     buffers = [handle.get_buffer(rank, memory.shape, memory.dtype) for rank in range(handle.world_size)]
     addresses = torch.tensor([t.data_ptr() for t in buffers], dtype=torch.int64, device=device)
@@ -81,15 +84,15 @@ def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor,
 
 
 def _met(ranks: Ranks, capacity: int, head_dim: int, device: torch.device) -> tuple[Shared, Any]:
-    from flashtile.backends.portable.exchange import variant_of, words_of
+    from flashtile.backends.portable.exchange import exchange_variant, words_of
 
-    variant = variant_of(ranks.size, capacity, head_dim)
+    variant = exchange_variant(ranks.size, capacity, head_dim)
     try:
         memories, kept = mapped_memory(-(-words_of(variant) // 2), ranks.group, device)
     except (ImportError, RuntimeError) as error:
         raise NotImplementedError(
             "merge='symmetric' needs GPUs that reach each other's memory, and a torch that maps it "
-            f"({str(error).splitlines()[0]}): take merge='allgather'"
+            f"({str(error).splitlines()[0]}): use merge='allgather'"
         ) from error
     calls = torch.zeros(variant.PROGRAMS, dtype=torch.int64, device=device)
     return Shared(memories, calls, ranks.rank, variant), kept

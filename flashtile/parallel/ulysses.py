@@ -1,8 +1,8 @@
 """DeepSpeed Ulysses (Jacobs et al. 2023, arXiv:2309.14509): tokens are exchanged for heads, and back.
 
-Each rank gets all tokens of its group for some heads, and attends as one device would, or in a ring with the
-other groups (two dimensions: USP, Fang and Zhao 2024, arXiv:2405.07719). With fewer key heads than ranks, a
-key head goes to every rank that has some of its query heads.
+Each rank gets all tokens of its group for some heads. It then attends as a single device would, or in a ring
+with the other groups (two dimensions: USP, Fang and Zhao 2024, arXiv:2405.07719). With fewer key heads than
+ranks, a key head is sent to every rank that has some of its query heads.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from flashtile.parallel.methods import Forward, Gradients, Method, Shards
 from flashtile.parallel.ranks import as_bytes, from_bytes, num_bytes
 
 Heads = Callable[[int], list[int]]
-"""The heads of a rank."""
+"""Function from a rank to its heads."""
 
 
 def query_heads(heads: int, size: int, rank: int) -> range:
-    """Those of one rank; with more ranks than heads some have none."""
+    """Return the query heads of a rank. With more ranks than heads, some ranks have none."""
     return range(rank * heads // size, (rank + 1) * heads // size)
 
 
 def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
-    """The key heads of a rank's query heads, which share them in equal groups.
+    """Return the key heads of a rank's query heads.
 
-    Where they would not, each query head has its own: a head then comes several times.
+    If the query heads do not share them in groups of equal size, each query head gets its own copy: key heads
+    are then listed several times.
     """
     group = heads_q // heads_kv
     own = query_heads(heads_q, size, rank)
@@ -40,18 +41,18 @@ def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
 
 
 def keys_shared(heads_q: int, heads_kv: int, size: int) -> bool:
-    """Whether a key head goes to several ranks, or to one several times."""
+    """Whether a key head is sent to several ranks, or several times to one."""
     return sum(len(key_heads(heads_q, heads_kv, size, rank)) for rank in range(size)) > heads_kv
 
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Heads over the ranks of ``shards``, and ``inner`` for their tokens.
+    """Exchange of tokens for heads within a group, around another method.
 
     Args:
-        inner: attention of the group's tokens, by position where their pieces have no steps.
+        inner: attention over the group's tokens, in the order of :func:`in_order`.
         shards: the group that exchanges tokens for heads.
-        heads_q, heads_kv: of all ranks together.
+        heads_q, heads_kv: numbers of heads of all ranks together.
     """
 
     inner: Method
@@ -105,7 +106,10 @@ class Ulysses:
         return None if sink is None else sink[self._queries(self.shards.ranks.rank)]
 
     def _to_heads(self, tensors: list[Tensor], heads: list[Heads]) -> list[Tensor]:
-        """All tokens of this rank's heads, from this rank's tokens of all heads; widest dtypes first."""
+        """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
+
+        Tensors of the widest dtype must come first.
+        """
         shards, rank = self.shards, self.shards.ranks.rank
         lengths = shards.lengths_q if len(tensors) < 3 else None
         of_each = [lengths or (shards.lengths_q if i == 0 else shards.lengths_k) for i in range(len(tensors))]
@@ -127,7 +131,7 @@ class Ulysses:
         return [t if order is None else t[:, order] for t, order in zip(whole, orders, strict=True)]
 
     def _to_tokens(self, tensors: list[Tensor], heads: list[Heads]) -> list[list[Tensor]]:
-        """For each tensor: this rank's tokens of every rank's heads. The inverse of :meth:`_to_heads`."""
+        """Invert :meth:`_to_heads`: return, for each tensor, this rank's tokens of every rank's heads."""
         shards, rank = self.shards, self.shards.ranks.rank
         as_they_came = []
         of_each = []
@@ -153,7 +157,7 @@ class Ulysses:
         return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
     def _order(self, of_queries: bool, device: torch.device) -> Tensor | None:
-        """Where each token of the inner order stands as it comes, rank after rank; None: as it comes."""
+        """Return the indices that sort received tokens (rank after rank) into the inner order, or None."""
         of_ranks = self.shards.pieces_q if of_queries else self.shards.pieces_k
         pieces = [piece for of_rank in of_ranks for piece in of_rank]
         stay = in_order(pieces) == tuple(pieces)
@@ -162,7 +166,7 @@ class Ulysses:
         return torch.argsort(positions(pieces, device))
 
     def _sum(self, parts: list[Tensor]) -> Tensor:
-        """Gradients of all key heads from those of each rank's, added in the order of ranks."""
+        """Sum the ranks' gradients of key heads in the order of ranks. Return those of all key heads."""
         if not keys_shared(self.heads_q, self.heads_kv, self.shards.ranks.size):
             return torch.cat(parts, dim=2)
         first = parts[0]
@@ -174,8 +178,10 @@ class Ulysses:
 
 
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """The pieces of a group by position. Those with steps lie between one another: they stay as they come,
-    unless together they have every token."""
+    """Return the pieces of a group in the order of positions.
+
+    Interleaved pieces keep their order, unless together they are the whole sequence.
+    """
     if all(piece.step == 1 for piece in pieces):
         return joined(sorted(pieces))
     total = tokens_of(pieces)
@@ -194,14 +200,14 @@ def _heads(x: Tensor, heads: list[int]) -> Tensor:
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Forward:
-    """Of a rank without heads."""
+    """Return the empty results of a rank without heads."""
     out = q.new_zeros((*q.shape[:3], v.shape[3]))
     lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
     return Forward(out, lse, (q, k, v, out, lse))
 
 
 def _as_rows(lse: Tensor) -> Tensor:
-    """(batch, heads, tokens) -> (batch, tokens, heads, 1)."""
+    """Convert lse (batch, heads, tokens) to (batch, tokens, heads, 1)."""
     return lse.transpose(1, 2).unsqueeze(-1)
 
 

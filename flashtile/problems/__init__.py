@@ -1,1 +1,4 @@
-"""Frozen descriptions of calls, their options and layouts. They import no other package."""
+"""Frozen descriptions of calls, their options and memory layouts.
+
+They import no other package of flashtile.
+"""

@@ -1,6 +1,6 @@
-"""Which sequence and position each new token has, and where in the cache a position lies: in plain torch.
+"""Sequence and position of each new token, and the address of a position in the cache, in plain torch.
 
-For the CPU, for the checks of data, and for readers of the kernels.
+Used on the CPU and by the checks of values; also a reference for readers of the kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from flashtile.problems.decode import AppendTensors, CacheTensors
 
 
 def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(sequence, number within it) of each row of k or q as it lies in memory, both (rows,) int64.
+    """Return (sequence, index within it) of each row of k or q in memory, both (rows,) int64.
 
     Rows after the last of ``cu_seqlens`` belong to no sequence and are left out.
     """
@@ -28,7 +28,7 @@ def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tens
 def sequence_lengths(
     batch: int, capacity: int, tensors: CacheTensors | AppendTensors, seqlen_new: int
 ) -> Tensor | None:
-    """(batch,) int64 keys of each sequence with its new ones; None if each fills the capacity."""
+    """Return each sequence's number of keys, new ones included, (batch,) int64; None for full capacity."""
     if tensors.cache_seqlens is None:
         return None
     lengths = tensors.cache_seqlens.long() + seqlen_new
@@ -40,7 +40,7 @@ def sequence_lengths(
 def locate(
     sequence: Tensor, position: Tensor, k_cache: Tensor, tensors: CacheTensors | AppendTensors
 ) -> tuple[Tensor, Tensor]:
-    """(page, offset in it) of positions in a paged cache, (row, position) in a dense one; all int64.
+    """Return (page, offset in it) of positions in a paged cache, (row, position) in a dense one; all int64.
 
     Sequences and positions are (n,), or broadcast against each other.
     """
@@ -53,17 +53,20 @@ def locate(
 
 
 def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> Tensor:
-    """What tokens of these sequences, in these pages or rows, are multiplied by: (heads_kv,), with the
-    dimensions of ``sequence`` and ``row`` in front unless heads alone decide."""
+    """Return the scales of tokens of these sequences, stored in these pages or rows.
+
+    The shape is (heads_kv,), with the dimensions of ``sequence`` or ``row`` in front where scales depend on
+    them.
+    """
     if descale.dim() == 1:
         return descale
     return descale[row] if descale.dim() == 2 else descale[sequence, 0]
 
 
 def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """(rows of k as it lies in memory, page or row, offset) of everything that an append writes.
+    """Return (rows of k in memory, page or row, offset) for all tokens that an append writes.
 
-    The latter two are (n,) int64, the rows a slice where they are the first n.
+    The last two are (n,) int64; the rows are a slice where they are the first n.
     """
     if tensors.slot_mapping is not None:
         token = (tensors.slot_mapping >= 0).nonzero().squeeze(1)
@@ -71,7 +74,7 @@ def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Te
         return token, slots // k_cache.shape[1], slots % k_cache.shape[1]
     assert tensors.cache_seqlens is not None
     before = tensors.cache_seqlens.long()
-    if tensors.cu_seqlens_k_new is None:  # what every step of decoding does: without a look-up by token
+    if tensors.cu_seqlens_k_new is None:  # the case of every decoding step, without a look-up by token
         batch, seqlen = k.shape[:2]
         position = before.unsqueeze(1)  # (batch, seqlen)
         if seqlen != 1:

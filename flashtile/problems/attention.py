@@ -1,4 +1,4 @@
-"""One frozen description of an attention call, and what it is described by."""
+"""The frozen description of an attention call, with the tensors and options that it is made from."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from flashtile.problems.masks import Mods
 
 
 class Options(NamedTuple):
-    """The arguments of a call that are not tensors, hashable so that launches can be kept by them.
+    """The arguments of a call that are not tensors, hashable because they are part of a launch's cache key.
 
-    Of exactly these types: :func:`flashtile.checks.conversions.make_options` sees to it.
+    :func:`flashtile.checks.conversions.make_options` ensures exactly these types.
     """
 
     max_seqlen_q: int | None = None
@@ -30,13 +30,13 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     attention_chunk: int = 0
     bias_grad: bool = False
-    """Of the backward pass alone: whether the bias gets a gradient."""
+    """Whether the bias gets a gradient; used only by the backward pass."""
     partial: bool = False
-    """out and the gradients in float32: parts of sums over devices, added up before they are rounded."""
+    """Whether out and the gradients stay float32, to be summed over devices before they are rounded."""
 
 
 class Extras(NamedTuple):
-    """The tensors that a call may have beside q, k and v; None for each that it has not."""
+    """The optional tensors of a call in addition to q, k and v; None for each that is absent."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -52,18 +52,21 @@ class Extras(NamedTuple):
 
 EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
 OPTIONS_OF_ALL = Options._fields.index("backend") + 1
-"""The first extras and options: those that attention in FP8 has, too."""
+"""Number of leading options that attention in FP8 has as well; likewise of extras."""
 
 BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
-"""Arguments of :attr:`Problem.beyond_distance`."""
+"""Arguments that :attr:`Problem.beyond_distance` looks for."""
 
 NO_EXTRAS = Extras()
-"""The one value that calls with q, k and v alone pass: known by identity, which costs less than looking."""
+"""The object that calls with only q, k and v pass.
+
+It is recognised by identity, which is the fastest test.
+"""
 
 
 @dataclass(frozen=True)
 class Problem(Results):
-    """What a call computes. Lengths are in tokens; a window side of -1 is unlimited.
+    """Describes how a call is computed. Lengths are in tokens; a window side of -1 is unlimited.
 
     ``causal`` is folded into the window (``window_right = 0``). Masks are aligned to the bottom right: query
     row ``i`` of a sequence sees keys from ``i + seqlen_k - seqlen_q - window_left`` to
@@ -71,9 +74,9 @@ class Problem(Results):
     """
 
     batch: int
-    seqlen_q: int  # the longest sequence when varlen
+    seqlen_q: int  # the longest sequence if varlen
     seqlen_k: int
-    total_q: int  # rows of q in memory: batch * seqlen_q, or q.shape[0] when varlen
+    total_q: int  # rows of q in memory: batch * seqlen_q, or q.shape[0] if varlen
     total_k: int
     num_heads_q: int
     num_heads_kv: int
@@ -99,22 +102,25 @@ class Problem(Results):
     bias_grad: bool = False
     """Whether the backward pass computes the gradient of the bias."""
     mods: Mods | None = None
-    """Functions of scores and masks."""
+    """The score and mask functions."""
     partial: bool = False
     tma_obstacle: str | None = None
-    """Why the tensor memory accelerator of Hopper GPUs cannot address q, k or v as they lie."""
+    """Why the tensor memory accelerator (TMA) of Hopper GPUs cannot address q, k or v in their layout."""
     bias_obstacle: str | None = None
-    """Likewise of the bias, or what else keeps it from the products' tiles."""
+    """Why TMA cannot load the bias tile by tile."""
 
     @property
     def beyond_distance(self) -> str | None:
-        """The first argument, if any, that hides or changes scores or probabilities otherwise than by the
-        distance of row and key and the lengths of sequences."""
+        """The first argument that needs a general mask, None if there is none.
+
+        Such an argument hides or changes scores or probabilities by more than the distance of row and key and
+        the sequence lengths.
+        """
         return next((name for name in BEYOND_DISTANCE if getattr(self, name)), None)
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of out and of the gradients of q, k and v."""
+        """Dtype of out and of the gradients of q, k and v."""
         return self.lse_dtype if self.partial else self.dtype
 
     @property
@@ -122,7 +128,7 @@ class Problem(Results):
         return self.window_right == 0 and self.window_left == UNLIMITED
 
     def effective_window(self, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-        """(left, right) of the window, a side that hides no key at these lengths as unlimited (-1)."""
+        """Return the window's (left, right), with -1 for a side that hides no key at these lengths."""
         return (
             UNLIMITED if self.window_left >= seqlen_k - 1 else self.window_left,
             UNLIMITED if self.window_right >= seqlen_q - 1 else self.window_right,
@@ -140,7 +146,7 @@ class Problem(Results):
     ) -> Problem:
         """Describe a call that :func:`flashtile.checks.attention.check_call` has passed.
 
-        ``others`` are fields that do not follow from the arguments as usual.
+        ``others`` override fields that would follow from the arguments.
         """
         if extras.cu_seqlens_q is not None:
             batch = extras.cu_seqlens_q.shape[0] - 1
@@ -188,12 +194,12 @@ class Problem(Results):
 
 @dataclass(frozen=True)
 class WeightsProblem(Problem):
-    """The probabilities of such a call, from q, k and lse; there is no v."""
+    """Describes how the probabilities of a call are computed from q, k and lse; there is no v."""
 
     form: str = "full"
     """"full", "columns" (sums over rows) or "top" (the largest of each row)."""
     top: int = 0
-    """How many of each row are kept; 0 otherwise."""
+    """Number of weights kept per row for "top", 0 otherwise."""
 
     @property
     def weights_shape(self) -> tuple[int, ...]:
@@ -210,7 +216,7 @@ class WeightsProblem(Problem):
 
 
 def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
-    """Why TMA cannot bring tiles of the bias in ``dtype``, that of q."""
+    """Return why TMA cannot load tiles of the bias in ``dtype``, which is that of q; None if it can."""
     if bias.dtype != dtype:
         return f"it takes a bias in the dtype of q, {dtype}, this one has {bias.dtype}"
     if bias.shape[2] == 1 or bias.stride(2) == 0:
@@ -226,11 +232,13 @@ def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
 
 
 def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str | None:
-    """Why TMA cannot address the tensors: it takes pointers and strides in multiples of 16 bytes.
+    """Return why TMA cannot address the tensors, None if it can.
+
+    TMA needs pointers and strides in multiples of 16 bytes.
 
     Args:
-        ends_early: sequences of a dense k and v end early (``seqused_k``). Then they are addressed as rows
-            of one packed tensor, so that sequences must be whole rows apart.
+        ends_early: sequences of a dense k and v end early (``seqused_k``). They are then addressed as rows of
+            one packed tensor, so the distance between sequences must be a whole number of rows.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         bytes_of = tensor.element_size()

@@ -1,7 +1,7 @@
-"""What the descriptions of all calls share: limits, conventions, the shapes of results.
+"""Limits, conventions and result shapes that the descriptions of all calls share.
 
-A problem says everything that decides how a call is computed (shapes, dtype, mask, options, device), and
-nothing about its data. It is frozen and hashable: backends choose and keep compiled kernels by it.
+A problem holds everything that decides how a call is computed (shapes, dtype, mask, options, device), and no
+data. It is frozen and hashable: backends choose and cache compiled kernels by it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ UNLIMITED = -1
 LOG2_E = math.log2(math.e)
 
 MAX_HEAD_DIM = 576
-"""The 512 latent and 64 rotated columns of multi-head latent attention."""
+"""Largest head size: the 512 latent and 64 rotary columns of multi-head latent attention."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEVICE_TYPES = ("cuda", "cpu")
 FLOAT32_MAX = torch.finfo(torch.float32).max
@@ -26,11 +26,11 @@ MAX_LENGTH = 2**31 - 1
 """Lengths and windows are int32 in the kernels."""
 
 PREFERENCE = ("hopper", "portable", "cpu")
-"""Backends in the order in which they are asked. An explicit ``backend=`` never falls back."""
+"""Backends in the order in which they are tried. An explicit ``backend=`` never falls back to another."""
 
 
 def address_of(tensor: Tensor) -> int | torch.SymInt:
-    """Of the first element, counted from the memory's start where there is none."""
+    """Return the address of the first element, or its offset in the storage if the tensor has no address."""
     if not isinstance(tensor, FakeTensor):
         try:
             return tensor.data_ptr()
@@ -40,7 +40,7 @@ def address_of(tensor: Tensor) -> int | torch.SymInt:
 
 
 class Results:
-    """What follows from a description of a call for its results. No fields of its own."""
+    """Shapes and dtypes of the results, derived from a call's description. It has no fields."""
 
     batch: int
     seqlen_q: int

@@ -1,6 +1,6 @@
-"""What the decoding functions compute: frozen descriptions of their calls, hashable, without data.
+"""Frozen, hashable descriptions of the decoding functions' calls, without data.
 
-A backend prepares a launch for each. :mod:`flashtile.checks.decode` checks what is described.
+A backend prepares a launch for each. :mod:`flashtile.checks.decode` checks the calls.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
 MAX_TMA_ROWS = 2**30
 MOST_SOFTMAX_MAX = 1e6
-"""Far beyond any score whose exponent float32 can tell from the next."""
+"""Limit of softmax_max, far beyond any score whose exponent float32 can resolve."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """Quantisation saturates here: e4m3 has no infinity."""
 
 
 class CacheTensors(NamedTuple):
-    """The tensors that an attention call over a cache may have beside q and the cache."""
+    """The optional tensors of an attention call over a cache, in addition to q and the cache."""
 
     cache_seqlens: Tensor | None = None
     cache_leftpad: Tensor | None = None
@@ -39,14 +39,13 @@ class CacheTensors(NamedTuple):
     v_descale: Tensor | None = None
     tree_mask: Tensor | None = None
     prior_out: Tensor | None = None
-    """(tokens, heads_q, head_dim_v), in the dtype of lse: attention over other keys, which the result is to
-    cover, too."""
+    """Attention over other keys, which the result includes: (tokens, heads_q, head_dim_v), in lse's dtype."""
     prior_lse: Tensor | None = None
-    """(heads_q, tokens)."""
+    """Log-sum-exp of ``prior_out``, (heads_q, tokens)."""
     softmax_max: Tensor | None = None
-    """(heads_q,)."""
+    """Number subtracted from the scores of each head, (heads_q,)."""
     qv: Tensor | None = None
-    """As q with head_dim_v columns, contiguous: scores are products of q and k plus those of qv and v."""
+    """Shaped as q with head_dim_v columns, contiguous: scores are ``q k^T + qv v^T``."""
 
 
 class DecodeOptions(NamedTuple):
@@ -54,7 +53,7 @@ class DecodeOptions(NamedTuple):
 
     max_seqlen_q: int | None = None
     seqlen_new: int = 0
-    """Tokens of each sequence that lie in the cache behind ``cache_seqlens``."""
+    """Number of tokens of each sequence that lie in the cache after ``cache_seqlens``."""
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int = UNLIMITED
@@ -63,16 +62,16 @@ class DecodeOptions(NamedTuple):
     num_splits: int = 0
     split_size: int = 0
     partial: bool = False
-    """out in float32, to be merged with others before it is rounded."""
+    """Whether out is float32, to be merged with other results before it is rounded."""
     return_lse: bool = True
     phi: float | None = None
-    """``softmax_max``, where it is a number."""
+    """``softmax_max`` if it is a number."""
     backend: str | None = None
     debug_checks: bool = False
 
 
 class AppendTensors(NamedTuple):
-    """The tensors that an append may have beside the cache and the new keys and values."""
+    """The optional tensors of an append, in addition to the cache and the new keys and values."""
 
     cache_seqlens: Tensor | None = None
     slot_mapping: Tensor | None = None
@@ -101,7 +100,7 @@ class AppendOptions(NamedTuple):
 
 
 class NoTensors(NamedTuple):
-    """An operation that takes no tensors beside those that every call has."""
+    """The optional tensors of an operation that has none."""
 
 
 class CombineOptions(NamedTuple):
@@ -130,19 +129,19 @@ class DecodeProblem(Results):
     """Attention of the newest queries of each sequence over its keys in a cache. Lengths are in tokens.
 
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
-    ``cache_seqlens[b]`` plus what was appended. Query i stands at ``i + L[b] - seqlen_q``, from where windows
-    and ALiBi count; a window side of -1 is unlimited and causal is ``window_right = 0``.
+    ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``,
+    from which windows and ALiBi count. A window side of -1 is unlimited; causal is ``window_right = 0``.
     """
 
     batch: int
-    seqlen_q: int  # the longest when varlen
+    seqlen_q: int  # the longest if varlen
     total_q: int  # rows of q in memory
     num_heads_q: int
     num_heads_kv: int
     head_dim: int
     head_dim_v: int
-    capacity: int  # the most keys that a sequence can have
-    page_size: int  # 0: a dense cache
+    capacity: int  # largest number of keys of a sequence
+    page_size: int  # 0 for a dense cache
     num_blocks: int  # pages of the pool, or rows of the dense cache
     seqlen_new: int
     dtype: torch.dtype
@@ -161,21 +160,21 @@ class DecodeProblem(Results):
     prior: bool = False
     varlen: bool = False
     varlen_new: bool = False
-    lengths: bool = False  # whether cache_seqlens says how long sequences are; else all fill the capacity
-    descale: str = "none"  # as descale_kind says
-    num_splits: int = 0  # 0: chosen by the backend
+    lengths: bool = False  # whether cache_seqlens gives the lengths; otherwise all fill the capacity
+    descale: str = "none"  # see descale_kind
+    num_splits: int = 0  # 0: the backend chooses
     split_size: int = 0
-    return_lse: bool = True  # else lse may be None
-    tma_obstacle: str | None = None  # why Hopper's tensor memory accelerator cannot address q or the caches
-    softmax_max: float | None = None  # what is subtracted from scores; None: their maximum
-    softmax_max_by_head: bool = False  # a tensor has it instead
-    qv: bool = False  # queries for the values are part of the scores
+    return_lse: bool = True  # otherwise lse may be None
+    tma_obstacle: str | None = None  # why Hopper's TMA cannot address q or the caches
+    softmax_max: float | None = None  # subtracted from scores; None: their maximum
+    softmax_max_by_head: bool = False  # a tensor holds softmax_max instead
+    qv: bool = False  # scores include queries for the values
 
     @classmethod
     def from_tensors(
         cls, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
     ) -> DecodeProblem:
-        """Describe a call that :func:`flashtile.checks.decode.check_decode` has found right."""
+        """Describe a call that :func:`flashtile.checks.decode.check_decode` has passed."""
         varlen = tensors.cu_seqlens_q is not None
         if tensors.cu_seqlens_q is not None:
             assert options.max_seqlen_q is not None
@@ -229,18 +228,18 @@ class AppendProblem(NamedTuple):
     """New keys and values written into a cache, rotated and quantised on the way. Lengths are in tokens."""
 
     batch: int
-    seqlen_new: int  # the longest, or a bound of it, when varlen
+    seqlen_new: int  # the longest, or a bound of it, if varlen
     total_new: int
     num_heads_kv: int
     head_dim: int
     head_dim_v: int
     capacity: int
-    page_size: int  # 0: a dense cache
+    page_size: int  # 0 for a dense cache
     num_blocks: int
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
-    slots: bool = False  # slot_mapping says where each token goes, and nothing else does
+    slots: bool = False  # only slot_mapping gives the positions
     batch_idx: bool = False
     varlen: bool = False
     descale: str = "none"
@@ -252,7 +251,7 @@ class AppendProblem(NamedTuple):
     total_q: int = 0
     num_heads_q: int = 0
     varlen_q: bool = False
-    rotate_q_by_token: bool = False  # else every query of a sequence stands at cache_seqlens
+    rotate_q_by_token: bool = False  # otherwise every query of a sequence is rotated as at cache_seqlens
 
     @classmethod
     def from_tensors(
@@ -264,7 +263,7 @@ class AppendProblem(NamedTuple):
         tensors: AppendTensors,
         options: AppendOptions,
     ) -> AppendProblem:
-        """Describe a call that :func:`flashtile.checks.decode.check_append` has found right."""
+        """Describe a call that :func:`flashtile.checks.decode.check_append` has passed."""
         slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
         if slots:
             batch, seqlen_new = 1, k.shape[0]
@@ -311,7 +310,7 @@ class AppendProblem(NamedTuple):
 
 
 class CombineProblem(NamedTuple):
-    """Attention over a union of key sets from ``num_splits`` partial results of every row."""
+    """Combination of ``num_splits`` partial results of every row, over disjoint sets of keys."""
 
     num_splits: int
     batch: int
@@ -326,7 +325,7 @@ class CombineProblem(NamedTuple):
     def from_tensors(
         cls, out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
     ) -> CombineProblem:
-        """Describe partial results with a dimension of batches."""
+        """Describe partial results with a batch dimension."""
         shape: tuple[int, ...] = out_partial.shape
         num_splits, batch, seqlen, heads, head_dim = shape
         dtypes = out_partial.dtype, options.out_dtype
@@ -334,7 +333,7 @@ class CombineProblem(NamedTuple):
 
 
 class CopyProblem(NamedTuple):
-    """Blocks of a cache copied onto others, in all layers."""
+    """Copy of blocks of a cache onto others, in all layers."""
 
     num_pairs: int
     num_layers: int
@@ -347,7 +346,7 @@ class CopyProblem(NamedTuple):
     def from_tensors(
         cls, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
     ) -> CopyProblem:
-        """Describe a copy in caches with a dimension of layers in front."""
+        """Describe a copy in caches with a leading dimension of layers."""
         return cls(
             num_pairs=block_pairs.shape[0],
             num_layers=k_cache.shape[0],
@@ -359,14 +358,14 @@ class CopyProblem(NamedTuple):
 
 
 def capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """The most keys that a sequence can have."""
+    """Return the largest number of keys that a sequence can have."""
     if block_table is None:
         return k_cache.shape[1]
     return block_table.shape[1] * k_cache.shape[1]
 
 
 def find_obstacle_in_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
-    """Why TMA cannot address q, or the caches as one long run of rows each."""
+    """Return why TMA cannot address q, or each cache as one sequence of rows; None if it can."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.shape[0] > 1 and cache.stride(0) % max(cache.stride(1), 1):
             return f"{name} must have pages (rows) whole tokens apart for TMA, got strides {cache.stride()}"
@@ -381,6 +380,8 @@ def out_dtype(q: Tensor, options: DecodeOptions) -> torch.dtype:
 
 
 def descale_kind(descale: Tensor | None) -> str:
-    """"none", or what has a factor for each of its heads: the "head" alone, a "block" (a page, or a row of a
-    dense cache), or a "sequence"."""
+    """Return the granularity of the scales: "none", "head", "block" or "sequence".
+
+    A "block" is a page, or a row of a dense cache. Blocks and sequences have a scale for each head.
+    """
     return "none" if descale is None else ("head", "block", "sequence")[descale.dim() - 1]

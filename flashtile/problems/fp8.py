@@ -1,4 +1,4 @@
-"""What is quantised and what is attended to in FP8: frozen descriptions, and the tensors beside them."""
+"""Frozen descriptions of quantisation and attention in FP8, with their optional tensors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from flashtile.problems.attention import OPTIONS_OF_ALL, Extras, Options, Proble
 
 
 class Scales(NamedTuple):
-    """float32 factors: a number is what is stored times its scale. None is 1 for all.
+    """float32 scales: a stored number stands for itself times its scale. None means 1.
 
-    Of blocks (``Fp8Problem.block_scales``): (batch, heads, blocks), or (heads, blocks) for sequences behind
-    one another, contiguous. Else (batch, heads) with any strides.
+    With block scales (``Fp8Problem.block_scales``) they are contiguous, (batch, heads, blocks), or (heads,
+    blocks) for packed sequences. Otherwise they are (batch, heads) with any strides.
     """
 
     q: Tensor | None = None
@@ -25,7 +25,7 @@ class Scales(NamedTuple):
 
 
 class QuantizeTensors(NamedTuple):
-    """What may come beside the tensor to quantise; None for each that does not."""
+    """The optional tensors of a quantisation; None for each that is absent."""
 
     cu_seqlens: Tensor | None = None
     seqused: Tensor | None = None
@@ -35,12 +35,12 @@ class QuantizeTensors(NamedTuple):
 
 
 class QuantizeOptions(NamedTuple):
-    """The arguments of a quantisation that are not tensors, hashable so that launches can be kept by them."""
+    """The arguments of a quantisation that are not tensors, hashable because they are part of a cache key."""
 
     role: str
     method: str
     seed: int | None
-    """Of the Hadamard transform's signs; None is no transform."""
+    """Seed of the Hadamard transform's signs; None means no transform."""
     max_seqlen: int | None
     rotary_offset: int
     rotary_interleaved: bool
@@ -48,7 +48,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class AttendTensors(NamedTuple):
-    """The tensors beside q, k and v of an attention call in FP8: scales, and those of ``Extras``."""
+    """The optional tensors of an attention call in FP8: scales, and those of ``Extras``."""
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -69,7 +69,7 @@ class AttendTensors(NamedTuple):
 
 
 class AttendOptions(NamedTuple):
-    """The options of an attention call in FP8: those of ``Options``, and four of its own."""
+    """The options of an attention call in FP8: those of ``Options`` and four more."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
@@ -82,7 +82,7 @@ class AttendOptions(NamedTuple):
     backend: str | None
     out_dtype: torch.dtype
     head_dim: int
-    """Of q and k before they were stored, for the default of softmax_scale."""
+    """Head size of q and k before they were stored, for the default of softmax_scale."""
     v_transposed: bool = False
     block_scales: bool = False
 
@@ -94,9 +94,11 @@ class AttendOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizeProblem:
-    """What a quantisation computes; ``role`` and ``method`` are those of :func:`flashtile.fp8.quantize`.
+    """Describes how a tensor is quantised.
 
-    Lengths are in rows; ``seqlen`` is the longest sequence when varlen.
+    ``role`` and ``method`` are those of :func:`flashtile.fp8.quantize`.
+
+    Lengths are in rows; ``seqlen`` is the longest sequence if varlen.
     """
 
     role: str
@@ -117,17 +119,17 @@ class QuantizeProblem:
 
     @property
     def transformed(self) -> bool:
-        """By Hadamard's matrix, with the signs of ``seed``."""
+        """Whether the Hadamard transform is applied, with the signs of ``seed``."""
         return self.seed is not None
 
     @property
     def rows(self) -> int:
-        """Rows of a block."""
+        """Number of rows in a block."""
         return layout.rows_of(self.role)
 
     @property
     def blocks(self) -> int:
-        """Numbers of blocks, of one sequence, or of all when varlen."""
+        """Number of blocks of one sequence, or of all sequences if varlen."""
         if self.varlen:
             return layout.num_blocks_varlen(self.total, self.batch, self.rows)
         return layout.num_blocks(self.seqlen, self.rows)
@@ -140,7 +142,7 @@ class QuantizeProblem:
 
     @property
     def values_shape(self) -> tuple[int, ...]:
-        """q and k as they came, but for their columns; v transposed: (batch, heads, head_dim, columns)."""
+        """Shape of the values: rows with stored columns for q and k, transposed for v."""
         if self.role == "v":
             columns = self.blocks * self.rows
             return (*self._sequences, self.num_heads, self.head_dim, columns)
@@ -157,7 +159,7 @@ class QuantizeProblem:
 
     @property
     def _sequences(self) -> tuple[int, ...]:
-        """The first dimension of what is addressed by block: packed sequences share it."""
+        """Leading dimension of tensors that are addressed by block; packed sequences have none."""
         return () if self.varlen else (self.batch,)
 
     @classmethod
@@ -191,20 +193,20 @@ class QuantizeProblem:
 
 @dataclass(frozen=True)
 class Fp8Problem(Problem):
-    """An attention call whose q, k and v are e4m3; ``head_dim`` is that of their memory.
+    """An attention call whose q, k and v are e4m3; ``head_dim`` is the stored head size.
 
-    Where ``v_transposed``, v is (batch, heads_kv, head_dim_v, columns), or (heads_kv, head_dim_v, columns)
-    for packed sequences: keys in columns, in the order of
-    :func:`flashtile.problems.fp8_layout.key_order`, sequence b from column ``first_block * 128`` on.
-    Columns behind a sequence's last key are 0 to the end of its block; blocks of no sequence hold anything.
+    If ``v_transposed``, v is (batch, heads_kv, head_dim_v, columns), or (heads_kv, head_dim_v, columns) for
+    packed sequences. A column holds a key, in the order of :func:`flashtile.problems.fp8_layout.key_order`;
+    sequence b starts at column ``first_block * 128``. Columns after a sequence's last key are 0 up to the end
+    of its block; blocks of no sequence are undefined.
     """
 
     out_dtype: torch.dtype = torch.bfloat16
     v_transposed: bool = False
     block_scales: bool = False
-    """Of blocks of 64 rows of q and 128 keys; otherwise of heads."""
+    """Whether scales belong to blocks of 64 rows of q and 128 keys; otherwise to heads."""
     q_scale_group: int = 1
-    """Query heads that share an entry of the scales of q."""
+    """Number of query heads that share an entry of the scales of q."""
 
     @classmethod
     def from_call(
@@ -218,7 +220,7 @@ class Fp8Problem(Problem):
         return cls.from_tensors(  # type: ignore[return-value]
             q,
             k,
-            k if options.v_transposed else v,  # rows of values lie as those of keys do
+            k if options.v_transposed else v,  # rows of values are laid out as those of keys
             tensors.extras,
             options.shared,
             head_dim_v=v.shape[-2] if options.v_transposed else v.shape[-1],

@@ -1,7 +1,7 @@
-"""Incoherent processing: random signs, then a Hadamard transform, which keep q k^T and spread outliers.
+"""Incoherent processing: random signs and a Hadamard transform preserve q k^T and spread outliers.
 
 FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3, after QuIP (Chee et al. 2023,
-arXiv:2307.13304). In torch, with the sums of the kernels in their order.
+arXiv:2307.13304). Written in torch, with the kernels' order of summation.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 HEADROOM = 2.0**-8
-"""A sum of 256 numbers as large as there are stays finite after this factor."""
+"""Factor that keeps a sum of 256 numbers of the largest magnitude finite."""
 
 
 def signs(columns: int, seed: int, device: torch.device | str | None = None) -> Tensor:
-    """(columns,) float32 of -1 and 1, the same on every device.
+    """Return (columns,) float32 of -1 and 1, the same on every device.
 
-    32 columns take their bits from one word: MurmurHash3's 32-bit finaliser (Appleby 2011) of its number and
-    the seed.
+    The signs of 32 columns are the bits of one word: MurmurHash3's 32-bit finaliser (Appleby 2011) of the
+    word's index and the seed.
     """
     column = torch.arange(columns, device=device)
     h = _low_32(column // 32 * 0x9E3779B1 + seed)
@@ -31,9 +31,9 @@ def _low_32(x: Tensor) -> Tensor:
 
 
 def transform(x: Tensor, seed: int) -> Tensor:
-    """x (..., columns), a power of 2, times signs and the Hadamard matrix (Sylvester's).
+    """Multiply x (..., columns) by signs and Sylvester's Hadamard matrix; columns must be a power of 2.
 
-    Not normalised: the result is :func:`normalizer` times smaller than x times an orthogonal matrix.
+    The result is not normalised: multiply it by :func:`normalizer` to make the transform orthogonal.
     """
     columns = x.shape[-1]
     x = x * (signs(columns, seed, x.device).to(x.dtype) * HEADROOM)
@@ -46,5 +46,5 @@ def transform(x: Tensor, seed: int) -> Tensor:
 
 
 def normalizer(columns: int) -> float:
-    """What makes :func:`transform` orthogonal."""
+    """Return the factor that makes :func:`transform` orthogonal."""
     return 1 / (HEADROOM * columns**0.5)

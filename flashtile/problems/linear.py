@@ -1,4 +1,4 @@
-"""What a product with a weight computes: a frozen description, and the tensors beside x and the weight."""
+"""The frozen description of a product with a weight, with its optional tensors and options."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flashtile.problems.common import address_of
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCALE_BLOCK = 128
-"""Rows and columns of a block of the weight that has a scale of its own."""
+"""Rows and columns of a block of the weight with its own scale."""
 COPY_BYTES = 16
-"""What asynchronous copies move at a time, and where it has to begin."""
+"""Size and alignment in bytes of an asynchronous copy."""
 
 PLAIN, SWIGLU, QKV = "plain", "silu_and_mul", "qkv"
 ACTIVATIONS = (None, SWIGLU)
 
 
 class LinearTensors(NamedTuple):
-    """What may come beside x and the weight; None for each that does not."""
+    """The optional tensors of a product, in addition to x and the weight; None for each that is absent."""
 
     bias: Tensor | None = None
     weight_scale: Tensor | None = None
@@ -32,7 +32,7 @@ class LinearTensors(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """The arguments that are not tensors, hashable so that launches can be kept by them."""
+    """The arguments that are not tensors, hashable because they are part of a launch's cache key."""
 
     activation: str | None = None
     norm_eps: float = 1e-6
@@ -41,7 +41,7 @@ class LinearOptions(NamedTuple):
 
 
 class BeforeNormTensors(NamedTuple):
-    """What may come beside x and the weight, and the weight of the norm behind them."""
+    """The optional tensors of a product before a norm, and the weight of that norm."""
 
     bias: Tensor | None = None
     weight_scale: Tensor | None = None
@@ -52,7 +52,7 @@ class BeforeNormTensors(NamedTuple):
 
 
 class BeforeNormOptions(NamedTuple):
-    """The arguments that are not tensors."""
+    """The arguments of a product before a norm that are not tensors."""
 
     norm_eps: float = 1e-6
     next_norm_eps: float = 1e-6
@@ -61,7 +61,7 @@ class BeforeNormOptions(NamedTuple):
 
 
 class QkvTensors(NamedTuple):
-    """What may come beside x, the weight and the caches; None for each that does not."""
+    """The optional tensors of a QKV product, in addition to x, the weight and the caches."""
 
     bias: Tensor | None = None
     weight_scale: Tensor | None = None
@@ -75,7 +75,7 @@ class QkvTensors(NamedTuple):
 
 
 class QkvOptions(NamedTuple):
-    """The arguments that are not tensors."""
+    """The arguments of a QKV product that are not tensors."""
 
     rotary_interleaved: bool = False
     norm_eps: float = 1e-6
@@ -85,28 +85,28 @@ class QkvOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """What a product for queries, keys and values does with its columns."""
+    """The heads, rotary embedding and cache of a product for queries, keys and values."""
 
     num_heads_q: int
     num_heads_kv: int
     head_dim: int
     rotary_dim: int
-    """0 embeds nothing."""
+    """Number of rotated columns of a head; 0 for no rotary embedding."""
     rotary_interleaved: bool
     rotary_rows: int
     page_size: int
     num_blocks: int
     table_width: int
-    """Pages of a row of the block table; 0: slots say where tokens go."""
+    """Number of pages in a row of the block table; 0 if a slot mapping gives the positions."""
 
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """y = end(x_scale norm(x) W^T + bias), with x (M, K) and W (N, K).
+    """y = epilogue(x_scale norm(x) W^T + bias), with x (M, K) and W (N, K).
 
-    With ``next_norm`` come y times the weight of a norm and the norm's factors, too. ``end`` is PLAIN, SWIGLU
-    (the first half of y's columns is the gate, the second what it multiplies) or QKV, of which queries are
-    the result and keys and values go to a paged cache.
+    ``end`` is the epilogue: PLAIN, SWIGLU (the first half of y's columns is the gate, the second half is what
+    it multiplies) or QKV (queries are the result, keys and values go to a paged cache). With ``next_norm``
+    the results also include y times the weight of a norm, and the norm's factors.
     """
 
     M: int
@@ -124,15 +124,15 @@ class LinearProblem:
     next_norm: bool = False
     next_norm_eps: float = 1e-6
     scales: str = "none"
-    """Of the weight: "none", "channel" (its rows) or "block"."""
+    """Scales of the weight: "none", "channel" (one per row) or "block"."""
     prefetch: bool = False
     aligned: bool = True
-    """Whether rows of x, W and the norm's weight begin where asynchronous copies can."""
+    """Whether rows of x, W and the norm's weight are aligned for asynchronous copies."""
     heads: Heads | None = None
 
     @property
     def places(self) -> int:
-        """Of a row of the output; where two rows of W make one place, or belong together, half of N."""
+        """Output columns: N, or half of it where two rows of W make one column or are processed together."""
         return self.N if self.end == PLAIN else self.N // 2
 
     @property
@@ -143,12 +143,12 @@ class LinearProblem:
 
     @property
     def weight_bytes(self) -> int:
-        """What is read at least, whatever M is."""
+        """Bytes of the weight, which are read at least once for any M."""
         return self.N * self.K * self.weight_dtype.itemsize
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing follows or precedes the product."""
+        """Whether nothing is fused with the product."""
         fused = self.norm or self.residual or self.x_scale or self.next_norm or self.scales != "none"
         return self.end == PLAIN and not fused
 
@@ -198,7 +198,7 @@ class LinearProblem:
 
 
 def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str, Any]:
-    """The fields that both kinds of calls have."""
+    """Return the fields that all kinds of calls have."""
     scale = tensors.weight_scale
     rows = [x, weight] if tensors.norm_weight is None else [x, weight, tensors.norm_weight]
     return {
@@ -219,7 +219,7 @@ def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str,
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Whether every row begins at a multiple of what a copy moves, and is as long."""
+    """Whether every row starts at, and has a length of, a multiple of a copy's size."""
     strides = [
         stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1
     ]

@@ -1,8 +1,8 @@
-"""The operations that programs are made of: what torch computes for each, of what kind, with what derivative.
+"""The operations that programs are made of: how torch computes each, its kind, and its derivative.
 
-A derivative is written with the operations themselves: ``gradient(emit, result, *operands)`` gives the
-partial derivative by each operand, None where there is none. For what a condition chooses it gives
-(condition, whether the operand is what is chosen where the condition holds).
+A derivative is written with the operations themselves: ``gradient(emit, result, *operands)`` returns the
+partial derivative with respect to each operand, None where there is none. For an operation that selects an
+operand it returns (condition, whether the operand is selected where the condition is true).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes of captured tensors that hold no floats: those that torch computes with."""
+"""Dtypes of captured tensors that hold booleans or ints, as far as torch computes with them."""
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
 
@@ -25,10 +25,10 @@ class Operation(NamedTuple):
     kind: Callable[..., str]
     gradient: Callable[..., tuple] | None = None
     simplify: Callable[..., Any] | None = None
-    """The result where it is a number or an operand, else None."""
+    """Returns the result if it is a number or an operand, else None."""
 
     def number(self, *numbers: Any) -> Any:
-        """The result of numbers alone."""
+        """Compute the result for operands that are all numbers."""
         result = self.evaluate(*numbers)
         return result.item() if isinstance(result, Tensor) else result
 
@@ -46,7 +46,7 @@ def _always(kind: str) -> Callable[..., str]:
 
 
 def _only(symbol: str, *allowed: str) -> Callable[[str], str]:
-    """The kind of what an operation of one operand gives that is of the same kind."""
+    """Return the kind of an operation of one operand whose result has the operand's kind."""
 
     def kind_of(kind: str) -> str:
         if kind not in allowed:
@@ -69,7 +69,7 @@ def _fold(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _divided(a: float, b: float) -> float:
-    """As torch divides, which knows a quotient by zero."""
+    """Divide as torch does, where a quotient by zero is an infinity or NaN."""
     if b != 0:
         return a / b
     return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1, b)
@@ -106,7 +106,7 @@ def _simplify_or(a: Any, b: Any) -> Any:
 
 
 def _tensors(*operands: Any) -> tuple[Tensor, ...]:
-    """For functions of torch that take no numbers: numbers of the dtype of the tensor next to them."""
+    """Convert numbers to tensors of the other operand's dtype, for torch functions that need tensors."""
     like = next((operand for operand in operands if isinstance(operand, Tensor)), None)
     return tuple(
         operand if isinstance(operand, Tensor) else _number_like(operand, like) for operand in operands
@@ -115,7 +115,7 @@ def _tensors(*operands: Any) -> tuple[Tensor, ...]:
 
 def _number_like(number: float, like: Tensor | None) -> Tensor:
     if isinstance(number, float) and (like is None or not like.is_floating_point()):
-        dtype: torch.dtype | None = torch.float64  # no call computes in more
+        dtype: torch.dtype | None = torch.float64  # no call computes in a wider dtype
     else:
         dtype = None if like is None else like.dtype
     return torch.tensor(number, dtype=dtype, device=None if like is None else like.device)
@@ -131,7 +131,7 @@ def _to(kind: str) -> Callable[[Any], Any]:
 
 
 def _unary(function: Callable[..., Tensor], gradient: Callable[..., Any] | None = None) -> Operation:
-    """A function of a float."""
+    """Return an operation that is a function of one float."""
     partials = None if gradient is None else lambda emit, y, x: (gradient(emit, y, x),)
     return Operation(_of_tensors(function), _always("float"), partials)
 
@@ -163,8 +163,11 @@ def _larger(emit: Any, y: Any, a: Any, b: Any) -> tuple:
 
 
 def _pow_gradient(emit: Any, y: Any, a: Any, b: Any) -> tuple:
-    """0 by the base where the exponent is 0, and 0 by an exponent of at least 0 where the base is 0, as torch
-    has it: the products would be 0 * inf."""
+    """Return the partial derivatives of pow, which are 0 where torch defines them as 0.
+
+    The derivative by the base is 0 where the exponent is 0. The derivative by an exponent of at least 0 is 0
+    where the base is 0. The plain products would be 0 * inf there.
+    """
     by_base = emit("mul", b, emit("pow", a, emit("sub", b, 1.0)))
     by_base = emit("where", emit("eq", b, 0.0), 0.0, by_base)
     is_flat = emit("le", emit("abs", a), emit("minimum", b, 0.0))  # a is 0, and b is not negative
@@ -212,7 +215,8 @@ OPERATIONS: dict[str, Operation] = {
         lambda a: -a, _only("-", "int", "float"), lambda emit, y, a: (-1.0,), _fold(lambda a: -a)
     ),
     "abs": Operation(
-        _of_tensors(torch.abs), lambda kind: kind, lambda emit, y, a: (emit("sign", a),), _fold(abs)
+        _of_tensors(torch.abs), _only("abs", "int", "float"), lambda emit, y, a: (emit("sign", a),),
+        _fold(abs),
     ),
     "sign": Operation(_of_tensors(torch.sign), lambda kind: kind),
     "where": Operation(
@@ -240,4 +244,4 @@ OPERATIONS: dict[str, Operation] = {
     "int": Operation(_to("int"), _always("int"), None, _fold(_to("int"))),
     "bool": Operation(_to("bool"), _always("bool"), None, _fold(_to("bool"))),
 }  # fmt: skip
-"""By name."""
+"""Operations by name."""

@@ -1,8 +1,8 @@
-"""A function of one score, as a list of elementary operations: what is written down of a user's function.
+"""A score or mask function as a list of elementary operations: the traced form of a user's function.
 
 A program is straight-line: each line names the result of one operation on earlier results, on the inputs
 (``score``, ``b``, ``h``, ``q``, ``kv``) and on numbers. Its text is all that an operator, a compiled graph or
-a key of a cache needs of it::
+a cache key needs of it::
 
     t0: int = sub q kv
     t1: float = load 0 h  # alibi.py:7: return score - slopes[head] * (q_idx - kv_idx)
@@ -10,10 +10,9 @@ a key of a cache needs of it::
     t3: float = sub score t2
     return t3
 
-``load i ...`` reads the captured tensor ``i`` there. Operations are elementwise, so that the derivative by
-the
-score is a factor: :func:`derivatives` adds it, and those by what was loaded, in reverse order (Griewank and
-Walther, *Evaluating Derivatives*, 2008, chapter 3).
+``load i ...`` reads an element of captured tensor ``i``. Operations are elementwise, so the derivative by the
+score is a factor. :func:`derivatives` adds it, and the derivatives by loaded elements, in reverse order
+(Griewank and Walther, *Evaluating Derivatives*, 2008, chapter 3).
 """
 
 from __future__ import annotations
@@ -26,18 +25,19 @@ from typing import Any, NamedTuple
 from flashtile.problems.mask_operations import OPERATIONS, kind_of_number
 
 INPUTS = {"score": "float", "b": "int", "h": "int", "q": "int", "kv": "int"}
-"""Names of what every program may read, and their kinds."""
+"""Inputs that every program may read, and their kinds."""
 
 LOAD = "load"
 
 _WITH_ANY_NUMBER = frozenset(("add", "sub", "eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum"))
-"""Operations on ints that are no faster where the compiler knows a number."""
+"""Operations on ints that are no faster if the compiler knows the number."""
 
 
-class Name(str):
-    """A result or an input, as an operand. Any other operand is a number."""
+Name = str
+"""An operand that is a result or an input; any other operand is a number.
 
-    __slots__ = ()
+It is plain str, because Dynamo of torch 2.11 cannot create objects of subclasses of str.
+"""
 
 
 Operand = Any
@@ -47,11 +47,11 @@ Operand = Any
 class Line(NamedTuple):
     name: Name
     kind: str
-    """Of the result: "float", "int" or "bool"."""
+    """Kind of the result: "float", "int" or "bool"."""
     operation: str
     operands: tuple[Operand, ...]
     where: str = ""
-    """The user's own line, of operations that can fail when they run."""
+    """The user's source line, for operations that can fail at run time."""
 
     def __str__(self) -> str:
         text = f"{self.name}: {self.kind} = {' '.join([self.operation, *map(str, self.operands)])}"
@@ -76,7 +76,7 @@ class Program(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str) -> Program:
-    """The inverse of ``str(program)``."""
+    """Parse the text of a program, the inverse of ``str(program)``."""
     *lines, last = text.split("\n")
     parsed = []
     for line in lines:
@@ -95,7 +95,11 @@ def _operand(token: str) -> Operand:
 
 
 class Builder:
-    """Writes lines: no operation twice, none on numbers alone, none whose result is one of its operands."""
+    """Writes the lines of a program.
+
+    It reuses the result of an equal operation, computes operations on numbers, and leaves out those whose
+    result is one of their operands.
+    """
 
     def __init__(self, lines: Sequence[Line] = ()) -> None:
         self.lines = list(lines)
@@ -106,18 +110,18 @@ class Builder:
         return self.kinds[operand] if isinstance(operand, Name) else kind_of_number(operand)
 
     def emit(self, operation: str, *operands: Operand, kind: str | None = None, where: str = "") -> Operand:
-        """The result of an operation; ``kind`` is that of the element that a load reads."""
+        """Return the result of an operation; ``kind`` is that of the element that a load reads."""
         if kind is None:
             of = OPERATIONS[operation]
             kind = of.kind(*map(self.kind, operands))
             simpler = of.simplify(*operands) if of.simplify is not None else None
             if simpler is None and not any(isinstance(operand, Name) for operand in operands):
                 simpler = of.number(*operands)
-            if simpler is not None:  # 1.0 * i is i, but a float
+            if simpler is not None:  # 1.0 * i is i, but must be a float
                 return simpler if self.kind(simpler) == kind else self.emit(kind, simpler)
         if any(type(operand) is int and not -(2**63) <= operand < 2**63 for operand in operands):
             raise TypeError("an int must fit 64 bits")
-        # True == 1 == 1.0, which are not the same operand.
+        # True == 1 == 1.0, but they are different operands.
         key = (operation, *((type(operand), operand) for operand in operands))
         if key not in self._known:
             name = self._known[key] = Name(f"t{len(self.lines)}")
@@ -126,7 +130,7 @@ class Builder:
         return self._known[key]
 
     def finish(self, *results: Operand) -> Program:
-        """The program of these results, without the lines that none of them needs."""
+        """Return the program of these results, without the lines that none of them needs."""
         needed = set(results)
         kept = []
         for line in reversed(self.lines):
@@ -146,7 +150,7 @@ def _renamed(operands: tuple[Operand, ...], names: dict[Name, Name]) -> tuple[Op
 
 
 def soft_cap_of(program: Program) -> float:
-    """``cap`` of a program that is ``cap * tanh(score / cap)``, 0.0 of any other."""
+    """Return ``cap`` of a program that is ``cap * tanh(score / cap)``, 0.0 for any other."""
     if [line.operation for line in program.lines] != ["div", "tanh", "mul"]:
         return 0.0
     divided, of_tanh, factors = (line.operands for line in program.lines)
@@ -159,7 +163,7 @@ def soft_cap_of(program: Program) -> float:
 
 
 def composed(first: Program, second: Program) -> Program:
-    """``second`` of the scores that ``first`` gives. Both number captured tensors alike."""
+    """Return ``second`` applied to the scores of ``first``. Both number captured tensors the same way."""
     builder = Builder(first.lines)
     known: dict[Operand, Operand] = {Name("score"): first.results[0]}
 
@@ -174,8 +178,11 @@ def composed(first: Program, second: Program) -> Program:
 
 
 def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
-    """Scores minus what captured tensor ``tensor`` has for their head (or sequence and head) times how far
-    the key is from query ``i``, which stands at key ``i + offset``."""
+    """Return ALiBi as a program: the score minus a slope times the distance of query and key.
+
+    Captured tensor ``tensor`` holds the slope of each head, or of each sequence and head. Query ``i`` is at
+    key ``i + offset``.
+    """
     builder = Builder()
     distance = builder.emit("sub", builder.emit("add", Name("q"), offset), Name("kv"))
     places = (Name("b"), Name("h")) if by_batch else (Name("h"),)
@@ -185,16 +192,19 @@ def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
 
 
 class Load(NamedTuple):
-    """What the derivative by an element of a captured tensor belongs to."""
+    """The element of a captured tensor that a derivative belongs to."""
 
     tensor: int
     indices: int
-    """How many: as many results of the program as this."""
+    """Number of indices: that many results of the program are the element's indices."""
 
 
 def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tuple[Program, tuple[Load, ...]]:
-    """(program, loads). Its results are the program's own, its derivative by the score and, for each load
-    from one of these captured tensors, the derivative by the element and the element's indices."""
+    """Return (program, loads), where the program also computes derivatives.
+
+    Its results are the original ones, the derivative by the score and, for each load from one of ``tensors``,
+    the derivative by the element followed by the element's indices.
+    """
     builder = Builder(program.lines)
     (result,) = program.results
     adjoints: dict[Operand, Operand] = {result: 1.0} if isinstance(result, Name) else {}
@@ -227,10 +237,10 @@ _DIVISIONS = frozenset(("div", "floordiv", "mod"))
 
 
 def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
-    """Whether a result is finite at every index for finite scores, or -inf because the last line chooses it.
+    """Whether a result is finite for finite scores, or -inf because the last line selects it.
 
     Args:
-        loads_are: whether what captured tensors hold is taken for finite.
+        loads_are: whether the elements of captured tensors are assumed to be finite.
     """
     lines = Builder(program.lines).finish(result).lines
     for line in lines:
@@ -248,15 +258,17 @@ def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
 
 
 def is_variable(program: Program, line: Line, operand: Operand) -> bool:
-    """Whether ``operand`` of a line is a number that a kernel may as well be told when it is launched, so
-    that the program with another one needs no other kernel."""
+    """Whether ``operand`` of a line is a number that a kernel may receive as an argument of its launch.
+
+    Programs that differ only in such numbers share a kernel.
+    """
     if type(operand) is not int or not 1 < abs(operand) < 2**31 or line.operation not in _WITH_ANY_NUMBER:
         return False
     return all(program.kinds[o] == "int" for o in line.operands if isinstance(o, Name))
 
 
 def variables(program: Program) -> Iterator[int]:
-    """The numbers that :func:`is_variable` says of, in their order."""
+    """Yield the numbers for which :func:`is_variable` holds, in order."""
     for line in program.lines:
         yield from (operand for operand in line.operands if is_variable(program, line, operand))
 
@@ -266,13 +278,13 @@ def _is_zero(operand: Operand) -> bool:
 
 
 def _chosen(partial: tuple, adjoint: Operand) -> tuple:
-    """What is chosen by a condition gets all of the gradient or none of it, never a product with zero."""
+    """Give a selected operand all of the gradient or none of it, never a product with zero."""
     condition, is_chosen = partial
     return (condition, adjoint, 0.0) if is_chosen else (condition, 0.0, adjoint)
 
 
 def depends_on(program: Program) -> dict[Operand, frozenset[str]]:
-    """The inputs that each name depends on."""
+    """Return the inputs that each name depends on."""
     found: dict[Operand, frozenset[str]] = {Name(name): frozenset((name,)) for name in INPUTS}
     for line in program.lines:
         inputs = (found[operand] for operand in line.operands if isinstance(operand, Name))
@@ -281,7 +293,7 @@ def depends_on(program: Program) -> dict[Operand, frozenset[str]]:
 
 
 def renumbered(program: Program, tensors: dict[int, int]) -> Program:
-    """The same program with other numbers for its captured tensors."""
+    """Return the program with its captured tensors renumbered."""
     lines = (
         line._replace(operands=(tensors[line.operands[0]], *line.operands[1:]))
         if line.operation == LOAD

@@ -1,7 +1,8 @@
-"""Where the ints of a program may leave 32 bits: torch computes them in 64, kernels in as many as they need.
+"""Finds the ints of a program that may exceed 32 bits.
 
-Bounds are propagated from line to line (Moore, *Interval Analysis*, 1966). Positions have those of the call's
-lengths; batch, heads and what a captured tensor of int32 holds are taken for at most :data:`POSITIONS`.
+torch computes ints in 64 bits, kernels only in as many as necessary. Bounds are propagated from line to line
+(Moore, *Interval Analysis*, 1966). Positions are bounded by the call's lengths. Batch and head indices, and
+elements of captured int32 tensors, are assumed to be at most :data:`POSITIONS`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from flashtile.problems.mask_operations import kind_of_number
 from flashtile.problems.mask_program import INPUTS, LOAD, Line, Name, Program
 
 POSITIONS = 2**24
-"""Kernels are the same for all lengths up to here."""
+"""Kernels are the same for all lengths up to this."""
 _INT32 = (-(2**31), 2**31 - 1)
 _INT64 = (-(2**63), 2**63 - 1)
 
@@ -21,12 +22,12 @@ Range = tuple[int, int]
 
 
 def positions_of(seqlen_q: int, seqlen_k: int) -> int:
-    """:data:`POSITIONS`, or the next power of two of the longest."""
+    """Return :data:`POSITIONS`, or for longer sequences the next power of two."""
     return max(POSITIONS, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
 
 
 def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
-    """The lines on ints that must be computed in 64 bits."""
+    """Return the lines on ints that must be computed in 64 bits."""
     kinds = program.kinds
     known: dict[Any, Range] = {Name(name): (0, POSITIONS) for name in INPUTS}
     known |= dict.fromkeys((Name("q"), Name("kv")), (0, positions))
@@ -52,7 +53,7 @@ def _within(inner: Range, outer: Range) -> bool:
 
 
 def _range(line: Line, operands: list[Range]) -> Range:
-    if line.operation in _OF_ENDS:  # monotonous in each operand: the extremes are at the ends
+    if line.operation in _OF_ENDS:  # monotonic in each operand: extremes are at the ends
         compute = _OF_ENDS[line.operation]
         a, b = operands if len(operands) == 2 else (operands[0], (0, 0))
         ends = [compute(x, y) for x in a for y in b]
@@ -70,7 +71,7 @@ def _range(line: Line, operands: list[Range]) -> Range:
     if line.operation == "lshift":
         bits = min(max(operands[-1][1], 0), 64)
         return min(operands[0][0], 0) << bits, max(operands[0][1], 0) << bits
-    # floordiv, rshift and bits: no larger than the next power of two of what they are made of.
+    # floordiv, rshift and bit operations: below the next power of two of their operands.
     most = 1 << max(abs(low), abs(high), 1).bit_length()
     return -most if low < 0 or line.operation == "not" else 0, most - 1
 

@@ -1,4 +1,4 @@
-"""A tensor in e4m3 with its scales, as the kernels take it."""
+"""A tensor in e4m3 with its scales, in the form that the kernels take."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class Quantized:
     """q, k or v in e4m3, made by :func:`flashtile.fp8.quantize` and taken by :func:`flashtile.fp8.attention`.
 
     Args:
-        values: float8_e4m3fn. q and k as they came, with zero columns up to a multiple of 16 (transformed: a
-            power of 2); v transposed, (batch, heads, head_dim, columns) or (heads, head_dim, columns), keys
-            in the order of :func:`flashtile.problems.fp8_layout.key_order`.
-        scales: float32; a number is its value times its scale. Method "block": (batch, heads, blocks) or
+        values: float8_e4m3fn. q and k have the given shape, with zero columns up to a multiple of 16
+            (transformed: a power of 2). v is transposed, (batch, heads, head_dim, columns) or (heads,
+            head_dim, columns), with keys in the order of :func:`flashtile.problems.fp8_layout.key_order`.
+        scales: float32; a value stands for itself times its scale. Method "block": (batch, heads, blocks) or
             (heads, blocks); "head": (batch, heads); "tensor": (1, 1).
         role: "q", "k" or "v".
         method: "block", "head" or "tensor".
-        seed: of the Hadamard transform; None where there was none.
-        shape: of what was quantised.
-        dtype: of what was quantised, which results have, too.
-        cu_seqlens, max_seqlen, seqused: as :func:`flashtile.fp8.quantize` was given.
+        seed: seed of the Hadamard transform; None if there was none.
+        shape: shape of the tensor before quantisation.
+        dtype: dtype of the tensor before quantisation, which is also that of attention's results.
+        cu_seqlens, max_seqlen, seqused: as given to :func:`flashtile.fp8.quantize`.
 
     Examples:
         >>> k = torch.randn(1, 256, 2, 64, dtype=torch.bfloat16)
@@ -52,11 +52,11 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Of values and scales."""
+        """Bytes of values and scales."""
         return self.values.nbytes + self.scales.nbytes
 
     def to(self, device: torch.device | str) -> Quantized:
-        """The same on another device."""
+        """Copy the quantised tensor to another device."""
         return replace(
             self,
             values=self.values.to(device),
@@ -66,11 +66,10 @@ class Quantized:
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, transformed: bool = False) -> Tensor:
-        """What the values stand for, in the shape that was quantised; rows of no sequence are 0.
+        """Return the numbers that the values stand for, in the original shape; rows of no sequence are 0.
 
         Args:
-            transformed: q and k as the kernels see them, rotated into the columns of the transform; False
-                undoes it.
+            transformed: return q and k as the kernels see them, after the transform; False undoes it.
         """
         if self.cu_seqlens is not None and self.cu_seqlens.shape[0] == 1:  # rows, but no sequence
             return self.values.new_zeros(self.shape, dtype=dtype)
@@ -98,7 +97,7 @@ class Quantized:
         return taken.where(inside[:, None, None], 0.0)
 
     def _scales_in_rows(self, dtype: torch.dtype) -> Tensor:
-        """The scale of each row, (..., heads, 1)."""
+        """Return the scale of each row, (..., heads, 1)."""
         scales = self.scales.to(dtype)
         if self.method == "tensor":
             return scales[..., None]
@@ -113,7 +112,7 @@ class Quantized:
         return scales[:, block * inside].mT.where(inside[:, None], 0.0)[..., None]
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of each packed row: its sequence, its number there, its block, and whether a sequence has it."""
+        """Return the sequence, index in it and block of each packed row, and whether it has a sequence."""
         assert self.cu_seqlens is not None
         rows = torch.arange(self.shape[0], device=self.device, dtype=torch.int32)
         last = max(self.cu_seqlens.shape[0] - 2, 0)
@@ -126,7 +125,7 @@ class Quantized:
 def sequences(
     of: tuple[object, ...], cu_seqlens: Tensor | None, max_seqlen: int | None, seqused: Tensor | None
 ) -> tuple[Tensor | None, int | None, Tensor | None]:
-    """What was given, or else what the quantised ones of ``of`` came with."""
+    """Return the given lengths, with those of the quantised tensors in ``of`` for each that is None."""
     for x in of:
         if isinstance(x, Quantized):
             cu_seqlens = x.cu_seqlens if cu_seqlens is None else cu_seqlens

@@ -1,1 +1,1 @@
-"""Standard attention and its kin in plain PyTorch: the oracles of the tests."""
+"""Standard attention and related functions in plain PyTorch, to which tests compare."""

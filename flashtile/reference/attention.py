@@ -1,6 +1,6 @@
-"""Standard attention, which stores the score matrix: every test's oracle, the "standard" row of benchmarks.
+"""Standard attention, which stores the score matrix: the reference of all tests and a row of the benchmarks.
 
-Plain torch, differentiable by autograd (twice, too), any device, any floating dtype.
+Plain torch, differentiable by autograd any number of times, on any device and in any floating dtype.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def attention(
     upcast: torch.dtype | None = None,
     round_p: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) by the definition, with the arguments and conventions of :func:`flashtile.attention`.
+    """Compute (out, lse) by definition, with the arguments and conventions of :func:`flashtile.attention`.
 
     Args:
         upcast: compute in this dtype and return out in it, for a reference more exact than the inputs. None
-            computes in the dtype of q, as plain PyTorch does: the yardstick of the error rule. lse is then
+            computes in the dtype of q, as plain PyTorch does: the baseline of the error rule. lse is then
             float32 (float64 for float64 inputs).
-        round_p: what becomes of the probabilities before they meet v; lse does not see it.
+        round_p: function applied to the probabilities before they multiply v; it does not affect lse.
     """
     options = Options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, dropout_p=dropout_p,
@@ -61,7 +61,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
         seqused_q,
     )  # fmt: skip
-    if isinstance(alibi_slopes, Tensor):  # autograd gives their gradient here
+    if isinstance(alibi_slopes, Tensor):  # autograd computes their gradient here
         check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
     else:
         check_call(q, k, v, extras, options)
@@ -77,7 +77,7 @@ def attention(
         masks.append(key_padding_mask[:, None, None])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int | None = None) -> Any:
-        """(out, lse) of dense q, k, v: of sequence ``b``, or of all."""
+        """Compute (out, lse) of dense q, k, v, for sequence ``b`` or for all sequences."""
         seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
         if attention_chunk > 0:
             seen = seen & same_chunk(q.shape[1], k.shape[1], attention_chunk, q.device)
@@ -146,23 +146,23 @@ def standard(
     factors: Tensor | None = None,
     lse_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of softmax(q k^T) v with every score in memory. What is not asked for is not computed.
+    """Compute (out, lse) of softmax(q k^T) v with all scores in memory.
 
     Args:
-        q: (..., heads_q, seqlen_q, head_dim), heads before rows as for matrix products.
+        q: (..., heads_q, seqlen_q, head_dim), with heads before rows as in matrix products.
         k, v: (..., heads_kv, seqlen_k, head_dim), in the dtype of q; each head serves heads_q / heads_kv.
         softmax_scale: multiplies q.
-        hidden: bool, broadcast to the scores (..., heads_q, seqlen_q, seqlen_k): True for keys not seen.
+        hidden: bool, broadcast to the scores (..., heads_q, seqlen_q, seqlen_k): True for hidden keys.
         empty: bool, broadcast to (..., heads_q, seqlen_q, 1): True for rows that see no key, whose out is 0
-            and lse -inf. None: there are none.
-        bias: added to the scores after the soft-cap.
-        modify: a function of all scores, after the bias.
+            and lse -inf. None: there are no such rows.
+        bias: added to the scores after the soft cap.
+        modify: function of all scores, applied after the bias.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0 turns it off.
-        sink: (heads_q,), a score that every row sees and that has no value; or broadcast to (..., heads_q,
-            seqlen_q, 1).
-        round_p: what becomes of the probabilities before they meet v; lse does not see it.
-        factors: of the probabilities before they meet v, as dropout has them.
-        lse_dtype: that of lse; None: no lse.
+        sink: (heads_q,), or broadcast to (..., heads_q, seqlen_q, 1): an additional score of every row,
+            without a value.
+        round_p: function applied to the probabilities before they multiply v; it does not affect lse.
+        factors: factors of the probabilities before they multiply v, as in dropout.
+        lse_dtype: dtype of lse; None: lse is not computed.
     """
     group_size = q.shape[-3] // max(1, k.shape[-3])
     if group_size > 1:
@@ -176,7 +176,7 @@ def standard(
         scores = torch.as_tensor(modify(scores)).to(scores.dtype).expand(scores.shape).clone()
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
-    if modify is not None:  # which may hide whatever is left of a row
+    if modify is not None:  # it may hide the remaining keys of a row
         empty = (scores == -torch.inf).all(-1, keepdim=True)
     if sink is not None:  # one more key
         column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)
@@ -186,7 +186,7 @@ def standard(
             column = column.masked_fill(empty, 0.0)
         scores = torch.cat([scores, column], -1)
     probabilities = torch.softmax(scores, -1)
-    if empty is not None:  # a softmax over nothing is NaN
+    if empty is not None:  # a softmax over no key is NaN
         probabilities = probabilities.masked_fill(empty, 0.0)
     if round_p is not None:
         probabilities = round_p(probabilities)
@@ -213,11 +213,11 @@ def masked(
     bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q, k, v (..., seqlen, heads, head_dim), whose keys are ``seen``: bool, broadcast to
-    (..., heads, seqlen_q, seqlen_k).
+    """Compute (out, lse) of q, k, v (..., seqlen, heads, head_dim) over the keys that are ``seen``.
 
-    ``slopes`` are those of ALiBi, ``bias`` broadcasts as ``seen`` does and hides where it is -inf,
-    ``options`` those of :func:`standard`.
+    ``seen`` is bool and broadcasts to (..., heads, seqlen_q, seqlen_k). ``slopes`` are those of ALiBi.
+    ``bias`` broadcasts as ``seen`` does, and hides a key where it is -inf. ``options`` are those of
+    :func:`standard`.
     """
     if bias is not None:
         hidden = bias == -torch.inf
@@ -236,7 +236,7 @@ def masked(
 
 
 def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The part of sequence ``b`` (None: all of them) of what broadcasts to the scores of the longest."""
+    """Select sequence ``b`` (None: all) from a tensor that broadcasts to the scores of the longest."""
     if b is not None and cells.shape[0] > 1:
         cells = cells[b : b + 1]
     return cells[:, :, :seqlen_q, :seqlen_k]
@@ -245,8 +245,11 @@ def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tens
 def _modified(
     score_mod: Callable[..., Any], scores: Tensor, seen: Tensor, grids: tuple[Tensor, ...]
 ) -> Tensor:
-    """``score_mod`` of all ``scores``. The derivatives that autograd takes are those of scores that are
-    ``seen`` and that the function does not hide: elsewhere they may be infinite, and 0 * inf is NaN."""
+    """Apply ``score_mod`` to all ``scores``, differentiably only where they are visible.
+
+    Derivatives of scores that are not ``seen``, or that the function hides, may be infinite, and 0 * inf is
+    NaN.
+    """
     values = torch.as_tensor(score_mod(scores, *grids)).to(scores.dtype).expand(scores.shape)
     seen = seen & (values.detach() != -torch.inf)
     if seen.all():
@@ -257,7 +260,7 @@ def _modified(
 
 
 def _grids(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Batch, head, row and key of every score of dense q and k, broadcast against each other."""
+    """Return batch, head, row and key of every score of dense q and k, broadcastable to each other."""
     batch, rows, heads, _ = q.shape
     b, h, i, j = (torch.arange(n, device=q.device) for n in (batch, heads, rows, k.shape[1]))
     return b[:, None, None, None], h[:, None, None], i[:, None], j
@@ -271,7 +274,10 @@ def visible(
     device=None,
     position: int | None = None,
 ) -> Tensor:
-    """(seqlen_q, seqlen_k) bool: which key each query sees; -1 is unlimited, ``position`` as below."""
+    """Return (seqlen_q, seqlen_k) bool: the keys that each query sees; -1 is unlimited.
+
+    ``position`` is that of :func:`distance`.
+    """
     offset = distance(seqlen_q, seqlen_k, device, position)
     seen = torch.ones_like(offset, dtype=torch.bool)
     if window_left >= 0:
@@ -282,16 +288,16 @@ def visible(
 
 
 def same_chunk(seqlen_q: int, seqlen_k: int, attention_chunk: int, device=None) -> Tensor:
-    """(seqlen_q, seqlen_k) bool: which keys lie in the same chunk of positions as the query itself."""
+    """Return (seqlen_q, seqlen_k) bool: the keys in the same chunk of positions as each query."""
     own = torch.arange(seqlen_q, device=device) + seqlen_k - seqlen_q
     keys = torch.arange(seqlen_k, device=device)
     return (own // attention_chunk)[:, None] == keys // attention_chunk
 
 
 def distance(seqlen_q: int, seqlen_k: int, device=None, position: int | None = None) -> Tensor:
-    """(seqlen_q, seqlen_k): key position minus the query's own.
+    """Return (seqlen_q, seqlen_k): key position minus query position.
 
-    The first query stands at key ``position``; None aligns the last query with the last key.
+    The first query is at key ``position``; None aligns the last query with the last key.
     """
     first = seqlen_k - seqlen_q if position is None else position
     return (
@@ -300,7 +306,7 @@ def distance(seqlen_q: int, seqlen_k: int, device=None, position: int | None = N
 
 
 def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tensor:
-    """(..., heads, seqlen_q, seqlen_k) in ``dtype``: what ALiBi with slopes (..., heads) adds to scores."""
+    """Return what ALiBi with slopes (..., heads) adds to scores, (..., heads, seqlen_q, seqlen_k)."""
     wide = torch.promote_types(dtype, torch.float32)
     offsets = distance(seqlen_q, seqlen_k, slopes.device).abs()
     return -(slopes.to(wide)[..., None, None] * offsets).to(dtype)

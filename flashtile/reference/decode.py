@@ -1,4 +1,4 @@
-"""Standard attention over a cache, which stores the scores: the oracle of the decoding functions.
+"""Standard attention over a cache, which stores the scores: the reference of the decoding functions.
 
 Plain torch, one sequence after another, on any device.
 """
@@ -47,12 +47,11 @@ def attention_with_kvcache(
     qv: Tensor | None = None,
     upcast: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, lse, k_cache, v_cache) by the definition; the caches with k and v in them are copies.
+    """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies that contain k and v.
 
-    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. What is written into the cache, and
-    the rotated queries, are rounded to their dtypes; ``upcast`` is the dtype that attention over them is
-    computed in and out returned in (None: that of q, as plain PyTorch does). lse is float32, or float64 where
-    that or q is.
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. Numbers written into the cache, and
+    the rotated queries, are rounded to their dtypes. ``upcast`` is the dtype of attention over them and of
+    out (None: that of q, as in plain PyTorch). lse is float32, or float64 if that or q is float64.
     """
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -79,7 +78,7 @@ def attention_with_kvcache(
 
     compute = q.dtype if upcast is None else upcast
     lse_dtype = torch.float64 if torch.float64 in (compute, q.dtype) else torch.float32
-    if qv is not None:  # one product, over the columns of keys and values
+    if qv is not None:  # one product over the columns of keys and of values
         q = torch.cat([q, qv], -1)
     rows = q.flatten(0, -3)
     if cu_seqlens_q is None:
@@ -118,7 +117,7 @@ def attention_with_kvcache(
 def append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> tuple[Tensor, Tensor]:
-    """Copies of the caches with k and v in them."""
+    """Return copies of the caches that contain k and v."""
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     token, row, offset = destinations(k_cache, k, tensors)
     k_rows, v_rows = (t.flatten(0, -3)[token] for t in (k, v))
@@ -134,7 +133,7 @@ def append(
 
 
 def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``x / descale`` (heads, head_dim) in the dtype of a cache, saturated if that is FP8."""
+    """Divide x (heads, head_dim) by ``descale`` and round it to a cache's dtype, saturating for FP8."""
     if dtype != FP8:
         return x
     x = x.float() if descale is None else x.float() / descale[:, None]
@@ -149,7 +148,7 @@ def sequence(
     descale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(length, heads_kv, head_dim): the keys or values of sequence b, scaled back, in ``dtype``."""
+    """Return the keys or values of sequence b, (length, heads_kv, head_dim), dequantised, in ``dtype``."""
     if length is None:
         length = cache.shape[1] * (1 if tensors.block_table is None else tensors.block_table.shape[1])
     position = torch.arange(length, device=cache.device)

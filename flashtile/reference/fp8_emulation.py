@@ -1,4 +1,4 @@
-"""Quantisation in torch, bit for bit as the kernels do it: the CPU's path."""
+"""Quantisation in torch, bit for bit as in the kernels; used by the CPU backend."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from flashtile.reference.rotary import rotate
 
 
 class _Sequence(NamedTuple):
-    """Rows of one sequence, in place and as float32 after rotary embedding and transform, in whole blocks."""
+    """One sequence as float32 after rotary embedding and transform, in whole blocks."""
 
     b: int
     start: int
-    """Its first row of all rows; 0 in a dense batch."""
+    """Index of its first row among all rows; 0 in a dense batch."""
     length: int
     blocks: Tensor
-    """(heads, blocks, rows, columns), zeros behind the last row in use."""
+    """(heads, blocks, rows, columns), zeros after the last row in use."""
 
     @property
     def largest(self) -> Tensor:
-        """(heads, blocks) of finite numbers."""
+        """Largest finite magnitude of each block, (heads, blocks)."""
         magnitude = self.blocks.abs()
         return magnitude.masked_fill(~magnitude.isfinite(), 0.0).amax((-1, -2))
 
 
 def quantize(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
-    """(values, scales) in the shapes of the problem; zeros where no sequence has anything."""
+    """Return (values, scales) in the problem's shapes, with zeros where no sequence has data."""
     values = x.new_zeros(problem.values_shape, dtype=E4M3)
     scales = x.new_zeros(problem.scales_shape, dtype=torch.float32)
     sequences = [_prepare(problem, rows, b, start, tensors) for b, start, rows in _rows(x, tensors)]
@@ -59,7 +59,7 @@ def quantize(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> t
 
 
 def _rows(x: Tensor, tensors: QuantizeTensors) -> Iterator[tuple[int, int, Tensor]]:
-    """(number, first row, (length, heads, head_dim)) of each sequence."""
+    """Return (index, first row, rows (length, heads, head_dim)) of each sequence."""
     if tensors.cu_seqlens is None:
         return ((b, 0, rows) for b, rows in enumerate(x))
     offsets = tensors.cu_seqlens.tolist()
@@ -88,7 +88,7 @@ def _prepare(
 
 
 def _write(problem: QuantizeProblem, values: Tensor, one: _Sequence, largest: Tensor) -> None:
-    """The e4m3 of one sequence, given the largest magnitude of each block (heads, blocks or 1)."""
+    """Write the e4m3 values of one sequence, given each block's largest magnitude (heads, blocks or 1)."""
     # Not E4M3_MAX / largest, which torch computes as a product with the reciprocal.
     inverse = torch.full_like(largest, E4M3_MAX) / largest
     scaled = one.blocks * inverse[..., None, None]

@@ -1,4 +1,4 @@
-"""Products with a weight in plain torch, one step after the other: what all backends are held to."""
+"""Products with a weight in plain torch, step by step: the reference for all backends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashtile.reference.rotary import rotate
 
 
 def scaled_weight(weight: Tensor, weight_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(N, K) in ``dtype``, by the scales of its rows or blocks."""
+    """Return the weight (N, K) in ``dtype``, multiplied by the scales of its rows or blocks."""
     wide = weight.to(dtype)
     if weight_scale is None:
         return wide
@@ -21,14 +21,14 @@ def scaled_weight(weight: Tensor, weight_scale: Tensor | None, dtype: torch.dtyp
 
 
 def rms_norm(x: Tensor, norm_weight: Tensor | None, eps: float) -> Tensor:
-    """x in its dtype, as it goes into the product (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    """Apply RMSNorm in the dtype of x (Zhang and Sennrich 2019, arXiv:1910.07467)."""
     if norm_weight is None:
         return x
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * norm_weight.to(x.dtype)
 
 
 def silu_and_mul(y: Tensor) -> Tensor:
-    """silu of the first half of the columns times the second (Shazeer 2020, arXiv:2002.05202)."""
+    """Multiply silu of the first half of the columns by the second half (Shazeer 2020, arXiv:2002.05202)."""
     gate, up = y.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
 
@@ -43,7 +43,7 @@ def product(
     x_scale: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(M, N): the sums in ``dtype``, before what follows them."""
+    """Compute the product (M, N) in ``dtype``, without its epilogue."""
     y = rms_norm(x.to(dtype), norm_weight, problem.norm_eps) @ scaled_weight(weight, weight_scale, dtype).T
     if x_scale is not None:
         y = y * x_scale.to(dtype)[:, None]
@@ -51,14 +51,14 @@ def product(
 
 
 def end(problem: LinearProblem, y: Tensor, residual: Tensor | None) -> Tensor:
-    """What follows the sums, unless it is an append."""
+    """Apply the epilogue, except for an append."""
     if problem.end == SWIGLU:
         y = silu_and_mul(y)
     return y if residual is None else y + residual.to(y.dtype)
 
 
 def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, y times the weight of the norm that follows, the norm's factor of each row in float32)."""
+    """Return (y, y times the next norm's weight, the norm's factor of each row in float32)."""
     wide = y.to(torch.promote_types(y.dtype, torch.float32))
     factor = torch.rsqrt(wide.square().mean(-1) + problem.next_norm_eps)
     return y, (wide * next_norm_weight.to(wide.dtype)).to(y.dtype), factor.float()
@@ -67,7 +67,7 @@ def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> 
 def turn(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, interleaved: bool
 ) -> Tensor:
-    """(tokens, heads, head_dim) with rotary embedding; a token whose position has no angles stays."""
+    """Apply rotary embedding to (tokens, heads, head_dim); a token at an unknown position is not rotated."""
     if cos is None or sin is None or positions is None:
         return x
     known = (positions >= 0) & (positions < cos.shape[0])
@@ -78,7 +78,7 @@ def turn(
 def slots_of(
     problem: LinearProblem, positions: Tensor | None, slot_mapping: Tensor | None, block_table: Tensor | None
 ) -> Tensor:
-    """(tokens,) int64: place of each token in the cache, -1 for one without."""
+    """Return the slot of each token in the cache, (tokens,) int64; -1 for none."""
     heads = problem.heads
     assert heads is not None
     if slot_mapping is not None:

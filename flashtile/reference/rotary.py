@@ -16,7 +16,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
     Args:
         x: (tokens, heads, head_dim).
-        cos, sin: (rows, rotary_dim / 2), row p the angles of position p.
+        cos, sin: (rows, rotary_dim / 2); row p holds the angles of position p.
         positions: (tokens,) int64.
         interleaved: pairs are elements (0, 1), (2, 3), ... (GPT-J); otherwise elements i and
             ``i + rotary_dim / 2`` (GPT-NeoX, Llama).
@@ -25,7 +25,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """:func:`rotate` by angles that are each token's own: cos and sin (..., 1, rotary_dim / 2)."""
+    """Rotate as :func:`rotate` does, by an own angle for each token: cos and sin (..., 1, rotary_dim / 2)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotary_dim = 2 * cos.shape[-1]
     c, s = cos.to(wide), sin.to(wide)
@@ -42,9 +42,10 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rotate_appended(
     x: Tensor, cu_seqlens: Tensor | None, tensors: AppendTensors, interleaved: bool, by_token: bool = True
 ) -> Tensor:
-    """(rows, heads, head_dim) of new keys, or of their queries, rotated; without rows of no sequence.
+    """Rotate new keys, or their queries, (rows, heads, head_dim), without rows that belong to no sequence.
 
-    ``by_token``: each row has the position after the one before it; False: all have their sequence's first.
+    If ``by_token``, each row has the position after that of the preceding row. Otherwise all rows have their
+    sequence's first position.
     """
     first = tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens
     assert first is not None

@@ -1,4 +1,4 @@
-"""The error rule, hard memory layouts and poisoned outputs, for users' machines as well as for the tests."""
+"""The error rule, hard memory layouts and poisoned outputs, for tests and for checks on users' machines."""
 
 from flashtile.testing.attention import (
     CANCELLED_UNITS,

@@ -1,12 +1,13 @@
-"""Is attention right on this machine? The error rule, random inputs in hard memory layouts, poisoned outputs.
+"""Checks attention on this machine: the error rule, random inputs in hard memory layouts, poisoned outputs.
 
     from flashtile import testing
     q, k, v = (testing.random_tensor((2, 1024, 8, 64), torch.bfloat16, "cuda", seed=i) for i in range(3))
     print(testing.check(q, k, v, causal=True))
 
-The rule is FlashAttention's: an implementation may be at most a small factor further from an exact reference
-than plain PyTorch in the same dtype is. The reference is standard attention in float64. The rule is applied
-to the largest error and, since a few large rows can hide a wrong remainder, to the root mean square as well.
+The rule is FlashAttention's: the error of an implementation may exceed that of plain PyTorch in the same
+dtype by at most a small factor. Errors are differences from standard attention in float64. The rule applies
+to the largest error. It also applies to the root mean square, because a few large rows can hide a wrong
+remainder.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from flashtile.reference import attention as reference
 from flashtile.rounding import SCORE_UNITS, finite, largest, product, rms, scale_of, score_noise
 
 FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0, "dbias": 3.0}
-"""How much further from the reference than plain PyTorch each result may be."""
+"""Allowed error of each result, in multiples of plain PyTorch's error."""
 
 FLOAT64_UNITS = 64.0
 """Rounding units allowed for float64, where the reference is plain PyTorch itself."""
 
 CANCELLED_UNITS = 16.0
-"""The same for a gradient of a score, a difference of sums that may cancel."""
+"""Rounding units allowed for a gradient of a score, which is a difference of sums that may cancel."""
 
 LSE_UNITS = 1 / 8
-"""Rounding units of q's dtype that lse may be off: a relative error of P far below P's own rounding."""
+"""Rounding units of q's dtype allowed for lse: a relative error of P far below P's own rounding."""
 
 LEARNED = ("sink", "bias")
-"""Arguments beside q, k and v that get gradients."""
+"""Arguments other than q, k and v that get gradients."""
 
 SHOWN_ELEMENTS = 64
-"""The most of a tensor among the arguments that a report states one by one."""
+"""Largest size of a tensor argument whose elements a report lists."""
 
 LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded")
 """Memory layouts of :func:`random_tensor`."""
@@ -50,7 +51,7 @@ LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded")
 
 @dataclass(frozen=True)
 class Bound:
-    """One norm of an error and what it may be: ``factor`` times plain PyTorch's, plus a rounding unit."""
+    """One norm of an error and its limit: ``factor`` times plain PyTorch's error, plus a rounding unit."""
 
     norm: str
     error: float
@@ -75,7 +76,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One result against the reference: its bounds, and the element that is furthest off."""
+    """One result compared with the reference: its bounds, and the element with the largest error."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +96,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """Every comparison of one call; ``str()`` states every number."""
+    """All comparisons of one call; ``str()`` lists every number."""
 
     call: str
     comparisons: tuple[Comparison, ...]
@@ -108,16 +109,17 @@ class Report:
         return "\n  ".join([self.call, *map(str, self.comparisons)])
 
     def require(self) -> Report:
-        """The report itself; AssertionError, which states every number, unless it holds."""
+        """Return the report, or raise an AssertionError that lists every number if it does not hold."""
         if not self.holds:
             raise AssertionError(str(self))
         return self
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Report:
-    """Raise AssertionError unless the call meets the error rule; the arguments are those of :func:`measure`.
+    """Raise AssertionError unless the call meets the error rule.
 
-    The message of the error, and ``str()`` of the returned report, state every number of every comparison.
+    The arguments are those of :func:`measure`. The error's message, and ``str()`` of the returned report,
+    list every number of every comparison.
 
     Examples:
         >>> from flashtile import testing
@@ -140,24 +142,23 @@ def measure(
     function: Callable[..., Any] = functional.attention,
     **arguments: Any,
 ) -> Report:
-    """Errors of out, lse, dq, dk, dv and dsink of one call against the reference, and what the rule allows.
+    """Measure the errors of out, lse and the gradients of one call, and what the error rule allows.
 
-    out and the gradients are held against plain PyTorch in the dtype of q; lse, which is not rounded to that
-    dtype, against plain PyTorch in its own dtype (float32) and a small part of a rounding unit of q's.
+    out and the gradients are compared with plain PyTorch in the dtype of q. lse, which is not rounded to that
+    dtype, is compared with plain PyTorch in its own dtype (float32) and a small part of a rounding unit of
+    q's. Takes the memory of standard attention in float64: several times 8 bytes per score (batch * heads *
+    seqlen_q * seqlen_k).
 
     Args:
-        q, k, v: as for :func:`flashtile.attention`, on any device; neither changed nor given gradients.
+        q, k, v: as for :func:`flashtile.attention`, on any device; they are not changed and get no gradients.
         dout: gradient of out, in its shape and dtype. If neither it nor dlse is given, both are random.
         dlse: gradient of lse, likewise.
         gradients: whether dq, dk, dv and, with a sink, dsink are computed and compared.
         poison: run the call under :func:`poisoned_memory`.
-        function: what is measured; called like :func:`flashtile.attention` with ``return_lse=True``.
-        arguments: the other arguments of :func:`flashtile.attention`, handed to ``function``; the reference
-            gets those that decide the result (all but ``deterministic`` and ``backend``). A ``sink`` and
-            a ``bias`` are given gradients, too.
-
-    Costs the memory of standard attention in float64: 8 bytes a score (batch * heads * seqlen_q * seqlen_k),
-    several times.
+        function: the function to measure; called like :func:`flashtile.attention` with ``return_lse=True``.
+        arguments: the other arguments of :func:`flashtile.attention`, passed to ``function``. The reference
+            gets those that decide the result (all except ``deterministic`` and ``backend``). A ``sink`` and a
+            ``bias`` also get gradients.
 
     Examples:
         >>> from flashtile import testing
@@ -204,15 +205,15 @@ def compare(
 ) -> Comparison:
     """Apply the error rule to one result.
 
-    Args:
-        name: what the result is called in the report.
-        actual: the result to judge, in any shape and floating dtype.
-        exact: the same from the reference, usually float64.
-        plain: the same from plain PyTorch in the dtype of ``actual``.
-        factor: how many times the error of ``plain`` is allowed.
-        noise: errors (largest, rms) that are allowed besides one rounding unit of the result.
+    An infinity must be met exactly, and NaN is always an error.
 
-    An infinity must be met exactly, and NaN never is.
+    Args:
+        name: name of the result in the report.
+        actual: the result to check, in any shape and floating dtype.
+        exact: the result of the reference, usually float64.
+        plain: the result of plain PyTorch in the dtype of ``actual``.
+        factor: allowed error in multiples of the error of ``plain``.
+        noise: errors (largest, rms) that are allowed in addition to one rounding unit of the result.
 
     Raises:
         AssertionError: ``actual`` has another shape than ``exact``.
@@ -241,11 +242,11 @@ def compare(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill everything that ``torch.empty`` and its kin return with NaN (integers: their largest value).
+    """Fill all memory that ``torch.empty`` and similar functions return with NaN (integers: the maximum).
 
-    An output element that is never written then shows. torch does this itself in its deterministic mode,
-    switched on inside and put back after; operations without a deterministic form only warn. Who asks torch
-    for the mode is told what it was before: calls are deterministic if they would be without the poison.
+    Output elements that are never written become visible. torch fills memory in its deterministic mode, which
+    is switched on inside the context; operations without a deterministic form only warn. Queries of the mode
+    return its previous value, so calls are deterministic only if they would be without the poison.
 
     Examples:
         >>> from flashtile import testing
@@ -275,14 +276,14 @@ def random_tensor(
     seed: int = 0,
     layout: str = "contiguous",
 ) -> Tensor:
-    """Standard normal numbers in a chosen memory layout, whose gaps hold NaN.
+    """Return standard normal numbers in a chosen memory layout, with NaN in its gaps.
 
     Args:
-        shape: any; for layouts other than "contiguous" (batch, seqlen, heads, head_dim) or
-            (total, heads, head_dim).
+        shape: any; for layouts other than "contiguous" (batch, seqlen, heads, head_dim) or (total, heads,
+            head_dim).
         dtype: a floating dtype.
-        device: where; the numbers depend on the device type.
-        seed: of the numbers.
+        device: device of the tensor; the numbers depend on the device type.
+        seed: seed of the numbers.
         layout: "contiguous"; "packed": some heads of a larger tensor, as in packed q, k and v; "transposed":
             heads before seqlen in memory; "offset": some columns of a larger head_dim, so that rows are not
             aligned; "expanded": one head in memory, seen as all heads (stride 0).
@@ -318,7 +319,7 @@ def random_tensor(
 
 
 def random_gradients(q: Tensor, v: Tensor, *, varlen: bool = False, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Standard normal (dout, dlse) for a call with these q and v, in the shapes and dtypes of out and lse.
+    """Return standard normal (dout, dlse) in the shapes and dtypes of out and lse of a call with q and v.
 
     Examples:
         >>> from flashtile import testing
@@ -335,7 +336,7 @@ def random_gradients(q: Tensor, v: Tensor, *, varlen: bool = False, seed: int = 
 
 
 def random_alibi_slopes(shape: Sequence[int], device: torch.device | str, *, seed: int = 0) -> Tensor:
-    """Slopes in [0, 1) of eight bits, float32, so that slope times distance is exact in every wider dtype.
+    """Return float32 slopes in [0, 1) with eight bits: slope times distance is exact in all wider dtypes.
 
     Examples:
         >>> from flashtile import testing
@@ -348,7 +349,7 @@ def random_alibi_slopes(shape: Sequence[int], device: torch.device | str, *, see
 
 
 def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
-    """(len(lengths) + 1,) int32: 0 and the running sums of ``lengths``.
+    """Return the cumulative sums of ``lengths``, starting with 0: (len(lengths) + 1,) int32.
 
     Examples:
         >>> from flashtile import testing
@@ -364,9 +365,9 @@ def _run(
     upstream: Sequence[Tensor | None],
     gradients: bool,
 ) -> list[Tensor]:
-    """[out, lse], and with ``gradients`` those of all that is ``given``: q, k, v and what is learned.
+    """Return [out, lse], and with ``gradients`` those of every tensor in ``given``.
 
-    They are 0 where a result does not depend on what is given.
+    ``given`` holds q, k, v and learned tensors. A gradient is 0 if no result depends on its tensor.
     """
     leaves = [t.detach().requires_grad_(gradients) for t in given.values()]
     results = attend(*leaves[:3], **dict(zip([*given][3:], leaves[3:], strict=True)))
@@ -395,15 +396,15 @@ def _rounding_noise(
     exact: dict[str, Tensor],
     arguments: dict[str, Any],
 ) -> dict[str, tuple[float, float]]:
-    """By result: what rounding on the way may leave, (largest, rms), where plain PyTorch happens to be exact.
+    """Return (largest, rms) rounding errors allowed in each result even if plain PyTorch is exact.
 
     A score is a sum of products of q and k. Its rounding, and in the backward pass that of lse, is a relative
-    error of P and of all that is made of P.
+    error of P and of everything computed from P.
 
-    A gradient of a score is ``dS = P (dP - delta)``, the difference of two sums of products of dout and v,
-    and 0 where a query sees one key. With more keys delta is that of an out rounded to the dtype of q, and so
-    is dS before its products with k and q. A key gathers dS from its share of the queries. The sink has no
-    value, so that its dS is ``P (dlse - delta)``; it gathers it from all rows.
+    A gradient of a score is ``dS = P (dP - delta)``, the difference of two sums of products of dout and v. It
+    is 0 where a query sees one key. With more keys, delta is computed from an out that is rounded to the
+    dtype of q, and dS is rounded to it before its products with k and q. A key sums dS over its share of the
+    queries. The sink has no value, so its dS is ``P (dlse - delta)``, summed over all rows.
     """
     dout, dlse = upstream
     eps = torch.finfo(q.dtype).eps
@@ -424,7 +425,7 @@ def _rounding_noise(
             allowed["dk"] += score_gradient * of(finite(q)) * queries_per_key**0.5
         if dout is not None and "dbias" in exact:
             cells = exact["lse"].numel() * max(k.shape[-3], 1)
-            gathered = max(cells / max(exact["dbias"].numel(), 1), 1.0)  # of how many scores each is the sum
+            gathered = max(cells / max(exact["dbias"].numel(), 1), 1.0)  # scores per element of dbias
             allowed["dbias"] += score_gradient / scale * gathered**0.5 if scale else 0.0
         if sink is not None:
             delta = 0.0 if dout is None else product(dout, exact["out"], of)
@@ -438,14 +439,14 @@ def _rounding_noise(
 
 
 def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
-    """(heads,): how much of a row's error the sink's gradient gathers, if those of the rows are unrelated."""
+    """Return (heads,): the norm of the factors by which the rows' errors enter the sink's gradient."""
     p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     squares = p.square().sum(-1)
     return (squares if squares.dim() == 1 else squares.sum(0)).sqrt()
 
 
 def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
-    """About how many keys a query sees, at least 1."""
+    """Estimate the number of keys that a query sees, at least 1."""
     cu_seqlens_k = arguments.get("cu_seqlens_k")
     sequences = 1 if cu_seqlens_k is None else max(cu_seqlens_k.numel() - 1, 1)
     seqlen_q, seqlen_k = q.shape[-3] / sequences, k.shape[-3] / sequences
@@ -463,7 +464,7 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
 
 
 def _difference(actual: Tensor, exact: Tensor) -> Tensor:
-    """|actual - exact|, 0 where both are the same infinity."""
+    """Return the absolute difference, 0 where both are the same infinity."""
     actual = actual.double()
     return torch.where(actual == exact, 0.0, actual - exact).abs()
 
@@ -484,7 +485,7 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> str
 
 
 def _shown(tensor: Tensor) -> str:
-    """Its elements, where they are few."""
+    """Describe a tensor by its elements if there are few, otherwise by shape, strides and dtype."""
     if tensor.numel() <= SHOWN_ELEMENTS:
         return str(tensor.tolist())
     return f"{tuple(tensor.shape)} strides {tensor.stride()} {tensor.dtype}"

@@ -1,8 +1,9 @@
-"""Is attention over a cache right on this machine? The error rule of :mod:`flashtile.testing`, and every byte
-of the caches.
+"""Checks attention over a cache on this machine, by the error rule of :mod:`flashtile.testing`.
 
     from flashtile.decode import testing
     print(testing.check(q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, causal=True))
+
+The caches are compared byte by byte.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flashtile.rounding import finite, largest, score_noise
 from flashtile.testing import LSE_UNITS, Report, compare, poisoned_memory
 
 IMPLEMENTATION_ARGUMENTS = ("num_splits", "split_size", "softmax_max", "backend", "debug_checks")
-"""Arguments that say how a result is computed, and not what it is."""
+"""Arguments that decide how a result is computed, but do not change it."""
 
 
 def check(
@@ -33,11 +34,11 @@ def check(
     poison: bool = True,
     **arguments: Any,
 ) -> Report:
-    """Raise AssertionError unless the call meets the error rule and writes what it must, and nothing else.
+    """Raise AssertionError unless the call meets the error rule and writes exactly what it must.
 
-    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`; the caches are not changed (copies
-    are). ``poison``: run under :func:`flashtile.testing.poisoned_memory`. Costs the memory of standard
-    attention in float64.
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`, which gets copies of the caches.
+    With ``poison`` the call runs under :func:`flashtile.testing.poisoned_memory`. Takes the memory of
+    standard attention in float64.
     """
     ours_k, ours_v = _copy(k_cache), _copy(v_cache)
     with poisoned_memory() if poison else nullcontext():
@@ -49,8 +50,7 @@ def check(
     plain_lse = reference.attention_with_kvcache(*call, upcast=lse.dtype, **defining)[1]
     noise = score_noise(q, exact[2], arguments.get("softmax_scale"), largest)
     noise += LSE_UNITS * torch.finfo(q.dtype).eps
-    # A value that cancels to little keeps the rounding of the sum that it is, of which plain PyTorch may
-    # happen to have none.
+    # A value that cancels to almost 0 keeps the rounding of its sum, while plain PyTorch may be exact there.
     sums = torch.finfo(lse.dtype).eps * largest(finite(exact[3]))
     if arguments.get("v_descale") is not None:
         sums *= largest(finite(arguments["v_descale"]))
@@ -69,14 +69,14 @@ def check(
 
 
 def check_cache(name: str, actual: Tensor, expected: Tensor, before: Tensor, computed: bool) -> None:
-    """Raise AssertionError unless what was to be written is there and all else is as before, to the bit.
+    """Raise AssertionError unless the cache holds the new tokens and is otherwise unchanged, to the bit.
 
-    ``computed``: what was written went through arithmetic (rotary, scales), whose last bit may differ.
+    ``computed``: the new tokens went through arithmetic (rotary, scales), so their last bit may differ.
     """
     written = _bits(expected) != _bits(before)
     if not torch.equal(_bits(actual)[~written], _bits(before)[~written]):
         where = ((_bits(actual) != _bits(before)) & ~written).nonzero()[0].tolist()
-        raise AssertionError(f"{name} was changed at {where}, which is none of the call's places")
+        raise AssertionError(f"{name} was changed at {where}, which the call must not write")
     got, target = actual[written].double(), expected[written].double()
     allowed = torch.zeros_like(target)
     if computed:
@@ -90,7 +90,7 @@ def check_cache(name: str, actual: Tensor, expected: Tensor, before: Tensor, com
 
 
 def _copy(cache: Tensor) -> Tensor:
-    """The same numbers in the same memory layout, gaps included."""
+    """Copy a cache with its memory layout, gaps included."""
     copy = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=cache.device)
     return copy.copy_(cache)
 

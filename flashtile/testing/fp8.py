@@ -1,11 +1,11 @@
-"""Is FP8 attention right on this machine? The error rule of :mod:`flashtile.testing`, over what is stored.
+"""Checks FP8 attention on this machine: the error rule of :mod:`flashtile.testing`, over the stored numbers.
 
     from flashtile.fp8 import testing
     print(testing.check(q, k, v, causal=True))
 
 The reference is standard attention in float64 over the numbers that the e4m3 tensors and their scales stand
-for, so that what is judged is attention; how far those numbers are from what was quantised is another matter.
-Plain PyTorch in the same dtype rounds its probabilities to e4m3, too, and here times 2**8, as we do.
+for. Only attention is judged, not the error of quantisation. Plain PyTorch in the same dtype also rounds its
+probabilities to e4m3, here multiplied by 2**8 as in flashtile.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from flashtile.rounding import finite, largest, rms
 from flashtile.testing import Report, compare, poisoned_memory
 
 P_ROUNDING = 2.0**-5
-"""Typical relative error of a probability in e4m3: a quarter of the distance between neighbours."""
+"""Typical relative error of a probability in e4m3: a quarter of the distance between adjacent numbers."""
 
 SCORE_ERROR = 2.0**-20
-"""Rounding of a score, of the largest that the lengths of q and k allow."""
+"""Rounding error of a score, relative to the largest score that the norms of q and k allow."""
 
 SCORE_ERROR_ON_GPU = 2.0**-13
-"""The same where tensor cores sum products of e4m3 in fewer bits than float32 has."""
+"""Rounding error of a score on tensor cores, which sum e4m3 products in fewer bits than float32 has."""
 
 
 def check(
@@ -49,20 +49,20 @@ def check(
     function: Callable[..., Any] | None = None,
     **arguments: Any,
 ) -> Report:
-    """Raise AssertionError unless FP8 attention over q, k and v meets the error rule; return every number.
+    """Raise AssertionError unless FP8 attention over q, k and v meets the error rule; return the report.
+
+    Takes the memory of standard attention in float64.
 
     Args:
         q, k, v: as for :func:`flashtile.fp8.attention`, or float8_e4m3fn as for
             :func:`flashtile.flash_attn_func`.
         method, hadamard, seed: as for :func:`flashtile.fp8.attention`.
         poison: run under :func:`flashtile.testing.poisoned_memory`.
-        backend: which to insist on; one that cannot quantise computes on what the default one quantised.
-        function: what is measured in place of :func:`flashtile.fp8.attention`, or :func:`flashtile.attention`
-            for q of float8_e4m3fn; it gets what the former gets of those that are quantised.
-        arguments: the others of :func:`flashtile.fp8.attention`, or of :func:`flashtile.attention` with its
-            descales, but for rotary embedding.
-
-    Costs the memory of standard attention in float64.
+        backend: the backend to require; if it cannot quantise, the default backend does.
+        function: function to measure in place of :func:`flashtile.fp8.attention`, or of
+            :func:`flashtile.attention` for q of float8_e4m3fn. It gets quantised tensors in the former case.
+        arguments: other arguments of :func:`flashtile.fp8.attention` except rotary embedding, or of
+            :func:`flashtile.attention` with its descales.
     """
     parts: tuple[Any, Any, Any] = (q, k, v)
     with poisoned_memory() if poison else nullcontext():
@@ -89,7 +89,10 @@ def check(
 def _noise(
     parts: tuple[Any, Any, Any], arguments: dict[str, Any], on_gpu: bool
 ) -> tuple[tuple[float, float], float]:
-    """What rounding of P may leave in out, (largest, rms), if errors are unrelated; and of scores in lse."""
+    """Return the error that rounding of P may leave in out, (largest, rms), and that of scores in lse.
+
+    Errors of different probabilities are assumed to be independent.
+    """
     scales = [arguments.pop(f"{name}_descale", None) for name in "qkv"]
     (q, k, v), arguments = reference.dequantize(*parts, tuple(scales), torch.float64, arguments)
     squares, _ = exact.attention(q, k, v.square(), round_p=torch.square, **arguments)
@@ -103,17 +106,16 @@ def _noise(
 def standard(
     q: Tensor, k: Tensor, v: Tensor, *, p_scale: float | None = 1.0, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of standard attention in FP8, as FlashAttention-3 compares with in section 4.3.
+    """Compute (out, lse) of standard attention in FP8, FlashAttention-3's baseline in section 4.3.
 
-    Each tensor has one scale; products and softmax are in float32.
+    Each tensor has one scale; products and softmax are in float32, and so is out. With ``p_scale=1`` the
+    error on the paper's data is the one that the paper reports for its baseline; with probabilities in 16
+    bits (None) it is two thirds of that.
 
     Args:
         q, k, v: float16 or bfloat16, as for :func:`flashtile.attention`.
-        p_scale: as for :func:`flashtile.reference.fp8.attention`. 1 rounds the softmax's result as it is.
-        arguments: the others of :func:`flashtile.reference.attention.attention`.
-
-    out is float32. With ``p_scale=1`` the error on the paper's data is the one that the paper prints for its
-    baseline; with probabilities in 16 bits (None) it is two thirds of that.
+        p_scale: as for :func:`flashtile.reference.fp8.attention`. 1 rounds the softmax's result unscaled.
+        arguments: the other arguments of :func:`flashtile.reference.attention.attention`.
     """
     parts = quantize_call(q, k, v, method="tensor", hadamard=False, **arguments)
     return reference.attention(*parts, p_scale=p_scale, upcast=torch.float32, **arguments)
@@ -130,7 +132,7 @@ def quantize_call(
     backend: str | None = None,
     **arguments: Any,
 ) -> tuple[Quantized, Quantized, Quantized]:
-    """q, k and v as :func:`flashtile.fp8.attention` quantises those that are not yet."""
+    """Quantise those of q, k and v that are not yet quantised, as :func:`flashtile.fp8.attention` does."""
     method, seed = shared_method({"q": q, "k": k, "v": v}, method, hadamard, seed)
     quantized = (
         x

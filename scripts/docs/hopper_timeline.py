@@ -3,7 +3,7 @@
     python -m scripts.docs.hopper_timeline
 
 The order is the kernel's own (``backends/hopper/forward/schedule.py``); time is counted in blocks of keys, as
-``flashtile.io_model.hopper`` does.
+``flashtile.learn.io_model.hopper`` does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from flashtile.hardware.calls import Call
-from flashtile.io_model.hopper import WorkTiles, cost_of
+from flashtile.learn.io_model.hopper import WorkTiles, cost_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = 132

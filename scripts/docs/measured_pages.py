@@ -1,11 +1,9 @@
-"""Writes docs/measured/ from the experiments under benchmarks/results/experiments/.
+"""MkDocs hook: a page ``measured/NAME.md`` for each subject in benchmarks/results/experiments/NAME.json.
 
-    python scripts/docs/measured_pages.py
-
-A subject is a JSON file with a ``title``, what it is ``about``, and ``experiments``, newest first. The page
-shows of an experiment the ``title``, ``date``, ``setting``, and ``lines`` of ``question``, ``predicted``,
-``measured`` and ``decision``. Its ``values`` (tables: ``columns`` and ``rows``) and ``notes`` complete the
-record and stay in the JSON. A test holds the pages to this.
+A subject has a ``title``, what it is ``about``, and ``experiments``, newest first. The page shows of an
+experiment the ``title``, ``date``, ``setting`` and ``lines``: ``question``, ``predicted``, ``measured`` and
+``decision``. Its ``values`` (tables: ``columns`` and ``rows``) and ``notes`` complete the record and stay in
+the JSON. Links to the JSON lead to the page.
 """
 
 from __future__ import annotations
@@ -16,37 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from markdown_tables import of_rows
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from repository_links import rewrite
 
-ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
-EXPERIMENTS = RESULTS / "experiments"
-FOLDER = ROOT / "docs" / "measured"
-
-SUBJECTS = (
-    "peers", "hopper_forward", "hopper_backward", "fp8", "decoding", "linear", "portable", "cpu", "host_time",
-    "models", "compilers",
-)  # fmt: skip
-"""In the order of the index."""
-
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 COLUMNS = ("question", "predicted", "measured", "decision")
 
-INTRODUCTION = """# What was measured
 
-Experiments, failed ones among them: what was asked, what was predicted before measuring, what came out, and
-what was decided. Each page is made from a JSON file, which has every value. Cards and moments differ by some
-per cent, so compare within one experiment only. [Benchmarking](../benchmarking.md) says how to measure.
-"""
-
-
-def subject(name: str) -> dict[str, Any]:
-    return json.loads((EXPERIMENTS / f"{name}.json").read_text())
-
-
-def page(name: str) -> str:
+def page(path: Path) -> str:
     """One subject: a section for each experiment, a row for each of its lines."""
-    document = subject(name)
-    record = f"../../{(EXPERIMENTS / name).relative_to(ROOT).as_posix()}.json"
-    parts = [f"# {document['title']}", f"{document['about']} All values and notes: [{name}.json]({record})."]
+    document: dict[str, Any] = json.loads(path.read_text())
+    parts = [f"# {document['title']}", document["about"]]
     for experiment in document["experiments"]:
         rows = [[line[column] for column in COLUMNS] for line in experiment["lines"]]
         parts += [
@@ -54,7 +33,8 @@ def page(name: str) -> str:
             with_links(f"{experiment['date']}. {experiment['setting']}", experiment["date"]),
             with_links(of_rows(list(COLUMNS), rows, [False] * len(COLUMNS)), experiment["date"]),
         ]
-    return "\n\n".join(parts) + "\n"
+    text = rewrite("\n\n".join(parts), f"docs/measured/{path.stem}.md")
+    return f"{text}\n\nAll values and notes: [{path.name}](../benchmarks/results/experiments/{path.name}).\n"
 
 
 def with_links(text: str, date: str) -> str:
@@ -67,23 +47,9 @@ def with_links(text: str, date: str) -> str:
     return re.sub(r"`([\w-]+)\.json`", link, text)
 
 
-def index() -> str:
-    """What the subjects are, and how many lines each has."""
-    rows = []
-    for name in SUBJECTS:
-        document = subject(name)
-        lines = sum(len(experiment["lines"]) for experiment in document["experiments"])
-        titles = "; ".join(experiment["title"] for experiment in document["experiments"])
-        rows.append([f"[{document['title']}]({name}.md)", titles, str(lines)])
-    return f"{INTRODUCTION}\n{of_rows(['subject', 'experiments', 'lines'], rows, [False, False, True])}\n"
-
-
-def pages() -> dict[str, str]:
-    """Each file of docs/measured/ by its name."""
-    return {"index.md": index(), **{f"{name}.md": page(name) for name in SUBJECTS}}
-
-
-if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for name, text in pages().items():
-        (FOLDER / name).write_text(text)
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    for path in sorted((RESULTS / "experiments").glob("*.json")):
+        place = f"benchmarks/results/experiments/{path.name}"
+        files.append(File.generated(config, place, content=path.read_text()))
+        files.append(File.generated(config, f"measured/{path.stem}.md", content=page(path)))
+    return files

@@ -2,7 +2,8 @@
 
 A page may link to ``../../flashtile/api/merge.py`` or ``../CONTRIBUTING.md``, which leads somewhere in a
 checkout and on a code host. For the site, each linked file becomes part of it: Markdown a page, any other
-text a page that shows it, and JSON a download. Links are rewritten to match.
+text a page that shows it, experiments their page of measurements, and other JSON a download. Links are
+rewritten to match.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ def site_path(path: str) -> str | None:
         return path.removeprefix("docs/")
     if path.endswith(".md"):
         return TRANSLATIONS.get(path, path.lower())
+    if path.startswith("benchmarks/results/experiments/"):
+        return f"measured/{Path(path).stem}.md"
     if path.endswith(".json"):
         return path
     return f"source/{path}.md" if Path(path).suffix in (*LANGUAGES, "") else None

@@ -18,9 +18,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from rich.console import Console
 
-from flashtile.bench import engine_bench, linear_bench, report
-from flashtile.bench.report_charts import charts
 from flashtile.io_model import card_of_device
+from flashtile.tools.bench import engine_bench, linear_bench, report
+from flashtile.tools.bench.report_charts import charts
 
 SECTION = "Measurements"
 """The part of the navigation that the pages join."""

@@ -29,9 +29,8 @@ AREAS = (
     Area(
         "operators",
         (
-            *(f"flashtile/{folder}/*" for folder in ("attn", "decode", "fp8", "linear", "op", "checks")),
-            *(f"flashtile/{folder}/*" for folder in ("api", "operators", "problems", "attention")),
-            *(f"flashtile/{file}.py" for file in ("arguments", "problem", "merge", "caches", "dropout")),
+            *(f"flashtile/{folder}/*" for folder in ("api", "checks", "op", "operators", "problems")),
+            *(f"flashtile/{file}.py" for file in ("caches", "dropout")),
         ),
         (
             "tests/attn/test_functional.py",

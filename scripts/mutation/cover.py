@@ -44,11 +44,25 @@ class Lines:
         return self.files[name]
 
     def start(self) -> None:
+        if "torch._dynamo.symbolic_convert" in sys.modules:
+            self.follow_dynamo()
         if sys.version_info >= (3, 12):
             self._monitor()
         else:
             threading.settrace(self._trace)
             sys.settrace(self._trace)
+
+    def follow_dynamo(self) -> None:
+        """Lines that Dynamo looks at in Python's place, too."""
+        from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+        starts_line = InstructionTranslatorBase.starts_line
+
+        def add(translator: Any, number: int) -> None:
+            starts_line(translator, number)
+            self.add(translator.f_code.co_filename, number)
+
+        InstructionTranslatorBase.starts_line = add  # type: ignore[assignment, method-assign]
 
     def _monitor(self) -> None:
         if sys.version_info >= (3, 12):

@@ -31,6 +31,8 @@ PASSED, FAILED, EMPTY, STOPPED = 0, 1, 5, (2, 4)
 RAN = 100
 """Is added to them, lest a process that never came to pytest passes for a test that failed."""
 PROCESSES = multiprocessing.get_context("forkserver")
+FRESH = multiprocessing.get_context("spawn")
+"""For interpreted tests: what the fork server has imported includes a Triton that compiles."""
 LEFT_OUT = ("__pycache__", "*.pyc", "*.egg-info", "build", "dist")
 FIRST_SECONDS, FIRST_FILES = 2.0, 3
 """Most faults are noticed by a few quick tests: those come first, without the time to import the others."""
@@ -70,18 +72,20 @@ class Checkout:
         code = _in_process(patience, _run, self.root, mode, [name for name, _ in tests], answer)
         if code is None:
             return "time"
-        if code == FAILED:
+        if code == FAILED and answer.exists():
             return answer.read_text("utf-8")
-        if code in STOPPED:
+        if code in (FAILED, *STOPPED):
             return "import"
         if code in (PASSED, EMPTY):
             return ""
-        return f"end of the process ({code})"
+        return str(code)
 
 
-def _in_process(patience: float, act: Callable[..., None], *arguments: Any) -> int | None:
-    """Exit code of pytest; None if it took over ``patience`` seconds of the CPU, or many more in all."""
-    process = PROCESSES.Process(target=_begin, args=(patience, act, arguments))
+def _in_process(patience: float, act: Callable[..., None], *arguments: Any) -> int | str | None:
+    """Exit code of pytest, or what ended the process before it had one; None if it took over ``patience``
+    seconds of the CPU, or many more in all."""
+    processes: Any = FRESH if "interpreted" in arguments else PROCESSES
+    process = processes.Process(target=_begin, args=(patience, act, arguments))
     process.start()
     process.join(10 * patience)
     assert process.pid is not None
@@ -92,7 +96,7 @@ def _in_process(patience: float, act: Callable[..., None], *arguments: Any) -> i
     assert code is not None
     if code in (-signal.SIGKILL, -signal.SIGXCPU):
         return None
-    return code - RAN if code >= RAN else code
+    return code - RAN if code >= RAN else f"end of the process ({code})"
 
 
 def _begin(patience: float, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashtile.algorithms import Memory, flash1, flash2, flash3, flash_decoding, paged, standard, unified_max
-from flashtile.algorithms.call import log_sum_exp
+from flashtile.learn.algorithms.call import log_sum_exp
 from flashtile.testing import FACTORS, compare
 
 SMALL_SRAM = 2000  # numbers: several blocks a side at the lengths below

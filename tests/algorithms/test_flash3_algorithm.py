@@ -9,7 +9,7 @@ import torch
 from algorithm_heads import attention, random_head
 
 from flashtile.algorithms import Memory, flash3, flash3_fp8
-from flashtile.algorithms.flash3_schedule import SOFTMAX, TENSOR_CORE, TMA, Order, busy, needs, schedule
+from flashtile.learn.algorithms.flash3_schedule import SOFTMAX, TENSOR_CORE, TMA, Order, busy, needs, schedule
 
 MODES = [
     {"warpgroups": warpgroups, "pingpong": pingpong, "pipelined": pipelined}

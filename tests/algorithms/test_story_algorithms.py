@@ -19,7 +19,7 @@ from flashtile.algorithms import (
     tiled_matmul,
     warp_split,
 )
-from flashtile.algorithms.warps import Warps
+from flashtile.learn.algorithms.warps import Warps
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from flashtile.algorithms import Memory, Trace, flash1, flash2, flash_decoding, standard
 from flashtile.hardware.cards import KIB
 from flashtile.io_model import Call, estimates, find_card, find_model
-from flashtile.io_model.estimate import DECODING, FLASH1, FLASH2, STANDARD
+from flashtile.learn.io_model.estimate import DECODING, FLASH1, FLASH2, STANDARD
 
 
 def head(N: int, d: int) -> tuple[torch.Tensor, ...]:

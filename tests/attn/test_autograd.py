@@ -83,7 +83,7 @@ def test_gradient_for_some_inputs(compiled, wanted):
     assert_same(results(call, tensors), results(partial(reference.attention, causal=True), tensors))
 
 
-@pytest.mark.parametrize("forward_compiled", [False, True])
+@pytest.mark.parametrize("forward_compiled", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_autograd(forward_compiled):
     """The backward pass is traced from the graph of nodes that eager or compiled calls left."""
     tensors = dense(grad=True)

@@ -73,7 +73,7 @@ def test_the_share_is_one_of_probabilities():
 
 def test_what_hopper_compares_are_numbers_in_fp16():
     pytest.importorskip("triton")
-    from flashtile.backends.hopper.dropout.config import MOST_DROPPED, reason_against_dropout
+    from flashtile.backends.hopper.refusals import MOST_DROPPED, reason_against_dropout
 
     sizes = "batch seqlen_q seqlen_k total_q total_k num_heads_q num_heads_kv head_dim head_dim_v"
     numbers = dict.fromkeys(sizes.split(), 64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,8 +48,22 @@ def calls(draw: st.DrawFn, target: Target, dtype, varlen: bool) -> Case:
     )
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-@pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64], ids=["fp16", "bf16", "fp32", "fp64"])
+DTYPES = {"fp16": FP16, "bf16": BF16, "fp32": FP32, "fp64": FP64}
+EVERY_DAY = (("fp16", "dense"), ("bf16", "varlen"), ("fp32", "varlen"), ("fp64", "dense"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "varlen"),
+    [
+        pytest.param(
+            DTYPES[dtype],
+            layout == "varlen",
+            id=f"{dtype}-{layout}",
+            marks=() if (dtype, layout) in EVERY_DAY else (pytest.mark.thorough,),
+        )
+        for dtype, layout in itertools.product(DTYPES, ("dense", "varlen"))
+    ],
+)
 def test_any_call(target: Target, dtype, varlen: bool) -> None:
     if dtype not in target.dtypes:
         pytest.skip(f"{target.name} does not take {dtype}")

@@ -100,7 +100,8 @@ def test_weights_of_functions_and_block_masks(target: Target) -> None:
     case = SMALL if target.name == "interpreter" else CALL
     q, k, v = case.inputs(target.device).qkv
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.2], device=target.device)[: case.heads_q].requires_grad_()
-    given = {"score_mod": masks.alibi(slopes, offset=8), "mask_mod": masks.dilated(3, 4) & masks.causal()}
+    seen = masks.dilated(3, 4) & masks.causal() & masks.mask_mod(lambda b, h, q, kv: q % 7 != 3)
+    given = {"score_mod": masks.alibi(slopes, offset=8), "mask_mod": seen}
     lengths = case.batch, case.heads_q, case.seqlen_q, case.seqlen_k
     blocks = masks.create_block_mask(given["mask_mod"], *lengths, target.device, (16, 16))
     listed = {"score_mod": given["score_mod"], "block_mask": blocks}

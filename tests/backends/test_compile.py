@@ -1,8 +1,9 @@
 """Every kernel configuration, compiled ahead of time, is within its limits.
 
-``make test`` reads what the compiler made of a configuration from the record (``compile_record.py``). It
-compiles those that have changed since, and one of each folder of kernels; the rest are marked ``exhaustive``
-(``make test-compile``). Of a Triton without a record it compiles the configurations that tell most.
+``make test`` compiles one configuration of each kernel for Hopper, of kernels that differ little from another
+none. ``make test-thorough`` compiles one of these, too, and those that have changed since they were recorded
+(``compile_record.py``); without a record of this Triton, those that tell most. The rest are marked
+``exhaustive`` (``make test-compile``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ WIDTHS = ("BLOCK_D", "BLOCK_DV", "HEAD_DIM", "HEAD_DIM_V", "QK_COLUMNS", "O_WIDE
 
 
 def type_of_q(case: CompileCase) -> str:
+    if own := getattr(case.signature.get("pointers"), "q", None):
+        return own
     return next((case.signature[name] for name in ("q", "q_ptr", "q_desc") if name in case.signature), "")
 
 
@@ -78,7 +81,7 @@ def shown_by(arch: str, case: CompileCase) -> set[tuple]:
     width = constants.get("BLOCK_D")
     if case.exhaustive or (width is not None and constants.get("BLOCK_DV", width) != width):
         return set()
-    kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
+    kernel = kernel_of(case)
     values = ((VALUE, *kernel, *item) for item in constants.items() if item[0] not in WIDTHS)
     return {("kernel", arch, *kernel), *values}
 
@@ -89,16 +92,24 @@ def weight(case: CompileCase) -> tuple[int, int]:
     return max(constants.get(name, 0) for name in WIDTHS), sum(value is True for value in constants.values())
 
 
-def of_each_folder() -> set[tuple[str, str]]:
-    """(architecture, name) of the narrowest case of each folder of kernels: is the record true?"""
-    smallest: dict[str, tuple] = {}
-    for arch, cases in CASES.items():
-        for case in cases:
-            if case.tensor_cores:
-                folder = case.kernel.fn.__module__.rpartition(".")[0]
-                found = weight(case), arch, case.name
-                smallest[folder] = min(smallest.get(folder, found), found)
-    return {(arch, name) for _, arch, name in smallest.values()}
+def kernel_of(case: CompileCase) -> tuple[str, str]:
+    """Its module and name."""
+    return case.kernel.fn.__module__, case.kernel.fn.__name__
+
+
+def of_each_kernel() -> dict[tuple[str, str], CompileCase]:
+    """A case of each kernel for Hopper, with its narrowest heads: with most features, or fewest where the
+    compiler takes long, in Gluon's kernels."""
+    chosen: dict[tuple[str, str], CompileCase] = {}
+
+    def order(case: CompileCase) -> tuple[int, int]:
+        width, features = weight(case)
+        return width, features if ".hopper." in kernel_of(case)[0] else -features
+
+    for case in CASES[HOPPER]:
+        if order(case) < order(chosen.setdefault(kernel_of(case), case)):
+            chosen[kernel_of(case)] = case
+    return chosen
 
 
 def unrecorded() -> set[tuple[str, str]]:
@@ -107,7 +118,19 @@ def unrecorded() -> set[tuple[str, str]]:
     return {(arch, case.name) for arch, case, found in pairs if found is None}
 
 
-CHOSEN = unrecorded() | of_each_folder() if compile_record.is_of_this_triton() else telling()
+TOLD_BY_OTHERS = {kernel_of(case) for case in CASES[HOPPER]} - {
+    kernel_of(case) for case in CASES[HOPPER] if not case.exhaustive
+}
+"""Kernels of which every case differs little from another kernel's."""
+OF_EACH = {kernel: (HOPPER, case.name) for kernel, case in of_each_kernel().items()}
+FEW = {case for kernel, case in OF_EACH.items() if kernel not in TOLD_BY_OTHERS}
+THOROUGH = {*OF_EACH.values()} | (unrecorded() if compile_record.is_of_this_triton() else telling())
+
+
+def marks(arch: str, case: CompileCase) -> tuple[pytest.MarkDecorator, ...]:
+    if (arch, case.name) in FEW:
+        return ()
+    return (pytest.mark.thorough if (arch, case.name) in THOROUGH else pytest.mark.exhaustive,)
 
 
 def every_configuration() -> list:
@@ -117,7 +140,7 @@ def every_configuration() -> list:
             case,
             found,
             id=f"{arch}-{case.name}",
-            marks=() if (arch, case.name) in CHOSEN else (pytest.mark.exhaustive,),
+            marks=marks(arch, case),
         )
         for arch, cases in CASES.items()
         for case, found in zip(cases, RECORDED[arch], strict=True)
@@ -161,6 +184,8 @@ def test_every_kernel_has_cases(arch):
     assert {"forward_kernel", "dkdv_kernel", "dq_kernel"} <= kernels
     told = telling()
     assert kernels == {case.kernel.fn.__name__ for case in cases if (arch, case.name) in told}
+    assert {kernel_of(case) for case in cases} <= OF_EACH.keys()
+    assert len(FEW) > 30
     of_16_bits = [case for case in cases if is_16_bit(case)]
     assert len(of_16_bits) > 50
     assert [case.name for case in of_16_bits if not case.tensor_cores] == []

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,7 +89,7 @@ def test_threads_follow_warps():
     assert report(product(num_warps=8), "sm_90a").threads == 256
 
 
-@pytest.mark.parametrize("arch", TESTED_ARCHITECTURES)
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.thorough), "sm_90a"])
 def test_spills_are_those_that_ptxas_reports(arch, tmp_path):
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -107,10 +108,12 @@ def test_spills_are_those_that_ptxas_reports(arch, tmp_path):
 
 
 def test_a_spill_above_the_budget_is_a_violation():
-    spilled = report(spilling(), "sm_90a").spill_stores
-    assert report(spilling(), "sm_90a").violations == [f"{spilled} bytes of spill stores, budget 0"]
-    assert report(spilling(budget=spilled), "sm_90a").violations == []
-    assert report(spilling(budget=spilled - 1), "sm_90a").violations != []
+    found = report(spilling(budget=7), "sm_90a")
+    spilled = found.spill_stores
+    assert spilled > 7
+    assert found.violations == [f"{spilled} bytes of spill stores, budget 7"]
+    assert replace(found, spill_budget=spilled).violations == []
+    assert replace(found, spill_budget=spilled - 1).violations != []
 
 
 def test_shared_memory_above_the_limit_is_a_violation():
@@ -184,7 +187,7 @@ def command(monkeypatch):
     """Run ``flashtile inspect`` on given cases."""
     import typer
 
-    from flashtile.commands import inspect as module
+    from flashtile.tools.commands import inspect as module
 
     def run(cases: list[CompileCase], *arguments: str, columns: int = 200):
         monkeypatch.setattr(module, "every_case", lambda arch: cases)
@@ -215,7 +218,7 @@ def test_inspect_fails_above_the_budget(command):
 
 def test_inspect_s_table_is_whole_where_nothing_is_a_terminal(command, monkeypatch):
     """As in a file or a pipe, whose width rich takes to be 80."""
-    from flashtile.commands import inspect as module
+    from flashtile.tools.commands import inspect as module
 
     name = "hopper forward head_dim 128/128 128x128 causal"
     made = CompileReport(

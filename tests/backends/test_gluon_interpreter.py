@@ -85,7 +85,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     # A wait less.
     ("forward", products.tile_of_v, "v.wait(i)", "i % v.STAGES",
      r"multiplies by b, v\.tiles\[\d\], written by a load that completes on v\.full\[\d\]"),
-    ("forward", forward_attend.attend_tile, "tma.store_wait(0)  # of the tile before", "pass",
+    ("forward", tiles.store_tile, "tma.store_wait(0)  # of the tile before", "pass",
      r"stores to o_tiles\[\d\], read by a TMA store"),
     ("forward", forward.consumer, "tma.store_wait(0)", "pass", "ends before its TMA stores have read"),
     ("forward, long", forward_attend.attend_uncut, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
@@ -106,7 +106,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
      r"loads to v\.tiles\[\d\], read by a product"),
     (MANY_HEADS_RUN, backward.accumulate_dq, ADDED + "0)", ADDED + "1)", SOME_END),
     # A fence less.
-    ("forward", forward_attend.attend_tile, "fence_async_shared()", "", r"o_tiles\[\d\], .* without fence"),
+    ("forward", tiles.store_tile, "fence_async_shared()", "", r"o_tiles\[\d\], .* without fence"),
     ("backward", step.step, "fence_async_shared()", "", r"ds\[\d\], written by .* without fence"),
     (MANY_HEADS_RUN, dq_accum.wait_for, "proxy_fence()", "", SOME_END),
     ("fp8", fp8_forward.transpose_values, "fence_async_shared()", "", r"v_tiles\[\d\], .* without fence"),

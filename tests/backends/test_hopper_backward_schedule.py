@@ -194,9 +194,9 @@ def test_the_order_of_additions_has_no_gap(
 
 def make_schedule(
     blocks: int, heads: int, seqlen_q: int, seqlen_k: int, left: int = -1, right: int = -1, **more: int
-) -> backward_schedule.Schedule:
+) -> backward_schedule.BackwardSchedule:
     fields = {"num_tiles": 0, "batch_rows_k": seqlen_k, "alibi_stride": 0, "swizzle": 1} | more
-    return backward_schedule.Schedule(
+    return backward_schedule.BackwardSchedule(
         num_blocks=blocks,
         num_heads=heads,
         seqlen_q=seqlen_q,
@@ -493,6 +493,7 @@ def test_every_head_size_has_a_configuration_that_fits() -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.thorough
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("sizes", [(64, 128), (256, 128)])
 def test_memory_is_what_the_compiler_says(sizes: tuple[int, int]) -> None:

@@ -56,6 +56,18 @@ def work_of(blocks: int, rows: int, heads: int, group: int, causal: bool, divide
     )
 
 
+@pytest.mark.parametrize("lengths", [(100, 100), (70, 130), (130, 70)])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (20, 0), (9, 30)])
+def test_steps_are_blocks_of_rows_that_see_a_key(lengths: tuple[int, int], window: tuple[int, int]) -> None:
+    (rows, keys), (left, right) = lengths, window
+    problem = problem_of(1, rows, (1, 1), seqlen_k=keys, window_left=left, window_right=right)
+    place = torch.arange(keys) - (torch.arange(rows)[:, None] + keys - rows)
+    seen = ((left < 0) | (place >= -left)) & ((right < 0) | (place <= right))
+    blocks = [seen[:, first : first + 32].any(1).nonzero().flatten() // 16 for first in range(0, keys, 32)]
+    steps = splitting.steps_of_blocks(problem, 16, 32)
+    assert steps == tuple(len(block.unique()) for block in blocks)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_work_tiles_that_fill_the_card_stay_whole(head_dim: int, causal: bool) -> None:

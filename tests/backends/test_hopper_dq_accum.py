@@ -15,12 +15,13 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
+from flashtile.backends.common.compile_report import types_of
 from flashtile.backends.common.preprocess import padded_rows
 from flashtile.backends.hopper import work_tiles
 from flashtile.backends.hopper.backward import config, dq_accum, step
 from flashtile.backends.hopper.backward import schedule as backward_schedule
-from flashtile.backends.hopper.backward.dq_accum import DqAccum, Sizes
-from flashtile.backends.hopper.backward.schedule import Pointers, Schedule
+from flashtile.backends.hopper.backward.dq_accum import AccumSizes, DqAccum
+from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from kernels_as_python import functions_of, make_work_tile
 
@@ -208,7 +209,7 @@ def run(
         BLOCK_N=BLOCK_N, BLOCK_D=block_d, HAS_LEFT=False, HAS_RIGHT=False, HAS_CUTS=False,
         ROW_SPLITS=row_splits, SEQUENCES_FIRST=False,
     )  # fmt: skip
-    numbers = Schedule(
+    numbers = BackwardSchedule(
         num_tiles=heads * batch * blocks, num_blocks=blocks, num_heads=heads, seqlen_q=longest_q,
         seqlen_k=longest_k, batch_rows_k=longest_k, window_left=-1, window_right=-1, alibi_stride=0,
         swizzle=max(swizzle, 1),
@@ -220,8 +221,9 @@ def run(
         0.0 if varlen else torch.nan
     )
     counters = torch.zeros(2 + 2 * total_heads, dtype=torch.int64)
-    pointers = Pointers(table=Pointer(table), seqused_k=None, alibi_slopes=None, next_tile=Pointer(counters))
-    sizes = Sizes(
+    present = {"table": Pointer(table), "counters": Pointer(counters)}
+    pointers = types_of(BackwardPointers, None, **present)
+    sizes = AccumSizes(
         row_blocks=rows // block_m,
         total_heads=total_heads,
         resident_heads=resident,
@@ -238,9 +240,9 @@ def run(
     errors: list[BaseException] = []
 
     def accumulate_dq() -> None:
-        tile_index = atomic_add(pointers.next_tile, 1)
+        tile_index = atomic_add(pointers.counters, 1)
         while tile_index < FUNCTIONS["count_tiles"](C, pointers, numbers):
-            following = atomic_add(pointers.next_tile, 1)  # as the producer: before it waits
+            following = atomic_add(pointers.counters, 1)  # as the producer: before it waits
             work = FUNCTIONS["find_work_tile"](C, tile_index, pointers, numbers)
             key_head, _ = FUNCTIONS["head_and_block"](C, tile_index, blocks_of_head, numbers)
             FUNCTIONS["wait_until_zeroed"](key_head, blocks_of_head, accum)
@@ -286,19 +288,25 @@ def run(
         start += seqlen_q
 
 
-@pytest.mark.parametrize(("batch", "lengths"), DENSE)
-@pytest.mark.parametrize(("group", "head_dim", "block_m"), [(1, 128, 64), (2, 64, 128), (3, 72, 64)])
-@pytest.mark.parametrize(("programs", "resident"), [(1, 1), (3, 1), (4, 3), (5, 100)])
+SHAPES = [(1, 128, 64), (2, 64, 128), (3, 72, 64)]  # (group, head_dim, block_m)
+PROGRAMS = [(1, 1), (3, 1), (4, 3), (5, 100)]  # (programs, resident)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape", "programs"),
+    [  # in make test any two of the three meet
+        pytest.param(
+            DENSE[i], SHAPES[j], PROGRAMS[k], marks=() if (i + k) % 3 == j else (pytest.mark.thorough,)
+        )
+        for i, j, k in itertools.product(range(len(DENSE)), range(len(SHAPES)), range(len(PROGRAMS)))
+    ],
+    ids=str,
+)
 def test_equal_lengths(
-    batch: int,
-    lengths: tuple[int, int],
-    group: int,
-    head_dim: int,
-    block_m: int,
-    programs: int,
-    resident: int,
+    lengths: tuple[int, tuple[int, int]], shape: tuple[int, int, int], programs: tuple[int, int]
 ) -> None:
-    run((lengths,) * batch, 4, group, head_dim, block_m, programs, resident)
+    batch, of_each = lengths
+    run((of_each,) * batch, 4, *shape, *programs)
 
 
 @pytest.mark.parametrize("lengths", PACKED)
@@ -332,8 +340,8 @@ def test_the_order_of_what_is_converted_is_that_of_what_was_stored() -> None:
             VARLEN=False, SEQUSED=False, GROUP=1, BLOCK_M=block_m, BLOCK_N=BLOCK_N, BLOCK_D=head_dim,
             ROW_SPLITS=1, SEQUENCES_FIRST=False,
         )  # fmt: skip
-        numbers = Schedule(1, 1, 1, ROWS, BLOCK_N, BLOCK_N, -1, -1, 0, 1)
-        accum = DqAccum(Sizes(128 // block_m, 1, 1, head_dim // 8), None, Pointer(dq), None, None, None)
+        numbers = BackwardSchedule(1, 1, 1, ROWS, BLOCK_N, BLOCK_N, -1, -1, 0, 1)
+        accum = DqAccum(AccumSizes(128 // block_m, 1, 1, head_dim // 8), None, Pointer(dq), None, None, None)
         view = View(torch.cat([memory, memory * 0]), head_dim)
         FUNCTIONS["convert_part"](C, chunks_of(view), view, 0, 0, 0, None, numbers, accum, 2.0)
         assert torch.equal(dq.view(ROWS, head_dim), 2 * tile)

@@ -31,6 +31,7 @@ def test_every_row_fits_shared_memory() -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.thorough
 def test_shared_memory_is_what_the_kernel_allocates() -> None:
     cases = {case.name: case for case in compile_cases(HOPPER)}
     for v_transposed, name in ((True, "full q in registers"), (False, "full v row by row")):

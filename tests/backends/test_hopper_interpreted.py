@@ -29,10 +29,10 @@ from flashtile import dropout, testing
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward.splits import Splits
+from flashtile.backends.hopper.forward import launch as forward_launch
 from flashtile.backends.hopper.forward.config import every_row
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
-from flashtile.backends.hopper.mods import launch as mods_launch
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.problems.linear import LinearTensors
@@ -206,7 +206,13 @@ SHARED: dict[str, tuple[Splits, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("both", "wide") else pytest.param(name, marks=exhaustive) for name in SHARED]
+    "name",
+    [
+        name
+        if name == "both"
+        else pytest.param(name, marks=pytest.mark.thorough if name == "wide" else exhaustive)
+        for name in SHARED
+    ],
 )
 def test_shared_blocks_of_keys(name: str) -> None:
     """More programs than a card of two multiprocessors would have share them."""
@@ -278,7 +284,7 @@ def test_launches_share_the_counter_of_their_queue() -> None:
     """Each leaves it 0, whichever of its programs is the last to ask."""
     counters = torch.zeros(8, dtype=torch.int32)
     q, k, v = (testing.random_tensor((1, 300, h, 64), BF16, "cpu", seed=h) for h in (6, 2, 2))
-    with mock.patch.object(mods_launch, "zeroed_counters", return_value=counters):
+    with mock.patch.object(forward_launch, "zeroed_counters", return_value=counters):
         for seed in range(2):
             with interpreted(seed):
                 testing.check(q, k, v, backend="hopper", block_mask=BLOCKS, gradients=False)

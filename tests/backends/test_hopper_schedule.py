@@ -155,6 +155,12 @@ def test_key_blocks_are_those_of_the_mask(window: tuple[int, int], seqlen_q: int
         begin, end = as_python(schedule.key_blocks)(
             first, last, seqlen_q, seqlen_k, left, right, *sides, block_n
         )
+        work = SimpleNamespace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        two_heads = SimpleNamespace(
+            BLOCK_M=2 * rows_of_block, PACK=2, BLOCK_N=block_n, HAS_LEFT=sides[0], HAS_RIGHT=sides[1]
+        )
+        of_tile = as_python(schedule.tile_blocks)(two_heads, work, first // rows_of_block, left, right)
+        assert of_tile == (begin, end)
         seen = [keys_of(row, seqlen_q, seqlen_k, left, right) for row in range(first, last + 1)]
         needed = {key // block_n for keys in seen for key in keys}
         if not needed:

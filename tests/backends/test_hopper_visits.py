@@ -16,8 +16,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton
 
 from flashtile import masks
 from flashtile.backends.hopper.compile_cases import PLAIN
-from flashtile.backends.hopper.mods import visits
-from flashtile.backends.hopper.mods.config import reason_against_backward, reason_against_mods
+from flashtile.backends.hopper.modifiers import block_lists
+from flashtile.backends.hopper.refusals import reason_against_mods, reason_against_mods_backward
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
 from kernels_as_python import functions_of
@@ -50,7 +50,7 @@ GL = SimpleNamespace(
     maximum=max,
     BlockedLayout=lambda *parts: None,
 )
-AS_PYTHON = functions_of(visits, gl=GL)
+AS_PYTHON = functions_of(block_lists, gl=GL)
 
 
 def visited(plan: Any, variant: Any) -> list[tuple[int, bool]]:
@@ -98,18 +98,20 @@ def test_every_listed_block_is_visited_once(seed: int) -> None:
         for n in range(-(-seqlen_k // 16))
     }
     forward = SimpleNamespace(
-        BLOCK_M=16, BLOCK_N=16, OWN=size_q, PARTS=parts_k, EVEN_N=seqlen_k % size_kv == 0
+        BLOCK_M=16,
+        BLOCK_N=16,
+        MASK_BLOCK=size_q,
+        TILES_PER_MASK_BLOCK=parts_k,
+        EVEN_N=seqlen_k % size_kv == 0,
     )
-    key_lists = lists_of(
-        block_mask, ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    )
+    key_lists = lists_of(block_mask, ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"))
     row_lists = lists_of(block_mask, ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"))
     for h in range(HEADS):
         work = SimpleNamespace(
             sequence=torch.tensor(1), head=torch.tensor(h), seqlen_q=seqlen_q, seqlen_k=seqlen_k
         )
         for m in range(-(-seqlen_q // 16)):
-            plan = AS_PYTHON["key_visits"](forward, 4, work, m, key_lists)
+            plan = AS_PYTHON["listed_keys"](forward, 4, work, m, key_lists)
             found = visited(plan, forward)
             downwards = [AS_PYTHON["key_block"](forward, plan, n) for n in range(plan.count - 1, -1, -1)]
             assert downwards == found
@@ -119,24 +121,29 @@ def test_every_listed_block_is_visited_once(seed: int) -> None:
                 continue
             check_visits(
                 found,
-                plan.cut,
+                plan.masked_count,
                 wanted,
                 -(-seqlen_k // 16),
                 lambda block: (block * 16 // size_kv + 1) * size_kv > seqlen_k,
             )
     backward = SimpleNamespace(
-        BLOCK_M=16, BLOCK_N=16, OWN=size_kv, PARTS=parts_q, GROUP=1, EVEN_N=seqlen_k % 16 == 0
+        BLOCK_M=16,
+        BLOCK_N=16,
+        MASK_BLOCK=size_kv,
+        TILES_PER_MASK_BLOCK=parts_q,
+        GROUP=1,
+        EVEN_N=seqlen_k % 16 == 0,
     )
     for h in range(HEADS):
         for n in range(-(-seqlen_k // 16)):
             work = SimpleNamespace(
                 sequence=torch.tensor(1), head=torch.tensor(h), place=n, seqlen_q=seqlen_q, seqlen_k=seqlen_k
             )
-            plan = AS_PYTHON["row_visits"](backward, work, row_lists)
+            plan = AS_PYTHON["listed_rows"](backward, work, row_lists)
             found = visited(plan, backward)
             wanted = {m: kind for (head, m, key), kind in kinds.items() if (head, key) == (h, n) and kind}
             ends = (n + 1) * 16 > seqlen_k
-            check_visits(found, plan.cut, wanted, -(-seqlen_q // 16), lambda block, ends=ends: ends)
+            check_visits(found, plan.masked_count, wanted, -(-seqlen_q // 16), lambda block, ends=ends: ends)
 
 
 def block_kind(
@@ -179,8 +186,8 @@ SERVED = {
 REFUSED = {
     "small": (with_mods(mask_mod=CAUSAL, block_size=(64, 128)), "multiples of 128 queries and 128 keys"),
     "wide": (with_mods(replace(PLAIN, head_dim=192), mask_mod=CAUSAL), "head sizes up to 128"),
-    "slopes": (with_mods(replace(PLAIN, alibi=True), score_mod=SCORE), "alibi_slopes beside score_mod"),
-    "softcap": (with_mods(replace(PLAIN, softcap=1.0), score_mod=SCORE), "softcap beside score_mod"),
+    "slopes": (with_mods(replace(PLAIN, alibi=True), score_mod=SCORE), "alibi_slopes with score_mod"),
+    "softcap": (with_mods(replace(PLAIN, softcap=1.0), score_mod=SCORE), "softcap with score_mod"),
     "window": (
         with_mods(replace(PLAIN, window_right=0), mask_mod=CAUSAL, block_size=(128, 128)), "causal or window"
     ),
@@ -202,7 +209,7 @@ REFUSED_BACKWARD = {
 @pytest.mark.parametrize("name", SERVED)
 def test_served(name: str) -> None:
     assert reason_against_mods(SERVED[name]) is None
-    assert reason_against_backward(SERVED[name]) is None
+    assert reason_against_mods_backward(SERVED[name]) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -215,4 +222,4 @@ def test_refused(name: str) -> None:
 def test_refused_backward(name: str) -> None:
     problem, reason = REFUSED_BACKWARD[name]
     assert reason_against_mods(problem) is None
-    assert reason in str(reason_against_backward(problem))
+    assert reason in str(reason_against_mods_backward(problem))

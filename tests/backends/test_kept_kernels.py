@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from flashtile.backends.common.tma import View
 
 GRID = (7, 1, 1)
 DEVICE = torch.device("cuda", 1)
+Pair = namedtuple("Pair", "first second")
 
 
 class Compiled:
@@ -48,6 +50,34 @@ def test_tensors_go_by_address():
     arguments = (tensor.data_ptr(), None, 1234, 5, 0.5, "constant")
     assert compiled.direct == [(*GRID, 11, "function", "metadata", None, None, None, *arguments)]
     assert compiled.hooked == []
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+def test_addresses_go_in_a_structure(monkeypatch, hooked):
+    compiled, a, b = Compiled(), torch.empty(3), torch.empty(3)
+    launch = compat.launcher(compiled, GRID, (a, b, None), (Pair(5, 6),), (SeenBy([3]),), Pair)
+    if hooked:
+        monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    launch(11, (a, b, None))
+    arguments = ((a.data_ptr(), [3]), (b.data_ptr(), None), Pair(5, 6))
+    if hooked:
+        assert compiled.hooked == [(GRID, 11, *arguments)]
+        assert isinstance(compiled.hooked[0][3], Pair)
+    else:
+        assert [run[9:] for run in compiled.direct] == [arguments]
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])
+def test_a_descriptor_may_be_absent(monkeypatch, hooked):
+    """None stands in its place, and no tensor comes for it."""
+    compiled, a, b = Compiled(), torch.empty(3), torch.empty(3)
+    views = (None, SeenBy([3]), None)
+    launch = compat.launcher(compiled, GRID, (a, b), (5,), views, Pair)
+    if hooked:
+        monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    launch(11, (b, a, None))
+    arguments = (None, (b.data_ptr(), [3]), None, (a.data_ptr(), None), 5)
+    assert (compiled.hooked[0][2:] if hooked else compiled.direct[0][9:]) == arguments
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
@@ -124,6 +154,36 @@ def test_other_scalars_for_a_compiled_kernel(monkeypatch):
     other(DEVICE)
     kernel(DEVICE)
     assert [run[9:] for run in compiled.direct] == [(48, 1, 1.5, "constant"), (32, 5, 0.5, "constant")]
+
+
+def test_other_structures_of_scalars_for_a_compiled_kernel(monkeypatch):
+    """Each field is looked at as a lone scalar is."""
+    compiled, given = Compiled(), []
+
+    class Kernel:
+        params = tuple(SimpleNamespace(do_not_specialize=plain) for plain in (False, False, True, False))
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: given.append(arguments) or compiled
+
+    monkeypatch.setattr(compat, "cuda_device", lambda: DEVICE.index)
+    monkeypatch.setattr(compat, "cuda_stream", lambda index: 7)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    strides, lengths = Pair(Pair(32, 1), 16), Pair(5, 0.5)
+    kernel = KeptKernel(Kernel(), GRID[0], (strides, lengths), ("constant",), None, pointers=Pair)
+    tensor = torch.empty(3)
+    kernel(DEVICE, tensor, None)
+    assert given == [(Pair(tensor, None), strides, lengths, "constant")]
+    for other in (
+        (Pair(Pair(33, 1), 16), lengths), (Pair(Pair(32, 2), 16), lengths), (strides, Pair(2**31, 0.5)),
+        (strides, (5, 0.5)), (Pair(32, 16), lengths),
+    ):  # fmt: skip
+        assert kernel.with_scalars(other) is None
+    scalars = (Pair(Pair(48, 1), 32), Pair(1, 1.5))
+    other = kernel.with_scalars(scalars)
+    assert other is not None
+    other(DEVICE, tensor, 64)
+    assert compiled.direct[-1][9:] == ((tensor.data_ptr(), 64), *scalars, "constant")
 
 
 def test_whoever_sees_a_compiled_kernel_sees_its_device(monkeypatch):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -14,6 +15,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels have nothing to keep", allow_module_level=True)
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -33,6 +35,16 @@ def double(x_ptr, n, BLOCK: tl.constexpr):
     offsets = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offsets, mask=offsets < n)
     tl.store(x_ptr + offsets, 2 * x, mask=offsets < n)
+
+
+class Sizes(NamedTuple):
+    rows: Any
+    inner: Any
+
+
+@kernel_cache.kernel(do_not_specialize=["lengths", "n"])
+def structured(pointers, strides, lengths, n, BLOCK: tl.constexpr):
+    tl.store(pointers.rows + strides.rows, lengths.inner.rows + n)
 
 
 class FakeDevice:
@@ -177,6 +189,28 @@ def test_a_triton_of_another_build_has_another_key_file(tmp_path):
     assert kernel_cache.fingerprint(tmp_path / "triton") == seen[-1]
 
 
+def test_integers_of_a_structure_are_not_specialized_if_it_says_so(monkeypatch):
+    """As lone integers are not; those of other structures are, and pointers by their alignment."""
+    monkeypatch.setattr(driver, "_active", FakeDevice())
+    *_, bind = structured.create_binder()
+
+    def specialization(stride, rows, inner):
+        tensor = torch.empty(64)
+        pointers, strides = Sizes(tensor, None), Sizes(stride, 1)
+        lengths = Sizes(Sizes(rows, 2.5), Sizes(tensor, inner))
+        return bind(pointers, strides, lengths, rows, BLOCK=64)[1]
+
+    pointers, strides, lengths, n, block = specialization(16, 1, None)
+    assert (pointers, strides) == ((("*fp32", "constexpr"), ("D", None)), (("i32", "constexpr"), ("D", 1)))
+    assert isinstance(lengths[0], Sizes)
+    assert lengths == ((("i32", "fp32"), ("*fp32", "constexpr")), ((None, None), ("D", None)))
+    assert n == ("i32", None)
+    for rows in (2, 16, 17):
+        assert specialization(16, rows, None) == [pointers, strides, lengths, n, block]
+    assert specialization(16, 2**31, None)[2][0] == (("i64", "fp32"), ("*fp32", "constexpr"))
+    assert specialization(17, 1, None)[1] != strides
+
+
 def test_who_listens_hears_every_kernel(compilations, monkeypatch):
     heard = []
     load_or_compile()
@@ -215,6 +249,7 @@ def start_process():
     )
 
 
+@pytest.mark.thorough
 def test_processes_share_the_key(cache, compilations):
     """Two that begin at once, on an empty cache, and this one."""
     both = [start_process() for _ in range(2)]

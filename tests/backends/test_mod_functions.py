@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -49,3 +51,31 @@ def test_what_a_shift_can_do_stays_in_the_text() -> None:
     assert mods.numbers == ()
     # A number near 0 may spare the kernel more than an instruction.
     assert mods_of("mask_mod", lambda b, h, q, kv: q - kv >= 1)[0].numbers == ()
+
+
+def test_a_compiled_kernel_gets_addresses_in_its_structures():
+    """Triton asks the driver about each tensor that it finds there."""
+    from flashtile.backends.portable.mods.compile_cases import WITH_MODS
+    from flashtile.backends.portable.mods.launch import FunctionPointers, captured_of
+    from flashtile.operators.masked_attention import ModifiedExtras
+
+    slopes, counts, indices = torch.rand(8), torch.ones(2, 1, 32), torch.zeros(2, 1, 32, 32)
+    given = {"alibi_slopes": slopes, "captured_0": torch.rand(8, 257), "captured_1": torch.zeros(2, 4096)}
+    given |= {"kv_num_blocks": counts, "kv_indices": indices, "full_kv_num_blocks": counts}
+    given |= {"full_kv_indices": indices}
+    extras = ModifiedExtras(**dict.fromkeys(ModifiedExtras._fields) | given)
+    captured, gradient = captured_of(extras), torch.zeros(8, 257)
+    pointers_of = FunctionPointers(WITH_MODS, extras)
+    gradients = (gradient, *[None] * 7)
+    for takes_addresses in (False, True):
+        kernel = SimpleNamespace(takes_addresses=takes_addresses)
+        *plain, bounds, functions, lists = pointers_of(kernel, extras, captured, gradients)
+        assert (plain[3], bounds, sum(x is not None for x in plain)) == (slopes, None, 1)
+        tensors = [functions.tensor_0, functions.tensor_1, functions.gradient_0, *lists[:4]]
+        expected = [*captured[:2], gradient, counts, indices, counts, indices]
+        if takes_addresses:
+            expected = [tensor.data_ptr() for tensor in expected]
+        assert all(x is y or x == y for x, y in zip(tensors, expected, strict=True))
+        assert (functions.tensor_2, functions.gradient_1) == (None, None)
+        assert functions[16:20] == (8, 257, 2, 4096)
+        assert lists[4:] == (2, 1)

@@ -16,7 +16,10 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from flashtile.bench import (
+from flashtile.hardware import timing
+from flashtile.problems.common import UNLIMITED
+from flashtile.reference import attention as reference
+from flashtile.tools.bench import (
     contestants,
     engine_bench,
     gate,
@@ -28,15 +31,12 @@ from flashtile.bench import (
     summary,
     workloads,
 )
-from flashtile.bench.inputs import Inputs, make_inputs
-from flashtile.bench.peers import Call
-from flashtile.bench.workloads import WORKLOADS, Workload
-from flashtile.commands.bench import bench
-from flashtile.commands.explain import explain
-from flashtile.commands.info import info
-from flashtile.hardware import timing
-from flashtile.problems.common import UNLIMITED
-from flashtile.reference import attention as reference
+from flashtile.tools.bench.inputs import Inputs, make_inputs
+from flashtile.tools.bench.peers import PeerCall
+from flashtile.tools.bench.workloads import WORKLOADS, Workload
+from flashtile.tools.commands.bench import bench
+from flashtile.tools.commands.explain import explain
+from flashtile.tools.commands.info import info
 
 CPU = torch.device("cpu")
 CI = workloads.select(["ci"])
@@ -451,7 +451,7 @@ class TestRunner:
         assert (refused["status"], refused["us"]) == ("refused", None)
 
     def test_arranged_tensors_are_views(self):
-        call = Call(lambda q, k, v: q, heads_first=True)
+        call = PeerCall(lambda q, k, v: q, heads_first=True)
         for shape in ((2, 5, 3, 4), (7, 3, 4)):
             tensor = torch.randn(shape)
             arranged = call.arrange(tensor)
@@ -585,7 +585,7 @@ class TestCommands:
             (["--peers", "fa9"], "got 'fa9'"),
             (["--backend", "tpu"], "got 'tpu'"),
             (["--device", "tpu:0"], "got 'tpu:0'"),
-            (["--device", "cuda:99"], "is not here"),
+            (["--device", "cuda:99"], "does not exist"),
             (["--unit", "miles"], "got 'miles'"),
             (["--head-dim", "64,big"], "head-dim must be numbers"),
             (["-w", "ci", "--head-dim", "77"], "head-dim must be one of 16, 32, 40, 48, 64 in"),

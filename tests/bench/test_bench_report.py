@@ -13,9 +13,9 @@ import typer
 from test_bench import made_up_document
 from typer.testing import CliRunner
 
-from flashtile.bench import report_page, summary
-from flashtile.bench.report_charts import INK, charts
-from flashtile.commands.bench import bench
+from flashtile.tools.bench import report_page, summary
+from flashtile.tools.bench.report_charts import INK, charts
+from flashtile.tools.commands.bench import bench
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.json"))
 

@@ -13,11 +13,11 @@ import typer
 from typer.testing import CliRunner
 
 import flashtile
-from flashtile.bench import contestants, decode_peers, documents, runner, workloads
-from flashtile.bench.gate import Oracle
-from flashtile.bench.inputs import Inputs, make_inputs
-from flashtile.bench.summary import summarize
-from flashtile.commands.bench import bench
+from flashtile.tools.bench import contestants, decode_peers, documents, runner, workloads
+from flashtile.tools.bench.gate import Oracle
+from flashtile.tools.bench.inputs import Inputs, make_inputs
+from flashtile.tools.bench.summary import summarize
+from flashtile.tools.commands.bench import bench
 
 CPU = torch.device("cpu")
 CI = workloads.select(["ci-decode"])
@@ -90,7 +90,7 @@ def test_bytes_and_flops_by_hand() -> None:
     assert PAGED.bytes("graph") == PAGED.bytes()
     assert PAGED.flops() == 4 * (70 + 9 + 130) * 4 * 32
     assert PREFIX.kv_bytes() == 2 * (64 + 16 + 6) * 2 * 32 * 4
-    assert FP8.kv_bytes() * 2 == replace(FP8, cache=workloads.Cache()).kv_bytes()
+    assert FP8.kv_bytes() * 2 == replace(FP8, cache=workloads.KVCache()).kv_bytes()
 
 
 def test_pages_of_sequences_do_not_meet_but_in_the_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +124,7 @@ def test_flash_attention_3_gets_its_page_table(monkeypatch: pytest.MonkeyPatch) 
     assert Oracle(workload, inputs, gradients=False).check(results)[0].holds
 
 
+@pytest.mark.thorough
 def test_command(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(bench)

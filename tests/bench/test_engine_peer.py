@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from flashtile.bench.workloads import SMALL_MODEL
+from flashtile.tools.bench.workloads import SMALL_MODEL
 from script_runner import load
 
 

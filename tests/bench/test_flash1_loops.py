@@ -11,11 +11,11 @@ pytest.importorskip("triton")
 
 from flashtile import testing
 from flashtile.backends.portable.flash1 import Flash1Launch
-from flashtile.bench import contestants, runner, workloads
-from flashtile.bench.gate import Oracle
-from flashtile.bench.inputs import make_inputs
-from flashtile.bench.peers import LoopsOfFlash1
 from flashtile.reference import attention as reference
+from flashtile.tools.bench import contestants, runner, workloads
+from flashtile.tools.bench.gate import Oracle
+from flashtile.tools.bench.inputs import make_inputs
+from flashtile.tools.bench.peers import LoopsOfFlash1
 
 CALLS = {
     "several-blocks-both-ways": (1, 70, 140, 2, 2, 16, 16, False),

@@ -14,10 +14,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from flashtile import fp8
-from flashtile.bench import contestants, fp8_peers, runner, workloads
-from flashtile.bench.gate import Oracle, through_e4m3
-from flashtile.bench.inputs import make_inputs
-from flashtile.commands.bench import bench
+from flashtile.tools.bench import contestants, fp8_peers, runner, workloads
+from flashtile.tools.bench.gate import Oracle, through_e4m3
+from flashtile.tools.bench.inputs import make_inputs
+from flashtile.tools.commands.bench import bench
 
 CPU = torch.device("cpu")
 DENSE, RAGGED = workloads.select(["ci-fp8"])
@@ -94,6 +94,7 @@ def test_bytes_are_of_e4m3_in_and_bfloat16_out() -> None:
     assert wide.bytes() == 2 * (2 * rows_q * 32 + 2 * rows_kv * 32) + 4 * rows_q
 
 
+@pytest.mark.thorough
 def test_command(tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(bench)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import flashtile
-from flashtile.bench import contestants, mods, workloads
-from flashtile.bench.gate import Oracle
-from flashtile.bench.inputs import make_inputs
-from flashtile.bench.peers import FlexAttention
+from flashtile.tools.bench import contestants, mods, workloads
+from flashtile.tools.bench.gate import Oracle
+from flashtile.tools.bench.inputs import make_inputs
+from flashtile.tools.bench.peers import FlexAttention
 
 CPU = torch.device("cpu")
 CI = workloads.select(["ci-masks"])

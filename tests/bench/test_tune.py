@@ -11,9 +11,9 @@ import script_runner
 pytest.importorskip("triton")
 
 from flashtile.backends.common.config import KernelConfig
-from flashtile.bench.gate import Oracle
-from flashtile.bench.inputs import make_inputs
-from flashtile.bench.workloads import select
+from flashtile.tools.bench.gate import Oracle
+from flashtile.tools.bench.inputs import make_inputs
+from flashtile.tools.bench.workloads import select
 
 pytestmark = pytest.mark.interpreter
 tune = script_runner.load("benchmarks/tune.py")

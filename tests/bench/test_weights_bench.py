@@ -5,18 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.bench import contestants, runner, weights_peers, workloads
-from flashtile.bench.inputs import make_inputs
-from flashtile.bench.workloads import Workload
+from flashtile.tools.bench import contestants, runner, weights_peers, workloads
+from flashtile.tools.bench.inputs import make_inputs
+from flashtile.tools.bench.workloads import Workload
 
 CI = workloads.select(["ci-weights"])
 
 
 def measured(workload: Workload, device: torch.device, rep: float) -> dict:
     settings = runner.Settings(device, rounds=1, rep=rep, host_time=False)
-    (cell,) = runner.measure_workload(
-        workload, contestants.contestants("weights", [], [], device), settings
-    )
+    (cell,) = runner.measure_workload(workload, contestants.contestants("weights", [], [], device), settings)
     return cell["results"]
 
 

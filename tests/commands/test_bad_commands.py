@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from flashtile import cli
-from flashtile.bench import runner
-from flashtile.commands import demo, inspect, options, visualize
+from flashtile.tools.bench import runner
+from flashtile.tools.commands import demo, inspect, options, visualize
 
 ROOT = Path(__file__).parents[2]
 BENCH = ("bench", "--device", "cpu", "-w", "ci-full-s96")
@@ -50,7 +50,7 @@ BAD = [
     (("bench", "--device", "cpu", "-w", "ci-decode", "-p", "backward"), "forward or graph"),
     (("bench", "--device", "cpu", "-w", "ci-decode", "--dtype", "float8_e4m3fn"), "dtype"),
     (("bench", "--device", "tpu:0"), "got 'tpu:0'"),
-    (("bench", "--device", "cuda:99"), "is not here"),
+    (("bench", "--device", "cuda:99"), "does not exist"),
     (("bench", "--show", "{tmp}/missing.json"), "missing.json"),
     (("bench", "--show", "{tmp}"), "directory"),
     (("bench", "--show", "{tmp}/file"), "cannot be read as JSON"),
@@ -162,6 +162,7 @@ def test_folders_that_cannot_be_written_to(run, monkeypatch, arguments):
     assert "permission denied" in error
 
 
+@pytest.mark.thorough
 def test_a_reader_that_stops_reading_is_no_error():
     """As ``flashtile bench --list | head -1``."""
     command = [sys.executable, "-m", "flashtile", "bench", "--list", "--device", "cpu"]

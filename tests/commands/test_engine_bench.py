@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from flashtile.bench import engine_bench
-from flashtile.bench.engine_bench import Workload
 from flashtile.cli import application
+from flashtile.tools.bench import engine_bench
+from flashtile.tools.bench.engine_bench import EngineWorkload
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_other_tokens_than_those_of_transformers_are_wrong():
 def test_bytes_of_a_step():
     """Llama-2-7B reads 13.21 GB of weights, and 512 KiB of keys and values for each token."""
     for model, batch, expected in (("llama-2-7b", 1, 13.21e9 + 2**29), ("llama-3-8b", 64, 15.01e9 + 2**33)):
-        assert engine_bench.floor_bytes(Workload(model, batch)) == pytest.approx(expected, rel=1e-3)
+        assert engine_bench.floor_bytes(EngineWorkload(model, batch)) == pytest.approx(expected, rel=1e-3)

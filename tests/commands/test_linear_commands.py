@@ -73,11 +73,11 @@ def test_products_are_measured_beside_torchs(tmp_path):
 
 
 def test_a_chart_shows_the_inflections(tmp_path):
-    from flashtile.bench.linear_chart import draw
     from flashtile.hardware.linear_table import rows
+    from flashtile.tools.bench.linear_bench import draw_chart
 
     row = next(row for row in rows() if row.N == 22016)
-    draw(row, tmp_path / "curves.svg")
+    draw_chart(row, tmp_path / "curves.svg")
     text = (tmp_path / "curves.svg").read_text()
     assert text.startswith("<?xml")
     assert len(text) > 5000

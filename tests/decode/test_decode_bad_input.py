@@ -131,7 +131,7 @@ CALLS = [
     # FP8
     (DENSE, {"k_descale": rand(HKV), "v_descale": rand(HKV)}, ValueError,
      ("k_descale must be None", "float32")),
-    (FP8_CALL, {"v_descale": None}, ValueError, ("v_descale must be given beside k_descale",)),
+    (FP8_CALL, {"v_descale": None}, ValueError, ("v_descale must be given with k_descale",)),
     (FP8_CALL, {"k_descale": rand(3)}, ValueError, ("k_descale", "(2,) or (2, 2)", "(3,)")),
     (FP8_CALL, {"k_descale": rand(B, HKV)}, ValueError, ("v_descale has shape (2,)", "(2, 2)")),
     (FP8_CALL, {"k_descale": rand(HKV, dtype=torch.float64)}, TypeError, ("k_descale must be float32",)),
@@ -142,19 +142,19 @@ CALLS = [
     (E4M3_CALL, {"q_descale": rand(B, HKV), "k_descale": rand(B, HKV), "v_descale": rand(B, HKV)},
      NotImplementedError, ("q_descale must be (heads_kv,)", "(2, 2)")),
     (E4M3_CALL, {"k": k_of(dtype=FP8), "v": k_of()}, TypeError, ("v has dtype torch.float32", "float8")),
-    (E4M3_CALL, {"k": k_of(dtype=FP8)}, ValueError, ("v must be given beside k",)),
+    (E4M3_CALL, {"k": k_of(dtype=FP8)}, ValueError, ("v must be given with k",)),
     # trees
     (TREE, {"tree_mask": rand(SQ, SQ)}, TypeError, ("tree_mask must be bool", "float32")),
     (TREE, {"tree_mask": torch.ones(2, SQ, dtype=torch.bool)}, ValueError,
      ("tree_mask", "(3, 3)", "(1, 2, 3)")),
-    (TREE, {"causal": True}, ValueError, ("tree_mask", "excludes causal", "causal=True")),
+    (TREE, {"causal": True}, ValueError, ("tree_mask", "combined with causal", "causal=True")),
     (TREE, {"window_size": (3, -1)}, ValueError, ("tree_mask", "window_size=(3, -1)")),
-    (TREE, {"alibi_slopes": rand(H)}, ValueError, ("alibi_slopes must be None beside tree_mask",)),
+    (TREE, {"alibi_slopes": rand(H)}, ValueError, ("alibi_slopes must be None with tree_mask",)),
     (ROTARY, {"tree_mask": torch.ones(SQ, SQ, dtype=torch.bool)}, ValueError, ("rotary_cos", "tree_mask")),
     # appending
-    (APPEND, {"v": None}, ValueError, ("v must be given beside k",)),
-    (APPEND, {"k": None}, ValueError, ("k must be given beside v",)),
-    (APPEND, {"cache_seqlens": None}, ValueError, ("cache_seqlens must say where",)),
+    (APPEND, {"v": None}, ValueError, ("v must be given with k",)),
+    (APPEND, {"k": None}, ValueError, ("k must be given with v",)),
+    (APPEND, {"cache_seqlens": None}, ValueError, ("cache_seqlens must give the positions",)),
     (APPEND, {"k": [1.0]}, TypeError, ("k must be a torch.Tensor", "list")),
     (APPEND, {"k": rand(B, 1, HKV, D)}, ValueError, ("v has shape", "that of k")),
     (APPEND, {"k": rand(B, SN, 1, D), "v": rand(B, SN, 1, D)}, ValueError,
@@ -166,8 +166,8 @@ CALLS = [
     (DENSE, {"cu_seqlens_k_new": int32(0, 1, 2)}, ValueError, ("cu_seqlens_k_new must be None without k",)),
     # rotary
     (DENSE, {"rotary_cos": rand(ROWS, 4)}, ValueError, ("rotary_cos must be None without k",)),
-    (ROTARY, {"rotary_sin": None}, ValueError, ("rotary_sin must be given beside rotary_cos",)),
-    (ROTARY, {"rotary_cos": None}, ValueError, ("rotary_cos must be given beside rotary_sin",)),
+    (ROTARY, {"rotary_sin": None}, ValueError, ("rotary_sin must be given with rotary_cos",)),
+    (ROTARY, {"rotary_cos": None}, ValueError, ("rotary_cos must be given with rotary_sin",)),
     (ROTARY, {"rotary_sin": rand(ROWS, 3)}, ValueError, ("rotary_sin has shape (20, 3)", "(20, 4)")),
     (ROTARY, {"rotary_cos": rand(ROWS, 9)}, ValueError, ("rotary_cos", "rotary_dim from 2 to head_dim = 16")),
     (ROTARY, {"rotary_cos": rand(ROWS, 4, dtype=torch.float64)}, TypeError, ("rotary_cos", "float64")),
@@ -240,10 +240,10 @@ BAD_SLOTS = [
     ({"slot_mapping": int64(7, 1)}, ValueError, ("slot_mapping", "(total_new,) = (3,)", "(2,)")),
     ({"slot_mapping": int64(7, 36, 0)}, ValueError, ("slot_mapping must be below 36", "got 36")),
     ({"slot_mapping": int64(7, 0, 7)}, ValueError, ("slot_mapping must name each slot once", "7 twice")),
-    ({"cache_seqlens": int32(0)}, ValueError, ("cache_seqlens must be None beside slot_mapping",)),
-    ({"block_table": int32([0])}, ValueError, ("block_table must be None beside slot_mapping",)),
+    ({"cache_seqlens": int32(0)}, ValueError, ("cache_seqlens must be None with slot_mapping",)),
+    ({"block_table": int32([0])}, ValueError, ("block_table must be None with slot_mapping",)),
     ({"slot_mapping": None}, ValueError, ("k must have 4 dimensions",)),
-    ({"slot_mapping": None, "k": k_of(), "v": k_of()}, ValueError, ("cache_seqlens must say where",)),
+    ({"slot_mapping": None, "k": k_of(), "v": k_of()}, ValueError, ("cache_seqlens must give",)),
 ]
 
 
@@ -262,7 +262,7 @@ BAD_COPIES = [
     ({"block_pairs": int64([0, 1], [2, 1])}, ValueError, ("write each block once", "1 twice")),
     ({"block_pairs": int64([0, 1], [1, 2])}, ValueError, ("must not read a block that they write", "1")),
     ({"v_cache": rand(3, PAGE, HKV, D)}, ValueError, ("v_cache has shape", "k_cache")),
-    ({"k_descale": rand(PAGES, HKV)}, ValueError, ("v_descale must be given beside k_descale",)),
+    ({"k_descale": rand(PAGES, HKV)}, ValueError, ("v_descale must be given with k_descale",)),
     ({"k_descale": rand(HKV), "v_descale": rand(HKV)}, ValueError, ("k_descale", "(9, 2)", "(2,)")),
     ({"k_cache": rand(PAGE, HKV, D)}, ValueError, ("k_cache must have shape", "(4, 2, 16)")),
 ]
@@ -304,7 +304,7 @@ PREFIX = {name: PAGED[name] for name in ("q", "k_cache", "v_cache")} | {
 }
 BAD_PREFIXES = [
     ({"prefix_seqlens": 5}, ValueError, ("same 2 pages", "rows 0 and 1 differ")),
-    ({"prefix_seqlens": 9}, ValueError, ("leave every query behind it", "got 9", "8 tokens")),
+    ({"prefix_seqlens": 9}, ValueError, ("end before every query", "got 9", "8 tokens")),
     ({"cache_seqlens": int32(5, 12), "causal": True}, ValueError, ("got 4", "5 tokens with 3 queries")),
     ({"prefix_seqlens": -1}, ValueError, ("prefix_seqlens must be from 0", "-1")),
     ({"prefix_seqlens": int32(4, 4)}, ValueError, ("prefix_seqlens", "(num_groups,) = (1,)", "(2,)")),
@@ -372,8 +372,8 @@ def over_one_memory():
     return {
         "expanded keys": (expanded, v_cache, "k_cache is expanded"),
         "expanded values": (k_cache, expanded, "v_cache is expanded"),
-        "the same tensor": (k_cache, k_cache, "v_cache lies in the memory of k_cache"),
-        "two tensors of one memory": (k_cache, k_cache[:], "v_cache lies in the memory of k_cache"),
+        "the same tensor": (k_cache, k_cache, "v_cache shares memory with k_cache"),
+        "two tensors of one memory": (k_cache, k_cache[:], "v_cache shares memory with k_cache"),
     }
 
 
@@ -402,7 +402,7 @@ def test_caches_of_one_memory_are_not_written(name, which, known):
 def test_layers_of_one_memory_are_not_copied():
     k_cache = rand(2, PAGES, PAGE, HKV, D)
     for v_cache in (k_cache, k_cache[:]):
-        with pytest.raises(ValueError, match="v_cache lies in the memory of k_cache"):
+        with pytest.raises(ValueError, match="v_cache shares memory with k_cache"):
             flashtile.copy_blocks(k_cache, v_cache, int64([0, 1]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ import triton.language as tl
 import flashtile
 from cases import FP16, FP32
 from decode_cases import CASES, build
-from flashtile.backends.portable.decode import config, launch, prepare_combine, prepare_copy_blocks
+from flashtile.backends.portable.decode import config, plan, prepare_combine, prepare_copy_blocks
 from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
-from flashtile.backends.portable.decode.schedule import Layout, Lengths, Sequences, balanced_start
+from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, balanced_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
 from flashtile.problems.decode import FP8, CombineProblem, CopyProblem, CopyTensors
@@ -50,7 +51,7 @@ def test_float16(name):
 @pytest.mark.parametrize("name", WHOLE)
 def test_short_work_tiles_are_left_whole(name, monkeypatch):
     """No kernel combines anything, and what nobody asks for is not written."""
-    monkeypatch.setattr(launch, "combine_tile", None)
+    monkeypatch.setattr(plan, "combine_tile", None)
     tensors, arguments = build(BY_NAME[name], FP16, "cpu")
     testing.check(*tensors, backend="portable", **arguments)
     (q, *caches, _, _), arguments = tensors, arguments | {"backend": "portable"}
@@ -80,15 +81,15 @@ def test_which_work_tiles_are_left_whole(keys, sequences, even, balanced):
     assert chosen.balances(1, 8 * sequences, 132, 512 * keys, even) is balanced
 
 
+class Sequences(NamedTuple):
+    cache_seqlens: Any
+
+
 @triton.jit
-def _starts_kernel(
-    cache_seqlens, out, m_blocks, num_heads_kv, seqlen_q, capacity, window_left, C: tl.constexpr
-):
+def _starts_kernel(pointers, out, lengths, C: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    sequences = Sequences(cache_seqlens, None, None, None)
-    lengths = Lengths(m_blocks, 1, num_heads_kv, 1, seqlen_q, 0, 0, capacity, window_left, 0)
     total, position, m_block, m_block_start = balanced_start(
-        tl.arange(0, C.SCAN_BLOCK), program, programs, sequences, lengths, C
+        tl.arange(0, C.SCAN_BLOCK), program, programs, pointers, lengths, C
     )
     tl.store(out + 4 * program, total)
     tl.store(out + 4 * program + 1, position)
@@ -120,8 +121,9 @@ def test_teams_share_all_n_blocks(lengths, window_left, scan_block, team_heads):
         ONE_TEAM=team_heads == heads,
     )
     out = torch.zeros(teams, 4, dtype=torch.int32)
-    given = torch.tensor(lengths, dtype=torch.int32)
-    _starts_kernel[(teams,)](given, out, len(lengths), heads, 1, 1000, window_left, layout)
+    given = Sequences(torch.tensor(lengths, dtype=torch.int32))
+    integers = DecodeLengths(len(lengths), 1, heads, 1, 1, 0, 0, 1000, window_left, 0)
+    _starts_kernel[(teams,)](given, out, integers, layout)
 
     starts = [max(0, n - 1 - window_left) if window_left >= 0 else 0 for n in lengths]
     tiles = [max(1, -(-n // block_n) - s // block_n) for n, s in zip(lengths, starts, strict=True)]

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
 
 import flashtile
-from flashtile.backends.portable.decode import attend, launch, steps
+from flashtile.backends.portable.decode import attend, cache, plan, steps
 
 pytestmark = pytest.mark.interpreter
 
@@ -42,14 +42,14 @@ def events(monkeypatch):
         return attend_n_blocks(*arguments, **named)
 
     monkeypatch.setattr(steps, "load_rows", noted_load)
-    monkeypatch.setattr(steps, "prefetch_rows", lambda base, at, seen, *_: note("ask", base, at, seen))
-    monkeypatch.setattr(steps, "not_hoisted", lambda number: number)
+    monkeypatch.setattr(cache, "prefetch_rows", lambda base, at, seen, *_: note("ask", base, at, seen))
+    monkeypatch.setattr(cache, "not_hoisted", lambda number: number)
     monkeypatch.setattr(attend, "attend_n_blocks", noted_work_tile)
     for name in ("gdc_wait", "gdc_launch_dependents"):
         monkeypatch.setattr(tl.extra.cuda, name, lambda name=name: seen_so_far.append(
             (interpreter_builder.grid_idx[0], name, [])
         ))  # fmt: skip
-    monkeypatch.setattr(launch, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(plan, "has_dependent_launch", lambda device: True)
     return seen_so_far
 
 

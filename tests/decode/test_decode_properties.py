@@ -73,7 +73,15 @@ def calls(draw: st.DrawFn) -> DecodeCase:
     )
 
 
-@pytest.mark.parametrize("dtype", [FP16, BF16, FP32, FP64], ids=["fp16", "bf16", "fp32", "fp64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(FP16, id="fp16"),
+        pytest.param(BF16, id="bf16", marks=pytest.mark.thorough),
+        pytest.param(FP32, id="fp32", marks=pytest.mark.thorough),
+        pytest.param(FP64, id="fp64"),
+    ],
+)
 def test_any_call(dtype):
     @settings(max_examples=40)
     @given(calls(), st.integers(0, 9))

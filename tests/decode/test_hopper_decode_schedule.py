@@ -21,25 +21,21 @@ from flashtile.backends.hopper.decode.combine import (
     write_note,
 )
 from flashtile.backends.hopper.decode.work import (
+    TablePointers,
     balanced_tile,
     behind_partials,
     queued_tile,
     table_kernel,
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.decode.combine import CombineVariant
+from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant
 from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import (
-    Lengths,
-    Sequences,
-    balanced_start,
-    share_start,
-)
+from flashtile.backends.portable.decode.schedule import DecodeLengths, balanced_start, share_start
 
 pytestmark = pytest.mark.interpreter
 
-LENGTHS = (700, 3, 0, 3900, 260)
-QUERIES = (9, 40, 5, 1, 70)
+LENGTHS = (3900, 3, 0, 700, 260)
+QUERIES = (1, 40, 5, 9, 70)
 HEADS, PACK, BLOCK_M, BLOCK_N, D = 2, 4, 64, 128, 16
 M_BLOCKS = -(-max(QUERIES) * PACK // BLOCK_M)
 TILES = len(LENGTHS) * M_BLOCKS * HEADS
@@ -84,6 +80,11 @@ VARIANT = Variant(
 ROW_BLOCKS = BLOCK_M // VARIANT.ROWS
 
 
+class Sequences(NamedTuple):
+    cache_seqlens: Any
+    cu_seqlens_q: Any
+
+
 class Start(NamedTuple):
     total: Any
     end: Any
@@ -94,7 +95,7 @@ def int32(*numbers):
 
 
 def lengths():
-    return (
+    return DecodeLengths(
         len(LENGTHS) * M_BLOCKS, M_BLOCKS, HEADS, PACK, max(QUERIES), 0, sum(QUERIES), max(LENGTHS), -1, 0,
     )  # fmt: skip
 
@@ -115,18 +116,10 @@ def n_blocks_of(m_block):
 
 
 @triton.jit
-def _balanced_kernel(
-    cache_seqlens, cu_seqlens_q, covered, slots_of, partial, m_blocks, m_blocks_per_sequence, num_heads_kv,
-    group_size, seqlen_q, seqlen_new, total_q, capacity, window_left, window_right, slots, C: tl.constexpr,
-):  # fmt: skip
-    sequences = Sequences(cache_seqlens, None, cu_seqlens_q, None)
-    lengths = Lengths(
-        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-        window_left, window_right,
-    )  # fmt: skip
+def _balanced_kernel(pointers, covered, slots_of, partial, lengths, slots, C: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
     total, position, m_block, m_block_start = balanced_start(
-        tl.arange(0, C.SCAN_BLOCK), program, programs, sequences, lengths, C
+        tl.arange(0, C.SCAN_BLOCK), program, programs, pointers, lengths, C
     )
     start = Start(total, share_start(program + 1, programs, total))
     splits_of = Splits(C.BLOCK_M, slots, 1, 0)
@@ -134,10 +127,10 @@ def _balanced_kernel(
         write_note(partial, Note(0, program, 0, 0, 0, 0), lengths, splits_of, C)
     while position < start.end:
         work, n_begin, n_end, slot, splits, position, m_block, m_block_start = balanced_tile(
-            C, position, start, m_block, m_block_start, sequences, lengths
+            C, position, start, m_block, m_block_start, pointers, lengths
         )
         if n_begin < n_end:
-            tile = work.m_block * num_heads_kv + work.head_kv
+            tile = work.m_block * lengths.num_heads_kv + work.head_kv
             for n in range(n_begin, n_end):
                 tl.atomic_add(covered + tile * 32 + n, 1)
             if splits != 1:
@@ -149,19 +142,13 @@ def _balanced_kernel(
 
 @triton.jit
 def _queued_kernel(
-    partial, covered, slots_of, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q,
-    seqlen_new, total_q, capacity, window_left, window_right, slots, num_splits, C: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    lengths = Lengths(
-        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-        window_left, window_right,
-    )  # fmt: skip
+    partial, covered, slots_of, lengths, slots, num_splits, C: tl.constexpr, WIDTH: tl.constexpr
+):
     splits = Splits(C.BLOCK_M, slots, num_splits, 0)
     table = behind_partials(partial, splits, C)
-    for index in range(tl.load(table) * num_heads_kv * num_splits):
+    for index in range(tl.load(table) * lengths.num_heads_kv * num_splits):
         work, n_begin, n_end, slot, whole = queued_tile(C, index, table, lengths, splits, WIDTH)
-        tile = work.m_block * num_heads_kv + work.head_kv
+        tile = work.m_block * lengths.num_heads_kv + work.head_kv
         for n in range(n_begin, n_end):
             tl.atomic_add(covered + tile * 32 + n, 1)
         if n_begin < n_end and not whole:
@@ -184,15 +171,14 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
     floats = slots * BLOCK_M * (D + 1)
     partial = torch.full((floats + places * NOTE_WIDTH.value,), torch.inf)
     covered, slots_of = torch.zeros_like(expected_cover()), torch.full((slots,), -1, dtype=torch.int32)
-    given = int32(*LENGTHS), offsets()
-    _balanced_kernel[(programs,)](*given, covered, slots_of, partial, *lengths(), slots, C=variant)
+    given = Sequences(int32(*LENGTHS), offsets())
+    _balanced_kernel[(programs,)](given, covered, slots_of, partial, lengths(), slots, C=variant)
     assert torch.equal(covered, expected_cover())
 
     def combine(out, out_lse):
-        combine_noted_kernel[(places * ROW_BLOCKS,)](
-            partial, out, out_lse, None, given[0], None, given[1], None, *lengths(), BLOCK_M, slots, 1, 0,
-            ROW_BLOCKS, C=variant,
-        )  # fmt: skip
+        pointers = CombinePointers(partial, out, out_lse, None, None, None, given[0], None, given[1], None)
+        splits = Splits(BLOCK_M, slots, 1, 0)
+        combine_noted_kernel[(places * ROW_BLOCKS,)](pointers, lengths(), splits, ROW_BLOCKS, C=variant)
 
     check_joined(slots_of, partial, combine)
 
@@ -228,11 +214,11 @@ def fill_table(slots, num_splits, programs, variant):
     floats = slots * BLOCK_M * (D + 1)
     rows = 1 + len(LENGTHS) * M_BLOCKS + slots // HEADS
     partial = torch.full((floats + rows * WIDTH,), torch.inf)
-    given = int32(*LENGTHS), None, offsets(), None
+    pointers = TablePointers(partial, int32(*LENGTHS), None, offsets(), None)
+    splits = Splits(BLOCK_M, slots, num_splits, 0)
     table_kernel[(len(LENGTHS),)](
-        partial, *given, len(LENGTHS), programs, *lengths(), BLOCK_M, slots, num_splits, 0, C=variant,
-        WIDTH=WIDTH, CHUNK=8,
-    )  # fmt: skip
+        pointers, len(LENGTHS), programs, lengths(), splits, C=variant, WIDTH=WIDTH, CHUNK=8
+    )
     return partial, partial[floats:].view(torch.int32).view(rows, WIDTH)
 
 
@@ -245,9 +231,7 @@ def test_the_queue_has_each_split_once_long_sequences_first(num_splits):
     order = [LENGTHS[row[0] // M_BLOCKS] for row in rows.tolist()]
     assert order == sorted(order, reverse=True)
     covered, slots_of = torch.zeros_like(expected_cover()), torch.full((slots,), -1, dtype=torch.int32)
-    _queued_kernel[(1,)](
-        partial, covered, slots_of, *lengths(), slots, num_splits, C=variant, WIDTH=WIDTH
-    )  # fmt: skip
+    _queued_kernel[(1,)](partial, covered, slots_of, lengths(), slots, num_splits, C=variant, WIDTH=WIDTH)
     assert torch.equal(covered, expected_cover())
     for slot, tile in enumerate(slots_of.tolist()):  # as the portable kernel has them
         m_block, head_kv = divmod(tile, HEADS)
@@ -267,14 +251,14 @@ def test_the_table_divides_what_is_long(programs):
     assert (max(parts.values()) > 1) == (programs > 2)
     assert [parts[length] for length in sorted(LENGTHS, reverse=True)] == sorted(parts.values(), reverse=True)
     covered, slots_of = torch.zeros_like(expected_cover()), torch.full((slots,), -1, dtype=torch.int32)
-    _queued_kernel[(1,)](partial, covered, slots_of, *lengths(), slots, 1, C=variant, WIDTH=WIDTH)
+    _queued_kernel[(1,)](partial, covered, slots_of, lengths(), slots, 1, C=variant, WIDTH=WIDTH)
     assert torch.equal(covered, expected_cover())
     if programs == 2:
         return
 
     def combine(out, lse):
-        combine_divided_kernel[(3,)](
-            partial, out, lse, None, *lengths(), BLOCK_M, slots, 1, 0, ROW_BLOCKS, C=variant, WIDTH=WIDTH
-        )
+        pointers = CombinePointers(partial, out, lse, *[None] * 7)
+        splits = Splits(BLOCK_M, slots, 1, 0)
+        combine_divided_kernel[(3,)](pointers, lengths(), splits, ROW_BLOCKS, C=variant, WIDTH=WIDTH)
 
     check_joined(slots_of, partial, combine)

@@ -9,7 +9,10 @@ import torch
 
 import flashtile
 from flashtile import testing
+from flashtile.api import latent
 from flashtile.compat import flash_attn_interface as flash_attention_3
+from flashtile.io_model import find_card
+from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.reference import attention as reference
 from flashtile.reference.decode import attention_with_kvcache
 from targets import Target
@@ -90,9 +93,7 @@ def test_packed_queries_are_read_at_their_places(target: Target) -> None:
 def test_prompts_over_pages(target: Target) -> None:
     """A sequence's queries are fewer than its keys, and packed."""
     call = latent_call(torch.float16, target.device, (9, 19), 3, 16, 24)
-    expected, lse = flashtile.flash_attn_with_kvcache(
-        **call, return_softmax_lse=True, backend=target.backend
-    )
+    expected, lse = flashtile.flash_attn_with_kvcache(**call, return_softmax_lse=True, backend=target.backend)
     q, qv = (call[name].flatten(0, 1) for name in ("q", "qv"))
     pages = call["k_cache"], call["v_cache"]
     offsets, keys = (
@@ -181,6 +182,27 @@ def test_what_qv_cannot_be_without_a_cache() -> None:
             flashtile.attention(*arguments[:3], qv=arguments[3])
 
 
+def test_errors_in_a_graph_name_the_argument(monkeypatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    _, k, v, qv = latent_tensors()
+    with pytest.raises(TypeError, match=r"q must be a torch\.Tensor, got int"):
+        latent.join_qv(3, k, v, qv, NO_EXTRAS, Options())  # type: ignore[arg-type]
+
+
+def test_pages_under_autocast() -> None:
+    """Queries of both kinds get the dtype of the pages."""
+    call = latent_call(torch.bfloat16, "cpu", (9, 19), 3, 16, 24)
+    offsets, keys = (torch.tensor(values, dtype=torch.int32) for values in ([0, 3, 6], [0, 9, 28]))
+    q, qv = (call[name].flatten(0, 1) for name in ("q", "qv"))
+    attend = partial(
+        flashtile.flash_attn_varlen_func, k=call["k_cache"], v=call["v_cache"], cu_seqlens_q=offsets,
+        cu_seqlens_k=keys, max_seqlen_q=3, max_seqlen_k=19, block_table=call["block_table"],
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(q.float(), qv=qv.float())
+    assert torch.equal(out, attend(q, qv=qv))
+
+
 def test_no_gradient_flows_over_pages() -> None:
     call = latent_call(torch.float32, "cpu", (9, 19), 3, 16, 24)
     qv = call["qv"].flatten(0, 1).requires_grad_()
@@ -192,6 +214,14 @@ def test_no_gradient_flows_over_pages() -> None:
         out.sum().backward()
     with pytest.raises(ValueError, match="that of q with the head_dim of v, got"):
         flashtile.flash_attn_varlen_func(*arguments, block_table=call["block_table"], qv=qv[..., 1:])
+
+
+@pytest.mark.parametrize("widths", [(64, 512), (512, 64)])
+def test_one_wide_head_size_is_not_hoppers(widths: tuple[int, int]) -> None:
+    call = latent_call(torch.bfloat16, "cpu", (9,), 1, *widths)
+    del call["qv"]
+    explanation = flashtile.explain(flashtile.flash_attn_with_kvcache, **call, card=find_card("h200"))
+    assert explanation.backend == "portable"
 
 
 def test_what_qv_cannot_be() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,9 +29,9 @@ NAN, INF = math.nan, math.inf
 @pytest.fixture(autouse=True)
 def of_short_caches_too(monkeypatch):
     if importlib.util.find_spec("triton") is not None:
-        from flashtile.backends.portable.decode import launch
+        from flashtile.backends.portable.decode import plan
 
-        monkeypatch.setattr(launch, "LEAST_UNIFIED_N_BLOCKS", 0)
+        monkeypatch.setattr(plan, "LEAST_UNIFIED_N_BLOCKS", 0)
 
 
 def dtypes(target):
@@ -233,15 +234,15 @@ def test_bad_numbers(phi, error, words):
 def test_short_caches_take_the_online_softmax(monkeypatch):
     """Eight blocks of keys at least: with fewer, the check costs more than is saved."""
     pytest.importorskip("triton")
-    from flashtile.backends.portable.decode import compile_cases, config, launch
+    from flashtile.backends.portable.decode import compile_cases, config, plan
 
     monkeypatch.undo()
     row = config.row("hopper", 2, config.NARROW, 128)
     problem = replace(compile_cases._PAGED, softmax_max=1.0, capacity=8 * row.tile.BLOCK_N)
-    assert launch.softmax_max_kind(problem, row) == "number"
-    assert launch.softmax_max_kind(replace(problem, softmax_max_by_head=True), row) == "head"
-    assert launch.softmax_max_kind(replace(problem, capacity=problem.capacity - 1), row) == "none"
-    assert launch.softmax_max_kind(replace(problem, softmax_max=None), row) == "none"
+    assert plan.softmax_max_kind(problem, row) == "number"
+    assert plan.softmax_max_kind(replace(problem, softmax_max_by_head=True), row) == "head"
+    assert plan.softmax_max_kind(replace(problem, capacity=problem.capacity - 1), row) == "none"
+    assert plan.softmax_max_kind(replace(problem, softmax_max=None), row) == "none"
 
 
 class TestProfile:
@@ -320,6 +321,7 @@ class TestProfile:
         [
             ({"dtype": "abc"}, TypeError, "dtype must be None or one of torch.float16"),
             ({"dtype": torch.int8}, TypeError, "dtype must be None or one of torch.float16"),
+            ({"dtype": np.ones(2)}, TypeError, "dtype must be None or one of torch.float16"),
             ({"max_rows": 0}, ValueError, "max_rows must be from 1"),
             ({"max_rows": "a"}, TypeError, "max_rows must be an int"),
             ({"causal": 1}, TypeError, "causal must be True or False"),

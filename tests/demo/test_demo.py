@@ -14,27 +14,27 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from flashtile.commands.demo import demo
-from flashtile.demo import exactness, operations, plots, scaling
-from flashtile.demo.agreement import agreement
-from flashtile.demo.attention import ATTENTIONS, standard
-from flashtile.demo.check import Check
-from flashtile.demo.corpus import VALIDATION_EVERY, python_library, sample_batch
-from flashtile.demo.generation import DenseDecoder
-from flashtile.demo.llama import LlamaConfig, rotate, sized
-from flashtile.demo.results import Results, Training, write
-from flashtile.demo.schedule import FEWEST_STEPS, Schedule
-from flashtile.demo.setting import inspect_setting
-from flashtile.demo.training import (
+from flashtile.engine.rotary import rotary_frequencies
+from flashtile.hardware.machine import find_device
+from flashtile.tools.commands.demo import demo
+from flashtile.tools.demo import exactness, operations, plots, scaling
+from flashtile.tools.demo.attention import ATTENTIONS, standard
+from flashtile.tools.demo.corpus import VALIDATION_EVERY, python_library, sample_batch
+from flashtile.tools.demo.exactness import Check
+from flashtile.tools.demo.llama import LlamaConfig, Past, rotate, sized
+from flashtile.tools.demo.results import Results, Training, write
+from flashtile.tools.demo.setting import inspect_setting
+from flashtile.tools.demo.training import (
+    FEWEST_STEPS,
     TrainingConfig,
+    TrainingSchedule,
+    agreement,
     bits_per_byte,
     fastest_threads,
     generate,
     train,
     validate,
 )
-from flashtile.engine.rotary import rotary_frequencies
-from flashtile.hardware.machine import find_device
 
 CPU = torch.device("cpu")
 TINY = TrainingConfig(sized(layers=2, heads=2, embed=32), steps=40, warm_up=10, batch=4, seqlen=64)
@@ -120,9 +120,9 @@ def test_model_sees_no_later_byte_and_continues_its_past(trained):
     with torch.no_grad():
         logits = model(tokens)
         torch.testing.assert_close(model(changed % 256)[:, :25], logits[:, :25])
-    decoder = DenseDecoder(model)
-    found = [decoder.start(tokens[:, :10].tolist()), *(decoder.extend(row.tolist()) for row in tokens.T[10:])]
-    torch.testing.assert_close(torch.stack(found, 1), logits[:, 9:], rtol=1e-4, atol=1e-4)
+    past, text = Past(), tokens[0].tolist()
+    found = [model.extended(text[:10], past), *(model.extended([token], past) for token in text[10:])]
+    torch.testing.assert_close(torch.stack(found), logits[0, 9:], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_bad_model_config_is_refused():
 
 
 def test_learning_rate_rises_stays_and_falls_towards_zero():
-    schedule = Schedule(0.5, warm_up=10, steps=100)
+    schedule = TrainingSchedule(0.5, warm_up=10, steps=100)
     rates = [schedule.rate(step) for step in range(100)]
     assert rates[:10] == pytest.approx([0.05 * (step + 1) for step in range(10)])
     assert rates[10:70] == [0.5] * 60
@@ -157,7 +157,7 @@ def test_learning_rate_rises_stays_and_falls_towards_zero():
 
 
 def test_run_that_has_seconds_makes_the_same_first_steps_and_fits():
-    timed, counted = Schedule(0.5, 10, seconds=10.0), Schedule(0.5, 10, steps=1000)
+    timed, counted = TrainingSchedule(0.5, 10, seconds=10.0), TrainingSchedule(0.5, 10, steps=1000)
     rates, step = [], 0
     while not timed.finished(step, elapsed=step * 0.01):
         rates.append(timed.rate(step))
@@ -167,9 +167,9 @@ def test_run_that_has_seconds_makes_the_same_first_steps_and_fits():
 
 
 def test_slow_machine_makes_a_few_steps_and_a_slowing_one_ends_in_time():
-    slow = Schedule(0.5, 10, seconds=1.0)
+    slow = TrainingSchedule(0.5, 10, seconds=1.0)
     assert next(step for step in range(1000) if slow.finished(step, float(step))) == FEWEST_STEPS
-    slowing = Schedule(0.5, 10, seconds=10.0)
+    slowing = TrainingSchedule(0.5, 10, seconds=10.0)
     assert not slowing.finished(100, 7.0)
     assert not slowing.finished(101, 19.0)
     assert slowing.finished(102, 21.0)
@@ -178,7 +178,7 @@ def test_slow_machine_makes_a_few_steps_and_a_slowing_one_ends_in_time():
 @pytest.mark.parametrize("length", [{}, {"steps": 3, "seconds": 1.0}])
 def test_run_needs_one_kind_of_length(length):
     with pytest.raises(ValueError, match="needs steps or seconds"):
-        Schedule(0.5, 10, **length)
+        TrainingSchedule(0.5, 10, **length)
 
 
 def test_training_learns_and_repeats_itself(trained, corpus):
@@ -270,7 +270,7 @@ def test_every_exactness_case_is_another_call():
     assert len(set(exactness.CASES)) == len({case.name for case in exactness.CASES}) == len(exactness.CASES)
 
 
-WORKLOAD = scaling.Workload("cpu", "float32", 1, 4, 32, (256, 512), 0.05)
+WORKLOAD = scaling.ScalingWorkload("cpu", "float32", 1, 4, 32, (256, 512), 0.05)
 
 
 def test_peak_memory_tells_score_matrices_from_tiles():
@@ -315,9 +315,9 @@ def cost(milliseconds: float, mebibytes: float) -> scaling.Cost:
 
 
 ROWS = [
-    scaling.Row(256, cost(1.0, 1), cost(2.0, 8), None),
-    scaling.Row(512, cost(3.0, 2), cost(9.0, 32), None),
-    scaling.Row(1024, cost(12.0, 4), None, "needs 6.0 GiB, does not fit in 4.0 GiB (the demo's cap)"),
+    scaling.ScalingRow(256, cost(1.0, 1), cost(2.0, 8), None),
+    scaling.ScalingRow(512, cost(3.0, 2), cost(9.0, 32), None),
+    scaling.ScalingRow(1024, cost(12.0, 4), None, "needs 6.0 GiB, does not fit in 4.0 GiB (the demo's cap)"),
 ]
 
 
@@ -326,7 +326,7 @@ def test_scaling_is_judged_at_the_longest_length_that_both_ran():
         (True, "3.00 times as fast"),
         (True, "16.0 times less"),
     ]
-    slow = scaling.Row(512, cost(9.1, 40), cost(9.0, 32), None)
+    slow = scaling.ScalingRow(512, cost(9.1, 40), cost(9.0, 32), None)
     assert [check.holds for check in scaling.checks([ROWS[0], slow, ROWS[2]])] == [False, False]
     assert scaling.checks(ROWS[2:]) == []
 
@@ -496,10 +496,8 @@ def run():
 
 
 @pytest.mark.slow
-def test_command_shows_everything_and_fails_when_a_check_fails(run, tmp_path, monkeypatch):
-    """The second run writes over the first one's files."""
-    arguments = ("--quick", "--device", "cpu", "--out", tmp_path / "out")
-    result = run(*arguments, "--seconds", "0.5")
+def test_command_shows_everything(run, tmp_path):
+    result = run("--quick", "--device", "cpu", "--out", tmp_path / "out", "--seconds", "0.5")
     assert result.exit_code == 0, result.output
     parts = ("machine", "served by cpu", "not by portable", "exactness", "speed-up", "class Reader")
     for part in (*parts, "6 answers to 3 prompts", "tokens of prompts were found in the prefix cache"):
@@ -507,9 +505,16 @@ def test_command_shows_everything_and_fails_when_a_check_fails(run, tmp_path, mo
     assert (tmp_path / "out" / "model" / "config.json").exists()
     assert json.loads((tmp_path / "out" / "results.json").read_text())["passed"] is True
 
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_command_fails_when_a_check_fails(run, tmp_path, monkeypatch):
+    """It writes over the files of another run."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text('{"passed": true}')
     monkeypatch.setattr(exactness, "check", lambda measured: Check("exact", False, "it is not"))
     monkeypatch.setattr(scaling, "workload_for", lambda *_: replace(WORKLOAD, seqlens=(64,)))
-    result = run(*arguments, "--seconds", "0.1")
+    result = run("--quick", "--device", "cpu", "--out", tmp_path / "out", "--seconds", "0.1")
     assert result.exit_code == 1
     assert "FAILED" in result.output
     assert json.loads((tmp_path / "out" / "results.json").read_text())["passed"] is False

@@ -18,9 +18,11 @@ ROOT = Path(__file__).parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 ALGORITHMS = sorted(
     source
-    for source in (ROOT / "flashtile" / "algorithms").glob("*.py")
+    for source in (ROOT / "flashtile" / "learn" / "algorithms").glob("*.py")
     if source.stem not in ("__init__", "call", "flops", "trace")  # what they share
 )
+
+pytestmark = pytest.mark.thorough  # make docs builds it alone, and fails likewise by a warning
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
@@ -110,11 +112,21 @@ def test_every_measurement_is_shown(site, path):
     assert {cell["workload"] for cell in document.get("cells", ())} <= shown
 
 
+def test_every_experiment_has_its_page(site):
+    """Made from the JSON, which pages link to and which is there to download."""
+    for path in (ROOT / "benchmarks" / "results" / "experiments").glob("*.json"):
+        document = json.loads(path.read_text())
+        text = (site / "measured" / f"{path.stem}.html").read_text()
+        assert text.count("<h2") == len(document["experiments"])
+        assert f'href="../benchmarks/results/experiments/{path.name}"' in text
+        assert f'href="{path.stem}.html"' in (site / "measured" / "index.html").read_text()
+
+
 @pytest.mark.parametrize("source", ALGORITHMS, ids=lambda source: source.stem)
 @pytest.mark.parametrize("ending", ["", ".zh-CN"])
 def test_an_algorithm_stands_beside_its_text(site, source, ending):
     page = (site / "algorithms" / f"{source.stem}{ending}.html").read_text()
     assert 'class="beside"' in page
-    assert f"flashtile/algorithms/{source.name}" in page
+    assert f"flashtile/learn/algorithms/{source.name}" in page
     defined = re.findall(r"^(?:def|class) (\w+)", source.read_text(), re.MULTILINE)
     assert [name for name in defined if f">{name}<" not in page] == []

@@ -67,7 +67,7 @@ if importlib.util.find_spec("transformers") is not None:
     PUBLIC["flashtile.integrations.transformers.register"] = flashtile.integrations.transformers.register
 for module in MODULES:
     PUBLIC.update(public(module))
-for algorithm in pkgutil.iter_modules(flashtile.algorithms.__path__, "flashtile.algorithms."):
+for algorithm in pkgutil.iter_modules(flashtile.learn.algorithms.__path__, "flashtile.algorithms."):
     for path, function in own_functions(algorithm.name).items():
         if path.rpartition(".")[2] in WHOLE_ALGORITHMS:
             PUBLIC[path] = function

@@ -9,6 +9,7 @@ import shutil
 import struct
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from engine_models import MODELS, SIZES, VOCABULARY, folder, greedy, load, prompts
@@ -298,7 +299,8 @@ CONFIG = {**SIZES, "model_type": "llama"}
         ({"quantization_config": {"quant_method": "gptq"}}, NotImplementedError, "got 'gptq'"),
         ({"model_type": "mistral", "sliding_window": 0}, ConfigError, "sliding_window must be an integer"),
         (
-            {"model_type": "gemma2", "sliding_window": 4, "layer_types": ["x"]}, ConfigError,
+            {"model_type": "gemma2", "sliding_window": 4, "layer_types": ["x"]},
+            ConfigError,
             "layer_types must be",
         ),
         ({"dtype": "int8"}, NotImplementedError, "dtype must be float16"),
@@ -389,11 +391,11 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be the number of processes, got 2 in 1"),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size must be the number of processes \(1\), got 2"),
         ({"quantization": "awq"}, "quantization must be None or"),
         ({"quantization": "fp8"}, "dtype must be bfloat16 or float16 with quantization"),
         ({"speculative_config": {"method": "eagle"}}, "must have the method 'ngram'"),
-        ({"speculative_config": {"method": "ngram", "model": "x"}}, "fields that ngram does not have"),
+        ({"speculative_config": {"method": "ngram", "model": "x"}}, "must have only fields of ngram"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "must be from 1 to 62"),
         ({"load_format": "pt"}, "load_format must be auto"),
         ({"dtype": "int8"}, "dtype must be auto"),
@@ -402,7 +404,7 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         ({"max_model_len": 0}, "max_model_len must be from 1"),
         ({"max_model_len": 1 << 20}, "max_model_len must be from 1 to"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens must be at least"),
-        ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes must be at least two blocks"),
+        ({"kv_cache_memory_bytes": 10}, "kv_cache_memory_bytes must hold two blocks"),
         ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override must be from 2"),
         ({"swap_space": -1}, "swap_space must be at least 0"),
@@ -414,6 +416,11 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         ({"kv_cache_dtype": ["fp8"]}, "kv_cache_dtype must be auto"),
         ({"speculative_config": "ngram"}, "speculative_config must be a dict"),
         ({"device": "tpu"}, "device must be cuda"),
+        *(
+            ({name: np.ones(2)}, f"{name} must ")
+            for name in ("quantization", "load_format", "dtype", "kv_cache_dtype", "device")
+        ),
+        ({"speculative_config": {"method": np.ones(2)}}, "must have the method 'ngram'"),
     ],
 )
 def test_options_of_the_engine_are_refused_by_name(options, message):

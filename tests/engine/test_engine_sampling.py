@@ -187,6 +187,7 @@ def test_a_processor_that_fails_ends_its_own_request_alone():
         ({"n": 0}, "n must be from 1"),
         ({"temperature": -1}, "temperature must be from 0"),
         ({"temperature": float("nan")}, "temperature must be from 0"),
+        ({"temperature": 10**400}, "temperature must be finite"),
         ({"top_p": 0}, "top_p must be above 0"),
         ({"top_p": "0.9"}, "top_p must be a number"),
         ({"top_k": 1.5}, "top_k must be an int"),
@@ -225,11 +226,11 @@ def test_what_the_model_cannot_do_is_refused_and_nothing_stays():
     prompt = prompts()[0]
     for params, message in [
         (SamplingParams(n=5), "n must be at most max_num_seqs=4"),
-        (SamplingParams(stop="x"), "there is no tokenizer"),
+        (SamplingParams(stop="x"), "stop must be empty without a tokenizer"),
         (SamplingParams(stop_token_ids=[VOCABULARY]), "stop_token_ids must hold tokens below"),
         (SamplingParams(allowed_token_ids=[500]), "allowed_token_ids must hold tokens below"),
         (SamplingParams(logprobs=1000), "logprobs must be at most vocab_size"),
-        (SamplingParams(max_tokens=60), "need 17 blocks of keys and values, but there are 8"),
+        (SamplingParams(max_tokens=60), "need 17 blocks of keys and values, got a cache of 8"),
     ]:
         with pytest.raises(ValueError, match=re.escape(message)):
             llm.generate([prompt, prompt], [SamplingParams(max_tokens=2), params])

@@ -96,7 +96,7 @@ def test_the_kernel_draws_what_torch_draws_on_a_gpu(vocab_size, dtype):
 @pytest.mark.parametrize("filtered", [False, True])
 def test_the_kernel_compiles_without_spills(filtered):
     from flashtile.backends.common.compile_report import CompileCase, report
-    from flashtile.backends.portable.sampling import NUM_WARPS, Variant, sample_kernel
+    from flashtile.backends.portable.sampling import NUM_WARPS, SamplingVariant, sample_kernel
 
     signature = {
         "logits_ptr": "*bf16", "temperature_ptr": "*fp32", "top_k_ptr": "*i64", "top_p_ptr": "*fp32",
@@ -104,7 +104,7 @@ def test_the_kernel_compiles_without_spills(filtered):
         "logits_stride": "i32", "vocab_size": "i32",
     }  # fmt: skip
     case = CompileCase(
-        "sample", sample_kernel, signature, {"C": Variant(filtered, 4096)}, num_warps=NUM_WARPS,
+        "sample", sample_kernel, signature, {"C": SamplingVariant(filtered, 4096)}, num_warps=NUM_WARPS,
         tensor_cores=False,
     )  # fmt: skip
     assert report(case, "sm_90a").violations == []

@@ -162,7 +162,7 @@ def test_a_prompt_is_found_again_one_step_after_it_was_computed():
 def test_what_never_fits_is_refused():
     world = World(blocks=4)
     world.add(12, outputs=4)
-    with pytest.raises(ValueError, match="need 5 blocks of keys and values, but there are 4"):
+    with pytest.raises(ValueError, match="need 5 blocks of keys and values, got a cache of 4"):
         world.add(13, outputs=4)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_models import SIZES, VOCABULARY, folder, greedy, load, prompts
 
 from flashtile.engine import SamplingParams
+from flashtile.engine.runner import Runner
 from flashtile.engine.sampler import Choice, candidates, choose, stream_seed
 from flashtile.engine.speculation import comb, depths, visible, way
 
@@ -19,6 +21,23 @@ SMALL = {"num_gpu_blocks_override": 17, "max_num_seqs": 4, "swap_space": 0.001}
 def drafted(by: str = "llama2", tokens: int = 3, width: int = 1) -> dict:
     config = {"method": "draft_model", "model": folder(by), "num_speculative_tokens": tokens}
     return {"speculative_config": {**config, "tree_width": width}, "block_size": 4}
+
+
+def test_tokens_and_guesses_come_back_through_the_same_memory(monkeypatch):
+    """From a card; events and copies are those of the CPU here."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    memory = [torch.zeros(7, dtype=torch.int64) for _ in range(2)]
+    runner = SimpleNamespace(device=torch.device("cuda"), _result=memory, _turn=1)
+    tokens, guesses = torch.tensor([5, 6, 7]), torch.tensor([[1, 2], [3, 4]])
+    result = SimpleNamespace(tokens=tokens, drafted=("ab", guesses), best=tokens, scores={}, prompt_scores=[])
+    Runner._send_back(runner, result)
+    assert memory[1].tolist() == [5, 6, 7, 1, 2, 3, 4]
+    assert torch.equal(result.tokens, tokens)
+    assert result.drafted[0] == "ab"
+    assert torch.equal(result.drafted[1], guesses)
+    assert {t.untyped_storage().data_ptr() for t in (result.tokens, result.drafted[1])} == {
+        memory[1].data_ptr()
+    }
 
 
 def test_a_tree_of_guesses():
@@ -149,8 +168,8 @@ def test_speculation_that_cannot_be_is_refused(tmp_path):
             load(name, speculative_config=config)
 
     refused("method 'ngram' or 'draft_model', got 'eagle'", NotImplementedError, method="eagle")
-    refused("folder as model, got None", TypeError, method="draft_model")
-    refused("fields that draft_model does not have: .'seed'", NotImplementedError, model="x", seed=1)
+    refused("model with the draft model's folder, got None", TypeError, method="draft_model")
+    refused("must have only fields of draft_model, got .'seed'", NotImplementedError, model="x", seed=1)
     refused("num_speculative_tokens must be from 1 to 62, got 63", method="ngram", num_speculative_tokens=63)
     refused("tree_width must be from 1 to 15 with num_speculative_tokens=4, got 16", model="x", tree_width=16)
     refused("config.json", FileNotFoundError, model=str(tmp_path))
@@ -158,6 +177,6 @@ def test_speculation_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused("must have the model's vocab_size=120, got 8", model=str(tmp_path))
     refused(
-        "tree_width must be 1 where a layer has a sliding window", NotImplementedError, "gemma2",
+        "tree_width must be 1 for models with sliding windows", NotImplementedError, "gemma2",
         model=str(folder("llama2")), tree_width=2,
     )  # fmt: skip

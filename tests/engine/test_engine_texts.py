@@ -9,14 +9,16 @@ import shutil
 import pytest
 import torch
 from engine_models import folder
+from jinja2 import TemplateError
 from typer.testing import CliRunner
 
 from flashtile.cli import application
-from flashtile.demo.huggingface import save_llama
-from flashtile.demo.llama import Llama, sized
 from flashtile.engine import LLM, ConfigError, RequestOutputKind, SamplingParams
 from flashtile.engine.detokenizer import Detokenizer
-from flashtile.engine.tokenizer import PIECE, ByteTokenizer, load_tokenizer
+from flashtile.engine.templates import Account
+from flashtile.engine.tokenizer import PIECE, SHORT, ByteTokenizer, load_tokenizer
+from flashtile.tools.demo.huggingface import save_llama
+from flashtile.tools.demo.llama import Llama, sized
 
 PARAMS = {"temperature": 0.0, "max_tokens": 24}
 
@@ -130,6 +132,8 @@ def test_texts_are_too_long_only_where_they_are(words):
             assert not tokenizer.is_longer(long, count)
             assert not tokenizer.is_longer(long, count // 2)  # it may be, for all that is certain
             assert not tokenizer.is_longer(text * (most // len(text)), most)
+    assert not ByteTokenizer().is_longer("a" * SHORT * 300, 300)  # which is encoded to say how long it is
+    assert ByteTokenizer().is_longer("a" * (SHORT * 300 + 1), 300)
 
 
 def test_streams_of_tokenizers_say_what_decoding_says(words):
@@ -259,6 +263,12 @@ def test_a_template_cannot_compute_without_bound(template):
         ByteTokenizer().apply_chat_template([{"role": "user", "content": "hi"}], template)
 
 
+def test_a_text_is_paid_for_before_it_is_made():
+    account = Account({})
+    with pytest.raises(TemplateError, match="computes more than a chat template may"):
+        account.pay_for_text("a" * 10000, "replace", ("a", "b" * 10000))
+
+
 def test_long_conversations_are_within_the_bounds():
     """As templates write them: with macros, namespaces and texts that grow bit by bit."""
     messages = [{"role": "user", "content": f"{i} " + "word " * 40} for i in range(600)]
@@ -350,7 +360,7 @@ def test_who_asks_in_between_takes_nobodys_answers(llm):
     "prompt", [{"prompt_token_ids": "97"}, {"prompt": [97]}, {"prompt": 5, "prompt_token_ids": [97]}]
 )
 def test_texts_and_tokens_are_not_taken_for_each_other(llm, prompt):
-    with pytest.raises(TypeError, match="prompt must be a string and prompt_token_ids a list"):
+    with pytest.raises(TypeError, match="prompt must be a string, and prompt_token_ids must be a list"):
         llm.generate(prompt)
 
 

@@ -290,7 +290,9 @@ def calls(draw: st.DrawFn, target: Target, varlen: bool) -> tuple[Case, str, boo
     return case, draw(st.sampled_from(("block", "block", "head", "tensor"))), draw(st.booleans())
 
 
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize(
+    "varlen", [pytest.param(False, id="dense", marks=pytest.mark.thorough), pytest.param(True, id="varlen")]
+)
 def test_any_call(target: Target, varlen: bool) -> None:
     @settings(max_examples=target.examples)
     @given(calls(replace(target, longest=150), varlen))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ E4M3_CALL = {name: x.to(E4M3) for name, x in ATTEND.items()}
 
 BAD = [
     (fp8.quantize, QUANTIZE, {"x": None}, TypeError, ("x must be a torch.Tensor", "NoneType")),
+    (fp8.quantize, QUANTIZE, {"x": x_of().to_sparse()}, TypeError, ("x must be a dense (strided) tensor",)),
     (fp8.quantize, QUANTIZE, {"x": x_of(dtype=torch.float32)}, TypeError, ("float16 or bfloat16", "float32")),
     (fp8.quantize, QUANTIZE, {"x": x_of()[0]}, ValueError, ("x must have 4 dimensions", "(9, 2, 16)")),
     (fp8.quantize, VARLEN, {"x": x_of()}, ValueError, ("x must have 3 dimensions", "total")),
@@ -69,6 +71,8 @@ BAD = [
     (fp8.quantize, ROTARY, {"rotary_sin": torch.ones(SK, 3)}, ValueError, ("rotary_sin", "(9, 4)", "(9, 3)")),
     (fp8.quantize, ROTARY, {"rotary_cos": torch.ones(SK, 9)}, ValueError, ("rotary_cos", "head_dim = 16")),
     (fp8.quantize, ROTARY, {"rotary_offset": 1}, ValueError, ("rotary_cos has 9 rows", "up to 10")),
+    (fp8.quantize, ROTARY, {"rotary_offset": -7}, ValueError, ("rotary_offset must be from 0 to", "-7")),
+    (fp8.quantize, ROTARY, {"rotary_offset": -(2**70)}, ValueError, ("rotary_offset must be from 0 to",)),
     (fp8.quantize, ROTARY, {"rotary_offset": int32(1)}, ValueError, ("rotary_offset", "(2,)", "(1,)")),
     (fp8.quantize, ROTARY, {"rotary_interleaved": None}, TypeError, ("rotary_interleaved must be True or",)),
     (fp8.quantize, QUANTIZE, {"rotary_offset": 3}, ValueError, ("rotary_offset must be 0 without",)),
@@ -109,6 +113,12 @@ BAD = [
     (fp8.attention, ATTEND, {"backend": "x"}, ValueError, ("backend must be None or one of", "'x'")),
     (fp8.attention, ATTEND, {"method": "x"}, ValueError, ("method must be one of", "'x'")),
     (fp8.attention, ATTEND, {"method": torch.zeros(1)}, ValueError, ("method must be one of",)),
+    (fp8.quantize, QUANTIZE, {"method": np.ones(2)}, ValueError, ("method must be one of", "ndarray")),
+    (fp8.quantize, QUANTIZE, {"role": np.ones(2)}, ValueError, ("role must be one of", "ndarray")),
+    (fp8.attention, ATTEND | {"k": fp8.quantize(x_of(), "k")}, {"method": np.ones(2)}, ValueError,
+     ("method must be one of", "ndarray")),
+    (fp8.attention, ATTEND | ANGLES, {"q": x_of(SK + 3, H)}, ValueError,
+     ("rotary_cos must be", "first 3 of 12")),
     (fp8.attention, ATTEND, {"return_lse": 1}, TypeError, ("return_lse must be True or False", "int")),
     (fp8.attention, ATTEND, {"rotary_interleaved": 1}, TypeError, ("rotary_interleaved must be True or",)),
     (fp8.attention, ATTEND, {"seqused_k": int32(3, SK + 1)}, ValueError, ("seqused_k must be from 0", "10")),
@@ -171,6 +181,15 @@ def test_quantised_before_or_within_the_call_is_the_same(method: str) -> None:
     assert torch.equal(fp8.attention(**before, causal=True), at_once)
     mixed = before | {"q": ATTEND["q"]}
     assert torch.equal(fp8.attention(**mixed, causal=True), at_once)
+
+
+def test_more_causal_queries_than_keys_are_rotated_from_the_first_key_on() -> None:
+    """Those before it see nothing; the others are the queries of a call without them."""
+    q, angles = x_of(SK + 3, H), ANGLES | {"causal": True, "hadamard": False, "method": "head"}
+    q[:, :3] = 0  # they share a scale with the others
+    out = fp8.attention(q, ATTEND["k"], ATTEND["v"], **angles)
+    assert not out[:, :3].any()
+    assert torch.equal(out[:, 3:], fp8.attention(q[:, 3:].contiguous(), ATTEND["k"], ATTEND["v"], **angles))
 
 
 def test_varlen_containers_bring_their_lengths() -> None:

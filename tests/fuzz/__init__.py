@@ -14,6 +14,7 @@ FAMILIES = {
     for name in (
         "attention",
         "functions",
+        "closures",
         "caches",
         "fp8",
         "linear",

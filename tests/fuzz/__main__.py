@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import subprocess
@@ -12,10 +13,12 @@ import torch
 
 from fuzz import FAMILIES, runner
 
+WAIT_SECONDS = 900.0
+
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="fuzz", description="Random calls of every public function.")
-    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--seconds", type=float, default=600.0, help="default: 600")
     parser.add_argument("--seed", type=int, help="default: a new one, which is printed")
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
@@ -37,11 +40,17 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     print(f"fuzz: seed {seed}, {options.seconds:g} s, {options.device}", flush=True)
     chosen = {name: FAMILIES[name] for name in options.family or FAMILIES}
+    # A call that waits for ever uses no time of the CPU.
+    faulthandler.dump_traceback_later(options.seconds + WAIT_SECONDS, exit=True)
     outcome = runner.run(
         {name: family() for name, family in chosen.items()}, seed, options.seconds, options.calls, options.device,
         say=lambda text: print(text, flush=True),
     )  # fmt: skip
-    print(f"fuzz: {outcome.calls} calls, {len(outcome.failures)} failures (seed {seed})", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    for reason, count in outcome.lacking.items():
+        print(f"fuzz: {count} calls left out, {reason}")
+    once = f", {len(outcome.once)} that failed once but not again" if outcome.once else ""
+    print(f"fuzz: {outcome.calls} calls, {len(outcome.failures)} failures{once} (seed {seed})", flush=True)
     return 1 if outcome.failures else 0
 
 

@@ -93,6 +93,65 @@ GOOD: dict[str, dict[str, str]] = {
         "presence_penalty": "0.5", "frequency_penalty": "0.5", "repetition_penalty": "1.5", "logprobs": "2", "stop": "'x'", "stop_token_ids": "[1]",
         "ignore_eos": "True", "detokenize": "True",
     },
+    "engine.BeamSearchParams": {
+        "beam_width": "2", "max_tokens": "4", "ignore_eos": "True", "temperature": "0.5", "length_penalty": "0.5", "stop_token_ids": "[1]",
+        "include_stop_str_in_output": "True",
+    },
+    "flashtile.attention_weights ": {
+        "q": f"{Q}.flatten(0, 1)", "k": f"{K}.flatten(0, 1)", "lse": "rand(4, 10)", "form": "3", **PACKED, "attention_chunk": "3",
+    },
+    "flashtile.attention_weights  ": {
+        "q": Q, "k": K, "lse": "rand(2, 4, 5)", "form": "'columns'", "score_mod": "masks.softcap(2.0)", "mask_mod": "masks.causal()",
+    },
+    "flashtile.fp8.attention ": {
+        "q": HALF["q"], "k": f"fp8.quantize({HALF['k']}, 'k', seed=3)", "v": HALF["v"], "method": "'block'", "hadamard": "True", "seed": "3", "rotary_cos": "rand(20, 8)",
+        "rotary_sin": "rand(20, 8)", "rotary_interleaved": "True", "causal": "True",
+    },
+    "flashtile.fp8.attention  ": {
+        **{name: f"{text}.flatten(0, 1)" for name, text in HALF.items()}, **PACKED, "seqused_k": "ints(3, 5)", **MASKING,
+    },
+    "flashtile.flash_attn_func ": {
+        **{name: f"{text}.to(torch.float8_e4m3fn)" for name, text in (("q", Q), ("k", K), ("v", V))},
+        **{f"{name}_descale": "rand(2, 2).abs()" for name in "qkv"}, "causal": "True",
+    },
+    "kv_cache.BlockPool": {"num_blocks": "8", "null_blocks": "1"},
+    "manager().create": {"tokens": "[1, 2, 3]", "salt": "b'x'"},
+    "manager().length": {"sequence": "0"}, "manager().fork": {"sequence": "0"}, "manager().free": {"sequence": "0"},
+    "manager().batch": {"sequences": "[0]"}, "manager().select": {"sequences": "[0]", "parents": "[0, 0]"},
+    "manager().reserve": {"sequence": "0", "num_tokens": "2"}, "manager().truncate": {"sequence": "0", "length": "2"},
+    "manager().cache_blocks": {"sequence": "0", "tokens": "range(5)", "salt": "b'x'"},
+    "manager().swap_out": {"sequences": "[0]"}, "manager().swap_in": {"sequences": "[]"},
+    "reserve_step": {"num_tokens": "[2]"},
+    "kv_cache.PagedKVCache.block_bytes": {"num_layers": "1", "block_size": "4", "num_kv_heads": "2", "head_dim": "16", "head_dim_v": "8", "dtype": "torch.float32"},
+    "parallel.Sharing": {
+        "batch": "1", "seqlen": "64", "heads_q": "4", "heads_kv": "2", "head_dim": "16", "head_dim_v": "16", "dtype": "'float16'", "left": "3", "right": "0",
+        "layout": "'striped'", "backward": "True",
+    },
+    "parallel.explain": {"sharing": "parallel.Sharing(1, 64, 4, 2, 16, 16)", "ranks": "2"},
+    "padding.unpad": {"padded": "rand(2, 7, 2, 16)", "mask": "torch.ones(2, 7).bool()"},
+    "padding.pad": {"tokens": "rand(3, 2, 16)", "indices": "torch.tensor([0, 3, 5])", "batch": "2", "seqlen": "7"},
+    "bert_padding.unpad_input": {"hidden_states": "rand(2, 7, 2, 16)", "attention_mask": "torch.ones(2, 7).bool()", "unused_mask": "torch.zeros(2, 7).bool()"},
+    "bert_padding.pad_input": {"hidden_states": "rand(3, 2, 16)", "indices": "torch.tensor([0, 3, 5])", "batch": "2", "seqlen": "7"},
+    "bert_padding.index_first_axis": {"input": "rand(7, 2)", "indices": "torch.tensor([0, 3, 5])"},
+    "bert_padding.index_put_first_axis": {"values": "rand(3, 2)", "indices": "torch.tensor([0, 3, 5])", "first_axis_dim": "9"},
+    "bert_padding.unpad_input_for_concatenated_sequences": {"hidden_states": "rand(2, 7, 16)", "attention_mask_in_length": "torch.tensor([[3, 2, 0, 0, 0, 0, 0]] * 2)"},
+    "rotary.apply_rotary_emb": {
+        "x": Q, "cos": "rand(20, 8)", "sin": "rand(20, 8)", "interleaved": "True", "inplace": "True", "seqlen_offsets": "ints(3, 5)",
+    },
+    "rotary.apply_rotary_emb ": {
+        "x": f"{Q}.flatten(0, 1)", "cos": "rand(20, 8)", "sin": "rand(20, 8)", "seqlen_offsets": "3", "cu_seqlens": "offsets(5, 5)",
+    },
+    "rotary.apply_rotary_emb_torch": {"x": Q, "cos": "rand(5, 8)", "sin": "rand(5, 8)", "interleaved": "True"},
+    "rotary.apply_rotary_emb_qkv_": {
+        "qkv": "rand(2, 7, 3, 2, 16)", "cos": "rand(20, 8)", "sin": "rand(20, 8)", "cos_k": "rand(20, 8)", "sin_k": "rand(20, 8)", "interleaved": "True",
+        "seqlen_offsets": "3",
+    },
+    "rotary.apply_rotary_emb_kv_": {"kv": "rand(2, 7, 2, 2, 16)", "cos": "rand(20, 8)", "sin": "rand(20, 8)", "interleaved": "True", "seqlen_offsets": "3"},
+    "flash_attn_interface.flash_attn_varlen_func": {
+        "q": f"{Q}.flatten(0, 1)", "k": f"{K}.flatten(0, 1)", "v": f"{V}.flatten(0, 1)", **PACKED, **MASKING, "seqused_q": "ints(3, 5)", "seqused_k": "ints(3, 5)",
+        "deterministic": "True",
+    },
+    "flash_attn_interface.flash_attn_qkvpacked_func": {"qkv": "rand(2, 7, 8, 16)", "num_heads_q": "4", "deterministic": "True", "return_attn_probs": "True"},
     "flash_attn_interface.flash_attn_func": {"q": Q, "k": K, "v": V, **MASKING, "attention_chunk": "3"},
     "flash_attn_interface.flash_attn_with_kvcache": {**CACHE, "page_table": TABLE["block_table"], "cache_seqlens": TABLE["cache_seqlens"], **MASKING},
     "nn.MultiheadAttention(8, 2, batch_first=True)": {
@@ -103,9 +162,10 @@ GOOD: dict[str, dict[str, str]] = {
 """By function (spaces tell several calls of one apart), good arguments as text."""
 
 NONSENSE = ("object()", "'nonsense'", "math.nan", "math.inf", "2**70", "-(2**70)", "-7", "b'x'", "[object()]", "{1: 2}", "1j", "(1, 2, 3, 4, 5)",
-            "rand(2, 3, 4).numpy()", "torch.float32", "lambda x: x")  # fmt: skip
-SPOILT = ("({}).to('meta')", "({}).to_sparse()", "({}).to(torch.complex64)", "({})[None, None]", "({})[..., :0]", "({}).tolist()", "({}).to(torch.int8)",
-          "({}).to(torch.float8_e5m2)", "({}).to(torch.float64)", "torch.cat([{}, {}], -1)")  # fmt: skip
+            "rand(2, 3, 4).numpy()", "torch.float32", "lambda x: x", "10**400", "None", "''", "[]", "'cuda:' + '9' * 30", "rand(2, 3, 4)", "True", "1.5")  # fmt: skip
+SPOILT = ("({}).to('meta')", "sparse({})", "({}).to(torch.complex64)", "({})[None, None]", "({})[..., :0]", "({}).tolist()", "({}).to(torch.int8)",
+          "({}).to(torch.float8_e5m2)", "({}).to(torch.float64)", "torch.cat([{}, {}], -1)",
+          "({}).float().numpy()", "({})[:0]", "learning({})", "({})[..., ::2]", "nested({})", "scaled({}, -9)")  # fmt: skip
 
 TAKEN: dict[str, tuple[str, ...]] = {
     "masks.window left": ("-7", "-(2**70)"), "masks.window right": ("-7", "-(2**70)"),  # a negative number is no limit
@@ -114,9 +174,13 @@ TAKEN: dict[str, tuple[str, ...]] = {
     **{f"* {name}": ("-7", "2**70", "-(2**70)") for name in ("softmax_scale", "softmax_max", "scale")},  # any finite number
     **{f"* {name}": ("2**70", "math.inf") for name in ("softcap", "cap", "norm_eps", "next_norm_eps")},
     "masks.mask_mod function": ("lambda x: x",), "masks.score_mod function": ("lambda x: x",),
-    "* window_left": ("-7",), "flashtile.SamplingParams stop": ("'nonsense'",), "flashtile.SamplingParams top_k": ("-7",),
+    "* window_left": ("-7",), "flashtile.SamplingParams stop": ("'nonsense'", "'cuda:' + '9' * 30"), "flashtile.SamplingParams top_k": ("-7",),
     "flashtile.SamplingParams seed": ("-7", "2**70", "-(2**70)"), "flashtile.SamplingParams max_tokens": ("2**70",), "flashtile.SamplingParams min_tokens": (),
     "flashtile.SamplingParams stop_token_ids": ("(1, 2, 3, 4, 5)",), "flashtile.SamplingParams top_p": (), "flashtile.SamplingParams logprobs": ("2**70",),
+    "engine.BeamSearchParams length_penalty": ("-7",), "engine.BeamSearchParams stop_token_ids": ("(1, 2, 3, 4, 5)",),
+    "* tokens": ("b'x'", "(1, 2, 3, 4, 5)", "{1: 2}", "({}).to(torch.complex64)", "({}).to(torch.float8_e5m2)"), "* num_tokens": ("{1: 2}",), "* sequences": ("{1: 2}",),
+    **{f"* {name}": ("({}).to(torch.complex64)", "({}).to(torch.float8_e5m2)") for name in ("padded", "hidden_states", "values", "input")},  # moved, not computed with
+    "* salt": ("b'x'",), 
     "* debug_checks": (), "* device": ("'meta'",), "flashtile.SamplingParams top_k ": ("2**70",),
     "* out_dtype": ("torch.float32",),
     "* dtype": ("torch.float32",),
@@ -133,8 +197,22 @@ TAKEN_TENSORS = (
     "({})[None, None]",
     "({})[..., :0]",
     "({}).to('meta')",
+    "({})[:0]",
+    "learning({})",
+    "({})[..., ::2]",
+    "scaled({}, -9)",
 )
 """Of a tensor: what may be right for some argument, such as longer tables, other ints or one dimension more."""
+
+MAY_BE_TAKEN = (*TAKEN_TENSORS, "None", "''", "[]", "rand(2, 3, 4)", "True", "1.5")
+"""What is right for some arguments, and must end well for all."""
+
+
+ALSO_NAMED = {
+    "function": ("mask_mod", "score_mod"), "model_or_q": ("q", "k", "model"), "sequences": ("sequence",), "link": ("card",),
+    "sequence": ("sequences",),
+}  # fmt: skip
+"""What an error may say instead of an argument's name."""
 
 
 def _is_tensor(text: str) -> bool:
@@ -149,14 +227,11 @@ def draw(rng: Random, device: str = "cpu", functions: tuple[str, ...] = ()) -> C
     tensor = _is_tensor(arguments[victim])
     value = rng.choice(SPOILT if tensor and rng.random() < 0.5 else NONSENSE)
     taken = TAKEN.get(f"{name} {victim}", ()) + TAKEN.get(f"* {victim}", ())
-    names = [
-        victim,
-        *{"function": ["mask_mod", "score_mod"], "model_or_q": ["q", "k", "model"]}.get(victim, []),
-    ]
-    if "{}" in value:  # an error may name the tensor that it no longer fits
-        names += [n for n in arguments if n != victim]
+    names = [victim, *ALSO_NAMED.get(victim, ())]
     # What may be right here must at least end well: with a result, or an error of ours.
-    well = value in taken or value in TAKEN_TENSORS
+    well = value in taken or value in MAY_BE_TAKEN
+    if well or "{}" in value:  # an error may name what it does not fit
+        names += [n for n in arguments if n != victim]
     check = f"{'ends_well' if well else 'refuses'}(lambda: CALL, {', '.join(map(repr, names))})"
     given = {**arguments, victim: value.replace("{}", arguments[victim])}
     order = [n for n in given if not n.startswith("_")]

@@ -240,7 +240,7 @@ def _profile(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
     return torch.stack([s.min(), s.max()])
 def ours(q, k, **options):
     found = flashtile.profile_scores(q, k, **options)
-    return torch.tensor([found.least, found.most])
+    return torch.tensor([found.least, found.most], device=device)
 def call(profile, NAMES):
     return profile(q, k, OPTIONS)
 agree(call, ours, exact, gradients=False, GIVEN)"""

@@ -1,7 +1,4 @@
-"""Functions of scores and masks by grammar, ready ones, block masks, FlexAttention's call; both passes.
-
-A fuzzer of closures that change between calls may join as a family of its own, with a ``draw`` like this one.
-"""
+"""Functions of scores and masks by grammar, ready ones, block masks, FlexAttention's call; both passes."""
 
 from __future__ import annotations
 

@@ -220,8 +220,8 @@ def with_kvcache(
             fresh = k[b]
             if rotary_cos is not None:
                 tables = rotary_cos, rotary_sin
-                fresh = rotated(fresh, *tables, angle + torch.arange(new), rotary_interleaved)
-                turn = angle + (torch.arange(sq) if by_token else torch.zeros(sq, dtype=torch.long))
+                fresh = rotated(fresh, *tables, angle + torch.arange(new, device=q.device), rotary_interleaved)
+                turn = angle + torch.arange(sq, device=q.device) * bool(by_token)
                 query = rotated(query, *tables, turn, rotary_interleaved)
             k_cache[rows[n:], at[n:]] = fresh.detach().to(k_cache.dtype)
             v_cache[rows[n:], at[n:]] = v[b].to(v_cache.dtype)
@@ -280,7 +280,7 @@ def linear(
 def sdpa(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     """torch's function: heads before tokens, causal at the upper left."""
     sq, sk = q.shape[-2], k.shape[-2]
-    seen = torch.ones(sq, sk, dtype=torch.bool).tril() if is_causal else None
+    seen = torch.ones(sq, sk, dtype=torch.bool, device=q.device).tril() if is_causal else None
     options = {}
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*attn_mask.shape[:-2], sq, sk)

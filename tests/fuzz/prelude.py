@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
+from collections.abc import Iterator
 
 import torch
 import torch.nn.attention.flex_attention as flex
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import flashtile
-from flashtile import compat, fp8, kv_cache, linear, masks, nn, parallel
+from flashtile import compat, engine, fp8, kv_cache, linear, masks, nn, padding, parallel
 from flashtile.compat import flash_attn, flash_attn_interface
 from flashtile.compat.flash_attn import bert_padding
 from flashtile.compat.flash_attn.layers import rotary
@@ -19,17 +21,32 @@ from flashtile.testing import poisoned_memory
 from fuzz import oracle
 
 __all__ = [
-    "F", "Wrong", "agree", "bert_padding", "compat", "ends_well", "flash_attn", "flash_attn_interface", "flashtile", "flex", "fp8", "ints",
-    "kv_cache", "linear", "masks", "math", "nn", "offsets", "oracle", "parallel", "rand", "refuses", "rotary", "torch",
+    "F", "Wrong", "agree", "bert_padding", "compat", "ends_well", "engine", "flash_attn", "flash_attn_interface", "flashtile", "flex", "fp8",
+    "ints", "kv_cache", "learning", "linear", "manager", "masks", "math", "nested", "nn", "offsets", "oracle", "padding", "parallel", "rand",
+    "refuses", "reserve_step", "rotary", "scaled", "sparse", "torch",
 ]  # fmt: skip
 
 FACTORS = {"result": 2.0, "gradient": 3.0}
 """How much further off than plain PyTorch a result may be."""
 MOVED = 8.0
-"""How many times as far as the oracle moves where each of its steps is off at random (the worst of two trials).
+"""How many times as far as the oracle moves where each of its steps is off at random (the worst of the trials).
 
 Four times that in float64, where the oracle itself is plain PyTorch and rounds as much."""
 ERRORS = (ValueError, TypeError, NotImplementedError)
+
+
+_trials = 2
+
+
+@contextlib.contextmanager
+def more_trials(count: int = 8) -> Iterator[None]:
+    """Within, :func:`agree` takes the worst of so many trials."""
+    global _trials
+    before, _trials = _trials, count
+    try:
+        yield
+    finally:
+        _trials = before
 
 
 class Wrong(AssertionError):  # noqa: N818 - a verdict
@@ -59,6 +76,43 @@ def ints(*values, dtype=torch.int32, device="cpu") -> Tensor:
 
 def offsets(*lengths, device="cpu") -> Tensor:
     return F.pad(ints(*lengths).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return (x.double() * factor).to(x.dtype)
+
+
+def sparse(x: Tensor) -> Tensor:
+    return _in_torch(x).to_sparse()
+
+
+def nested(x: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([_in_torch(x)])
+
+
+def _in_torch(x: Tensor) -> Tensor:
+    """FP8 as float16: torch has no sparse and no nested tensors of it."""
+    return x.half() if x.is_floating_point() and x.dtype.itemsize == 1 else x
+
+
+def learning(x: Tensor) -> Tensor:
+    """``x``, which requires its gradient if its dtype can have one."""
+    return x.clone().requires_grad_(x.is_floating_point())
+
+
+def manager() -> kv_cache.PagedKVCache:
+    """A cache with the sequence 0 of five tokens."""
+    cache = kv_cache.PagedKVCache(
+        1, 8, 4, 2, 16, max_sequences=3, max_seqlen=16, dtype=torch.float32, num_host_blocks=4
+    )
+    step = cache.reserve_step(cache.batch([cache.create()]), 5)
+    cache.write(0, rand(5, 2, 16), rand(5, 2, 16), step)
+    return cache
+
+
+def reserve_step(num_tokens) -> kv_cache.Step:
+    cache = manager()
+    return cache.reserve_step(cache.batch([0]), num_tokens)
 
 
 def _run(call, function, given, dtype, upstream, gradients, exact=False):
@@ -115,7 +169,7 @@ def agree(call, ours, exact, *, gradients=True, upstream=(), again=True, scores_
                     raise Wrong(f"{name} differs from run to run")
     right = _run(call, exact, given, torch.float64, upstream, gradients, exact=True)
     trials = []
-    for seed in (1, 2):
+    for seed in range(1, 1 + _trials):
         with oracle.rounding(dtype, seed):
             trials.append(_run(call, exact, given, torch.float64, upstream, gradients, exact=True))
     plain: dict = {}

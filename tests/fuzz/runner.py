@@ -1,13 +1,23 @@
-"""Calls as data: their text, what becomes of them, and the smallest one that fails in the same way."""
+"""Calls as data: their text, what becomes of them, and the smallest one that fails in the same way.
+
+A call fails if it breaks its promise each time. What the machine lacks is no failure: a package, memory, file handles,
+or time, for a call may take as long as it likes, but not more than ``CPU_SECONDS`` of the CPU. A wrong number must be
+wrong by a bound from more trials too, since the bound of few is random.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import random
 import re
+import signal
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 
@@ -15,6 +25,19 @@ import fuzz.prelude as prelude
 from fuzz.prelude import ERRORS, Wrong, names_argument
 
 SHRINK_SECONDS = 20.0
+CPU_SECONDS = 120.0
+OPTIONAL = ("transformers", "triton")
+"""Packages that a machine may lack."""
+SCARCE = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+TOO_LONG = f"takes more than {CPU_SECONDS:g} s of the CPU"
+
+
+class TooLong(BaseException):
+    """The call has used up its time."""
+
+
+class Lacking(Exception):  # noqa: N818 - a verdict
+    """The machine cannot say what becomes of the call."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +86,18 @@ class Call:
 
 
 def failure(call: Call) -> tuple[str, str] | None:
-    """What is wrong, as (label, text); None where nothing is. A NotImplementedError that names an argument is right."""
+    """What is wrong, as (label, text); None where nothing is. A NotImplementedError that names an argument is right.
+
+    Raises:
+        Lacking: something that the call needs is not here.
+    """
     code = call.code()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _limited():
             warnings.simplefilter("ignore")
             exec(compile(code, "<call>", "exec"), {"__name__": "fuzz_call"})
+    except TooLong:
+        return TOO_LONG, TOO_LONG
     except Wrong as error:
         return error.label, str(error)
     except NotImplementedError as error:
@@ -77,10 +106,44 @@ def failure(call: Call) -> tuple[str, str] | None:
             return None
         return "NotImplementedError without a name", str(error)
     except Exception as error:
+        if _lacks(error):
+            raise Lacking(f"{type(error).__name__}: {error}") from None
         return type(error).__name__, "".join(traceback.format_exception(error)[-3:])
     finally:
         prelude.F.scaled_dot_product_attention = _SDPA
     return None
+
+
+def _lacks(error: Exception) -> bool:
+    """Whether it is for want of a package, of memory or of another resource of the machine."""
+    if isinstance(error, ModuleNotFoundError):
+        return (error.name or "").partition(".")[0] in OPTIONAL
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SCARCE)
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """:class:`TooLong` after so much time of the CPU, which does not depend on who else uses the machine."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def fails_again(call: Call, label: str) -> bool:
+    """Whether the call fails in the same way twice more, by a bound from more trials."""
+    with prelude.more_trials():
+        return all((failure(call) or ("",))[0] == label for _ in range(2))
 
 
 _SDPA = prelude.F.scaled_dot_product_attention
@@ -93,7 +156,8 @@ def shrink(call: Call, label: str, seconds: float = SHRINK_SECONDS) -> Call:
     def fails(smaller: Call) -> bool:
         if time.monotonic() > until or smaller.code() == call.code():
             return False
-        found = failure(smaller)
+        with prelude.more_trials():
+            found = failure(smaller)
         return found is not None and found[0] == label
 
     while progress:
@@ -119,6 +183,8 @@ def shrink(call: Call, label: str, seconds: float = SHRINK_SECONDS) -> Call:
 class Outcome:
     calls: int = 0
     failures: list[tuple[str, str, Call]] = field(default_factory=list)  # family and label, text, call
+    once: list[tuple[str, str, Call]] = field(default_factory=list)  # the same, of those that did not fail again
+    lacking: Counter[str] = field(default_factory=Counter)  # how often something was not here
 
 
 def run(
@@ -130,28 +196,48 @@ def run(
     say: Callable[[str], None] = print,
     most: int = 10**9,
 ) -> Outcome:
-    """Draw from the families in turn until the time or the number of calls is over; a label is reported once."""
+    """Draw from the families in turn until the time or the number of calls is over; a label is reported once.
+
+    The seed decides which calls a family draws, time how many of them.
+    """
     outcome, start, known = Outcome(), time.monotonic(), set()
-    spent = dict.fromkeys(families, 0.0)
+    spent, drawn = dict.fromkeys(families, 0.0), Counter[str]()
     while time.monotonic() - start < seconds and (calls is None or outcome.calls < calls):
         name = min(spent, key=spent.__getitem__)  # time is shared out evenly
         begin = time.monotonic()
-        rng = random.Random(f"{seed}/{name}/{outcome.calls}")
-        call = families[name].draw(rng, device)
-        found = failure(call)
+        rng = random.Random(f"{seed}/{name}/{drawn[name]}")
+        drawn[name] += 1
         outcome.calls += 1
-        if found is not None:
-            key = f"{name}: {getattr(families[name], 'key', lambda call, label: label)(call, found[0])}"
-            if key not in known:
+        try:
+            call = families[name].draw(rng, device)
+            found = failure(call)
+            key = "" if found is None else f"{name}: {_key(families[name])(call, found[0])}"
+            if found is not None and key not in known:
                 known.add(key)
-                smallest = shrink(call, found[0])
-                _, text = failure(smallest) or found
-                outcome.failures.append((key, text, smallest))
-                say(f"\n--- {name}, {text.strip()}\n{smallest}\n")
-                if len(outcome.failures) >= most:
-                    break
+                _report(name, key, call, found, outcome, say)
+        except Lacking as error:
+            outcome.lacking[f"{name}: {error}"] += 1
+        if len(outcome.failures) >= most:
+            break
         spent[name] += time.monotonic() - begin
     return outcome
 
 
-__all__ = ["ERRORS", "Call", "Outcome", "failure", "run", "shrink"]
+def _key(family: ModuleType) -> Callable[[Call, str], str]:
+    return getattr(family, "key", lambda call, label: label)
+
+
+def _report(name: str, key: str, call: Call, found: tuple[str, str], outcome: Outcome, say) -> None:
+    label, text = found
+    if label != TOO_LONG:
+        if not fails_again(call, label):
+            outcome.once.append((key, text, call))
+            say(f"\n--- {name}, once but not again: {text.strip()}\n{call}\n")
+            return
+        call = shrink(call, label)
+        _, text = failure(call) or found
+    outcome.failures.append((key, text, call))
+    say(f"\n--- {name}, {text.strip()}\n{call}\n")
+
+
+__all__ = ["ERRORS", "Call", "Lacking", "Outcome", "fails_again", "failure", "run", "shrink"]

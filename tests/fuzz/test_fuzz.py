@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
+import types
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fuzz import FAMILIES, bad_calls, runner
 from fuzz.prelude import Wrong, compare, refuses
 from fuzz.runner import Call
 
-CALLS = {"attention": 8, "functions": 4, "caches": 8, "fp8": 4, "linear": 8, "doors": 6, "manager": 2}
+CALLS = {"attention": 8, "functions": 4, "caches": 8, "fp8": 4, "linear": 8, "doors": 6, "manager": 2, "closures": 3}
 """By family, calls of a short run. Ranks and checkpoints take seconds to begin with, and have tests of their own."""
 
 SEEDS = {"doors": 5}
@@ -120,3 +121,36 @@ def test_a_bad_call_must_be_refused_by_name() -> None:
     ):
         with pytest.raises(Wrong, match=label):
             refuses((lambda: None) if error is None else lambda error=error: raises(error), "softcap")
+
+
+def _outcome(code: str) -> runner.Outcome:
+    family = types.ModuleType("family")
+    family.draw = lambda rng, device: Call(code)  # type: ignore[attr-defined]
+    return runner.run({"family": family}, 1, 60.0, calls=2, say=lambda text: None)
+
+
+def test_what_the_machine_lacks_is_no_failure() -> None:
+    for error in ("ModuleNotFoundError(name='transformers')", "MemoryError()", "OSError(24, 'too many')"):
+        found = _outcome(f"raise {error}")
+        assert (found.calls, found.failures, sum(found.lacking.values())) == (2, [], 2)
+    for error in ("ModuleNotFoundError(name='flashtile.x')", "OSError(2, 'no such file')"):
+        assert len(_outcome(f"raise {error}").failures) == 1
+
+
+def test_a_call_that_fails_once_or_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _outcome("math.calls = getattr(math, 'calls', 0) + 1\nassert math.calls > 1")
+    monkeypatch.delattr("math.calls")
+    assert (len(found.failures), len(found.once)) == (0, 1)
+    monkeypatch.setattr(runner, "CPU_SECONDS", 0.05)
+    endless = "while True:\n    try:\n        sum(range(1000))\n    except Exception:\n        pass"
+    assert [label for label, *_ in _outcome(endless).failures] == [f"family: {runner.TOO_LONG}"]
+
+
+def test_a_seed_draws_the_same_calls_whatever_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(runner, "failure", lambda call: drawn.append(call.code()))
+    family = FAMILIES["linear"]()
+    for others in ({}, {"attention": FAMILIES["attention"]()}):
+        runner.run({"linear": family, **others}, 3, 60.0, calls=4)
+    of_linear = [code for code in drawn if "linear" in code]
+    assert of_linear[: len(of_linear) - 4] == of_linear[4:]

@@ -27,6 +27,8 @@ def argument(value: Any, is_constant: bool) -> Any:
     """What a kernel gets for what it is launched with."""
     if is_constant or value is None:
         return value
+    if isinstance(value, tuple):  # a structure
+        return type(value)(*(argument(field, False) for field in value))
     if isinstance(value, Tensor):
         return Pointer.to_tensor(value)
     if isinstance(value, TensorDescriptor):
@@ -62,7 +64,6 @@ class Interpreter:
         else:
             _start_in_turn(schedule, programs, num_warps, lambda: function(*given))
         schedule.run()
-
 
     def _with_functions(self, value: Any) -> Any:
         """A constant of a kernel with what functions of scores and masks are in Python."""
@@ -101,10 +102,7 @@ def interpreted(seed: int = 0, functions: Functions | None = None) -> Iterator[I
     interpreter = Interpreter(seed, functions)
 
     def run(kept: Any, device: torch.device, *tensors: Any) -> None:
-        views = kept._views
-        descriptors = [view.of(tensor) for view, tensor in zip(views, tensors, strict=False)]
-        arguments = (*descriptors, *tensors[len(views) :], *kept._fixed)
-        interpreter.launch(kept._kernel, kept.programs, arguments, kept._options["num_warps"])
+        interpreter.launch(kept._kernel, kept.programs, kept.arguments(tensors), kept._options["num_warps"])
 
     def prepared(operation: Operation, tensors: Any, beside: Any, options: Any) -> Any:
         operation.check(*tensors, beside, options)

@@ -78,7 +78,7 @@ def test_two_writers_of_one_page_are_found():
     arguments = call(append=True)
     arguments["block_table"][1, 4] = arguments["block_table"][0, 0]
     arguments["cache_seqlens"][1] = 4 * PAGE + 5
-    with pytest.raises(ValueError, match="lets two tokens be written to one place, offset 5"):
+    with pytest.raises(ValueError, match="writes two tokens to one position, offset 5"):
         flashtile.flash_attn_with_kvcache(**arguments, debug_checks=True)
 
 

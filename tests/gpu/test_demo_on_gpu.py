@@ -10,17 +10,16 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from flashtile.commands.demo import demo
-from flashtile.demo import scaling
-from flashtile.demo.agreement import agreement
-from flashtile.demo.corpus import python_library
-from flashtile.demo.training import default_config, generate, train
+from flashtile.tools.commands.demo import demo
+from flashtile.tools.demo import scaling
+from flashtile.tools.demo.corpus import python_library
+from flashtile.tools.demo.training import agreement, default_config, generate, train
 
 pytestmark = pytest.mark.gpu
 
 
 def test_memory_on_a_gpu_tells_score_matrices_from_tiles():
-    workload = scaling.Workload("cuda", "bfloat16", 1, 8, 64, (2048,), 0.05)
+    workload = scaling.ScalingWorkload("cuda", "bfloat16", 1, 8, 64, (2048,), 0.05)
     (row,) = scaling.measure(workload)
     assert row.standard is not None
     assert row.standard.peak_bytes is not None
@@ -30,7 +29,7 @@ def test_memory_on_a_gpu_tells_score_matrices_from_tiles():
 
 
 def test_what_does_not_fit_in_a_gpu_is_not_run():
-    workload = scaling.Workload("cuda", "bfloat16", 1, 64, 64, (), 0.05)
+    workload = scaling.ScalingWorkload("cuda", "bfloat16", 1, 64, 64, (), 0.05)
     assert scaling.memory_obstacle(workload, 1024) is None
     assert "of the GPU's free memory" in str(scaling.memory_obstacle(workload, 2**20))
 

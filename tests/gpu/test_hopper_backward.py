@@ -15,9 +15,9 @@ from torch.nn import functional as F
 import flashtile
 from cases import BF16, FP16, Case, Inputs
 from flashtile import testing
-from flashtile.demo.corpus import python_library
-from flashtile.demo.llama import PRESETS, Llama
-from flashtile.demo.training import TrainingConfig, fit
+from flashtile.tools.demo.corpus import python_library
+from flashtile.tools.demo.llama import PRESETS, Llama
+from flashtile.tools.demo.training import TrainingConfig, fit
 from targets import CUDA
 
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 
 import flashtile
 from flashtile.api import padding
-from flashtile.compat import MODULES, install_as_flash_attn, uninstall_as_flash_attn
+from flashtile.compat import MODULES, flash_attn_interface, install_as_flash_attn, uninstall_as_flash_attn
+from flashtile.compat.flash_attn import bert_padding
 from flashtile.compat.flash_attn.layers import rotary
 
 
@@ -47,7 +49,7 @@ def test_the_names_are_lent_and_given_back():
 
 def test_a_package_that_is_imported_is_not_replaced(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn.layers", types.ModuleType("flash_attn.layers"))
-    with pytest.raises(RuntimeError, match=r"flash_attn\.layers has been imported"):
+    with pytest.raises(RuntimeError, match=r"flash_attn\.layers was imported"):
         install_as_flash_attn()
     assert "flash_attn" not in sys.modules
     uninstall_as_flash_attn()
@@ -281,6 +283,17 @@ def test_flash_attention_3_s_e4m3_over_pages(installed, scaled, appended):
         torch.testing.assert_close(got[b].float(), expected, rtol=2**-7, atol=2**-7)
 
 
+def test_flash_attention_3_s_packed_e4m3(installed):
+    import flash_attn_interface as fa3
+
+    qkv = torch.randn(2, 5, 3, 2, 16, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    scales = [torch.full((2, 2), scale) for scale in (0.5, 2.0, 3.0)]
+    packed = fa3.flash_attn_qkvpacked_func(qkv, None, True, *scales)
+    names = (f"{name}_descale" for name in "qkv")
+    apart = fa3.flash_attn_func(*qkv.unbind(2), causal=True, **dict(zip(names, scales, strict=True)))
+    assert torch.equal(packed, apart)
+
+
 def test_bad_calls_of_flash_attention_3_name_its_arguments(installed):
     import flash_attn_interface as fa3
 
@@ -338,7 +351,8 @@ def test_what_flash_attention_takes_is_taken():
     assert torch.equal(decoded, flashtile.flash_attn_with_kvcache(q.detach(), *cache))
 
 
-X, ANGLES = torch.ones(2, 5, 4, 8), torch.ones(10, 4)
+X, ANGLES, QKV = torch.ones(2, 5, 4, 8), torch.ones(10, 4), torch.ones(2, 5, 3, 4, 8)
+LEAF = QKV.clone().requires_grad_()
 
 
 @pytest.mark.parametrize(
@@ -360,8 +374,78 @@ X, ANGLES = torch.ones(2, 5, 4, 8), torch.ones(10, 4)
             TypeError,
             "seqlen_offsets must be int32 or int64",
         ),
+        (
+            lambda: rotary.apply_rotary_emb(
+                X, ANGLES, ANGLES, seqlen_offsets=torch.ones(3, dtype=torch.int32)
+            ),
+            ValueError,
+            r"seqlen_offsets must have shape \(batch,\) = \(2,\), got \(3,\)",
+        ),
+        (
+            lambda: rotary.apply_rotary_emb(X, ANGLES, ANGLES, seqlen_offsets=-1),
+            ValueError,
+            "seqlen_offsets must",
+        ),
+        (
+            lambda: rotary.apply_rotary_emb(X[0], ANGLES, ANGLES, cu_seqlens=torch.zeros(1, 2).int()),
+            ValueError,
+            r"cu_seqlens must have shape \(batch \+ 1,\)",
+        ),
+        (
+            lambda: rotary.apply_rotary_emb_torch(X, ANGLES, ANGLES),
+            ValueError,
+            r"seqlen, rotary_dim / 2\) for x",
+        ),
+        (
+            lambda: rotary.apply_rotary_emb_qkv_(QKV, ANGLES, ANGLES, 3),
+            TypeError,
+            "cos_k must be a torch.Tensor",
+        ),
+        (lambda: rotary.apply_rotary_emb_qkv_(QKV.int(), ANGLES, ANGLES), TypeError, "^qkv must be float16"),
+        (lambda: rotary.apply_rotary_emb_qkv_(LEAF, ANGLES, ANGLES), ValueError, "qkv must not be a leaf"),
+        (lambda: rotary.apply_rotary_emb_kv_(X, ANGLES, ANGLES), ValueError, "kv must have shape"),
+        (
+            lambda: bert_padding.index_first_axis(X, torch.tensor([2])),
+            ValueError,
+            "indices must be from 0 to 1",
+        ),
+        (lambda: bert_padding.index_first_axis(X, X), TypeError, "indices must be int32 or int64"),
+        (
+            lambda: bert_padding.index_put_first_axis(X, torch.arange(2), "a"),
+            TypeError,
+            "^first_axis_dim must be an int",
+        ),
+        (lambda: bert_padding.unpad_input(X, 3), TypeError, "^attention_mask must be a torch.Tensor"),
+        (
+            lambda: bert_padding.unpad_input(X, X[..., 0, 0], 3),
+            TypeError,
+            "^unused_mask must be a torch.Tensor",
+        ),
+        (
+            lambda: bert_padding.unpad_input_for_concatenated_sequences(X, X[..., 0, 0]),
+            TypeError,
+            "^attention_mask_in_length must be uint8",
+        ),
+        (
+            lambda: bert_padding.pad_input(3, torch.arange(2), 1, 2),
+            TypeError,
+            "^hidden_states must be a torch.",
+        ),
+        (
+            lambda: flash_attn_interface.flash_attn_qkvpacked_func(X, num_heads_q=np.ones(2)),
+            TypeError,
+            "num_heads_q must be an int",
+        ),
     ],
 )
 def test_what_padding_and_rotation_cannot_take_is_named(call, error, says):
     with pytest.raises(error, match=says):
         call()
+
+
+def test_fp8_is_padded():
+    states = X.to(torch.float8_e4m3fn)
+    tokens, indices, *_ = padding.unpad(states, torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 0, 1]]))
+    padded = padding.pad(tokens, indices, 2, 5).float()
+    assert padded[1, 3].sum() == padded[0, 2:].sum() == 0
+    assert padded.sum() == X[0, 0].sum() * 6

@@ -133,8 +133,13 @@ def test_weights_show_what_dropout_in_training_dropped():
 def test_what_it_does_not_serve_has_a_name():
     module = flashtile.nn.MultiheadAttention(16, 2, batch_first=True)
     x = torch.randn(3, 7, 16)
+    narrow = torch.zeros(7, 7, dtype=torch.float8_e5m2)
     refused = [
         (TypeError, "attn_mask must be bool", {"attn_mask": torch.zeros(7, 7, dtype=torch.int64)}),
+        *(
+            (TypeError, f"{name} must be bool, float16.* got torch.float8_e5m2", {name: mask})
+            for name, mask in (("attn_mask", narrow), ("key_padding_mask", narrow[:3]))
+        ),
         (ValueError, r"key_padding_mask must have shape \(3, 7\)", {"key_padding_mask": RIGHT[:2]}),
     ]
     for error, text, call in refused:

@@ -208,6 +208,8 @@ def test_what_torch_refuses_stays_refused():
         F.scaled_dot_product_attention(q, k, v)
     with flashtile.sdpa(fallback=False), pytest.raises(ValueError, match="enable_gqa"):
         F.scaled_dot_product_attention(q, k, v)
+    with flashtile.sdpa(fallback=False), pytest.raises(TypeError, match=r"^key must be a dense .* a nested"):
+        F.scaled_dot_product_attention(q, torch.nested.nested_tensor([t[:, :2] for t in k]), v)
     with flashtile.sdpa(fallback=False), pytest.raises(TypeError, match=r"^value has dtype"):
         F.scaled_dot_product_attention(q, q, q.half())
 
@@ -217,13 +219,13 @@ def test_the_function_s_place_is_given_back():
     with outer, pytest.raises(ZeroDivisionError), inner:
         raise ZeroDivisionError
     assert F.scaled_dot_product_attention is torch_attention
-    with pytest.raises(RuntimeError, match="is not what stands"):
+    with pytest.raises(RuntimeError, match=r"must be this flashtile\.sdpa"):
         outer.disable()
     outer.enable()
     with pytest.raises(RuntimeError, match="already"):
         outer.enable()
     inner.enable()
-    with pytest.raises(RuntimeError, match="is not what stands"):
+    with pytest.raises(RuntimeError, match=r"must be this flashtile\.sdpa"):
         outer.disable()
     inner.disable()
     outer.disable()
@@ -245,6 +247,12 @@ def test_multihead_attention_comes_this_way_and_compiles():
         out = attend(q, k, v)
     assert door.served == 2
     torch.testing.assert_close(out, torch_attention(q, k, v, is_causal=True), atol=2e-6, rtol=1e-5)
+
+
+def test_the_dispatcher_leaves_out_what_is_as_by_default():
+    q, k, v = tensors(*[(2, 3, 7, 8)] * 3)
+    out = door_module.forward(q, k, v)[0]
+    torch.testing.assert_close(out, torch_attention(q, k, v), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -14,9 +14,6 @@ import typer
 from typer.testing import CliRunner
 
 from flashtile.algorithms import flash1
-from flashtile.algorithms.memory import Memory
-from flashtile.bench import workloads
-from flashtile.commands.explain import explain
 from flashtile.hardware.calls import visible_pairs
 from flashtile.io_model import (
     CARDS,
@@ -33,13 +30,15 @@ from flashtile.io_model import (
     measured_card,
     prompt_memory,
 )
-from flashtile.io_model.estimate import DECODING, FLASH1, FLASH2, FLASHTILE, LEAST, PASSES, STANDARD
-from flashtile.io_model.memory import at_length
-from flashtile.io_model.model_tables import about_copied_totals
-from flashtile.io_model.models import longest_prompt
-from flashtile.io_model.tables import why_flash1_is_slower
+from flashtile.learn.algorithms.memory import Memory
+from flashtile.learn.io_model.estimate import DECODING, FLASH1, FLASH2, FLASHTILE, LEAST, PASSES, STANDARD
+from flashtile.learn.io_model.memory import at_length
+from flashtile.learn.io_model.models import longest_prompt
+from flashtile.learn.io_model.tables import about_copied_totals, why_flash1_is_slower
 from flashtile.problems.attention import Problem
 from flashtile.reference import attention as reference
+from flashtile.tools.bench import workloads
+from flashtile.tools.commands.explain import explain
 
 H100 = find_card("h100")
 PAPER = Call(4, 4096, 4096, 16, 16, 128)

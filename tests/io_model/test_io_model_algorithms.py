@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashtile.algorithms import flash1, flash2, flash_decoding, paged, standard
-from flashtile.algorithms.memory import Memory
 from flashtile.io_model import Call, closed_forms
+from flashtile.learn.algorithms.memory import Memory
 
 
 @dataclass(frozen=True)

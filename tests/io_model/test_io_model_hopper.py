@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from flashtile.io_model import Call, estimates, find_card, hopper, kernels
-from flashtile.io_model.estimate import HOPPER, portable_config
-from flashtile.io_model.l2 import WAVES
+from flashtile.learn.io_model.estimate import HOPPER, portable_config
+from flashtile.learn.io_model.l2 import WAVES
 
 pytest.importorskip("triton")
 H100 = find_card("h100")

@@ -12,7 +12,7 @@ import pytest
 
 from flashtile.backends.portable.config import row
 from flashtile.io_model import Call, find_card, kernels
-from flashtile.io_model.l2 import Stream, dram_blocks
+from flashtile.learn.io_model.l2 import Stream, dram_blocks
 
 H100 = find_card("h100")
 
@@ -168,6 +168,7 @@ class TestKernels:
 
 
 @pytest.mark.compile
+@pytest.mark.thorough
 def test_residents_are_those_of_the_compiled_kernels(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "backends")
     from compile_record import numbers

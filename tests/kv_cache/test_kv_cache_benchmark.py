@@ -53,6 +53,7 @@ def test_operations_are_timed(benchmark):
     assert all(cost > 0 for cost in benchmark.operations(2_000, count=16).values())
 
 
+@pytest.mark.thorough
 def test_the_json_says_what_was_measured_where(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "POOLS", (3_000,))
     file = tmp_path / "run.json"

@@ -245,6 +245,16 @@ class TestWindow:
         assert manager.blocks(second)[1] not in manager.blocks(first)
         assert manager.blocks(second)[1] != 0
 
+    def test_a_block_that_the_other_passes_in_the_same_step_is_written_in_place(self):
+        manager = make(num_blocks=5, window_left=3)  # the block of nothing, and three that are taken
+        first = with_tokens(manager, 8)
+        second = manager.fork(first)
+        manager.truncate(second, 6)
+        manager.reserve(first, 4)
+        held = manager.blocks(second)
+        assert manager.reserve_batch(manager.batch([first, second])) == []  # the fifth is the first one's
+        assert manager.blocks(second) == held
+
     def test_truncating_before_the_window_is_refused(self):
         manager = make(window_left=4)
         sequence = with_tokens(manager, 17)
@@ -410,9 +420,9 @@ class TestWrongCalls:
             (lambda: manager.truncate(sequence, 6), "length must be from 0 to 5"),
             (
                 lambda: manager.cache_blocks(sequence, range(6)),
-                "tokens must be at most the 5 that sequence 0 has written, got 6",
+                "expected at most the 5 written tokens of sequence 0 as tokens, got 6",
             ),
-            (lambda: manager.create(range(65)), "tokens must be at most max_seqlen=64 many, got 65"),
+            (lambda: manager.create(range(65)), "expected at most max_seqlen=64 tokens, got 65"),
             (
                 lambda: manager.create(torch.zeros(2, 2)),
                 r"tokens must be one-dimensional, got shape \(2, 2\)",
@@ -435,7 +445,7 @@ class TestWrongCalls:
             lambda: manager.select(sequences, [0, 0, 1]),
         ):
             with pytest.raises(
-                OutOfSequencesError, match="1 more sequences are too many: 2 of max_sequences=2"
+                OutOfSequencesError, match="at most 0 more sequences, got 1: 2 of max_sequences=2"
             ):
                 operation()
             assert snapshot(manager) == before
@@ -449,7 +459,7 @@ class TestWrongCalls:
             (
                 {"k_descale": torch.ones(1, 2)},
                 ValueError,
-                "k_descale must be None, got a tensor: it is taken for a cache of float8_e4m3fn only",
+                "k_descale must be None, got a tensor: it is only accepted for a cache of float8_e4m3fn",
             ),
             (
                 {"dtype": torch.float8_e4m3fn, "k_descale": torch.ones(2, 2), "v_descale": torch.ones(2, 2)},
@@ -459,7 +469,7 @@ class TestWrongCalls:
             (
                 {"dtype": torch.float8_e4m3fn, "v_descale": torch.ones(1, 2)},
                 ValueError,
-                "k_descale must be given beside v_descale, got None",
+                "k_descale must be given with v_descale, got None",
             ),
             (
                 {

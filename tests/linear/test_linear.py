@@ -135,7 +135,7 @@ BAD = {
     "activation": (ValueError, "activation must be one of None, 'silu_and_mul'", dict(activation="gelu")),
     "odd halves": (
         ValueError,
-        "weight has 47 rows: .* must be even",
+        "weight has 47 rows: .* an even number",
         dict(weight=W[:47], activation="silu_and_mul"),
     ),
     "residual": (
@@ -155,7 +155,7 @@ BAD = {
     ),
     "wide x": (
         TypeError,
-        "x must be float16 or bfloat16 beside",
+        "x must be float16 or bfloat16 with",
         dict(weight=W.to(torch.float8_e4m3fn), weight_scale=torch.ones(48)),
     ),
     "norm": (ValueError, r"norm_weight must have shape \(K,\)", dict(norm_weight=torch.ones(48))),
@@ -168,7 +168,7 @@ BAD = {
     "factors of x": (TypeError, "x_scale must be float32", dict(x_scale=torch.ones(3).half())),
     "two norms": (
         ValueError,
-        "x_scale must be None beside norm_weight",
+        "x_scale must be None with norm_weight",
         dict(x_scale=torch.ones(3), norm_weight=torch.ones(32)),
     ),
     "flag": (TypeError, "prefetch must be True or False", dict(prefetch=1)),
@@ -180,17 +180,17 @@ BAD = {
     ),
 }
 BAD_QKV = {
-    "places": (ValueError, "slot_mapping or block_table must say .* got neither", dict(slot_mapping=None)),
+    "places": (ValueError, "slot_mapping or block_table must give .* got neither", dict(slot_mapping=None)),
     "both": (ValueError, "got both", dict(block_table=torch.zeros(3, 2, dtype=torch.int32))),
     "slots": (TypeError, "slot_mapping must be int64", dict(slot_mapping=SLOTS.int())),
     "no positions": (
         ValueError,
-        "positions must be given beside rotary_cos",
+        "positions must be given with rotary_cos",
         dict(rotary_cos=torch.ones(4, 4), rotary_sin=torch.ones(4, 4)),
     ),
     "rows": (ValueError, "weight has 47 rows: it must have head_dim = 8", dict(weight=W[:47])),
     "no query": (ValueError, "weight has 32 rows", dict(weight=W[:32])),
-    "one memory": (ValueError, "v_cache lies in the memory of k_cache", dict(v_cache=CACHES[0])),
+    "one memory": (ValueError, "v_cache shares memory with k_cache", dict(v_cache=CACHES[0])),
     "expanded": (ValueError, "k_cache is expanded", dict(k_cache=CACHES[0][:1].expand(4, -1, -1, -1))),
     "FP8": (
         NotImplementedError,

@@ -96,7 +96,7 @@ def test_a_file_that_is_no_table_is_left_alone_with_one_warning(own_table, text)
     own_table.write_text(text)
     with pytest.raises(ValueError, match=r"linear\.json"):
         read_table(own_table)
-    with pytest.warns(UserWarning, match="leaves a table alone"):
+    with pytest.warns(UserWarning, match="ignores a table"):
         kept = rows()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

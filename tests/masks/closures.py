@@ -2,7 +2,7 @@
 
 ``STATES`` are the places that a function can read, each with a change. :func:`check` calls attention, changes
 the state and calls again; what it is held to is the plain function, evaluated on all scores at once.
-``run(seed, seconds)`` draws sequences of calls and changes for as long as it is told.
+``make fuzz`` has a family that draws states, ways and numbers of changes.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
-import random
 import sys
-import time
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,8 +31,8 @@ class State(NamedTuple):
     function: Callable[..., Any]
     change: Callable[[], None]
     kind: str = "score_mod"
-    reads_data: bool = False
-    """A graph cannot hold a number that is made of a tensor's data."""
+    needs_python: bool = False
+    """No graph can hold what it does: it makes a number of a tensor's data, or calls ``globals``."""
 
 
 STATES: dict[str, Callable[[], State]] = {}
@@ -112,7 +110,9 @@ def a_global() -> State:
 
 @state
 def a_global_by_name() -> State:
-    return State(lambda s, b, h, q, kv: s + globals()["W"] * kv, _item(globals(), "W"))
+    return State(
+        lambda s, b, h, q, kv: s + globals()["W"] * kv, _item(globals(), "W"), needs_python=True
+    )
 
 
 @state
@@ -322,17 +322,13 @@ def a_cache() -> State:
 
 
 @state
-def a_count_of_calls() -> State:
-    """The function itself changes what it reads."""
-    calls = [0]
+def a_list_of_a_helper() -> State:
+    numbers = [0.25]
 
     def reads(kv):
-        return 0.25 * min(calls[0], 3) * kv
+        return numbers[0] * kv
 
-    def change() -> None:
-        calls[0] += 1
-
-    return State(lambda s, b, h, q, kv: s + reads(kv), change)
+    return State(lambda s, b, h, q, kv: s + reads(kv), _item(numbers, 0))
 
 
 @state
@@ -422,17 +418,17 @@ def an_int_of_an_element() -> State:
     def change() -> None:
         lengths[0] += 1
 
-    return State(lambda b, h, q, kv: kv < int(lengths[0]), change, "mask_mod", reads_data=True)
+    return State(lambda b, h, q, kv: kv < int(lengths[0]), change, "mask_mod", needs_python=True)
 
 
 @state
 def an_item() -> State:
-    lengths = _tensor(3, 5)
+    lengths = _tensor(1, 3)
 
     def change() -> None:
         lengths.add_(1)
 
-    return State(lambda b, h, q, kv: kv < lengths.max().item(), change, "mask_mod", reads_data=True)
+    return State(lambda b, h, q, kv: kv < lengths.max().item(), change, "mask_mod", needs_python=True)
 
 
 @state
@@ -484,13 +480,16 @@ def a_function_of_math() -> State:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, made: State) -> Tensor:
     """Attention by its definition, the function called once with all scores and positions."""
+    return torch.einsum("bhij,bjhd->bihd", scores_of(q, k, made).softmax(-1), v)
+
+
+def scores_of(q: Tensor, k: Tensor, made: State) -> Tensor:
     scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
-    places = [torch.arange(n).view(*shape) for n, shape in zip(scores.shape, _VIEWS, strict=True)]
+    sizes = zip(scores.shape, _VIEWS, strict=True)
+    places = [torch.arange(size, device=q.device).view(shape) for size, shape in sizes]
     if made.kind == "score_mod":
-        scores = made.function(scores, *places)
-    else:
-        scores = torch.where(torch.as_tensor(made.function(*places)), scores, -math.inf)
-    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+        return made.function(scores, *places)
+    return torch.where(torch.as_tensor(made.function(*places)), scores, -math.inf)
 
 
 _VIEWS = (-1, 1, 1, 1), (-1, 1, 1), (-1, 1), (-1,)
@@ -519,42 +518,34 @@ def _exported(attend: Callable[..., Tensor], qkv: tuple[Tensor, ...]) -> Callabl
     return torch.export.export(Attend(), qkv).module()
 
 
-def check(name: str, way: str, changes: int = 2, seed: int = 0) -> None:
+MOST_CHANGES = 6
+"""Each of so many changes of a state changes the result."""
+
+
+def check(name: str, way: str, changes: int = 2, seed: int = 0, device: str = "cpu") -> None:
     """Calls, each after a change, agree with the plain function."""
-    made = STATES[name]()
+    with torch.device(device):
+        made = STATES[name]()
     if way in ("compiled", "fullgraph"):
         torch._dynamo.reset()
     call = caller(made, way)
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = torch.randn(3, 1, 9, 2, 8, generator=generator).unbind()
+    q, k, v = torch.randn(3, 1, 9, 2, 8, generator=generator).to(device).unbind()
     last = None
     for change in range(1 + changes):
         for again in range(2 if way == "eager" else 1):
-            expected = dense(q, k, v, made).detach()
-            out = call(q, k, v).detach()
-            message = f"{name} ({way}), after {change} changes, call {again}"
-            torch.testing.assert_close(out, expected, msg=lambda text, m=message: f"{m}: {text}")
+            expected = dense(q.double(), k.double(), v.double(), made).detach()
+            scores = scores_of(q, k, made).detach()
+            # A score is off by units of rounding, a probability in proportion to that.
+            units = 32 * torch.finfo(q.dtype).eps * (1 + scores[scores.isfinite()].abs().max())
+            error = (call(q, k, v).detach() - expected).abs().max()
+            message = f"{name} ({way}) is off by {error:.3g} after {change} changes, in call {again}"
+            assert error <= units * v.abs().max(), message
         assert last is None or not torch.equal(last, expected), f"{name} changes nothing"
         last = expected
         made.change()
 
 
 def allowed(name: str, way: str) -> bool:
-    """A graph of one piece holds no number that is made of a tensor's data, nor does an exported one."""
-    return way in ("eager", "compiled") or not STATES[name]().reads_data
-
-
-def run(seed: int, seconds: float) -> int:
-    """Random states, ways and numbers of changes for this long; the number of sequences that were checked."""
-    choice, until, count = random.Random(seed), time.monotonic() + seconds, 0
-    while time.monotonic() < until:
-        name = choice.choice(list(STATES))
-        way = choice.choices(WAYS, (20, 1, 1, 1))[0]
-        if allowed(name, way):
-            check(name, way, choice.randint(1, 4), choice.randrange(2**31))
-            count += 1
-    return count
-
-
-if __name__ == "__main__":
-    print(run(int(sys.argv[1]), float(sys.argv[2])), "sequences")
+    """Whether the state's function may be called in this way: a graph of one piece holds all that it does."""
+    return way in ("eager", "compiled") or not STATES[name]().needs_python

@@ -119,7 +119,7 @@ def test_a_learned_exponent_of_a_base_that_is_0(target: Target, start: float) ->
     power = torch.tensor(start, device=target.device, requires_grad=True)
 
     def modify(s, b, h, q_idx, kv_idx):
-        return s + torch.relu(q_idx - kv_idx).float() ** power / 8
+        return s + (torch.relu(q_idx - kv_idx) / 8) ** power
 
     q, k, v = (testing.random_tensor((1, 9, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
     out = flashtile.attention(q, k, v, score_mod=modify, backend=target.backend)
@@ -134,7 +134,8 @@ def test_powers_are_torchs(target: Target) -> None:
     exponents = torch.tensor([-3.0, -2.0, 0.0, 2.0, 3.0], device=target.device)
 
     def modify(s, b, h, q_idx, kv_idx):
-        return s + (kv_idx - 2.5) ** exponents[q_idx] + (kv_idx - 1.5) ** -2
+        of_ints = 2 ** (kv_idx - q_idx) + (kv_idx - 1) ** (kv_idx - q_idx) / 8  # 0 for a negative exponent
+        return s + (kv_idx - 2.5) ** exponents[q_idx] + (kv_idx - 1.5) ** -2 + of_ints
 
     q, k, v = (testing.random_tensor((1, 5, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
     out = flashtile.attention(q, k, v, score_mod=modify, backend=target.backend)

@@ -6,15 +6,21 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import flashtile
 from flashtile import masks
+from flashtile.api import masks as functional
 from flashtile.masks import BlockMask
+from flashtile.operators import masked_attention as operators
+from flashtile.problems.attention import NO_EXTRAS, Options
 
 SLOPES = torch.ones(2)
+SPARSE = SLOPES.to_sparse()
 
 
 def _branch(score, batch, head, q_idx, kv_idx):
@@ -30,6 +36,10 @@ def _python_number(score, batch, head, q_idx, kv_idx):
 
 def _unknown_function(score, batch, head, q_idx, kv_idx):
     return torch.cumsum(score, 0)  # this line
+
+
+def _unknown_method(score, batch, head, q_idx, kv_idx):
+    return score.cumsum(0)  # this line
 
 
 def _too_few_indices(score, batch, head, q_idx, kv_idx):
@@ -52,6 +62,18 @@ def _returns_a_mask(score, batch, head, q_idx, kv_idx):  # this line
     return q_idx >= kv_idx
 
 
+def _negative_bool(score, batch, head, q_idx, kv_idx):
+    return score + -(q_idx > kv_idx)  # this line
+
+
+def _absolute_bool(score, batch, head, q_idx, kv_idx):
+    return score + abs(q_idx > kv_idx)  # this line
+
+
+def _sparse_tensor(score, batch, head, q_idx, kv_idx):
+    return score + SPARSE[head]  # this line
+
+
 def _named_q_and_k(s, b, h, q, k):
     return s if q > k else -s
 
@@ -60,9 +82,13 @@ WRONG = {
     _branch: "torch.where",
     _python_number: "use torch's functions",
     _unknown_function: "cumsum",
-    _too_few_indices: "2 dimensions must be read with as many indices, got 1",
+    _unknown_method: "has no 'cumsum'",
+    _too_few_indices: "2 dimensions must be read with 2 indices, got 1",
     _whole_tensor: "a tensor of shape (2,) is not a number",
     _float_index: "an index must be an int, got a float",
+    _negative_bool: "- takes ints and floats, not a bool",
+    _absolute_bool: "abs takes ints and floats, not a bool",
+    _sparse_tensor: "a captured tensor must be a dense (strided) tensor",
     _returns_nothing: "must return a float (the modified score), got None",
     _returns_a_mask: "must return a float (the modified score), got a bool",
 }
@@ -109,6 +135,13 @@ def test_a_read_outside_of_a_tensor_shows_its_line() -> None:
         assert line_of(early) in str(error.value)
 
 
+def test_a_division_of_ints_by_zero_is_named() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    for function in (lambda s, b, h, i, j: s + i // j, lambda s, b, h, i, j: s + i % j):
+        with pytest.raises(ValueError, match="score_mod divides an int by 0"):
+            flashtile.attention(q, q, q, score_mod=function)
+
+
 def call(**arguments):
     q = torch.randn(1, 32, 2, 8)
     return lambda: flashtile.attention(q, q, q, **arguments)
@@ -124,7 +157,7 @@ BAD_CALLS = {
     "both-masks": (
         call(mask_mod=CAUSAL, block_mask=BLOCKS),
         ValueError,
-        "mask_mod must be None beside block_mask",
+        "mask_mod must be None with block_mask",
     ),
     "no-block-mask": (call(block_mask=CAUSAL), TypeError, "block_mask must be made by .*, got MaskMod"),
     "lengths": (
@@ -145,17 +178,17 @@ BAD_CALLS = {
     "beside": (
         call(score_mod=lambda s, b, h, q, kv: s, seqused_k=torch.tensor([3], dtype=torch.int32)),
         NotImplementedError,
-        "seqused_k must be None beside score_mod, mask_mod and block_mask",
+        "seqused_k must be None with score_mod, mask_mod or block_mask",
     ),
     "beside-bias": (
         call(mask_mod=CAUSAL, bias=torch.zeros(1, 1, 32, 32)),
         NotImplementedError,
-        "bias must be None beside .*: write it in score_mod",
+        "bias must be None with .*: write it in score_mod",
     ),
     "out": (
         call(mask_mod=CAUSAL, out=torch.empty(1, 32, 2, 8)),
         NotImplementedError,
-        "out must be None beside",
+        "out must be None with",
     ),
     "block-size": (
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=24),
@@ -220,13 +253,14 @@ BAD_CALLS = {
     "mask-of-keys": (
         call(mask_mod=CAUSAL, mask=torch.ones(1, 1, 1, 32, dtype=torch.bool)),
         NotImplementedError,
-        "^mask must be None beside score_mod, mask_mod and block_mask",
+        "^mask must be None with score_mod, mask_mod or block_mask",
     ),
     "options": (
         lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), kernel_options={"BLOCK_M": 64}),
         NotImplementedError,
         "kernel_options must be None",
     ),
+    "kind": (lambda: masks.from_triton(np.ones(2), None), ValueError, "kind must be one of 'score_mod', 'm"),
     "kernel": (lambda: masks.natten(4, 4, 2), ValueError, "kernel_size must be odd and from 1 to 4, got 2"),
     "cap": (lambda: masks.softcap(0.0), ValueError, "cap must be more than 0"),
     "bias": (
@@ -295,15 +329,28 @@ def test_numbers_out_of_range_are_refused() -> None:
         (lambda: masks.natten(4, 4, (1, 3, 5)), "kernel_size must be an int or a pair"),
         (
             lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, "abc"),
-            "device must be None or a device",
+            "device must be a device",
         ),
         (
             lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, "meta"),
-            "device must be None or a device",
+            "device must be None or a device with data",
         ),
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             make()
+
+
+@pytest.mark.parametrize("row", [0, 299])
+def test_reads_of_every_row_are_checked_for_a_card(row: int) -> None:
+    """As for a call on one with ``FLASHTILE_DEBUG=1``; the CPU's launch has a check of its own."""
+    table = torch.zeros(1)
+    score_mod = masks.score_mod(lambda score, b, h, q_idx, kv_idx: score + table[(q_idx == row).int()])
+    given = functional.functions(score_mod, None, None)
+    extras, options = operators.arguments_of(NO_EXTRAS, Options(), given)
+    q, k = torch.empty(1, 300, 1, 8), torch.empty(1, 2, 1, 8)
+    on_card = SimpleNamespace(is_cuda=True, shape=q.shape, device=q.device, new_zeros=q.new_zeros)
+    with pytest.raises(ValueError, match="score_mod reads element 1 of 1, outside of a captured tensor"):
+        operators.check_modified_values(on_card, k, k, extras, options)  # type: ignore[arg-type]
 
 
 def test_a_picture_of_fewer_pixels_than_tokens_is_refused() -> None:
@@ -317,6 +364,8 @@ def test_a_picture_of_fewer_pixels_than_tokens_is_refused() -> None:
         ):
             with pytest.raises(ValueError, match="must have at most 25 tokens, got 35 queries and 35 keys"):
                 use(mask)
+    with pytest.raises(ValueError, match="at most 25 tokens, got 3 queries and 35 keys"):
+        flashtile.attention(q[:, :3], q, q, mask_mod=masks.natten(5, 5, 3))
     flashtile.attention(q, q, q, mask_mod=masks.natten(5, 5, 3) | CAUSAL)
     flashtile.attention(q, q, q, mask_mod=masks.natten(5, 7, 3))
 

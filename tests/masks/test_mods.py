@@ -208,6 +208,19 @@ def test_a_mask_that_flex_attention_does_not_write_down_hides_nothing() -> None:
     torch.testing.assert_close(out, flashtile.attention(q, k, v))
 
 
+def test_a_block_mask_of_flex_attention_without_full_blocks() -> None:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    counts = torch.tensor([1, 2, 3, 4], dtype=torch.int32).view(1, 1, 4)
+    indices = torch.arange(4, dtype=torch.int32).expand(1, 1, 4, 4).contiguous()
+    mask_mod = masks.causal()
+    block_mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=16, mask_mod=mask_mod)
+    assert block_mask.full_kv_indices is None
+    q, k, v = torch.randn(3, 1, 64, 2, 8).unbind()
+    out = flashtile.attention(q, k, v, block_mask=block_mask)
+    torch.testing.assert_close(out, flashtile.attention(q, k, v, causal=True))
+
+
 def test_a_soft_cap_is_recognised() -> None:
     """The kernels' own then serves it; nothing that only looks like one."""
     capped = [masks.softcap(20.0), lambda score, b, h, q, kv: torch.tanh(score / 20) * 20]

@@ -131,6 +131,9 @@ def test_only_ints_that_may_leave_32_bits_are_wide() -> None:
     assert wide(lambda b, h, i, j: i < 2**31) == 1
     assert wide(lambda b, h, i, j: (i // 64 ^ j // 64) & 1 == 0) == 0
     assert wide(lambda b, h, i, j: i << 8 == ~j) == 1
+    table = torch.zeros(2, dtype=torch.int32)
+    assert wide(lambda b, h, i, j: table[h] * i < 5) == 1
+    assert wide(lambda b, h, i, j: table[h] + i < 5) == 0
     for mask in (masks.window(1000, 5), masks.natten(64, 64, 7), masks.dilated(5, 3), masks.prefix_lm(9)):
         assert wide(mask) == 0
     assert positions_of(2**25 - 1, 5) == positions_of(5, 2**25) == 2**25

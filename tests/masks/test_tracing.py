@@ -160,6 +160,17 @@ def test_block_masks_compiled(create: Any) -> None:
     torch._dynamo.reset()
 
 
+def test_a_number_goes_with_tensors_on_any_device_in_a_graph(monkeypatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(functional, "forward", lambda *arguments: given.append(arguments[-1]))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    factor, table = torch.tensor(2.0), torch.ones(2, device="meta")
+    q = torch.empty(1, 4, 2, 8, device="meta")
+    score_mod = masks.score_mod(lambda score, b, h, q_idx, kv_idx: score * factor + table[h])
+    functional.attend(q, q, q, NO_EXTRAS, Options(), score_mod, None, None)
+    assert [t.device.type for t in given[0].captured] == ["meta", "meta"]
+
+
 def test_a_block_mask_is_signed_again_when_its_lists_lie_elsewhere() -> None:
     block_mask = masks.create_block_mask(masks.causal(), None, None, 40, 40, BLOCK_SIZE=16)
     q, k, v = torch.randn(3, 1, 40, 2, 16).unbind()
@@ -228,6 +239,21 @@ def test_explained() -> None:
     assert explanation.reasons_against["hopper"] == "it takes mask_mod for head sizes up to 128"
 
 
+def test_tensors_of_both_functions_are_numbered_in_turn() -> None:
+    bias, first, last = torch.tensor([0.5, 2.0]), torch.tensor([1, 0]), torch.tensor([3, 5])
+
+    def near(batch, head, q_idx, kv_idx):
+        return (kv_idx >= first[head]) & (kv_idx < last[head])
+
+    q, k, v = torch.randn(3, 1, 6, 2, 8).unbind()
+    out = flashtile.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[h] * j, mask_mod=near)
+    j = torch.arange(6)
+    added = bias[:, None] * j
+    added = added.masked_fill((j < first[:, None]) | (j >= last[:, None]), -torch.inf)
+    expected = flashtile.attention(q, k, v, bias=added[None, :, None].expand(1, 2, 6, 6))
+    torch.testing.assert_close(out, expected)
+
+
 def test_generated_functions_are_one_for_each_text() -> None:
     pytest.importorskip("triton")
     from flashtile.backends.portable.mods.functions import mask_function
@@ -286,6 +312,7 @@ WRITTEN = {
     "shifts": lambda s, b, h, q, kv: s + ((kv << 2) >> 1) + (q ^ kv) + (q | 1) + (kv & 2),
     "whole": lambda s, b, h, q, kv: s + kv // 2 - (q + 5) % 3 + torch.floor(s),
     "powers": lambda s, b, h, q, kv: s**3 + (s * s) ** 0.5 + s**4 - s**2,
+    "powers of ints": lambda s, b, h, q, kv: s + (q - 2) ** 65 % 7 + (kv + 1) ** 200 % 11 + kv**64 % 5,
     "clamp": lambda s, b, h, q, kv: s.clamp(-0.5, 0.75) + s.clamp(max=0.1) + s.clamp(min=0.2),
     "signs": lambda s, b, h, q, kv: s.abs() * s.sign() - (-s) + torch.relu(s),
 }

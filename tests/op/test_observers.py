@@ -121,6 +121,7 @@ def test_fp8_counts_what_was_asked_for_and_not_its_padding():
     assert count(fp8.attention, q, k, v) == 2 * 2 * 24 * 24 * 4 * (24 + 24)
 
 
+@pytest.mark.thorough
 def test_a_counter_may_be_imported_after_the_first_call():
     code = """
 import torch, flashtile
@@ -244,6 +245,7 @@ def test_key_heads_that_do_not_divide_are_not_shared(mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_first_call_that_is_compiled():
     """In a process of its own, where no eager call has told DTensor how to shard."""
     code = """
@@ -290,5 +292,6 @@ def all_ranks(rank, store):
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_compute_what_one_does(tmp_path):
     torch.multiprocessing.spawn(all_ranks, (str(tmp_path / "store"),), nprocs=2)

@@ -191,6 +191,18 @@ def test_explain_launches_nothing_and_keeps_nothing(tensors, monkeypatch):
     assert not BACKWARD.launches
 
 
+def test_explain_refuses_what_the_call_refuses(tensors):
+    q, k, v = tensors
+    for bad, says in (
+        ((q, k[..., :8], v), "head_dim"),
+        ((q, k, v[:, 1:]), "v has"),
+        ((q[:, :, :3], k, v), "q has"),
+    ):
+        for function in (flashtile.attention, flashtile.explain):
+            with pytest.raises(ValueError, match=says):
+                function(*bad)
+
+
 @pytest.mark.parametrize("name", [None, *PREFERENCE])
 def test_explain_agrees_with_the_call(tensors, monkeypatch, name):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

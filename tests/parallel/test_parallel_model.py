@@ -7,16 +7,65 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from flashtile import attention
 from flashtile.io_model import find_card
 from flashtile.parallel import LINKS, Sharing, estimates, explain, two_dimensions
-from flashtile.parallel.blocks import Mask, pair_of
-from flashtile.parallel.layout import LAYOUTS, pieces_of, positions, tokens_of
+from flashtile.parallel.attend import Scores, Total, attend_once
+from flashtile.parallel.blocks import Block, Mask, Pair, pair_of
+from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, positions, tokens_of
+from flashtile.parallel.ranks import Alone, Ranks
+from flashtile.parallel.ulysses import in_order
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "parallel.md"
 H200 = find_card("h200")
+
+
+def test_parts_of_ranks_are_gathered_whatever_their_lengths(monkeypatch) -> None:
+    lengths, sent = (2, 5, 0), []
+    monkeypatch.setattr(
+        Ranks, "stack", lambda self, x, timeout: sent.append(x) or torch.stack([x, x + 1, x + 2])
+    )
+    x = torch.arange(6).view(2, 3)
+    parts = Alone().gather(x, lengths, 1.0)
+    assert sent[0].shape == (5, 3)  # of one size on all ranks
+    assert [part.shape for part in parts] == [(length, 3) for length in lengths]
+    assert torch.equal(parts[0], x)
+    assert torch.equal(parts[1][:2], x + 1)
+
+
+def test_pieces_of_a_group_are_in_order() -> None:
+    pieces = Piece(8, 4), Piece(0, 4), Piece(4, 4), Piece(16, 4)
+    assert in_order(pieces) == (Piece(0, 12), Piece(16, 4))
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [((0, 6),), ((0, 6), (1, 4)), ((2, 6), (0, 6)), ((0, 6), (0, 6)), ((2, 6), (0, 2)), ((1, 3), (2, 5)),
+     ((1, 3), (0, 6), (2, 5))],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_parts_add_up(bounds: tuple, dtype: torch.dtype) -> None:
+    total, expected = Total(torch.empty(1, 6, 2), torch.float64), torch.zeros(1, 6, 2, dtype=torch.float64)
+    for start, stop in bounds:
+        part = torch.randn(1, stop - start, 2, dtype=torch.float64)
+        expected[:, start:stop] += part
+        total.add(part, start, stop)
+    torch.testing.assert_close(total.rounded(dtype), expected.to(dtype))
+
+
+def test_rows_that_no_call_has_are_0() -> None:
+    q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 3, 2, 8)
+    pair = Pair(((0, 3),), (Block(0, 2, 0, 3),))
+    out, lse = attend_once(q, k, k, pair, Scores(0.3), None)
+    expected = attention(q[:, :2], k, k, softmax_scale=0.3, return_lse=True)
+    torch.testing.assert_close((out[:, :2], lse[..., :2]), expected)
+    assert (out.shape, lse.shape) == (q.shape, (1, 2, 5))
+    assert (out[:, 2:] == 0).all()
+    assert (lse[..., 2:] == -torch.inf).all()
 
 
 def visible(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> torch.Tensor:
@@ -38,6 +87,7 @@ def visible(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> torch.Tensor:
 def covered(queries: int, pair, keys: int) -> torch.Tensor:
     """How often each score is computed, (queries, keys of the rank)."""
     counts = torch.zeros(queries, keys, dtype=torch.int64)
+    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(pair.ranges))  # no two meet
     of_range = [column for start, stop in pair.ranges for column in range(start, stop)]
     for block in pair.blocks:
         rows, width = block.q_stop - block.q_start, block.k_stop - block.k_start
@@ -113,7 +163,7 @@ def test_the_choice_follows_what_travels():
     text = str(explain(windowed, 8, **card))
     assert text.startswith("method: ring, over 8 ranks on H200")
     assert all(method in text for method in ("ulysses", "allgather"))
-    with pytest.raises(ValueError, match="ranks must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="ranks must be from 1 to 16384, got 0"):
         explain(windowed, 0)
 
 
@@ -126,6 +176,8 @@ def test_the_choice_follows_what_travels():
         ({"dtype": "abc"}, ValueError, "dtype must be one of"),
         ({"layout": 3}, ValueError, "layout must be one of"),
         ({"ranks": "a"}, TypeError, "ranks must be an int"),
+        ({"ranks": 2**70}, ValueError, "ranks must be from 1 to 16384"),
+        ({"card": np.ones(2)}, TypeError, "card must be a Card, got ndarray"),
         ({"card": "h100"}, TypeError, "card must be a Card, got str"),
     ],
 )

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from visits import SETTINGS, Visit
 
-from flashtile.visualizer.page import write_page
-from flashtile.visualizer.recording import Recording, record
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.page import write_page
+from flashtile.learn.visualizer.recording import Recording, record
+from flashtile.learn.visualizer.settings import Setting
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 from visits import KIB, Visit, address
 
 from flashtile.algorithms import Memory, flash1
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.settings import Setting
 
 
 def readouts(visit: Visit, run: str = "a") -> dict[str, str]:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 from visits import Visit, address
 
-from flashtile.visualizer.recording import Recording
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.recording import Recording
+from flashtile.learn.visualizer.settings import Setting
 
 Recorded = Callable[[Setting], Recording]
 

@@ -9,9 +9,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from flashtile.cli import application
-from flashtile.visualizer.film import COLOURS, LEFT, SIDE, TOP, WIDTH, frames, write_film
-from flashtile.visualizer.recording import record
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.film import COLOURS, LEFT, SIDE, TOP, WIDTH, frames, write_film
+from flashtile.learn.visualizer.recording import record
+from flashtile.learn.visualizer.settings import Setting
 
 RUN = Setting("flash2", 32, 16, mask="causal", block="8x8")
 

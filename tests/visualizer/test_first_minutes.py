@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from visits import Visit, address
 
-from flashtile.visualizer.recording import Recording
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.recording import Recording
+from flashtile.learn.visualizer.settings import Setting
 
 Recorded = Callable[[Setting], Recording]
 TILED = Setting("flash2", 8, 4, block="4x4")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from visits import FRAMES_BY_THE_CLOCK, Visit, address
 
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.settings import Setting
 
 CATEGORIES = ["devtools.timeline"]
 FRAMES = 30

@@ -11,8 +11,8 @@ import torch
 from visits import KIB, Visit
 
 from flashtile.algorithms import Memory, Trace, flash1, flash2, standard
-from flashtile.algorithms.trace import Event
-from flashtile.visualizer.page import small_inputs
+from flashtile.learn.algorithms.trace import Event
+from flashtile.learn.visualizer.page import small_inputs
 
 MODULES = {"standard": standard, "flash1": flash1, "flash2": flash2}
 WATCHED = ("m", "l", "lse")

@@ -10,10 +10,10 @@ from itertools import accumulate
 
 import pytest
 
-from flashtile.algorithms.trace import Event, Trace
-from flashtile.visualizer.packing import pack
-from flashtile.visualizer.recording import record
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.algorithms.trace import Event, Trace
+from flashtile.learn.visualizer.packing import pack
+from flashtile.learn.visualizer.recording import record
+from flashtile.learn.visualizer.settings import Setting
 
 RUNS = (
     Setting("standard", 96, 32, mask="causal", sram_bytes=16 * 1024),

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 from visits import SETTINGS, Visit, address
 
-from flashtile.algorithms.trace import Event
 from flashtile.hardware.cards import CARDS
-from flashtile.visualizer.recording import RUNNERS, Recording
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.algorithms.trace import Event
+from flashtile.learn.visualizer.recording import RUNNERS, Recording
+from flashtile.learn.visualizer.settings import Setting
 
 Recorded = Callable[[Setting], Recording]
 COUNTERS = ("hbm_read", "hbm_written", "matmul_flops", "other_flops", "sram_peak", "hbm_peak")

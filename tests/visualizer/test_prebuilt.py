@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from flashtile.cli import application
-from flashtile.visualizer import page, prebuilt
-from flashtile.visualizer.recording import record
-from flashtile.visualizer.settings import Setting, grid
+from flashtile.learn.visualizer import page, prebuilt
+from flashtile.learn.visualizer.recording import record
+from flashtile.learn.visualizer.settings import Setting, grid
 
 KEPT = prebuilt.load()
 SAMPLE = [setting for setting in grid() if setting.seqlen <= 64] + [Setting("flash2", 256, 64, block="64x64")]

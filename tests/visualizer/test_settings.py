@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashtile.algorithms.memory import SramExceededError
 from flashtile.cli import application
-from flashtile.visualizer.page import SCRIPTS, texts, write_page
-from flashtile.visualizer.recording import RUNNERS, record, watched_rows
-from flashtile.visualizer.settings import AUTO, BLOCKS, MASKS, SRAM_SIZES, Setting, grid, own_runs
+from flashtile.learn.algorithms.memory import SramExceededError
+from flashtile.learn.visualizer.page import SCRIPTS, texts, write_page
+from flashtile.learn.visualizer.recording import RUNNERS, record, watched_rows
+from flashtile.learn.visualizer.settings import AUTO, BLOCKS, MASKS, SRAM_SIZES, Setting, grid, own_runs
 
-ASSETS = files("flashtile.visualizer") / "assets"
+ASSETS = files("flashtile.learn.visualizer") / "assets"
 
 
 def test_the_grid_has_every_algorithm_once_for_each_setting() -> None:
@@ -79,7 +79,7 @@ def test_what_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         record(Setting("flash9", 64, 16))
     with pytest.raises(ValueError, match="seqlen must be at least 1"):
         record(Setting("flash2", 0, 16))
-    monkeypatch.setattr("flashtile.visualizer.recording.MOST_EVENTS", 1000)
+    monkeypatch.setattr("flashtile.learn.visualizer.recording.MOST_EVENTS", 1000)
     with pytest.raises(ValueError, match="more than 1000 events"):
         record(Setting("flash2", 64, 16, block="1x1"))
     with pytest.raises(SramExceededError, match="does not fit"):

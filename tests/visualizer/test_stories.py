@@ -13,8 +13,7 @@ import torch
 from visits import Visit
 
 from flashtile.algorithms import Memory, reservation
-from flashtile.visualizer import stories
-from flashtile.visualizer.stories import fp8, masks, matmul, pool, unified, warps
+from flashtile.learn.visualizer import stories
 
 END = 10**9
 
@@ -89,12 +88,17 @@ def test_only_the_naive_softmax_overflows(told: Visit) -> None:
 @pytest.mark.parametrize(("variant", "beta"), [("product", 0), ("scaled", 1)])
 def test_tiles_of_blocks_and_of_warps(told: Visit, variant: str, beta: int) -> None:
     found = tell(told, "matmul", variant=variant)
-    n = matmul.SIZE
-    reads = {name: 2 * (2 * n**3 // block + beta * n * n) for name, (block, _) in matmul.TILES.items()}
+    n = stories.MATMUL_SIZE
+    reads = {
+        name: 2 * (2 * n**3 // block + beta * n * n) for name, (block, _) in stories.MATMUL_TILES.items()
+    }
     assert column(found, "hbm_read") == reads
-    assert column(found, "shared_read") == {name: 2 * 2 * n**3 // w for name, (_, w) in matmul.TILES.items()}
+    assert column(found, "shared_read") == {
+        name: 2 * 2 * n**3 // w for name, (_, w) in stories.MATMUL_TILES.items()
+    }
     barriers = {
-        name: 2 * (n // block) ** 2 * (n // matmul.STRIP) for name, (block, _) in matmul.TILES.items()
+        name: 2 * (n // block) ** 2 * (n // stories.MATMUL_STRIP)
+        for name, (block, _) in stories.MATMUL_TILES.items()
     }
     assert column(found, "barriers") == barriers
     assert set(column(found, "finished").values()) == {n * n}
@@ -113,8 +117,13 @@ def test_the_chain_of_products(told: Visit) -> None:
 
 def test_warps_split_keys_or_rows(told: Visit) -> None:
     found = tell(told, "warps")
-    w, rows, d, tile = warps.NUM_WARPS, warps.ROWS, warps.HEAD_DIM, warps.BLOCK
-    tiles = warps.KEYS // tile
+    w, rows, d, tile = (
+        stories.WARPS_NUM_WARPS,
+        stories.WARPS_ROWS,
+        stories.WARPS_HEAD_DIM,
+        stories.WARPS_BLOCK,
+    )
+    tiles = stories.WARPS_KEYS // tile
     assert column(found, "shared_read")["split_q"] == 2 * rows * d + tiles * w * 2 * tile * d * 2
     assert column(found, "shared_written") == {
         "split_k": tiles * 4 * w * rows * (1 + 1 + d), "split_q": 0,
@@ -132,10 +141,10 @@ def test_warps_split_keys_or_rows(told: Visit) -> None:
 def test_eight_bits_and_an_outlier(told: Visit, variant: str) -> None:
     """What is coarser than e4m3's 1/16, or gone: rounded here by hand, block by block."""
     found = tell(told, "fp8", variant=variant)
-    q, k, _ = fp8.inputs(variant)
-    for case, rows in (("tensor", fp8.SEQLEN), ("block", fp8.BLOCK)):
+    q, k, _ = stories.fp8_inputs(variant)
+    for case, rows in (("tensor", stories.FP8_SEQLEN), ("block", stories.FP8_BLOCK)):
         coarse = lost = 0
-        for x, start in itertools.product((q, k), range(0, fp8.SEQLEN, rows)):
+        for x, start in itertools.product((q, k), range(0, stories.FP8_SEQLEN, rows)):
             part = x[start : start + rows].double()
             scale = part.abs().max().float().double() / 448
             step = 2.0 ** (torch.floor(torch.log2((part / scale).abs())).clamp(min=-6) - 3)
@@ -154,12 +163,12 @@ def test_eight_bits_and_an_outlier(told: Visit, variant: str) -> None:
 @pytest.mark.parametrize("variant", ["spike", "calm"])
 def test_a_unified_maximum_falls_back(told: Visit, variant: str) -> None:
     found = tell(told, "unified", variant=variant)
-    blocks, again = len(unified.SCORES) // unified.BLOCK, variant == "spike"
+    blocks, again = len(stories.UNIFIED_SCORES) // stories.UNIFIED_BLOCK, variant == "spike"
     assert column(found, "again") == {"running": 0, "unified": again}
-    corrections = {"running": blocks + unified.NUM_SPLITS, "unified": blocks * again}
+    corrections = {"running": blocks + stories.UNIFIED_NUM_SPLITS, "unified": blocks * again}
     assert column(found, "corrections") == corrections
     red = told.each("[data-case=unified] circle.wrong", "Number(e.dataset.score)")
-    assert red == ([unified.SPIKE] if again else [])
+    assert red == ([stories.UNIFIED_SPIKE] if again else [])
     for case in stories.recorded("unified"):
         weights = [math.exp(score) for score in case.facts["scores"]]
         out = sum(i * weight for i, weight in enumerate(weights)) / sum(weights)
@@ -169,7 +178,10 @@ def test_a_unified_maximum_falls_back(told: Visit, variant: str) -> None:
 def test_reservations_against_pages(told: Visit) -> None:
     """Reserving for the longest is a queue with as many places as fit: simulated here without addresses."""
     found = tell(told, "pool")
-    requests, places = reservation.random_requests(pool.REQUESTS), pool.SLOTS // reservation.LONGEST
+    requests, places = (
+        reservation.random_requests(stories.POOL_REQUESTS),
+        stories.POOL_SLOTS // reservation.LONGEST,
+    )
     waiting, running, tokens, steps = list(requests), [], 0, 0
     while waiting or running:
         while waiting and len(running) < places:
@@ -186,12 +198,12 @@ def test_reservations_against_pages(told: Visit) -> None:
     assert column(found, "sequences")["pages"] > 5 * places
 
 
-@pytest.mark.parametrize("name", masks.MASKS)
+@pytest.mark.parametrize("name", stories.MASKS)
 def test_blocks_of_a_mask(told: Visit, name: str) -> None:
     """Counted here score by score, and painted so; both ways give what standard attention gives."""
-    places = torch.arange(masks.SEQLEN)
-    seen = torch.as_tensor(masks.MASKS[name]()(0, 0, places[:, None], places))
-    side, block = masks.SEQLEN // masks.BLOCK, masks.BLOCK
+    places = torch.arange(stories.MASKS_SEQLEN)
+    seen = torch.as_tensor(stories.MASKS[name]()(0, 0, places[:, None], places))
+    side, block = stories.MASKS_SEQLEN // stories.MASKS_BLOCK, stories.MASKS_BLOCK
     kept = seen.view(side, block, side, block).transpose(1, 2).flatten(2).sum(-1)
     empty, full = int((kept == 0).sum()), int((kept == block**2).sum())
     found = tell(told, "masks", variant=name)
@@ -199,20 +211,20 @@ def test_blocks_of_a_mask(told: Visit, name: str) -> None:
     assert column(found, "skipped") == {"every": 0, "lists": empty}
     assert column(found, "partial") == {"every": side**2, "lists": partial}
     assert column(found, "full") == {"every": 0, "lists": full}
-    assert column(found, "masked") == {"every": masks.SEQLEN**2, "lists": partial * block**2}
+    assert column(found, "masked") == {"every": stories.MASKS_SEQLEN**2, "lists": partial * block**2}
     flops = column(found, "matmul_flops")
     assert flops["lists"] * side**2 == flops["every"] * (side**2 - empty)
     painted = told.each("[data-case=lists] .cells rect:not(.outline)", "e.getAttribute('class')")
     words = {0: "skipped", block**2: "computed"}
     assert painted == [words.get(n, "partial") for n in kept.flatten().tolist()]
 
-    q, k, v = (t.double() for t in masks.inputs())
-    scores = q @ k.T * masks.HEAD_DIM**-0.5
+    q, k, v = (t.double() for t in stories.masks_inputs())
+    scores = q @ k.T * stories.MASKS_HEAD_DIM**-0.5
     if name == "alibi":
-        scores = scores - masks.SLOPE * (places[:, None] - places).abs()
+        scores = scores - stories.MASKS_SLOPE * (places[:, None] - places).abs()
     exact = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ v
     for in_lists in (False, True):
-        out = masks.attend(name, Memory(), in_lists).double()
+        out = stories.attend_in_blocks(name, Memory(), in_lists).double()
         torch.testing.assert_close(out, exact, atol=1e-5, rtol=1e-5)
 
 
@@ -226,7 +238,7 @@ def test_memories_are_shown_at_the_same_step(told: Visit) -> None:
         assert int(found[name]["now"]) == len(data["sequences"])
         assert float(found[name]["waste_now"]) == pytest.approx(1 - data["used"] / data["held"])
         used = told.each(f"[data-case={name}] .cells .used", "1")
-        sizes = [-(-length // pool.PAGE_SIZE) for _, length, *_ in data["sequences"]]
+        sizes = [-(-length // stories.POOL_PAGE_SIZE) for _, length, *_ in data["sequences"]]
         if name == "pages":
             assert len(used) == sum(sizes)
 

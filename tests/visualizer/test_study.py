@@ -12,11 +12,11 @@ import pytest
 import torch
 from visits import KIB, Visit, address
 
-import flashtile.visualizer
+import flashtile.learn.visualizer
 from flashtile.algorithms import Memory, Trace, flash1, flash2, standard
-from flashtile.visualizer.page import small_inputs
-from flashtile.visualizer.recording import RUNNERS, record
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.page import small_inputs
+from flashtile.learn.visualizer.recording import RUNNERS, record
+from flashtile.learn.visualizer.settings import Setting
 
 EIGHT = "a=flash2;block=2x2&seqlen=8"
 SCALE = 4**-0.5
@@ -75,7 +75,7 @@ LINES = {
 
 
 def test_every_event_has_its_line(visit: Visit) -> None:
-    scripts = Path(flashtile.visualizer.__path__[0]) / "assets" / "js"
+    scripts = Path(flashtile.learn.visualizer.__path__[0]) / "assets" / "js"
     source = "\n".join((scripts / name).read_text() for name in ("lines.js", "pseudocode.js"))
     ask = f"""([name, events]) => {{
         {source}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from flashtile.cli import application
-from flashtile.visualizer.settings import grid
+from flashtile.learn.visualizer.settings import grid
 
 MOST_BYTES = 2 * 10**6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashtile.visualizer.settings import Setting
+from flashtile.learn.visualizer.settings import Setting
 
 KIB = 1024
 SETTINGS = (

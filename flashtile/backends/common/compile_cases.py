@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashtile.backends.common.compile_report import CompileCase
-from flashtile.backends.common.preprocess import NUM_WARPS, preprocess_kernel, variant_of
+from flashtile.backends.common.compile_report import CompileCase, types_of
+from flashtile.backends.common.preprocess import (
+    NUM_WARPS,
+    PreprocessLengths,
+    PreprocessPointers,
+    preprocess_kernel,
+    preprocess_variant,
+)
 from flashtile.problems.attention import Problem
 
 
@@ -24,20 +30,18 @@ def preprocess_case(
         "counters": dq_accum_columns > 0,
         "cu_seqlens_q": problem.varlen,
     }
-    constants: dict[str, Any] = {pointer: None for pointer, present in given.items() if not present}
-    constants["C"] = variant_of(problem, has_dlse, dq_accum_columns)
-    rows = ("lse", "dlse", "neg_lse", "neg_delta", "dsink", "dq_accum", "sink")
-    types = dict.fromkeys(("out", "dout"), f"*{dtype}") | dict.fromkeys(rows, "*fp32")
-    types |= dict.fromkeys(("counters", "cu_seqlens_q"), "*i32") | {"lse_factor": "fp32"}
+    types: dict[str, Any] = dict.fromkeys(("out", "dout"), f"*{dtype}")
+    types |= dict.fromkeys(("counters", "cu_seqlens_q"), "*i32")
+    types |= {pointer: None for pointer, present in given.items() if not present}
     return CompileCase(
         name=name,
         kernel=preprocess_kernel,
         signature={
-            argument: types.get(argument, "i32")
-            for argument in preprocess_kernel.arg_names
-            if argument not in constants
+            "pointers": types_of(PreprocessPointers, "*fp32", **types),
+            "lse_factor": "fp32",
+            "lengths": types_of(PreprocessLengths, "i32"),
         },
-        constants=constants,
+        constants={"C": preprocess_variant(problem, has_dlse, dq_accum_columns)},
         num_warps=NUM_WARPS,
         tensor_cores=False,
     )

@@ -1,13 +1,13 @@
-"""What ahead-of-time compilation says about a kernel: registers, spills, shared memory, tensor-core use.
+"""Reports on kernels compiled ahead of time: registers, spills, shared memory, tensor-core use.
 
-Works on any machine, with the compiler that Triton brings. Every number is read from the very binary that a
-launch would load (Triton keeps it in its disk cache), or from the PTX that it was made of, not from a second
+Works on any machine, with Triton's own compiler. Every number is read from the binary that a launch would
+load (Triton keeps it in its disk cache), or from the PTX from which it was assembled, not from a second
 compilation.
 
-Spills are counted as ptxas counts them: the bytes that instructions to and from local memory move, once each.
-On AMD's GPUs they are the bytes of scratch, counted alike. A kernel that indexes a local array would count
-it, too; attention kernels have none. A binary without a stack has no spills and is not disassembled, which
-takes as long as many a compilation.
+Spills are counted as ptxas counts them: the bytes moved by each instruction to or from local memory. On AMD's
+GPUs they are bytes of scratch memory, counted the same way. A kernel that indexes a local array would count
+those accesses as well; attention kernels have no such array. A binary without a stack has no spills and is
+not disassembled, since disassembly can take as long as compilation.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Architecture:
-    """A GPU's architecture: its name for the compiler, CUDA's compute capability (0 for AMD), shared bytes a
-    block may use, and threads of a warp."""
+    """A GPU's architecture: its name for the compiler, CUDA's compute capability (0 for AMD), bytes of shared
+    memory that a block may use, and threads per warp."""
 
     name: str
     capability: int
@@ -83,9 +83,12 @@ class CompileCase:
         name: of the kernel and its configuration, unique among the cases.
         kernel: a ``@triton.jit`` or Gluon function.
         signature: Triton's type ("*bf16", "i32", "fp32", a tensor descriptor's) of each argument that is no
-            constant. Pointers are taken to be aligned to 16 bytes, as torch's allocations are.
+            constant. Pointers are taken to be aligned to 16 bytes, as torch's allocations are. A structure
+            is a NamedTuple of types, in which a value that is no string is that of a constant field: None
+            for a tensor that the call does not have, 1 for a stride that a launch specialises so.
         constants: value of each ``tl.constexpr`` argument and of each pointer that is None.
-        divisible_by_16: integer arguments that a launch specialises as multiples of 16.
+        divisible_by_16: integer arguments that a launch specialises as multiples of 16; all integers of a
+            structure.
         options: further compiler options, such as ``maxnreg``.
         spill_budget: bytes of spill stores that were measured and accepted for this configuration.
         tensor_cores: whether its products must run on the tensor cores.
@@ -94,7 +97,7 @@ class CompileCase:
 
     name: str
     kernel: Any
-    signature: dict[str, str]
+    signature: dict[str, Any]
     constants: dict[str, Any] = field(default_factory=dict)
     divisible_by_16: frozenset[str] = frozenset()
     num_warps: int = 4
@@ -127,21 +130,47 @@ class CompileCase:
                 f"{self.name}: signature and constants must name each argument of the kernel once; "
                 f"they differ in {', '.join(differing)}"
             )
-        signature = {name: self.signature.get(name, "constexpr") for name in names}
-        aligned = {name for name, kind in signature.items() if kind.startswith("*")} | self.divisible_by_16
-        attributes: dict[tuple[int, ...], list] = {
-            (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned
-        }
+        signature: dict[str, Any] = {name: self.signature.get(name, "constexpr") for name in names}
+        constants: dict[Any, Any] = dict(self.constants)
+        attributes: dict[tuple[int, ...], list] = {}
+        for i, name in enumerate(names):
+            for path, kind in _fields(signature[name], (i,)):
+                if not isinstance(kind, str):
+                    constants[path] = kind
+                elif kind.startswith("*") or (name in self.divisible_by_16 and kind.startswith("i")):
+                    attributes[path] = [["tt.divisibility", 16]]
+        signature = {name: _types(kind) for name, kind in signature.items()}
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages} | self.options
         backend, arch = ("hip", target.name) if target.amd else ("cuda", target.capability)
         return compat.compile_for(
-            backend, arch, target.warp_size, self.kernel, signature, self.constants, attributes, options
+            backend, arch, target.warp_size, self.kernel, signature, constants, attributes, options
         )
+
+
+def types_of(structure: Any, default: Any, **types: Any) -> Any:
+    """A structure for a case's signature: ``types`` of its fields by name, ``default`` for the others."""
+    return structure(*(types.get(name, default) for name in structure._fields))
+
+
+def _fields(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """(path, value) of each field of a structure, those of structures in it one by one; of a value itself."""
+    if isinstance(value, tuple):
+        for i, field_value in enumerate(value):
+            yield from _fields(field_value, (*path, i))
+    else:
+        yield path, value
+
+
+def _types(value: Any) -> Any:
+    """A structure with "constexpr" in the place of each constant."""
+    if isinstance(value, tuple):
+        return type(value)(*map(_types, value))
+    return value if isinstance(value, str) else "constexpr"
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What a compiled case uses. Bytes, except ``registers`` and ``threads``; ``threads`` is of one block."""
+    """Resources of a compiled case: bytes, ``registers`` (per thread) and ``threads`` (per block)."""
 
     name: str
     arch: str
@@ -154,9 +183,8 @@ class CompileReport:
     tensor_core: dict[str, int]
     """Tensor-core instructions by PTX's name (mma, wgmma, tcgen05), or AMD's (mfma, wmma)."""
     lost_barriers: int
-    """mbarriers initialised that no partition is given, so that the compiler puts a tile in their place. A
-    card that switches between processes may write such a barrier's state back, over the tile's first bytes.
-    """
+    """Number of initialised mbarriers that no partition receives, so that the compiler reuses their memory
+    for a tile. A GPU that switches between processes may write such a barrier's state back over the tile."""
     spill_budget: int
     shared_limit: int
     expects_tensor_cores: bool
@@ -165,7 +193,7 @@ class CompileReport:
 
     @property
     def violations(self) -> list[str]:
-        """What is beyond the configuration's or the architecture's limits; empty if it is sound."""
+        """Violations of the configuration's or the architecture's limits; empty if there are none."""
         found = []
         if self.spill_stores > self.spill_budget:
             found.append(f"{self.spill_stores} bytes of spill stores, budget {self.spill_budget}")
@@ -260,10 +288,10 @@ def used_on_amd(assembly: str) -> dict[str, Any]:
 
 
 def cuobjdump(option: str, cubin: bytes) -> str:
-    """What CUDA's disassembler says about a binary: "-res-usage" its resources, "-sass" its instructions.
+    """Run CUDA's disassembler on a binary: "-res-usage" prints its resources, "-sass" its instructions.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the disassembler failed.
     """
     from flashtile.backends import compat
 

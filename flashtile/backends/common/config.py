@@ -1,4 +1,4 @@
-"""What a row of every table of configurations holds."""
+"""Tile and launch parameters, as every table of configurations holds them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class KernelConfig:
     """Tile and launch of one kernel.
 
-    ``spill_budget`` is the bytes of register spills that were measured and accepted, for plain and causal
-    problems; ``features_spill_budget`` the same with soft-cap, ALiBi, windows and unused keys at once.
+    ``spill_budget`` is the number of bytes of register spills that is accepted for plain and causal problems,
+    after measurement. ``features_spill_budget`` is that number with soft-cap, ALiBi, windows and unused keys
+    at once.
     """
 
     BLOCK_M: int

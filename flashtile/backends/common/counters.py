@@ -1,9 +1,9 @@
 """Counters in GPU memory that are 0 before and after every kernel that uses them.
 
-Kernels of one stream run one after the other, so they share a buffer of their stream. A captured graph may be
-replayed on any stream, beside anything, so each call that is captured gets counters of its own: from a
-reserve, since to zero memory takes a kernel in the graph, which keeps the next one from starting early. When
-the reserve is used up, it does take one.
+Kernels of one stream run one after another, so they share a buffer per stream. A captured graph may be
+replayed on any stream, concurrently with other work, so each captured call gets counters of its own. They
+come from a reserve that is zeroed beforehand: zeroing them in the graph takes a kernel, which keeps the next
+one from starting early. Only when the reserve is used up does the graph zero its own counters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashtile.caches import BoundedCache
 RESERVED = 2**18
 """Counters for captured calls, on each device."""
 CACHE_BYTES = 2**20
-"""On the host, of buffers' handles."""
+"""Host memory for handles of the buffers."""
 ENTRY_BYTES = 1024
 LEAST = 4096
 

@@ -1,9 +1,9 @@
-"""Programmatic dependent launch (compute capability 9.0 and up): a kernel's programs come in before the
-kernel before it has ended.
+"""Programmatic dependent launch (compute capability 9.0 and up): a kernel's programs start before the
+previous kernel has ended.
 
-What such a kernel does before :func:`wait_for_dependencies` overlaps with that kernel, so it may only read
-what nobody writes. Every kernel launched so has to wait: one that does not would let the next one read what
-is not written yet. Both do nothing in a kernel that is launched as usual.
+Code before :func:`wait_for_dependencies` overlaps with the previous kernel, so it may only read memory that
+no kernel writes. Every kernel that is launched this way has to wait: otherwise the next kernel could read
+memory that is not written yet. In a kernel that is launched as usual, these functions do nothing.
 """
 
 import triton
@@ -14,7 +14,7 @@ CAPABILITY = (9, 0)
 
 @triton.jit
 def wait_for_dependencies():
-    """Wait until the kernels before this one have ended and what they wrote can be seen."""
+    """Wait until the previous kernels have ended and their writes are visible."""
     tl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -22,7 +22,7 @@ def wait_for_dependencies():
 
 @triton.jit
 def launch_dependents():
-    """Let the next kernel's programs in, once all programs of this one have said so or ended."""
+    """Let the next kernel start, once all programs of this kernel have called this function or ended."""
     tl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -30,7 +30,7 @@ def launch_dependents():
 
 @triton.jit
 def prefetch(pointers):
-    """Ask for the lines of these addresses, to lie in the L2 cache when they are read."""
+    """Prefetch the cache lines of these addresses to the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )

@@ -1,4 +1,4 @@
-"""What kernels are chosen by: compute capability and multiprocessors, of a GPU here or a named one."""
+"""Compute capability and multiprocessor count of a GPU, local or named, by which kernels are chosen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 INTERPRETER_MULTIPROCESSORS = 2
-"""What Triton's interpreter stands for: enough that work is split as on a GPU."""
+"""Multiprocessors that Triton's interpreter counts as: enough that work is split as on a GPU."""
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,17 @@ from flashtile.backends import compat
 from flashtile.backends.common.config import KernelConfig
 
 NUM_WARPS = 4
-"""Of kernels without a configuration, unless said otherwise."""
+"""Default number of warps, for kernels without a configuration."""
 
 
 class KeptKernel:
     """One kernel at one grid with fixed scalar arguments; tensors of one signature come with each call.
 
-    Constants are the kernel's last parameters, in its order. ``views`` say how TMA sees the first tensors
-    (``flashtile.backends.hopper.forward.launch.View``). ``options`` are further ones of the compiler.
+    A kernel's parameters are, in this order: a TMA descriptor for each of ``views``, which say how TMA sees
+    the first tensors (``common.tma.View``; None is a descriptor that the call does not have, nor a tensor);
+    the other tensors, together in one NamedTuple of the type ``pointers``, or one by one if that is None; the
+    ``scalars``, numbers or NamedTuples of them; the ``constants``. ``options`` are further ones of the
+    compiler.
     """
 
     def __init__(
@@ -33,10 +36,12 @@ class KeptKernel:
         constants: tuple,
         config: KernelConfig | None,
         views: tuple = (),
+        pointers: type | None = None,
         **options: Any,
     ) -> None:
         self._kernel = kernel
         self._views = views
+        self._pointers = pointers
         self.programs = grid
         self._grid = (grid, 1, 1)
         self._fixed = (*scalars, *constants)
@@ -47,11 +52,11 @@ class KeptKernel:
             self._options |= {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
         self._run: Any = None
         self._index: int | None = None
-        """Of the device that it was compiled on."""
+        """Index of the device that the kernel was compiled on."""
 
     @property
     def takes_addresses(self) -> bool:
-        """Whether it is compiled, so that a tensor may be given by its address."""
+        """Whether the kernel is compiled, so that tensors may be passed as addresses."""
         return self._run is not None
 
     def with_scalars(self, scalars: tuple) -> KeptKernel | None:
@@ -83,20 +88,29 @@ class KeptKernel:
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
         """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
-        views = self._views
-        descriptors = [view.of(tensor) for view, tensor in zip(views, tensors, strict=False)]
-        arguments = (*descriptors, *tensors[len(views) :], *self._fixed)
-        compiled = self._kernel[self._grid](*arguments, **self._options)
+        compiled = self._kernel[self._grid](*self.arguments(tensors), **self._options)
         if compiled is not None:  # None from the interpreter
             # In this order: another thread that sees the one has to see the other.
             self._index = device.index
-            self._run = compat.launcher(compiled, self._grid, tensors, self._fixed, views)
+            self._run = compat.launcher(
+                compiled, self._grid, tensors, self._fixed, self._views, self._pointers
+            )
+
+    def arguments(self, tensors: tuple) -> tuple:
+        """The kernel's arguments with these tensors."""
+        pointers = self._pointers
+        descriptors, others = compat.described(self._views, tensors)
+        return (*descriptors, *(others if pointers is None else (pointers(*others),)), *self._fixed)
 
 
 def _compiled_alike(parameter: Any, before: Any, now: Any) -> bool:
-    """Whether Triton compiles a kernel alike for two values of a scalar parameter."""
+    """Whether Triton compiles a kernel alike for two values of a scalar parameter, or of a tuple of them."""
     if type(before) is not type(now):
         return False
+    if isinstance(now, tuple):
+        return len(before) == len(now) and all(
+            _compiled_alike(parameter, *pair) for pair in zip(before, now, strict=True)
+        )
     if before == now or type(now) is float:
         return True
     if type(now) is not int or not (-(2**31) <= before < 2**31 and -(2**31) <= now < 2**31):

@@ -1,11 +1,11 @@
 """Kernels that an earlier process compiled, found in Triton's disk cache without reading all of Triton.
 
-The name of an entry in that cache holds, beside the kernel's own source and options, ``triton_key``: a digest
-of every file of Triton's compiler, libtriton.so with its 400 to 500 MB included, which each process computes
-anew before its first launch. Whether the files are still the same, their sizes and times tell, as they tell
-Python whether a .pyc is current. So the key is kept in the cache, under a digest of sizes and times, and an
-entry's name is put together from it as Triton does. Whatever does not fit leads to Triton's own way: no key
-for these files, no entry of this name, an entry that cannot be read, a Triton that names entries differently.
+The name of a cache entry depends on the kernel's source and options, and on ``triton_key``: a digest of every
+file of Triton's compiler, including the 400 to 500 MB of libtriton.so. Each process computes that digest
+before its first launch. File sizes and modification times are enough to tell whether the files changed, as
+for a .pyc. So the key is kept in the cache under a digest of sizes and times, and the entry's name is built
+from it as in Triton. Everything else falls back to Triton: no key for these files, no entry of this name, an
+entry that cannot be read, or a Triton that names entries differently.
 """
 
 from __future__ import annotations
@@ -22,26 +22,49 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 COMPILER_FOLDERS = ("_C", "backends", "compiler", "language", "runtime")
-"""Of Triton's installation: they hold all that ``triton_key`` reads."""
+"""Folders of Triton's installation that hold all files that ``triton_key`` reads."""
 
 COMPILER_FILES = (".py", ".so")
 
 
 class _Kept:
-    """What a function of Triton needs to be compiled our way."""
+    """A function compiled by :func:`load_or_compile`; ``do_not_specialize`` also applies to tuples."""
 
     def create_binder(self) -> Any:
-        binder = super().create_binder()  # type: ignore[misc]
+        *others, binder = super().create_binder()  # type: ignore[misc]
         self.compile = load_or_compile
-        return binder
+        plain = [p.num for p in self.params if p.do_not_specialize]  # type: ignore[attr-defined]
+
+        def bind(*arguments: Any, **options: Any) -> tuple[dict, list, dict]:
+            bound, specialization, options = binder(*arguments, **options)
+            values = [*bound.values()]
+            for i in plain:
+                specialization[i] = unspecialized(values[i], *specialization[i])
+            return bound, specialization, options
+
+        return *others, bind
+
+
+def unspecialized(value: Any, kind: Any, key: Any) -> tuple[Any, Any]:
+    """(type, key) of an argument, as Triton gives them, with integers of any value alike.
+
+    Triton gives them for a lone integer, but specialises every integer of a tuple.
+    """
+    if isinstance(value, tuple):
+        fields = [unspecialized(*field) for field in zip(value, kind, key, strict=True)]
+        kinds, keys = zip(*fields, strict=True)
+        return (type(kind)(*kinds), type(key)(*keys)) if hasattr(value, "_fields") else (kinds, keys)
+    if type(value) is int:
+        return "i32" if kind == "constexpr" else kind, None
+    return kind, key
 
 
 class KeptFunction(_Kept, JITFunction):
-    """A function that is compiled when it is launched."""
+    """A ``@triton.jit`` function that is compiled when it is launched."""
 
 
 def kernel(**options: Any) -> Callable[[Callable], Any]:
-    """:func:`triton.jit` for a kernel that is launched, of which a compiled form is looked for here first."""
+    """:func:`triton.jit` for a kernel that is launched; its compiled form is looked up here first."""
     if knobs.runtime.interpret:
         return triton.jit(**options)
     return lambda function: KeptFunction(function, **options)
@@ -52,13 +75,13 @@ def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     class KeptGluonFunction(_Kept, GluonJITFunction):
-        """The same in Gluon."""
+        """A Gluon function that is compiled when it is launched."""
 
     return lambda function: KeptGluonFunction(function, **options)
 
 
 def load_or_compile(src: Any, target: Any = None, options: dict | None = None, **more: Any) -> Any:
-    """:func:`triton.compile`, but that an entry of the cache is found faster."""
+    """Do what :func:`triton.compile` does, with a faster lookup of cache entries."""
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
     key_file = Path(knobs.cache.dir) / "flashtile" / fingerprint(Path(triton.__file__).parent)

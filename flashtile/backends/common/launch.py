@@ -37,16 +37,16 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def allocator(
     like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    """What makes contiguous memory of this shape and dtype from a tensor with the signature of ``like``, as
-    fast as torch can."""
+    """Return the fastest torch function that allocates contiguous memory of this shape and dtype, given a
+    tensor with the signature of ``like``."""
     if (like.shape, like.stride(), like.dtype) == (shape, contiguous_strides(shape), dtype):
         return torch.zeros_like if zeroed else torch.empty_like
-    # The shape as single arguments: a tuple would take twice as long to read.
+    # The shape is passed as separate arguments: parsing a tuple takes twice as long.
     if zeroed:
         return lambda tensor: tensor.new_zeros(*shape, dtype=dtype)
     return lambda tensor: tensor.new_empty(*shape, dtype=dtype)
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Of ``number``, at least 1: the largest divisor that is no larger than ``most``, but at least 1."""
+    """Return the largest divisor of ``number`` (at least 1) that is at most ``most``, or 1."""
     return next(size for size in range(max(min(most, number), 1), 0, -1) if number % size == 0)

@@ -1,9 +1,9 @@
-"""What follows a product y = x W^T, on its sums in float32: the ends that all kernels of products share.
+"""Epilogues of a product y = x W^T, applied to its float32 sums and shared by all kernels of products.
 
-A program's sums are of *places* of the output. Where two rows of W make one place (SwiGLU's gate and up) or
-two that belong together (a pair that rotary embedding turns), the program computes both: ``HALVES`` is 2.
-These functions create no tensors of their own, so that Gluon kernels, whose tensors have layouts, call them
-as Triton kernels do.
+A program's sums belong to *places*: output columns, or pairs of them. A place has one row of W or two. It has
+two for SwiGLU (gate and up give one output) and for a pair that rotary embedding rotates; the program then
+computes both sums and ``HALVES`` is 2. These functions create no tensors, so that Gluon kernels, whose
+tensors have layouts, can call them as Triton kernels do.
 """
 
 from dataclasses import dataclass
@@ -13,34 +13,42 @@ import triton
 import triton.language as tl
 
 PLAIN, SWIGLU, ROTARY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""ROTARY is that of queries, keys and values: embedding (if ROTARY_DIM > 0) and the append to a cache."""
+"""Kinds of epilogue. ROTARY serves queries, keys and values: rotary embedding (if ROTARY_DIM > 0) and the
+append to a cache."""
 
 
 @dataclass(frozen=True)
 class EndVariant:
-    """What the ends are compiled for."""
+    """Constants of an epilogue."""
 
     END: int
     NORM: bool
     BIAS: bool
     RESIDUAL: bool
     CHANNEL_SCALES: bool
-    """Of the rows of W."""
+    """Whether each row of W has a scale."""
     HEAD_DIM: int = 0
     ROTARY_DIM: int = 0
     INTERLEAVED: bool = False
     PAGE_SIZE: int = 0
     HAS_SLOTS: bool = False
-    """Whether places in the cache come from slots, else from a block table."""
+    """Whether positions in the cache come from a slot mapping, not from a block table."""
     X_SCALES: bool = False
     NEXT_NORM: bool = False
-    """Whether the result is prepared for a norm; END is PLAIN."""
+    """Whether the result is prepared for the norm that follows; END is then PLAIN."""
 
 
-class EndPointers(NamedTuple):
-    """Tensors of the ends; None for each that a call does not have."""
+class ProductPointers(NamedTuple):
+    """Tensors of a product and of its epilogue; None for each that a call does not use."""
 
+    x: Any
+    """The input; in an epilogue after the library's product, the sums."""
+    w: Any
     y: Any
+    norm_weight: Any
+    block_scale: Any
+    partial: Any
+    arrived: Any
     bias: Any
     residual: Any
     scales: Any
@@ -54,43 +62,70 @@ class EndPointers(NamedTuple):
     x_scale: Any
     next_norm_weight: Any
     scaled: Any
-    """y times that weight, in the layout of y."""
+    """y times next_norm_weight, in the layout of y."""
     squares: Any
     """float32 (parts, rows of a tile): sums of squares of y that each program leaves."""
     next_factor: Any
 
 
+class ProductDepth(NamedTuple):
+    """Integers of a product: columns of x and W, and their row strides in elements."""
+
+    K: Any
+    x_stride: Any
+    w_stride: Any
+
+
+class EndStrides(NamedTuple):
+    """Row strides, in elements."""
+
+    y: Any
+    residual: Any
+
+
+class EndCacheStrides(NamedTuple):
+    """Strides of the caches between pages, tokens and heads, in elements."""
+
+    k_block: Any
+    k_token: Any
+    k_head: Any
+    v_block: Any
+    v_token: Any
+    v_head: Any
+
+
 class EndSizes(NamedTuple):
-    """Integers of the ends. Their values lead to no new compilation, but whether some are multiples of 16."""
+    """Integers and ``next_eps`` of an epilogue. Kernels are not specialized on their values."""
 
     M: Any
     """Rows of x."""
-    places: Any
-    """Of a row of the output: N, or half of it where two rows of W make one or belong together."""
-    y_stride: Any
-    residual_stride: Any
     heads_q: Any
     heads_kv: Any
     angles: Any
     """Rows of the tables of cos and sin."""
     num_blocks: Any
     table_width: Any
-    """Pages of a row of the block table."""
-    k_block: Any
-    """Strides of the caches, in elements: of pages, tokens and heads."""
-    k_token: Any
-    k_head: Any
-    v_block: Any
-    v_token: Any
-    v_head: Any
+    """Pages per row of the block table."""
     next_eps: Any
+
+
+class EndCall(NamedTuple):
+    """Arguments of an epilogue, as its step functions pass them on."""
+
+    pointers: Any
+    places: Any
+    """Places per row of the output: N, or N / 2 where a place has two rows of W."""
+    strides: Any
+    cache_strides: Any
+    sizes: Any
 
 
 @triton.jit
 def column_of(within, half, E: tl.constexpr):
-    """Column of its head that the first or second element of pair ``within`` has.
+    """Column, within its head, of the first or second element of pair ``within``.
 
-    Pairs of what is embedded lie one half apart, or side by side if INTERLEAVED; columns behind them too.
+    The elements of a rotated pair lie ROTARY_DIM / 2 apart, or are adjacent if INTERLEAVED. Columns that are
+    not rotated are paired with their neighbour.
     """
     HALF: tl.constexpr = E.ROTARY_DIM // 2
     if E.INTERLEAVED or HALF == 0:
@@ -102,12 +137,12 @@ def column_of(within, half, E: tl.constexpr):
 
 
 @triton.jit
-def row_of(place, half, sizes, E: tl.constexpr):
-    """Row of W whose sum is the first or second half of a place."""
+def row_of(place, half, places, E: tl.constexpr):
+    """Row of W that belongs to the first or second half of a place."""
     if E.END == PLAIN:
         return place
     elif E.END == SWIGLU:
-        return place + half * sizes.places
+        return place + half * places
     else:
         PAIRS: tl.constexpr = E.HEAD_DIM // 2
         head = place // PAIRS
@@ -116,7 +151,7 @@ def row_of(place, half, sizes, E: tl.constexpr):
 
 @triton.jit
 def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
-    """Sums times the factors of their rows of W and of x, plus bias."""
+    """Multiply sums by the factors of their rows of W and of x, and add the bias."""
     if E.CHANNEL_SCALES:
         sums = sums * tl.load(pointers.scales + row, mask=inside, other=0.0)
     if E.NORM or E.X_SCALES:
@@ -127,54 +162,55 @@ def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
 
 
 @triton.jit
-def store_sums(sums, place, end, m, factor, pointers, sizes, E: tl.constexpr):
-    """End of a product whose places are rows of W. place [n, 1], those before ``end`` count; m [1, rows],
-    factor [1, rows]."""
+def store_sums(sums, place, end, m, factor, call, E: tl.constexpr):
+    """Apply the PLAIN epilogue, whose places are rows of W, and store the result. place [n, 1], of which
+    those before ``end`` count; m [1, rows], factor [1, rows]."""
     inside = place < end
-    sums = scaled(sums, place, inside, factor, pointers, E)
-    return store_places(sums, place, end, m, pointers, sizes, E)
+    sums = scaled(sums, place, inside, factor, call.pointers, E)
+    return store_places(sums, place, end, m, call, E)
 
 
 @triton.jit
-def store_scaled(y, place, end, m, pointers, sizes):
-    """y, as it was stored, times the weight of the norm that follows; its squares."""
-    inside = (place < end) & (m < sizes.M)
+def store_scaled(y, place, end, m, call):
+    """Store y (as rounded in memory) times the weight of the following norm; return the squares of y."""
+    inside = (place < end) & (m < call.sizes.M)
     wide = y.to(tl.float32)
-    weight = tl.load(pointers.next_norm_weight + place, mask=place < end, other=0.0)
-    at = m.to(tl.int64) * sizes.y_stride + place
-    tl.store(pointers.scaled + at, (wide * weight.to(tl.float32)).to(y.dtype), mask=inside)
+    weight = tl.load(call.pointers.next_norm_weight + place, mask=place < end, other=0.0)
+    at = m.to(tl.int64) * call.strides.y + place
+    tl.store(call.pointers.scaled + at, (wide * weight.to(tl.float32)).to(y.dtype), mask=inside)
     return tl.where(inside, wide * wide, 0.0)
 
 
 @triton.jit
 def load_squares(part, m, first, parts, rows, squares):
-    """Those of parts ``first + part`` [n, 1]; m [1, rows] counts within the tile."""
+    """Load the sums of squares of parts ``first + part`` [n, 1]; m [1, rows] counts within the tile."""
     at = (first + part) * rows + m
     return tl.load(squares + at, mask=first + part < parts, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def store_factor(square, m, pointers, sizes):
-    """The factor of the norm that follows, by the sums of squares [rows] of all parts."""
-    factor = tl.rsqrt(square / sizes.places + sizes.next_eps)
-    tl.store(pointers.next_factor + m, factor, mask=m < sizes.M)
+def store_factor(square, m, call):
+    """Store the factor of the norm that follows, from the sums of squares [rows] of all parts."""
+    factor = tl.rsqrt(square / call.places + call.sizes.next_eps)
+    tl.store(call.pointers.next_factor + m, factor, mask=m < call.sizes.M)
 
 
 @triton.jit
-def store_places(out, place, end, m, pointers, sizes, E: tl.constexpr):
-    """What was computed, plus the residual, to the output; it is returned as it was stored."""
-    inside = (place < end) & (m < sizes.M)
+def store_places(out, place, end, m, call, E: tl.constexpr):
+    """Add the residual, store the result to the output, and return it as stored."""
+    pointers, strides = call.pointers, call.strides
+    inside = (place < end) & (m < call.sizes.M)
     if E.RESIDUAL:
-        at = m.to(tl.int64) * sizes.residual_stride + place
+        at = m.to(tl.int64) * strides.residual + place
         out = out + tl.load(pointers.residual + at, mask=inside, other=0.0).to(tl.float32)
-    at = m.to(tl.int64) * sizes.y_stride + place
+    at = m.to(tl.int64) * strides.y + place
     y = out.to(pointers.y.dtype.element_ty)
     tl.store(pointers.y + at, y, mask=inside)
     return y
 
 
 class Destinations(NamedTuple):
-    """Where rows of x [1, rows] go in the cache, and their positions."""
+    """Destinations of rows of x [1, rows] in the cache, and their positions."""
 
     position: Any
     page: Any
@@ -206,25 +242,27 @@ def load_destinations(m, pointers, sizes, E: tl.constexpr):
 
 
 @triton.jit
-def store_pairs(first, second, place, end, m, factor, to, pointers, sizes, E: tl.constexpr):
+def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr):
     """End of a product with two rows of W to a place. ``to``: the :class:`Destinations` of ``m``."""
+    pointers = call.pointers
     inside = place < end
-    first_row = row_of(place, 0, sizes, E)
-    second_row = row_of(place, 1, sizes, E)
+    first_row = row_of(place, 0, call.places, E)
+    second_row = row_of(place, 1, call.places, E)
     first = scaled(first, first_row, inside, factor, pointers, E)
     second = scaled(second, second_row, inside, factor, pointers, E)
     if E.END == SWIGLU:
-        store_places(first / (1.0 + tl.exp(-first)) * second, place, end, m, pointers, sizes, E)
+        store_places(first / (1.0 + tl.exp(-first)) * second, place, end, m, call, E)
     else:
-        store_heads(first, second, place, end, m, to, pointers, sizes, E)
+        store_heads(first, second, place, end, m, to, call, E)
 
 
 @triton.jit
-def store_heads(first, second, place, end, m, to, pointers, sizes, E: tl.constexpr):
+def store_heads(first, second, place, end, m, to, call, E: tl.constexpr):
     """Pairs of queries to the output, of keys and values to the cache; those of no place in it are dropped.
 
     Rotary embedding (Su et al. 2021, arXiv:2104.09864) is computed on sums that are not rounded yet.
     """
+    pointers, sizes, cache = call.pointers, call.sizes, call.cache_strides
     PAIRS: tl.constexpr = E.HEAD_DIM // 2
     HALF: tl.constexpr = E.ROTARY_DIM // 2
     head = place // PAIRS
@@ -246,20 +284,20 @@ def store_heads(first, second, place, end, m, to, pointers, sizes, E: tl.constex
     first = first.to(dtype)
     second = second.to(dtype)
 
-    y = pointers.y + m.to(tl.int64) * sizes.y_stride + head * E.HEAD_DIM
+    y = pointers.y + m.to(tl.int64) * call.strides.y + head * E.HEAD_DIM
     tl.store(y + first_column, first, mask=inside & is_q)
     tl.store(y + second_column, second, mask=inside & is_q)
 
     written = inside & to.written
     k = (
         pointers.k_cache
-        + to.page * sizes.k_block
-        + to.token * sizes.k_token
-        + (head - sizes.heads_q) * sizes.k_head
+        + to.page * cache.k_block
+        + to.token * cache.k_token
+        + (head - sizes.heads_q) * cache.k_head
     )
     tl.store(k + first_column, first, mask=written & is_k)
     tl.store(k + second_column, second, mask=written & is_k)
     head_v = head - sizes.heads_q - sizes.heads_kv
-    v = pointers.v_cache + to.page * sizes.v_block + to.token * sizes.v_token + head_v * sizes.v_head
+    v = pointers.v_cache + to.page * cache.v_block + to.token * cache.v_token + head_v * cache.v_head
     tl.store(v + first_column, first, mask=written & is_v)
     tl.store(v + second_column, second, mask=written & is_v)

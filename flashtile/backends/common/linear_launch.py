@@ -1,4 +1,4 @@
-"""From tensors to the arguments that the ends of all products take."""
+"""Conversion of a call's tensors to the arguments that all epilogues take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.linear_ends import PLAIN, ROTARY, SWIGLU, EndPointers, EndSizes, EndVariant
+from flashtile.backends.common.linear_ends import (
+    PLAIN,
+    ROTARY,
+    SWIGLU,
+    EndCacheStrides,
+    EndSizes,
+    EndStrides,
+    EndVariant,
+    ProductPointers,
+)
 from flashtile.problems import linear as kinds
 from flashtile.problems.linear import LinearProblem
 
@@ -15,7 +24,7 @@ ENDS = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: ROTARY.
 
 
 def end_variant(problem: LinearProblem, norm: bool | None = None) -> EndVariant:
-    """``norm``: whether the factor of RMSNorm is applied behind the product."""
+    """Return the constants of the epilogue; ``norm``: whether it applies RMSNorm's factor."""
     heads = problem.heads
     fields: dict[str, Any] = {}
     if heads is not None:
@@ -39,7 +48,7 @@ def end_variant(problem: LinearProblem, norm: bool | None = None) -> EndVariant:
 
 
 class NextNorm(NamedTuple):
-    """What a product leaves for the norm that follows."""
+    """Results of a product that the norm after it uses."""
 
     scaled: Tensor | None = None
     squares: Tensor | None = None
@@ -50,20 +59,34 @@ NOTHING = NextNorm()
 
 
 def new_next_norm(problem: LinearProblem, y: Tensor, parts: int) -> NextNorm:
-    """With room for the sums of squares of ``parts`` tiles' rows."""
+    """Allocate a ``NextNorm``; ``parts`` is the number of float32 sums of squares."""
     if not problem.next_norm:
         return NOTHING
     squares, factor = (y.new_empty(size, dtype=torch.float32) for size in (parts, problem.M))
     return NextNorm(torch.empty_like(y), squares, factor)
 
 
-def end_pointers(
-    y: Any, given: Any, caches: tuple[Tensor, ...], following: NextNorm = NOTHING
-) -> EndPointers:
-    """The ends' tensors, of ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``."""
+def product_pointers(
+    x: Any,
+    weight: Any,
+    y: Any,
+    given: Any,
+    caches: tuple[Tensor, ...] = (),
+    following: NextNorm = NOTHING,
+    block_scale: Any = None,
+    partial: Any = None,
+    arrived: Any = None,
+) -> ProductPointers:
+    """Gather a kernel's tensors; ``given``: ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``."""
     k_cache, v_cache = caches or (None, None)
-    return EndPointers(
+    return ProductPointers(
+        x,
+        weight,
         y,
+        given.norm_weight,
+        block_scale,
+        partial,
+        arrived,
         given.bias,
         getattr(given, "residual", None),
         given.weight_scale,
@@ -80,21 +103,25 @@ def end_pointers(
     )
 
 
-def end_sizes(problem: LinearProblem, given: Any, caches: tuple[Tensor, ...]) -> EndSizes:
-    """The ends' integers."""
+def end_scalars(
+    problem: LinearProblem, given: Any, caches: tuple[Tensor, ...]
+) -> tuple[int, EndStrides, EndCacheStrides, EndSizes]:
+    """Return the scalars of an epilogue (places, strides, sizes), which follow those of the product."""
     heads, residual = problem.heads, getattr(given, "residual", None)
     strides = [stride for cache in caches for stride in cache.stride()[:3]] or [0] * 6
-    return EndSizes(
-        problem.M,
+    return (
         problem.places,
-        problem.out_columns,
-        0 if residual is None else residual.stride(0),
-        0 if heads is None else heads.num_heads_q,
-        0 if heads is None else heads.num_heads_kv,
-        0 if heads is None else heads.rotary_rows,
-        0 if heads is None else heads.num_blocks,
-        0 if heads is None else heads.table_width,
-        *(*strides, problem.next_norm_eps),
+        EndStrides(problem.out_columns, 0 if residual is None else residual.stride(0)),
+        EndCacheStrides(*strides),
+        EndSizes(
+            problem.M,
+            0 if heads is None else heads.num_heads_q,
+            0 if heads is None else heads.num_heads_kv,
+            0 if heads is None else heads.rotary_rows,
+            0 if heads is None else heads.num_blocks,
+            0 if heads is None else heads.table_width,
+            problem.next_norm_eps,
+        ),
     )
 
 

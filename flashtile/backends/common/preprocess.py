@@ -1,11 +1,11 @@
-"""What the backward pass needs of each row, computed once (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4).
+"""Row statistics of the backward pass, computed once (Dao 2023, arXiv:2307.08691, Algorithm 2, line 4).
 
-Two floats, in rows padded to whole blocks, so that loading them needs no mask:
+Each row has two floats. Rows are padded to whole blocks, so that loading them needs no mask:
 
 * ``neg_lse`` is minus lse in the units of the scores, so that 2 ** (scores + neg_lse) is the probability:
   ``lse_factor`` is log2(e) where scores are in log2 units, 1 / softmax_scale where they are raw products.
 * ``neg_delta`` is minus the paper's D, ``dlse - rowsum(dO * O)``, so that dS = P * (dP + neg_delta). ``dlse``
-  is the gradient into lse; it belongs here since d lse / d s is the probability.
+  is the gradient of lse; it belongs here since d lse / d s is the probability.
 
 The sink has no value: the gradient of its score is its probability times ``neg_delta``, summed over rows.
 """
@@ -13,6 +13,7 @@ The sink has no value: the gradient of its score is its probability times ``neg_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from torch import Tensor
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
-from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, sequence
+from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, row_of_head, row_of_token, sequence
 from flashtile.problems.attention import Extras, Problem
 
 ROW_PAD = 128
@@ -30,8 +31,33 @@ ROW_PAD = 128
 PAD = tl.constexpr(ROW_PAD)
 NUM_WARPS = 8
 COUNTERS_AT_ONCE = tl.constexpr(1024)
-INTEGERS = ("num_heads_q", "seqlen_q", "total_q", "padded_rows", "num_counters", "dq_accum_heads")
-"""Arguments whose value must not lead to another compilation."""
+
+
+class PreprocessPointers(NamedTuple):
+    """Tensors of the kernel; None for those that a call does not have."""
+
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any
+    neg_lse: Any
+    neg_delta: Any
+    dsink: Any
+    dq_accum: Any
+    counters: Any
+    cu_seqlens_q: Any
+    sink: Any
+
+
+class PreprocessLengths(NamedTuple):
+    """Integers of a call. Their values lead to no new compilation."""
+
+    num_heads_q: Any
+    seqlen_q: Any
+    total_q: Any
+    padded_rows: Any
+    num_counters: Any
+    dq_accum_heads: Any
 
 
 def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
@@ -40,8 +66,8 @@ def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for."""
+class PreprocessVariant:
+    """Constants of the kernel."""
 
     VARLEN: bool
     HAS_DLSE: bool
@@ -50,12 +76,12 @@ class Variant:
     """HEAD_DIM_V padded to a power of two."""
     BLOCK_M: int
     DQ_ACCUM_COLUMNS: int
-    """Of the accumulator of dQ; 0 if there is none."""
+    """Columns of the accumulator of dQ; 0 if there is none."""
 
 
 @triton.jit
 def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr):
-    """Where the padded rows of sequence ``b`` and ``head`` start."""
+    """Offset of the padded rows of sequence ``b`` and ``head``."""
     if VARLEN:
         # One block more a sequence than its tokens need: ranges of neighbours never meet.
         return head.to(tl.int64) * padded_rows + (start_q // PAD + b) * PAD
@@ -63,63 +89,56 @@ def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.con
         return (b.to(tl.int64) * num_heads_q + head) * padded_rows
 
 
-@kernel(do_not_specialize=INTEGERS)
-def preprocess_kernel(
-    out, dout, lse, dlse, neg_lse, neg_delta, dsink, dq_accum, counters, cu_seqlens_q, sink,
-    lse_factor, num_heads_q, seqlen_q, total_q, padded_rows, num_counters, dq_accum_heads, C: tl.constexpr,
-):  # fmt: skip
+@kernel(do_not_specialize=("lengths",))
+def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets neg_lse
     -inf (its probabilities are 0) and neg_delta 0. dsink [programs] gets a term of each, heads fastest.
     Kernels that add dQ up in memory have ``dq_accum``, of C.DQ_ACCUM_COLUMNS floats a padded row. It is
     zeroed for the first ``dq_accum_heads`` heads, counted through the batch, and so are the counters.
     """
+    num_heads_q, seqlen_q = lengths.num_heads_q, lengths.seqlen_q
     num_blocks = tl.cdiv(seqlen_q, PAD) * (PAD // C.BLOCK_M)
     pid = tl.program_id(0)
-    if counters is not None and pid == 0:
-        for first in range(0, num_counters, COUNTERS_AT_ONCE):
+    if pointers.counters is not None and pid == 0:
+        for first in range(0, lengths.num_counters, COUNTERS_AT_ONCE):
             place = first + tl.arange(0, COUNTERS_AT_ONCE)
-            tl.store(counters + place, tl.zeros_like(place), mask=place < num_counters)
+            tl.store(pointers.counters + place, tl.zeros_like(place), mask=place < lengths.num_counters)
     # Heads vary fastest: neighbouring programs read neighbouring memory.
     head = pid % num_heads_q
     row_start = (pid // num_heads_q) % num_blocks * C.BLOCK_M
     b = (pid // num_heads_q) // num_blocks
-    start_q, len_q = sequence(cu_seqlens_q, b, seqlen_q, total_q, C.VARLEN)
+    start_q, len_q = sequence(pointers.cu_seqlens_q, b, seqlen_q, lengths.total_q, C.VARLEN)
     if row_start >= tl.cdiv(len_q, PAD) * PAD:
-        if sink is not None:
-            tl.store(dsink + pid, 0.0)
+        if pointers.sink is not None:
+            tl.store(pointers.dsink + pid, 0.0)
         return
-    b64 = b.to(tl.int64)
-    if C.VARLEN:
-        tile_offset = (start_q * num_heads_q + head) * C.HEAD_DIM_V
-        lse_offset = head.to(tl.int64) * total_q + start_q + row_start
-    else:
-        tile_offset = (b64 * seqlen_q * num_heads_q + head) * C.HEAD_DIM_V
-        lse_offset = (b64 * num_heads_q + head) * seqlen_q + row_start
+    tile_offset = (row_of_token(b, start_q, num_heads_q, seqlen_q, C.VARLEN) + head) * C.HEAD_DIM_V
+    lse_offset = row_of_head(b, head, start_q, num_heads_q, seqlen_q, lengths.total_q, C.VARLEN) + row_start
     stride = num_heads_q * C.HEAD_DIM_V
-    out_rows = Matrix(out + tile_offset, stride, len_q)
-    dout_rows = Matrix(dout + tile_offset, stride, len_q)
+    out_rows = Matrix(pointers.out + tile_offset, stride, len_q)
+    dout_rows = Matrix(pointers.dout + tile_offset, stride, len_q)
     o = load_tile(out_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, True, False, ONCE=True)
     do = load_tile(dout_rows, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, True, False, ONCE=True)
     neg_delta_rows = -tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     rows = tl.arange(0, C.BLOCK_M)
     inside = row_start + rows < len_q
     if C.HAS_DLSE:
-        neg_delta_rows += tl.load(dlse + lse_offset + rows, mask=inside, other=0.0)
-    lse_rows = tl.load(lse + lse_offset + rows, mask=inside, other=-float("inf"))
+        neg_delta_rows += tl.load(pointers.dlse + lse_offset + rows, mask=inside, other=0.0)
+    lse_rows = tl.load(pointers.lse + lse_offset + rows, mask=inside, other=-float("inf"))
     empty = lse_rows == -float("inf")
-    offset = statistics_offset(b, head, start_q, num_heads_q, padded_rows, C.VARLEN) + row_start
-    tl.store(neg_lse + offset + rows, tl.where(empty, lse_rows, -lse_rows * lse_factor))
+    offset = statistics_offset(b, head, start_q, num_heads_q, lengths.padded_rows, C.VARLEN) + row_start
+    tl.store(pointers.neg_lse + offset + rows, tl.where(empty, lse_rows, -lse_rows * lse_factor))
     neg_delta_rows = tl.where(empty, 0.0, neg_delta_rows)
-    tl.store(neg_delta + offset + rows, neg_delta_rows)
+    tl.store(pointers.neg_delta + offset + rows, neg_delta_rows)
     if C.DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
-        if b * num_heads_q * (not C.VARLEN) + head < dq_accum_heads:
+        if b * num_heads_q * (not C.VARLEN) + head < lengths.dq_accum_heads:
             cells = tl.arange(0, C.BLOCK_M * C.DQ_ACCUM_COLUMNS)
             zeros = tl.zeros_like(cells).to(tl.float32)
-            tl.store(dq_accum + offset.to(tl.int64) * C.DQ_ACCUM_COLUMNS + cells, zeros)
-    if sink is not None:
-        score = tl.load(sink + head).to(tl.float32)
+            tl.store(pointers.dq_accum + offset.to(tl.int64) * C.DQ_ACCUM_COLUMNS + cells, zeros)
+    if pointers.sink is not None:
+        score = tl.load(pointers.sink + head).to(tl.float32)
         p = tl.exp2((score - tl.where(empty, float("inf"), lse_rows)) * LOG2_E)
-        tl.store(dsink + pid, tl.sum(p * neg_delta_rows, 0))
+        tl.store(pointers.dsink + pid, tl.sum(p * neg_delta_rows, 0))
 
 
 def _rows_of(problem: Problem) -> int:
@@ -127,8 +146,8 @@ def _rows_of(problem: Problem) -> int:
     return 64 if problem.head_dim_v <= 256 else 32
 
 
-def variant_of(problem: Problem, has_dlse: bool, dq_accum_columns: int) -> Variant:
-    return Variant(
+def preprocess_variant(problem: Problem, has_dlse: bool, dq_accum_columns: int) -> PreprocessVariant:
+    return PreprocessVariant(
         VARLEN=problem.varlen,
         HAS_DLSE=has_dlse,
         HEAD_DIM_V=problem.head_dim_v,
@@ -156,20 +175,16 @@ def preprocess_launch(
     """
     blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // _rows_of(problem))
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+    lengths = PreprocessLengths(
+        problem.num_heads_q, problem.seqlen_q, problem.total_q, rows, counters, dq_accum_heads
+    )
     return KeptKernel(
         preprocess_kernel,
         blocks * problem.num_heads_q * problem.batch,
-        (
-            lse_factor,
-            problem.num_heads_q,
-            problem.seqlen_q,
-            problem.total_q,
-            rows,
-            counters,
-            dq_accum_heads,
-        ),
-        (variant_of(problem, has_dlse, dq_accum_columns),),
+        (lse_factor, lengths),
+        (preprocess_variant(problem, has_dlse, dq_accum_columns),),
         None,
+        pointers=PreprocessPointers,
         num_warps=NUM_WARPS,
     )
 

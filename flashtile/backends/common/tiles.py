@@ -8,20 +8,6 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
-RUNTIME_INTEGERS = (
-    "num_heads_q",
-    "group_size",
-    "seqlen_q",
-    "seqlen_k",
-    "total_q",
-    "total_k",
-    "padded_rows",
-    "window_left",
-    "window_right",
-    "alibi_stride_b",
-)
-"""Arguments whose value must not lead to another compilation (only strides decide how wide loads can be)."""
-
 
 @triton.jit
 def sequence(cu_seqlens, b, seqlen, total, VARLEN: tl.constexpr):
@@ -32,6 +18,24 @@ def sequence(cu_seqlens, b, seqlen, total, VARLEN: tl.constexpr):
         return start.to(tl.int64), end - start
     else:
         return tl.zeros([], tl.int64), seqlen
+
+
+@triton.jit
+def row_of_token(b, start, heads, seqlen, VARLEN: tl.constexpr):
+    """Where the first head of the sequence's first token stands among the rows of (tokens, heads)."""
+    if VARLEN:
+        return start * heads
+    else:
+        return b.to(tl.int64) * seqlen * heads
+
+
+@triton.jit
+def row_of_head(b, head, start, heads, seqlen, total, VARLEN: tl.constexpr):
+    """Where the sequence's first token stands in (batch, heads, seqlen), or (heads, total) if VARLEN."""
+    if VARLEN:
+        return head.to(tl.int64) * total + start
+    else:
+        return (b.to(tl.int64) * heads + head) * seqlen
 
 
 @triton.jit

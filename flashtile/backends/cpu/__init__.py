@@ -1,4 +1,4 @@
-"""The CPU: torch's fused flash kernel where it covers the call, tiled online softmax in torch elsewhere."""
+"""CPU backend: torch's flash kernel where it covers the call, else tiled online softmax in torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 
 def prepare_forward(problem: Problem, config: Config) -> Any:
-    """A launch ``(q, k, v, extras) -> (out, lse)``."""
+    """Return a launch ``(q, k, v, extras) -> (out, lse)``."""
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_forward(*_widened(problem)), 3)
     attend = _prepare_attend(problem, config)
@@ -52,7 +52,7 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
 
 def _prepare_attend(problem: Problem, config: Config) -> Any:
-    """A launch that leaves the sink out."""
+    """Return a launch that ignores the sink."""
     if problem.mods is not None:
         return partial(mods.forward, problem, config.backward_lse)
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
@@ -68,7 +68,7 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
-    """A launch ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, dlse or None."""
+    """Return ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``; dlse may be None."""
     if problem.mods is not None:
         return partial(_backward_with_functions, problem, config)
     if problem.partial and problem.out_dtype != problem.dtype:
@@ -121,7 +121,7 @@ def _backward_with_functions(
     lse: Tensor,
     extras: Any,
 ) -> tuple[Tensor | None, ...]:
-    """(dq, dk, dv, dsink, and the gradients of captured tensors)."""
+    """Return (dq, dk, dv, dsink, the gradients of the captured tensors)."""
     dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
     gradients, of_captured = mods.backward(
         problem, config.backward_lse, dout, dlse, q, k, v, out, lse, extras
@@ -141,7 +141,7 @@ def _widened(problem: Problem) -> tuple[Problem, Config]:
 
 
 def _wide(launch: Any, tensors: int) -> Any:
-    """``launch`` of inputs in float32, whose results are so, too: torch's kernel knows one dtype for all."""
+    """Return ``launch`` with inputs cast to float32 and float32 results, as torch's kernel has one dtype."""
 
     def widened(*arguments: Any) -> Any:
         given = (None if t is None else t.float() for t in arguments[:tensors])

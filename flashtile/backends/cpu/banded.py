@@ -1,8 +1,8 @@
-"""torch's flash kernel over blocks of rows, for windows and ALiBi: biases that depend on distance alone.
+"""torch's flash kernel over blocks of rows, for windows and ALiBi: biases that depend only on distance.
 
-Each block of rows attends to the keys that its window leaves, under a (BLOCK_M, keys) bias: minus the ALiBi
-slope times the distance of query and key, -inf where hidden. Such a bias is constant along every diagonal, so
-that one table, a block's rows by every distance from its first row, holds it for all blocks, as views.
+Each block of rows attends to the keys within its window, with a (BLOCK_M, keys) bias: minus the ALiBi slope
+times the distance of query and key, -inf where hidden. Such a bias is constant along every diagonal. So one
+table of a block's rows by all distances from its first row serves all blocks, as views.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashtile.problems.common import UNLIMITED
 def forward(
     problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim)."""
+    """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
     out = q.new_zeros(q.shape)
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
     for tile in _tiles(problem, config, q, k, alibi_slopes):
@@ -50,9 +50,9 @@ def backward(
     lse: Tensor,
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous, from the gradient of out."""
+    """Return (dq, dk, dv), contiguous, from the gradient of out."""
     dq = q.new_zeros(q.shape)
-    # A key gets a term from each block of rows that sees it: float32 at least keeps their sum.
+    # A key gets a term from each block of rows that sees it, so the sum needs at least float32.
     dk, dv = (t.new_zeros(t.shape, dtype=problem.lse_dtype) for t in (k, v))
     for tile in _tiles(problem, config, q, k, alibi_slopes):
         dq[tile.queries], dk_term, dv_term = differentiate(
@@ -73,7 +73,7 @@ def backward(
 
 
 class _Tile(NamedTuple):
-    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys), None for none."""
+    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys) or None."""
 
     queries: tuple[slice, slice, slice]  # into q and out
     keys: tuple[slice, slice, slice]  # into k and v
@@ -97,7 +97,7 @@ def _tiles(
     if alibi_slopes is None:
         parts = [(slice(0, batch), heads_kv)]
     else:
-        # A table for each head, and for each sequence if its slopes are its own; some heads at a time.
+        # Each head needs a table, and each sequence if it has its own slopes. A few heads are done at a time.
         heads = max(1, config.TABLE_ELEMENTS // (block_m * len(distances) * problem.group_size))
         sequences = split(range(batch), 1 if alibi_slopes.dim() == 2 else max(1, batch))
         parts = [(_slice(b), h) for b in sequences for h in split(heads_kv, heads)]
@@ -118,7 +118,7 @@ def _tiles(
 
 
 def _distances(window: tuple[int, int], rows: range, block_m: int, seqlen_k: int, offset: int) -> range:
-    """Every distance that a visible key can have from the first row of its block."""
+    """Return all distances that a visible key can have from the first row of its block."""
     left, right = window
     start = -(rows.stop - 1 + offset) if left == UNLIMITED else -left
     stop = seqlen_k - (rows.start + offset) if right == UNLIMITED else block_m + right
@@ -128,7 +128,7 @@ def _distances(window: tuple[int, int], rows: range, block_m: int, seqlen_k: int
 def _table(
     window: tuple[int, int], distances: range, block_m: int, slopes: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """(1, heads or 1, block_m, distances): a block's biases at each distance from its first row."""
+    """Return a block's biases by distance from its first row: (1, heads or 1, block_m, distances)."""
     own = torch.arange(block_m, dtype=torch.int32)[:, None]
     distance = torch.arange(distances.start, distances.stop, dtype=torch.int32) - own
     if slopes is None:

@@ -1,4 +1,4 @@
-"""What a dense call on the CPU has beside q, k and v."""
+"""Optional inputs of a dense call on the CPU: ALiBi slopes, masks, bias and dropout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtile.problems.attention import Extras, Problem
 
 
 class Dropout(NamedTuple):
-    """Which probabilities are kept, by their places in the whole call."""
+    """Dropout's parameters. Positions count in the whole call, so parts of it draw the same numbers."""
 
     rng_state: Tensor
     p: float
@@ -27,18 +27,18 @@ class Dropout(NamedTuple):
 
     @property
     def keep_share(self) -> float:
-        """The share of probabilities that is kept, by which the others are divided."""
+        """The share of probabilities that is kept; kept probabilities are divided by it."""
         return keep_share(self.p)
 
 
 class Beside(NamedTuple):
-    """Tensors of a dense call. Masks broadcast to (batch, heads_q, seqlen_q, seqlen_k), True takes part."""
+    """Optional inputs of a call. Masks broadcast to (batch, heads_q, seqlen_q, seqlen_k); True is visible."""
 
     alibi_slopes: Tensor | None = None
     masks: tuple[Tensor, ...] = ()
     bias: Tensor | None = None
     dbias: Tensor | None = None
-    """Where the gradient of the bias is added up; None if it is not wanted."""
+    """Accumulator for the gradient of the bias; None if that gradient is not needed."""
     dropout: Dropout | None = None
 
     @classmethod
@@ -52,7 +52,7 @@ class Beside(NamedTuple):
         return cls(extras.alibi_slopes, masks, extras.bias, dbias, dropout)
 
     def of_sequence(self, b: int, seqlen_q: int, seqlen_k: int) -> Beside:
-        """Those of sequence ``b`` alone, which has or uses so many rows and keys."""
+        """Return the inputs of sequence ``b`` only, which has ``seqlen_q`` rows and ``seqlen_k`` keys."""
         slopes = self.alibi_slopes
         own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
         masks = tuple(_part(mask, b, seqlen_q, seqlen_k) for mask in self.masks)
@@ -65,11 +65,11 @@ class Beside(NamedTuple):
 
     @property
     def may_hide_rows(self) -> bool:
-        """Whether a row may see no key that its window leaves it."""
+        """Whether a row may have no visible key although its window contains keys."""
         return self.masks != () or self.bias is not None
 
 
 def _part(cells: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """A view."""
+    """Return a view of one sequence's part of a mask or bias."""
     own = cells[b : b + 1] if cells.shape[0] > 1 else cells
     return own[:, :, : seqlen_q if cells.shape[2] > 1 else 1, :seqlen_k]

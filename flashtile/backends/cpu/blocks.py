@@ -1,4 +1,4 @@
-"""Which rows, keys and tiles a window leaves to do: pure functions of lengths, ranges in, ranges out.
+"""Rows, keys and tiles that a window leaves visible: pure functions of lengths and ranges.
 
 ``offset`` is ``seqlen_k - seqlen_q``: query row i stands at key position ``i + offset`` (bottom-right
 alignment). A window side of -1 is unlimited.
@@ -12,13 +12,13 @@ from flashtile.problems.common import UNLIMITED
 
 
 def split(extent: range, size: int) -> Iterator[range]:
-    """``extent`` in blocks of ``size``, the last one shorter."""
+    """Split ``extent`` into blocks of ``size``; the last one may be shorter."""
     for start in range(extent.start, extent.stop, size):
         yield range(start, min(start + size, extent.stop))
 
 
 def visible_rows(seqlen_q: int, seqlen_k: int, window_left: int, window_right: int) -> range:
-    """The rows that see at least one key."""
+    """Return the rows that see at least one key."""
     if seqlen_k == 0:
         return range(0)
     offset = seqlen_k - seqlen_q
@@ -28,7 +28,7 @@ def visible_rows(seqlen_q: int, seqlen_k: int, window_left: int, window_right: i
 
 
 def visible_keys(rows: range, seqlen_k: int, offset: int, window_left: int, window_right: int) -> range:
-    """The keys that at least one of ``rows`` sees."""
+    """Return the keys that at least one of ``rows`` sees."""
     start = 0 if window_left == UNLIMITED else max(0, rows.start + offset - window_left)
     stop = seqlen_k if window_right == UNLIMITED else min(seqlen_k, rows.stop + offset + window_right)
     return range(start, max(start, stop))
@@ -42,6 +42,6 @@ def sees_all(rows: range, keys: range, offset: int, window_left: int, window_rig
 
 
 def chunks_of(rows: range, offset: int, attention_chunk: int) -> tuple[int, int]:
-    """The first position, and the one behind the last, of the chunks that ``rows`` stand in."""
+    """Return the first position and the end of the chunks that contain ``rows``."""
     first, last = (row + offset for row in (rows.start, rows.stop - 1))
     return first // attention_chunk * attention_chunk, (last // attention_chunk + 1) * attention_chunk

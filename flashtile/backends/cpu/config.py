@@ -1,4 +1,4 @@
-"""Which algorithm serves a problem on the CPU, in what blocks and arithmetic."""
+"""Choice of algorithm, block sizes and dtype of computation for a problem on the CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TILE_ELEMENTS = 512 * 1024
 class Fused:
     """torch's own flash kernel.
 
-    ``compute_dtype`` is the inputs' dtype, or float32 where that is faster or theirs would be too coarse.
-    Windows and ALiBi go by blocks of ``BLOCK_M`` rows: on Zen 4 128 is the fastest for ALiBi, 64 a tenth
-    faster for a window of 256 keys, 256 a sixth slower. Their tables of biases hold at most
-    ``TABLE_ELEMENTS`` numbers, or those of one key/value head.
+    ``compute_dtype`` is the inputs' dtype, or float32 where that is faster or the inputs' dtype is too
+    coarse. Windows and ALiBi are computed in blocks of ``BLOCK_M`` rows. On Zen 4, 128 rows are fastest for
+    ALiBi; for a window of 256 keys, 64 are a tenth faster and 256 a sixth slower. Tables of biases hold at
+    most ``TABLE_ELEMENTS`` elements, or those of one key/value head.
     """
 
     compute_dtype: torch.dtype
@@ -33,8 +33,8 @@ class Fused:
 class Tiled:
     """Online softmax in torch: a tile of scores is (TILE_HEADS, BLOCK_M, BLOCK_N).
 
-    ``BLOCK_M`` counts rows of queries (tokens times the heads of a group), ``BLOCK_N`` keys, ``TILE_HEADS``
-    pairs of a sequence and a key/value head that one batched matrix product takes together.
+    ``BLOCK_M`` counts rows of queries (tokens times heads per group) and ``BLOCK_N`` keys. ``TILE_HEADS``
+    counts pairs of a sequence and a key/value head, which one batched matrix product computes together.
     """
 
     BLOCK_M: int
@@ -45,7 +45,7 @@ class Tiled:
 
 @dataclass(frozen=True)
 class Config:
-    """``backward_lse`` serves a backward with a gradient into lse, which torch's kernel does not take."""
+    """Configuration of a call. ``backward_lse`` is for gradients of lse, which torch's kernel lacks."""
 
     forward: Fused | Tiled
     backward: Fused | Tiled
@@ -53,7 +53,7 @@ class Config:
 
 
 def configure(problem: Problem) -> Config:
-    """The configuration that ``problem`` gets; its shapes are those of the longest sequence where varlen."""
+    """Return the configuration for ``problem``, whose lengths are those of the longest sequence if varlen."""
     tiled = tiled_config(problem)
     masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
     masked = masked or (problem.key_padding_mask and not padded.covers(problem))
@@ -63,10 +63,10 @@ def configure(problem: Problem) -> Config:
 
 
 def configure_decode(problem: DecodeProblem) -> Fused | None:
-    """torch's kernel for steps of one query a sequence, where it can compute them.
+    """Return torch's kernel for steps of one query per sequence, where it can compute them, else None.
 
-    Keys of 16 bits stay so where the processor multiplies them: converting a whole cache costs more than the
-    products (on a Xeon with AVX512-BF16, 2048 keys: three times).
+    16-bit keys are not converted where the processor has 16-bit products: converting a whole cache costs more
+    than the products (three times as much on a Xeon with AVX512-BF16, 2048 keys).
     """
     one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
     extras = problem.alibi or problem.sink or problem.tree or problem.prior or problem.qv
@@ -80,8 +80,8 @@ def configure_decode(problem: DecodeProblem) -> Fused | None:
 def _fused_covers(problem: Problem | DecodeProblem) -> bool:
     """Whether torch's kernel can compute this problem.
 
-    It multiplies -inf by the scale where it masks causally, and takes a maximum before it scales: the scale
-    must be positive.
+    The scale must be positive: the kernel multiplies -inf by the scale under a causal mask, and takes the
+    maximum before scaling.
     """
     return problem.softcap == 0 and problem.softmax_scale > 0 and problem.head_dim == problem.head_dim_v
 

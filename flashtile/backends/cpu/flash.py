@@ -1,6 +1,7 @@
-"""torch's flash kernel for the CPU by our conventions, on transpose views: no copy in, no copy of out.
+"""torch's flash kernel for the CPU in this library's layout, on transposed views of q, k, v and out.
 
-Its causal mask is aligned to the top left, which is ours only where there are as many queries as keys.
+Its causal mask is aligned to the top left, which is bottom-right alignment only if there are as many queries
+as keys.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 CONVERTED_ELEMENTS = 2 * 1024 * 1024
-"""Keys times head_dim that are converted to another dtype at a time, 8 MiB in float32: so little that
-memory is used again, not asked of the system. A bfloat16 query of 4096 keys becomes 3x as fast (Zen 4)."""
+"""Keys times head_dim that are converted to another dtype at a time, 8 MiB in float32: few enough that the
+allocator reuses memory. A bfloat16 query of 4096 keys becomes 3x as fast (Zen 4)."""
 
 
 def attend(
@@ -27,7 +28,7 @@ def attend(
     scale: float,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim).
+    """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...).
 
     Computes in ``dtype``; ``bias`` (1, heads_q or 1, seqlen_q, seqlen_k) of that dtype is added to scores.
     """
@@ -41,14 +42,14 @@ def attend(
     out, lse = _forward(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=bias, scale=scale
     )
-    # Contiguous, for the kernel lays it out so. Detached, since a result that autograd takes for a view of
-    # another could not be changed in place.
+    # The kernel's layout makes this contiguous. Detached, since autograd would refuse in-place changes of a
+    # result that it regards as a view.
     out = out.transpose(1, 2).detach()
     return (out if given == dtype else out.to(given)), lse.contiguous()
 
 
 def attend_by_heads(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(out, lse) of tensors (batch, heads, seqlen, head_dim) of one dtype: the kernel as it is, no mask."""
+    """Return (out, lse) without a mask; all tensors are (batch, heads, seqlen, head_dim) of one dtype."""
     out, lse = _forward(q, k, v, 0.0, False, scale=scale)
     return out, lse
 
@@ -96,14 +97,14 @@ def differentiate(
     scale: float,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous, in ``dtype`` or wider, from dout and what :func:`attend` took and gave."""
+    """Return (dq, dk, dv), contiguous, in ``dtype`` or wider, given inputs and results of :func:`attend`."""
     if q.dtype != dtype:
         dout, q, k, v, out = (t.to(dtype) for t in (dout, q, k, v, out))
     group = q.shape[2] // k.shape[2]
     if group == 1 or dtype.itemsize > 2:
         return _one_backward(dout, q, k, v, out, lse, causal, scale, bias)
-    # The kernel sums dk and dv over a group in its own dtype, too coarse in 16 bits. A call for each head of
-    # the groups, as much work in all, leaves that sum to us.
+    # The kernel sums dk and dv over a group in its own dtype, which is too coarse in 16 bits. One call per
+    # head of the groups costs as much in total, and the sum is then done here in float32.
     dq = torch.empty_like(q)
     dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
     for head in range(group):

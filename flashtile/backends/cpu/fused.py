@@ -1,4 +1,4 @@
-"""Attention by torch's flash kernel: one call where its masks are ours, one a block of rows elsewhere."""
+"""Attention by torch's flash kernel: one call where it has the mask, else one call per block of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtile.problems.common import UNLIMITED
 
 
 def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A launch for tensors of the problem's own lengths, with all that they decide decided."""
+    """Return a launch for tensors of the problem's own lengths, with all decisions on lengths made here."""
     causal = _kernel_mask(problem, problem.batch, problem.seqlen_q, problem.seqlen_k)
     if causal is None or (problem.seqlen_q == 1 and problem.group_size > 1):
         return lambda q, k, v, extras: forward(problem, config, q, k, v, Beside.of(problem, extras))
@@ -26,7 +26,7 @@ def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tupl
 def forward(
     problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor, beside: Beside
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, head_dim)."""
+    """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
     causal = _kernel_mask(problem, q.shape[0], q.shape[1], k.shape[1])
     if causal is None:
         return banded.forward(problem, config, q, k, v, beside.alibi_slopes)
@@ -47,7 +47,7 @@ def backward(
     lse: Tensor,
     beside: Beside,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous, from the gradient of out."""
+    """Return (dq, dk, dv), contiguous, from the gradient of out."""
     causal = _kernel_mask(problem, q.shape[0], q.shape[1], k.shape[1])
     if causal is None:
         return banded.backward(problem, config, dout, q, k, v, out, lse, beside.alibi_slopes)
@@ -59,7 +59,7 @@ def backward(
 
 
 def _kernel_mask(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> bool | None:
-    """The kernel's ``is_causal`` for these lengths; None if its masks do not fit or no key is there."""
+    """Return the kernel's ``is_causal`` for these lengths; None if it lacks the mask or a length is 0."""
     if problem.alibi or batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return None
     left, right = problem.effective_window(seqlen_q, seqlen_k)
@@ -73,7 +73,7 @@ def _kernel_mask(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> 
 def _attend_by_groups(
     problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One query that sees every key: a group's heads are as many queries of one head, which is read once."""
+    """Attend one query to every key: a group's query heads become queries of one head, read only once."""
     heads_kv = k.shape[2]
     by_groups = q[:, 0].unflatten(1, (heads_kv, problem.group_size)).transpose(1, 2)
     out, lse = attend(config.compute_dtype, by_groups, k, v, False, problem.softmax_scale)

@@ -1,7 +1,7 @@
-"""Attention with functions of scores and masks: FlashAttention-2 in torch, a tile of scores at a time.
+"""Attention with ``score_mod`` and ``mask_mod``: FlashAttention-2 in torch, a tile of scores at a time.
 
-The functions are evaluated on the indices of a tile. Blocks that a block mask calls empty are not visited,
-full ones take no mask. Tiles are float32 (float64 for float64 inputs).
+The functions are evaluated on the indices of a tile. Empty blocks of a block mask are skipped, and full
+blocks are not masked. Tiles are float32 (float64 for float64 inputs).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from flashtile.problems.masks import MAX_CAPTURED
 
 
 class Tile(NamedTuple):
-    """Rows of some heads of one sequence by keys."""
+    """A tile of scores: rows of some heads of one sequence, and keys."""
 
     b: int
     heads: range
     rows: range
     keys: range
     masked: bool
-    """By ``mask_mod``."""
+    """Whether ``mask_mod`` applies."""
 
 
 class Scores(NamedTuple):
-    """Of a tile: (heads, rows, keys), the derivative by the scaled product, those by what was loaded."""
+    """Scores of a tile (heads, rows, keys), and derivatives by the scaled product and by loaded values."""
 
     scores: Tensor
     factor: Tensor | float
     by_load: list[tuple[Load, Any, list[Any]]]
-    """What, the derivative by it, and its indices."""
+    """(load, derivative of the score by the loaded value, indices of the load)."""
 
 
 def forward(
     problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, extras: Any
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
+    """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
     call = Call(problem, config, q, k, v, extras, with_gradients=False)
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
@@ -80,7 +80,7 @@ def backward(
     lse: Tensor,
     extras: Any,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor | None, ...]]:
-    """((dq, dk, dv), those of the captured tensors) from the gradients of out and of lse (None is zero)."""
+    """Return ((dq, dk, dv), gradients of the captured tensors); ``dlse`` None stands for zeros."""
     call = Call(problem, config, q, k, v, extras, with_gradients=True)
     dq = q.new_zeros(q.shape)
     dk, dv = (t.new_zeros(t.shape, dtype=call.dtype) for t in (k, v))
@@ -114,7 +114,7 @@ def backward(
 
 
 class Call:
-    """What a call's tiles share."""
+    """State that all tiles of a call share."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Call:
             self.lists = _walks(extras)
 
     def parts(self) -> Iterator[tuple[int, range, range]]:
-        """(sequence, query heads, rows) of each part that has an accumulator of its own."""
+        """Yield (sequence, query heads, rows) of each part with an accumulator of its own."""
         heads = range(self.problem.num_heads_q)
         together = self.lists is None or self.mods.list_heads == 1
         groups = [heads] if together else list(split(heads, 1))
@@ -191,17 +191,17 @@ class Call:
         return part.transpose(0, 1).to(self.dtype)
 
     def times_keys(self, a: Tensor, b: Tensor) -> Tensor:
-        """a (heads, rows, x) times b (heads_kv, x, y), whose heads serve groups."""
+        """Multiply a (heads, rows, x) by b (heads_kv, x, y); each head of b serves a group of heads."""
         return torch.bmm(a.reshape(len(b), -1, a.shape[-1]), b).view(*a.shape[:-1], b.shape[-1])
 
     def times_rows(self, a: Tensor, b: Tensor) -> Tensor:
-        """(keys, heads_kv, y): a (heads, rows, keys) transposed times b (heads, rows, y), over groups."""
+        """Sum a.T b over groups: a (heads, rows, keys), b (heads, rows, y), result (keys, heads_kv, y)."""
         heads_kv = max(1, len(a) // self.problem.group_size)
         a, b = (t.reshape(heads_kv, -1, t.shape[-1]) for t in (a, b))
         return torch.bmm(a.mT, b).transpose(0, 1)
 
     def scores(self, q_rows: Tensor, tile: Tile) -> Scores:
-        """-inf where hidden."""
+        """Compute the scores of a tile; hidden scores are -inf."""
         problem = self.problem
         scores = self.times_keys(q_rows * problem.softmax_scale, self.keys_of(self.k, tile).mT)
         factor: Tensor | float = 1.0
@@ -257,7 +257,7 @@ class Call:
         return hidden
 
     def add_gradient(self, load: Load, ds: Tensor, indices: list[Any]) -> None:
-        """Add what ``ds`` (heads, rows, keys) gives to the elements at ``indices``, which broadcast to it."""
+        """Add ``ds`` (heads, rows, keys) to the gradient's elements at ``indices``, which broadcast to it."""
         gradient = self.gradients[load.tensor]
         assert gradient is not None
         if not indices:
@@ -268,12 +268,12 @@ class Call:
 
 
 def _finite(gradient: Tensor, p: Tensor) -> Tensor:
-    """``gradient``, 0 where a score is hidden: there a function's derivative may be inf or NaN."""
+    """Return ``gradient``, 0 where a score is hidden, since a derivative there may be inf or NaN."""
     return gradient.masked_fill(p == 0, 0.0)
 
 
 def _spread(result: Any, like: Tensor) -> Tensor:
-    """A result that may depend on less than the score, in a tile's shape and dtype."""
+    """Expand the result of a function, which may have fewer dimensions, to a tile's shape and dtype."""
     return torch.as_tensor(result).to(like.dtype).expand(like.shape)
 
 
@@ -282,7 +282,7 @@ Walk = tuple[list[int], list[int]]
 
 
 def _walks(extras: Any) -> list[list[list[Walk]]]:
-    """By sequence, head and block of rows."""
+    """Return a list by sequence, head and block of rows."""
     counts = zip(extras.kv_num_blocks.tolist(), extras.full_kv_num_blocks.tolist(), strict=True)
     blocks = zip(extras.kv_indices.tolist(), extras.full_kv_indices.tolist(), strict=True)
     return [

@@ -1,7 +1,7 @@
-"""Padding of keys, as calls of the keys that there are: no work on the others.
+"""Key padding, as dense calls on the visible keys only: padding costs no work.
 
-Without a window any keys can be left out. Under a causal mask those between the first and the last must be
-there: the rows up to the last key then see a causal part of them, and those behind it see all.
+Without a window, any keys can be left out. Under a causal mask, all keys between the first and the last must
+be visible: rows up to the last key then see a causal part of them, and later rows see all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Dense = Callable[..., Any]
 
 
 def covers(problem: Problem) -> bool:
-    """Whether the call is attention to fewer keys, for torch's own kernel."""
+    """Whether key padding is the only mask except a causal one: torch's kernel then serves the rest."""
     distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
     cells = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
@@ -32,7 +32,7 @@ def covers(problem: Problem) -> bool:
 def forward(
     dense: Dense, fallback: Dense, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse). ``dense(problem, q, k, v, beside)`` attends without padding, ``fallback`` with any mask."""
+    """Return (out, lse). ``dense(problem, q, k, v, options)`` takes no masks, ``fallback`` takes any."""
     parts = list(_parts(problem, extras))
     if _are_all(parts, problem):
         return dense(parts[0].problem, q, k, v, Beside())
@@ -61,12 +61,12 @@ def backward(
     lse: Tensor,
     extras: Extras,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), by functions as in :func:`forward` that take dout, dlse, q, k, v, out, lse."""
+    """Return (dq, dk, dv). Both functions are as in :func:`forward` but take dout, dlse, ..., out, lse."""
     parts = list(_parts(problem, extras))
     if _are_all(parts, problem):
         return dense(parts[0].problem, dout, dlse, q, k, v, out, lse, Beside())
     dq = q.new_zeros(q.shape)
-    # A key may get a term from rows up to it and one from those behind all keys.
+    # A key may get two terms: from rows up to the last key and from the rows after it.
     dk, dv = (t.new_zeros(t.shape, dtype=problem.lse_dtype) for t in (k, v))
     for part in parts:
         at = part.sequences, part.rows
@@ -89,7 +89,7 @@ def backward(
 
 
 class _Part(NamedTuple):
-    """Rows of sequences and the keys that they attend to: a slice, or numbers where some are left out."""
+    """Rows of sequences and the keys they attend to: a slice, or indices where keys are left out."""
 
     problem: Problem
     sequences: slice
@@ -110,7 +110,7 @@ class _Part(NamedTuple):
 
 
 def _parts(problem: Problem, extras: Extras) -> Iterator[_Part]:
-    """What remains to do of the sequences that have a key."""
+    """Yield the calls that compute all sequences with a visible key."""
     assert extras.key_padding_mask is not None
     causal = problem.window_right == 0
     offset = problem.seqlen_k - problem.seqlen_q
@@ -125,7 +125,7 @@ def _parts(problem: Problem, extras: Extras) -> Iterator[_Part]:
             beside = Beside.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
             yield _Part(problem, sequences, slice(0, problem.seqlen_q), slice(None), beside)
             continue
-        # Row i stands at key i + offset: the first not before the first key, the last before their end.
+        # Row i stands at key i + offset. Rows start to stop stand between the first key and the last.
         start, stop = max(0, first - offset), max(0, min(problem.seqlen_q, end - offset))
         if start < stop:
             yield _Part(plain, sequences, slice(start, stop), slice(first, stop + offset), Beside())
@@ -139,15 +139,16 @@ def _length(of: slice) -> int:
 
 
 def _are_all(parts: list[_Part], problem: Problem) -> bool:
-    """Whether nothing is padded, and they are the whole call."""
+    """Whether nothing is padded: one part is the whole call."""
     everything = slice(0, problem.batch), slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
     return len(parts) == 1 and (parts[0].sequences, parts[0].rows, parts[0].keys) == everything
 
 
 def _runs(seen: Tensor) -> Iterator[tuple[slice, int, int, bool]]:
-    """(sequences, first key, end of keys, whether all between are seen) of sequences that have a key.
+    """Yield (sequences, first key, end of keys, whether all keys between are visible).
 
-    Neighbours whose keys are the same range go together; one that leaves out keys between goes alone.
+    Sequences without a visible key are left out. Neighbours with the same range of keys form one run; a
+    sequence with hidden keys in between is a run of its own.
     """
     if seen.numel() == 0:
         return

@@ -1,7 +1,7 @@
-"""Attention sinks, one score a head that has no value, joined to finished attention.
+"""Attention sinks, one score per head without a value, added to finished attention.
 
 ``lse' = log(exp(lse) + exp(sink))`` and ``out' = out exp(lse - lse')``. With these the gradients of q, k and
-v have the form that they have without a sink; that of the sink is a sum over rows.
+v have the same form as without a sink; the gradient of the sink is a sum over rows.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from flashtile.problems.attention import Extras
 
 
 def join(out: Tensor, lse: Tensor, extras: Extras) -> None:
-    """Let the sink join out (..., heads, head_dim) and lse (..., heads, rows), in place.
+    """Add the sink to out (..., heads, head_dim) and lse (..., heads, rows), in place.
 
-    Tokens that no sequence has or uses stay as they are: they have no sink either.
+    Tokens that belong to no sequence or are unused stay unchanged: they have no sink either.
     """
     assert extras.sink is not None
     joined = torch.logaddexp(lse, extras.sink.to(lse.dtype)[:, None])
@@ -27,7 +27,7 @@ def join(out: Tensor, lse: Tensor, extras: Extras) -> None:
 
 
 def _unused(lse: Tensor, extras: Extras) -> Tensor:
-    """Broadcast to lse: True for rows that no sequence has or uses."""
+    """Return a bool mask that broadcasts to lse: True for rows outside all sequences or unused."""
     used, offsets = extras.seqused_q, extras.cu_seqlens_q
     rows = torch.arange(lse.shape[-1])
     if offsets is None:
@@ -38,11 +38,11 @@ def _unused(lse: Tensor, extras: Extras) -> Tensor:
 
 
 def gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """dsink (heads,): the sum over rows of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
+    """Return dsink (heads,): the sum over rows of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
     ds = -(dout.to(lse.dtype) * out).sum(-1).mT  # (..., heads, rows)
     if dlse is not None:
         ds += dlse
     p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-    # Rows without keys or sink, and those of no sequence, which may hold NaN.
+    # Rows without keys or sink, and rows outside all sequences, may hold NaN.
     terms = (p * ds).masked_fill_(lse == -torch.inf, 0.0).sum(-1)
     return (terms if terms.dim() == 1 else terms.sum(0)).to(sink.dtype)

@@ -2,9 +2,9 @@
 
 Dao 2023, arXiv:2307.08691, Algorithms 1 and 2. Blocks of queries are the outer loop in both directions; key
 blocks that the window hides are skipped and only those on its edge are masked. The query heads of a group are
-folded into the rows of a tile, so that GQA reads each key once and repeats none. Tiles are computed in
-float32 (float64 for float64 inputs). The largest temporaries are a few tiles and, for some heads at a time,
-the keys, the values and their gradients.
+folded into the rows of a tile, so that GQA reads each key once and copies no keys. Tiles are computed in
+float32 (float64 for float64 inputs). The largest temporaries are a few tiles, and the keys, the values and
+their gradients of TILE_HEADS heads at a time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from flashtile.problems.attention import Problem
 def forward(
     problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, beside: Beside
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...).
+    """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...).
 
-    Lengths are those of the tensors, zero included; of ``problem`` only the mask and the options count.
+    Lengths are those of the tensors and may be 0; only masks and options are taken from ``problem``.
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
@@ -50,7 +50,7 @@ def backward(
     lse: Tensor,
     beside: Beside,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), contiguous, from the gradients of out and of lse (None is zero)."""
+    """Return (dq, dk, dv), contiguous, from the gradients of out and of lse (None stands for zeros)."""
     dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     for chunk in chunks(problem, config, q, k, v, beside):
         dk_chunk, dv_chunk = torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
@@ -72,7 +72,7 @@ def backward(
 
 
 def _forward_rows(chunk: Chunk, rows: range) -> tuple[Tensor, Tensor]:
-    """Algorithm 1 for one block of rows: (out, lse), (heads, rows, head_dim_v) and (heads, rows)."""
+    """Run Algorithm 1 for one block of rows: out (heads, rows, head_dim_v) and lse (heads, rows)."""
     q = chunk.folded(chunk.q, rows)
     heads, num_rows, _ = q.shape
     # The lowest finite number, not -inf: a row whose first keys are all hidden gets exp(-inf - lowest) = 0.
@@ -108,7 +108,7 @@ def _backward_rows(
     dk: Tensor,
     dv: Tensor,
 ) -> Tensor:
-    """Algorithm 2 for one block of rows: returns its dq and adds to dk and dv."""
+    """Run Algorithm 2 for one block of rows: return its dq and add to dk and dv."""
     q = chunk.folded(chunk.q, rows)
     dq = torch.zeros_like(q)
     for keys in chunk.key_blocks(rows):
@@ -144,7 +144,7 @@ def _backward_rows(
 def chunks(
     problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, beside: Beside
 ) -> Iterator[Chunk]:
-    """The call in chunks of TILE_HEADS (sequence, key/value head) pairs, whole sequences if they fit."""
+    """Split the call into chunks of TILE_HEADS (sequence, key/value head) pairs or whole sequences."""
     batch, _, heads_kv, _ = k.shape
     sequences = max(1, config.TILE_HEADS // heads_kv)
     heads = min(config.TILE_HEADS, heads_kv)
@@ -215,17 +215,17 @@ class Chunk:
         return tensor[self.batch, self.heads_q, rows.start : rows.stop]
 
     def folded(self, tensor: Tensor, rows: range) -> Tensor:
-        """(pairs, group * rows, head_dim): a tile of q, out or dout in compute dtype, its own memory."""
+        """Return a tile of q, out or dout: (pairs, group * rows, head_dim), a copy in compute dtype."""
         tile = self.tokens(tensor, rows).to(self.dtype).contiguous()
         return tile.view(-1, self.group * len(rows), tile.shape[-1])
 
     def unfolded(self, tile: Tensor, rows: range) -> Tensor:
-        """The inverse of :meth:`folded`, a view to copy into :meth:`tokens`."""
+        """Invert :meth:`folded`: a view to copy into :meth:`tokens`."""
         heads = self.heads_q.stop - self.heads_q.start
         return tile.view(-1, heads, len(rows), tile.shape[-1])
 
     def tile(self, name: str, num_rows: int, num_keys: int) -> Tensor:
-        """A (pairs, num_rows, num_keys) tile in the buffer ``name``, which all of a chunk's tiles share."""
+        """Return a (pairs, num_rows, num_keys) tile in the buffer ``name``, which a chunk's tiles share."""
         pairs = self.k.shape[0]
         if name not in self.buffers:
             rows = self.group * min(self.block_m, self.seqlen_q)
@@ -238,7 +238,7 @@ class Chunk:
         return tile.view(-1, heads, self.group, len(rows), len(keys))
 
     def cells(self, tensor: Tensor, rows: range, keys: range) -> Tensor:
-        """View of a tile's part, broadcast to :meth:`by_heads`, of what broadcasts to all scores."""
+        """View a tile's part of a mask or bias; the view broadcasts to :meth:`by_heads`."""
         batch, heads, seqlen_q, _ = tensor.shape
         part = tensor[
             self.batch if batch > 1 else slice(None),
@@ -249,7 +249,7 @@ class Chunk:
         return part.unflatten(1, (-1, self.group)) if heads > 1 else part[:, :, None]
 
     def seen(self, rows: range, keys: range) -> Tensor | None:
-        """Which scores of a tile the masks leave, broadcast to :meth:`by_heads`; None without masks."""
+        """Return the visible scores of a tile as bool, broadcast to :meth:`by_heads`; None without masks."""
         parts = [self.cells(mask, rows, keys) for mask in self.beside.masks]
         if self.attention_chunk > 0:
             own = torch.arange(rows.start + self.offset, rows.stop + self.offset) // self.attention_chunk
@@ -257,7 +257,7 @@ class Chunk:
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def kept(self, rows: range, keys: range) -> Tensor | None:
-        """Return (pairs, group * rows, keys): 1 where dropout keeps, else 0; None without it."""
+        """Return (pairs, group * rows, keys): 1 where dropout keeps, else 0; None without dropout."""
         if self.beside.dropout is None:
             return None
         kept = self.beside.dropout.kept(self.batch, self.heads_q, rows, keys).to(self.dtype)
@@ -266,7 +266,7 @@ class Chunk:
     def scores(
         self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None
     ) -> Tensor:
-        """A tile of scores, -inf where hidden, plus ``added`` (pairs, rows, 1) if given."""
+        """Return a tile of scores, -inf where hidden, plus ``added`` (pairs, rows, 1) if given."""
         tile = self.tile("scores", q.shape[1], len(keys))
         k = self.k[:, keys.start : keys.stop].mT
         if self.softcap > 0:
@@ -296,7 +296,7 @@ class Chunk:
         return tile
 
     def _distance(self, rows: range, keys: range) -> Tensor:
-        """(rows, keys): key position minus the query's own position."""
+        """Return (rows, keys): key position minus the query's own position."""
         own = torch.arange(rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype)
         return torch.arange(keys.start, keys.stop, dtype=self.dtype) - own[:, None]
 

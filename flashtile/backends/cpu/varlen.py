@@ -1,7 +1,7 @@
 """Packed sequences, and sequences with unused keys, as a loop over dense calls.
 
-Rows that are in no sequence, or in one without keys, keep out 0, lse -inf and gradients 0; the gradients of
-keys that are not used are 0, too.
+Rows outside all sequences, or in one without keys, have out 0, lse -inf and gradients 0. The gradients of
+unused keys are 0 as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def forward(
     v: Tensor,
     extras: Extras,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the shapes of the problem; ``dense(q, k, v, beside)`` computes one sequence."""
+    """Return (out, lse) in the problem's shapes; ``dense(q, k, v, options)`` computes one sequence."""
     out = q.new_zeros(problem.out_shape)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
     q, k, v, all_out, all_lse = with_batch(problem, q, k, v, out, lse)
@@ -48,8 +48,10 @@ def backward(
     extras: Extras,
     dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), and into ``dbias`` if given; ``dense(dout, dlse, q, k, v, out, lse, beside)`` is for one
-    sequence."""
+    """Return (dq, dk, dv) and add to ``dbias`` if given.
+
+    ``dense(dout, dlse, q, k, v, out, lse, options)`` computes one sequence.
+    """
     gradients = q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     dq, dk, dv = with_batch(problem, *gradients)
     dout, q, k, v, out, lse = with_batch(problem, dout, q, k, v, out, lse)
@@ -70,7 +72,7 @@ def backward(
 
 
 class Sequence(NamedTuple):
-    """Indices of one sequence into tensors with a batch, and what it has beside them."""
+    """Indices of one sequence into tensors with a batch dimension, and its optional inputs."""
 
     queries: tuple[slice, slice]  # into q and out
     keys: tuple[slice, slice]  # into k and v
@@ -79,14 +81,14 @@ class Sequence(NamedTuple):
 
 
 def with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
-    """Packed sequences are a batch of one."""
+    """Return the tensors with a batch dimension; packed sequences become a batch of one."""
     return [t[None] if problem.varlen else t for t in tensors]
 
 
 def sequences(
     problem: Problem, extras: Extras, dbias: Tensor | None = None
 ) -> Iterator[tuple[int, Sequence]]:
-    """Each sequence that has queries and keys, with its number."""
+    """Yield the number and indices of each sequence that has queries and keys."""
     beside, used = Beside.of(problem, extras, dbias), extras.seqused_k
     starts_q = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
     starts_k = None if extras.cu_seqlens_k is None else extras.cu_seqlens_k.tolist()

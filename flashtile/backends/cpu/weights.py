@@ -1,4 +1,4 @@
-"""Attention weights from q, k and lse: tiles of scores as in the backward pass, kept as far as asked for."""
+"""Attention weights from q, k and lse, by tiles of scores as in the backward pass."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ configure_weights = tiled_config
 
 
 def prepare_weights(problem: WeightsProblem, config: Tiled) -> Any:
-    """A launch ``(q, k, lse, extras) -> (weights, indices)``, indices None but for the top of each row."""
+    """Return ``(q, k, lse, extras) -> (weights, indices)``; indices are None except for the form "top"."""
     return partial(_launch, problem, config)
 
 
 class _Rows(NamedTuple):
-    """Rows of some sequences and heads, and their tiles: keys and (sequences, heads, rows, keys) of scores
-    minus lse."""
+    """Rows of some sequences and heads, and their tiles: (keys, scores minus lse). Scores have the shape
+    (sequences, heads, rows, keys)."""
 
     batch: slice
     heads: slice
@@ -101,7 +101,7 @@ def _modified(
 def _keep(
     problem: WeightsProblem, blocks: Iterable[_Rows], weights: Tensor, indices: Tensor | None = None
 ) -> None:
-    """Write what is asked for into ``weights`` (batch, heads, ...), zero so far, and ``indices``."""
+    """Write the requested form into ``weights`` (batch, heads, ...), given as zeros, and ``indices``."""
     for block in blocks:
         place = (block.batch, block.heads, slice(block.rows.start, block.rows.stop))
         if indices is not None:
@@ -116,7 +116,7 @@ def _keep(
 
 
 def _top(top: int, block: _Rows, weights: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest weights of the block's rows, and their keys."""
+    """Return the largest weights of the block's rows, and their keys."""
     best, found = torch.full_like(weights, -torch.inf), indices
     for keys, scores in block.tiles:
         places = torch.arange(keys.start, keys.stop).expand(scores.shape)

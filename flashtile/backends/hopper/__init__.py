@@ -37,28 +37,19 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
             return f"{name} must be a multiple of 8 for TMA, it is {size}"
         if size > LARGEST_HEAD_DIM:
             return f"{name} must be at most {LARGEST_HEAD_DIM} for its tiles, it is {size}"
-    if problem.mods is not None:
-        from flashtile.backends.hopper.mods.config import reason_against_mods
+    from flashtile.backends.hopper.refusals import reason_against_modifiers
 
-        reason = reason_against_mods(problem)
-    if reason is None and problem.dropout_p:
-        from flashtile.backends.hopper.dropout.config import reason_against_dropout
-
-        reason = reason_against_dropout(problem)
-    if reason is None and problem.bias:
-        from flashtile.backends.hopper.bias.config import reason_against_bias
-
-        reason = reason_against_bias(problem)
+    reason = reason_against_modifiers(problem)
     return reason_of_tensors(problem) if reason is None else reason
 
 
 def reason_against_backward(problem: Problem, explicit: bool) -> str | None:
-    """The same of the backward pass."""
+    """Return why the backward kernels do not serve a call, or None if they do."""
     reason = reason_against(problem, explicit)
     if reason is None and problem.mods is not None:
-        from flashtile.backends.hopper.mods import config
+        from flashtile.backends.hopper.refusals import reason_against_mods_backward
 
-        reason = config.reason_against_backward(problem)
+        reason = reason_against_mods_backward(problem)
     return reason
 
 
@@ -86,18 +77,6 @@ def reason_of_tensors(problem: Problem) -> str | None:
 
 
 def configure_forward(problem: Problem):
-    if problem.mods is not None:
-        from flashtile.backends.hopper.mods.config import choose_forward
-
-        return choose_forward(problem)
-    if problem.dropout_p:
-        from flashtile.backends.hopper.dropout.config import choose_forward as choose_with_dropout
-
-        return choose_with_dropout(problem)
-    if problem.bias:
-        from flashtile.backends.hopper.bias.config import choose_forward as choose_with_bias
-
-        return choose_with_bias(problem)
     from flashtile.backends.hopper.forward.config import choose
 
     return choose(problem)
@@ -105,56 +84,24 @@ def configure_forward(problem: Problem):
 
 def configure_backward(problem: Problem):
     """A ``BackwardConfig``, for head sizes over 128 a ``WideBackwardConfig``."""
-    if problem.mods is not None:
-        from flashtile.backends.hopper.mods.config import choose_backward
-
-        return choose_backward(problem)
-    if problem.dropout_p:
-        from flashtile.backends.hopper.dropout.config import choose_backward as choose_with_dropout
-
-        return choose_with_dropout(problem)
     from flashtile.backends.hopper.backward.config import choose
 
     return choose(problem)
 
 
 def prepare_forward(problem: Problem, config):
-    if problem.mods is not None:
-        from flashtile.backends.hopper.mods.launch import ForwardLaunch as ModifiedLaunch
+    from flashtile.backends.hopper.forward.launch import HopperForwardLaunch
 
-        return ModifiedLaunch(problem, config)
-    if problem.dropout_p:
-        from flashtile.backends.hopper.dropout.launch import ForwardLaunch as DropoutLaunch
-
-        return DropoutLaunch(problem, config)
-    if problem.bias:
-        from flashtile.backends.hopper.bias.launch import ForwardLaunch as BiasLaunch
-
-        return BiasLaunch(problem, config)
-    from flashtile.backends.hopper.forward.launch import ForwardLaunch
-
-    return ForwardLaunch(problem, config)
+    return HopperForwardLaunch(problem, config)
 
 
 def prepare_backward(problem: Problem, config):
-    if problem.mods is not None:
-        from flashtile.backends.hopper.mods.launch import BackwardLaunch as ModifiedLaunch
-
-        return ModifiedLaunch(problem, config)
-    if problem.dropout_p:
-        from flashtile.backends.hopper.dropout.launch import BackwardLaunch as DropoutLaunch
-
-        return DropoutLaunch(problem, config)
-    if problem.bias:
-        from flashtile.backends.hopper.bias.launch import BackwardLaunch as BiasLaunch
-
-        return BiasLaunch(problem, config)
     from flashtile.backends.hopper.backward.config import WideBackwardConfig
 
     if isinstance(config, WideBackwardConfig):
         from flashtile.backends.hopper.backward.wide_launch import WideBackwardLaunch
 
         return WideBackwardLaunch(problem, config)
-    from flashtile.backends.hopper.backward.launch import BackwardLaunch
+    from flashtile.backends.hopper.backward.launch import HopperBackwardLaunch
 
-    return BackwardLaunch(problem, config)
+    return HopperBackwardLaunch(problem, config)

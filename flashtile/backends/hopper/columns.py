@@ -9,9 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.hopper.config import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 
-ROWS = gl.constexpr(WARPGROUP_ROWS)
 STEP = gl.constexpr(16)
 """Columns that one instruction of wgmma multiplies in 16 bits."""
 
@@ -99,7 +98,7 @@ def zero_sums(HEAD_DIM: gl.constexpr):
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    first = gl.full([ROWS, WIDTH], 0.0, gl.float32, layout)
+    first = gl.full([WARPGROUP_ROWS, WIDTH], 0.0, gl.float32, layout)
     if COLUMNS == WIDTH:
         return (first,)
     else:

@@ -1,19 +1,24 @@
-"""What all Hopper kernels need to be compiled ahead of time (``flashtile inspect``, tests), and the tile
-table."""
+"""Shared parts of the ahead-of-time compile cases of all Hopper kernels (``flashtile inspect``, tests): calls
+with modifiers of scores, and the tile table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from flashtile.backends.common.compile_report import CompileCase
+from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.common.tma import View
+from flashtile.backends.hopper.modifiers.functions import CapturedTensors
 from flashtile.backends.hopper.tile_table import CHUNK, tile_table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable.mods.arguments import Lists
+from flashtile.backends.portable.mods.compile_cases import WITH_MODS
 from flashtile.problems.attention import Problem
 from flashtile.problems.fp8 import Fp8Problem
+from flashtile.problems.masks import MAX_CAPTURED
 
 HOPPER = "sm_90a"
 PLAIN = Problem(
@@ -30,6 +35,47 @@ PLAIN = Problem(
     device=torch.device("meta"),
     softmax_scale=1.0,
 )
+WITH_BIAS = {
+    "full": replace(PLAIN, bias=True),
+    "causal": replace(PLAIN, bias=True, window_right=0),
+    "features": replace(
+        PLAIN, bias=True, varlen=True, seqused_k=True, window_left=64, window_right=64, softcap=1.0,
+        sink=True, deterministic=True,
+    ),
+}  # fmt: skip
+_WITH_DROPOUT = replace(PLAIN, num_heads_kv=PLAIN.num_heads_q, dropout_p=0.1)
+WITH_DROPOUT = {
+    "full": _WITH_DROPOUT,
+    "causal": replace(_WITH_DROPOUT, window_right=0),
+    "features": replace(
+        PLAIN, dropout_p=0.1, varlen=True, seqused_k=True, window_left=64, window_right=64, softcap=1.0,
+        alibi=True, sink=True, deterministic=True,
+    ),
+}  # fmt: skip
+_MODS = WITH_MODS.mods
+assert _MODS is not None
+WITH_FUNCTIONS = {
+    "block mask": replace(PLAIN, mods=replace(_MODS, score_mod="")),
+    "block mask, score_mod": replace(PLAIN, mods=_MODS),
+    "mask_mod": replace(PLAIN, window_right=0, mods=replace(_MODS, score_mod="", block_size=None)),
+    "score_mod": replace(
+        PLAIN, window_right=0, mods=replace(_MODS, mask_mod="", ranks=(2,), block_size=None)
+    ),
+    "ragged, all": replace(PLAIN, seqlen_k=4001, sink=True, mods=replace(_MODS, block_size=(256, 256))),
+}
+"""A learned bias under a document mask, in parts."""
+MODIFIED = {"mods": WITH_FUNCTIONS, "dropout": WITH_DROPOUT, "bias": WITH_BIAS}
+"""Calls with each modifier, by the name of their cases."""
+
+
+def modified(kind: str, spills: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[str, Problem, int]]:
+    """(name, problem, spill budget) of the calls with a modifier, at the head sizes of most models.
+    ``spills`` are bytes by head size, in the order of the calls, the most of Triton 3.6 and 3.7."""
+    for head_dim, budgets in spills.items():
+        for (name, problem), budget in zip(MODIFIED[kind].items(), budgets, strict=True):
+            yield name, replace(problem, head_dim=head_dim, head_dim_v=head_dim), budget
+
+
 TYPES = {
     "*i32": ("table", "seqused_k", "dq_semaphores", "next_tile", "counters"),
     "*fp32": ("lse", "alibi_slopes", "sink", "neg_lse", "neg_delta", "q_scale", "k_scale", "v_scale"),
@@ -38,7 +84,7 @@ TYPES = {
         "scale", "scale_log2", "softcap_rate", "softcap_log2", "zero", "keep_scale", "keep", "lse_scale"
     ),
 }  # fmt: skip
-"""Of the kernels' parameters, by name; descriptors have their views', all others are integers."""
+"""Types of the kernels' parameters by name. Descriptors have those of their views; the rest are integers."""
 _TYPE_OF = {name: type_name for type_name, names in TYPES.items() for name in names}
 
 
@@ -64,12 +110,25 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def attention_case(
-    name: str, kernel: Any, views: Mapping[str, View], variant: Any, maxnreg: int, spill_budget: int
+    name: str,
+    kernel: Any,
+    views: Mapping[str, View],
+    variant: Any,
+    maxnreg: int,
+    spill_budget: int,
+    structures: Mapping[str, Any] = {},
 ) -> CompileCase:
-    """One of the warp-specialised kernels; ``views`` by the names of its parameters."""
-    signature = {}
+    """One of the warp-specialised kernels; ``views`` and ``structures`` of types by the names of its
+    parameters, None for a descriptor that the call does not have."""
+    signature: dict[str, Any] = {}
+    constants: dict[str, Any] = {"C": variant}
     for parameter in kernel.arg_names:
-        if parameter in views:
+        if parameter in structures:
+            if structures[parameter] is None:
+                constants[parameter] = None
+            else:
+                signature[parameter] = structures[parameter]
+        elif parameter in views:
             signature[parameter] = views[parameter].type_name
         elif parameter != "C":
             signature[parameter] = _TYPE_OF.get(parameter, "i32")
@@ -77,10 +136,36 @@ def attention_case(
         name=f"hopper {name}",
         kernel=kernel,
         signature=signature,
-        constants={"C": variant},
+        constants=constants,
         options={"maxnreg": maxnreg},
         spill_budget=spill_budget,
     )
+
+
+def modifier_pointers(variant: Any) -> dict[str, Any]:
+    """Types of the fields that the passes' pointers share."""
+    captured = types_of(CapturedTensors, "i32", **{f"tensor_{i}": "*i32" for i in range(MAX_CAPTURED)})
+    return {
+        "seqused_k": "*i32" if variant.SEQUSED else None,
+        "alibi_slopes": "*fp32" if variant.ALIBI else None,
+        "rng_state": "*i64" if variant.HAS_DROPOUT else None,
+        "lists": types_of(Lists, "*i32", batch="i32", heads="i32") if variant.LISTED else None,
+        "captured": captured._replace(tensor_0="*fp32") if variant.HAS_MODS else None,
+    }
+
+
+def schedule_types(structure: Any, variant: Any) -> Any:
+    """A schedule of either pass."""
+    of_bias, of_dropout = ("i32" if given else None for given in (variant.HAS_BIAS, variant.HAS_DROPOUT))
+    return types_of(structure, "i32", bias_batch=of_bias, bias_heads=of_bias, drop_threshold=of_dropout)
+
+
+def bias_of(problem: Problem) -> torch.Tensor | None:
+    """A bias that sequences share, if the problem has one, without memory."""
+    if not problem.bias:
+        return None
+    shape = 1, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
+    return torch.empty(shape, dtype=problem.dtype, device="meta")
 
 
 def tensors(problem: Problem | Fp8Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What runs between the products in inline assembly, because the compiler would move or rewrite it."""
+"""Inline assembly between the products, which the compiler would otherwise move or rewrite."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -1,4 +1,4 @@
-"""What the launches of all Hopper kernels are made of."""
+"""Shared parts of the launches of all Hopper kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashtile.problems.decode import DecodeProblem
 
 
 def num_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1) -> int:
-    """Of a persistent kernel: ``sharing`` for each multiprocessor, but no more than there are work tiles."""
+    """Programs of a persistent kernel: ``sharing`` per multiprocessor, at most one per work tile."""
     return min(sharing * multiprocessors(device), num_tiles)
 
 

@@ -27,7 +27,7 @@ def lengths(cu_seqlens, sequence, total, mask):
 
 @triton.jit
 def key_lengths(cu_seqlens_k, seqused_k, sequence, total_k, mask, SEQUSED: tl.constexpr):
-    """The same of keys, of which ``seqused_k`` may leave fewer."""
+    """Return the lengths of the sequences of keys, which ``seqused_k`` may shorten."""
     start, length = lengths(cu_seqlens_k, sequence, total_k, mask)
     if SEQUSED:
         used = tl.load(seqused_k + sequence, mask=mask, other=0)

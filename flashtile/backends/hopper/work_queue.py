@@ -40,7 +40,7 @@ def peek(queue, t, WARPS: gl.constexpr):
 
 @gluon.jit
 def read(queue, t, WARPS: gl.constexpr):
-    """The same again, without a wait, so that nothing derived from it has to stay in registers."""
+    """Read the work tile again, without a wait, so that nothing derived from it stays in registers."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(queue.tiles.index(t % SLOTS).load(layout), 0)
 

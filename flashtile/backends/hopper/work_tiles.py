@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.compat import aggregate
+from flashtile.backends.hopper.constants import LOG2_E
 
 TABLE_WIDTH = gl.constexpr(8)
 """Integers of a row of the tile table of packed sequences (``tile_table``). Row 0 is a header: the number of
@@ -47,7 +48,7 @@ class WorkTile:
 
 @gluon.jit
 def num_work_tiles(C: gl.constexpr, pointers, schedule):
-    """Of the whole launch. The table of packed sequences has those of one head."""
+    """Return the work tiles of the launch. The table of packed sequences has those of one head."""
     num_tiles = schedule.num_tiles
     if C.VARLEN:
         num_tiles = gl.load(pointers.table) * schedule.num_heads
@@ -72,3 +73,12 @@ def key_range(
         begin = max(first_row + offset - left, 0)
         full_begin = max(last_row + offset - left, 0)
     return begin, end, full_begin, full_end
+
+
+@gluon.jit
+def slope_of(C: gl.constexpr, work, head, pointers, schedule):
+    """ALiBi's slope of a query head, in log2 units; 0.0 without ALiBi."""
+    slope = 0.0
+    if C.ALIBI:
+        slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * LOG2_E
+    return slope

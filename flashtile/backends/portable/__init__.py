@@ -12,7 +12,7 @@ from flashtile.problems.attention import Problem
 
 NAME = "portable"
 LARGE_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities with 160 KiB and more for a block; others have 99 KiB or less."""
+"""Compute capabilities with at least 160 KiB of shared memory per block; others have at most 99 KiB."""
 
 
 def interpreting() -> bool:
@@ -70,7 +70,7 @@ def reason_of_device(device: torch.device | Target, computed: set[torch.dtype], 
 
 
 def reason_of_dtypes(dtypes: set[torch.dtype]) -> str | None:
-    """Why it does not take one of these dtypes; None if it takes all."""
+    """Why this backend does not take one of these dtypes; None if it takes all."""
     for dtype in dtypes - {torch.float16, torch.bfloat16, torch.float32}:
         return f"it computes in float16, bfloat16 or float32, not {dtype}"
     return None
@@ -90,20 +90,12 @@ configure_backward = configure_forward
 
 
 def prepare_forward(problem: Problem, config):
-    if problem.mods is not None:
-        from flashtile.backends.portable.mods.launch import ForwardLaunch as ModifiedLaunch
+    from flashtile.backends.portable.attention.launch import PortableForwardLaunch
 
-        return ModifiedLaunch(problem, config)
-    from flashtile.backends.portable.launch import ForwardLaunch
-
-    return ForwardLaunch(problem, config)
+    return PortableForwardLaunch(problem, config)
 
 
 def prepare_backward(problem: Problem, config):
-    if problem.mods is not None:
-        from flashtile.backends.portable.mods.launch import BackwardLaunch as ModifiedLaunch
+    from flashtile.backends.portable.attention.launch import PortableBackwardLaunch
 
-        return ModifiedLaunch(problem, config)
-    from flashtile.backends.portable.launch import BackwardLaunch
-
-    return BackwardLaunch(problem, config)
+    return PortableBackwardLaunch(problem, config)

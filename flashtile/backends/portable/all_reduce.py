@@ -1,9 +1,9 @@
 """Sums over GPUs of one host that reach each other's memory: one kernel, without a barrier.
 
-Every rank writes its part into the memory of all and adds what has arrived in its own. A word of 64 bits is
-32 bits of data and the number of the call. It arrives whole, so it says itself that it is there: there is no
-fence and no flag behind the data, and all takes one way over the link. NCCL calls such a protocol LL, for low
-latency. It doubles the bytes, which small sums do not feel.
+Every rank writes its part into the memory of all ranks and adds the parts that arrive in its own memory. A
+64-bit word is 32 bits of data and the number of the call. It is written atomically, so the number marks the
+data as valid: no fence and no separate flag is needed, and a call takes one trip over the link. NCCL calls
+such a protocol LL (low latency). It doubles the bytes, which hardly matters for small sums.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from flashtile.backends.common.device import capability
 from flashtile.backends.common.kernel_cache import kernel
 
 PROGRAMS = 128
-"""They wait for other ranks, so all must run at once."""
+"""Programs of a launch. They wait for other ranks, so all of them must be resident at once."""
 SUM, FIRST, JOIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What comes of the parts: their sum, the first rank's bits, or all of them side by side."""
+"""Results of a call: the sum of the parts, a copy of the first rank's part, or all parts concatenated."""
 WARPS = 4, 16
-"""Of a program, the least and the most. A thread has one word of a block, so that no two have to swap any."""
+"""Fewest and most warps of a program. Each thread holds one word of a block, so threads exchange nothing."""
 
 
 @dataclass(frozen=True)
 class AllReduceVariant:
-    """What the kernel is compiled for. A rank's memory is two slots of ``capacity`` words from each rank."""
+    """Constants of the kernel. A rank's memory holds two slots of ``capacity`` words from each rank."""
 
     RANKS: int
     SOURCES: int
     """The power of two that is at least RANKS."""
     PROGRAMS: int
     PAIRS: bool
-    """Whether a word of 32 bits has two numbers of 16."""
+    """Whether a 32-bit word holds two 16-bit numbers."""
     RESIDUAL: bool
     RESULT: int
     BLOCK: int
     TIMED: bool
-    """Whether it stops with an error after ``timeout_ns``: not in the interpreter."""
+    """Whether the kernel traps after ``timeout_ns``; False in the interpreter."""
     DEPENDENT: bool
-    """Whether it is launched before the kernel before it has ended."""
+    """Whether the kernel uses programmatic dependent launch: it may start before its predecessor ends."""
 
 
 @triton.jit
 def numbers_in(words, like, C: tl.constexpr):
-    """(first, second) of each word, float32; the second is no number unless PAIRS."""
+    """Unpack each word to (first, second) in float32. The second is meaningful only with PAIRS."""
     if C.PAIRS:
         dtype: tl.constexpr = like.dtype.element_ty
         low = (words & 0xFFFF).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
@@ -61,7 +61,7 @@ def numbers_in(words, like, C: tl.constexpr):
 
 @triton.jit
 def words_of(first, second, like, C: tl.constexpr):
-    """The other way round."""
+    """Pack two float32 values into a 32-bit word in the dtype of ``like``; without PAIRS only ``first``."""
     if C.PAIRS:
         dtype: tl.constexpr = like.dtype.element_ty
         low = first.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -72,7 +72,7 @@ def words_of(first, second, like, C: tl.constexpr):
 
 @triton.jit
 def arrived(message, inside, number, timeout_ns, C: tl.constexpr):
-    """The data of messages [SOURCES, BLOCK], once all of them are of call ``number``."""
+    """Wait until all messages [SOURCES, BLOCK] carry call ``number``, then return their data."""
     if C.TIMED:
         began = tl.extra.cuda.globaltimer()
     given = tl.load(message, mask=inside, other=0, volatile=True)
@@ -90,14 +90,14 @@ def arrived(message, inside, number, timeout_ns, C: tl.constexpr):
 def all_reduce_kernel(
     part, residual, out, memories, calls, rank, words, columns, capacity, timeout_ns, C: tl.constexpr
 ):
-    """The parts of all ranks, added in one order everywhere, plus ``residual``. Grid: (PROGRAMS,).
+    """Add the parts of all ranks, in the same order on each rank, plus ``residual``. Grid: (PROGRAMS,).
 
     part, residual and out are ``words`` words of 32 bits. To JOIN them, part has rows of ``columns`` words
     and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks' memories.
-    ``calls`` (PROGRAMS,) int64 counts this memory's calls, in the replays of a graph, too.
+    ``calls`` (PROGRAMS,) int64 counts this memory's calls, including replays of a graph.
 
-    Two slots take turns. A rank writes into a slot for the second time after its call between has ended, thus
-    after the others began theirs, thus after they have read that slot. That holds as long as calls follow one
+    Calls alternate between two slots. A rank reuses a slot only after its next call has ended. By then the
+    other ranks have begun that call, so they have read the slot. This holds as long as calls run one after
     another and each sends something.
     """
     pid = tl.program_id(0)
@@ -105,7 +105,7 @@ def all_reduce_kernel(
     memory = tl.load(memories + source, mask=source < C.RANKS, other=0).to(tl.pointer_type(tl.uint64))
     own = tl.load(memories + rank).to(tl.pointer_type(tl.uint64))
     if C.DEPENDENT:
-        # What follows may come in and ask for its weights while this waits for other GPUs.
+        # The next kernel may start and prefetch its weights while this one waits for other GPUs.
         launch_dependents()
         wait_for_dependencies()
     call = tl.load(calls + pid) + 1
@@ -144,14 +144,14 @@ def all_reduce_kernel(
 
 
 def memory_words(ranks: int, capacity: int) -> int:
-    """Of 64 bits, that the memory of a rank has for parts of up to ``capacity`` words of 32."""
+    """Number of 64-bit words in the memory of a rank, for parts of up to ``capacity`` 32-bit words."""
     return 2 * ranks * capacity
 
 
-def variant_of(
+def all_reduce_variant(
     ranks: int, words: int, result: int, pairs: bool, residual: bool, dependent: bool
 ) -> tuple[AllReduceVariant, int]:
-    """And the warps of a program."""
+    """Return the constants of the kernel and the number of warps of a program."""
     least, most = WARPS
     num_warps = min(max(triton.next_power_of_2(triton.cdiv(words, PROGRAMS * 32)), least), most)
     variant = AllReduceVariant(
@@ -187,7 +187,7 @@ def all_reduce(
     rows = part.shape[0] if result == JOIN.value else 1
     out = part.new_empty(rows, ranks * part.shape[1]) if result == JOIN.value else torch.empty_like(part)
     dependent = not knobs.runtime.interpret and capability(part.device) >= CAPABILITY
-    variant, num_warps = variant_of(
+    variant, num_warps = all_reduce_variant(
         ranks, words, result, part.element_size() == 2, residual is not None, dependent
     )
     options = {"launch_pdl": True} if dependent else {}

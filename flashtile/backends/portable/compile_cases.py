@@ -11,21 +11,22 @@ import torch
 
 from flashtile.backends.common import dependent_launch
 from flashtile.backends.common.compile_cases import preprocess_case
-from flashtile.backends.common.compile_report import CompileCase, architecture
+from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.launch import padded
-from flashtile.backends.portable import (
-    all_reduce,
-    backward_dbias,
-    backward_dkdv,
-    backward_dq,
-    fits,
-    flash1,
-    forward,
+from flashtile.backends.portable import all_reduce, fits, flash1
+from flashtile.backends.portable.attention import backward_dbias, backward_dkdv, backward_dq, forward
+from flashtile.backends.portable.attention.arguments import (
+    AttentionLengths,
+    AttentionNumbers,
+    AttentionStrides,
+    AttentionVariant,
+    CellStrides,
+    PaddingStrides,
+    TokenStrides,
 )
-from flashtile.backends.portable.arguments import Numbers
+from flashtile.backends.portable.attention.launch import attention_variant
 from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row_for
-from flashtile.backends.portable.launch import variant_of
 from flashtile.problems.attention import Problem
 
 PLAIN = Problem(
@@ -61,8 +62,6 @@ _VARIANTS: dict[str, Problem] = {
 }
 """Plain problems as most calls have them, and one with every feature at once."""
 
-_BIAS_SIZES = ("batch", "bias_batch", "bias_heads", "bias_rows")
-_FLOAT_ROWS = ("lse", "neg_lse", "neg_delta", "alibi_slopes", "sink")
 _WITH_CELLS = (("hopper", 2, 64), ("hopper", 2, 128))
 """Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
 _CELL_SPILLS = {
@@ -73,9 +72,22 @@ _CELL_SPILLS = {
 }
 """Bytes of register spills with masks, biases and dropout: the most of Triton 3.6 and 3.7, none timed yet."""
 _CELLS = torch.empty(2, 8, 4096, 4096, dtype=torch.bool, device="meta")
-STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh") | frozenset(
-    ("padding_stride_b", *(f"{tensor}_stride_{of}" for tensor in ("mask", "bias") for of in "bhq"))
-)
+STRIDES = frozenset({"strides"})
+_CELL_STRIDES = CellStrides("i32", "i32", "i32", 1)
+_SCALARS = {
+    "sizes": types_of(backward_dbias.BiasSizes, "i32"),
+    "padded_rows": "i32",
+    "strides": types_of(
+        AttentionStrides,
+        types_of(TokenStrides, "i32"),
+        mask=_CELL_STRIDES,
+        padding=PaddingStrides("i32", 1),
+        bias=_CELL_STRIDES,
+    ),
+    "lengths": types_of(AttentionLengths, "i32"),
+    "numbers": types_of(AttentionNumbers, "fp32"),
+}
+"""Arguments of the kernels other than tensors and constants."""
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -95,17 +107,19 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 if beyond_distance:
                     config = for_cells(config)
                 for name, kernel, pointers, tile in (
-                    ("forward", forward.forward_kernel, forward.Pointers, config.forward),
-                    ("dkdv", backward_dkdv.dkdv_kernel, backward_dkdv.Pointers, config.dkdv),
-                    ("dq", backward_dq.dq_kernel, backward_dq.Pointers, config.dq),
-                    ("dbias", backward_dbias.dbias_kernel, backward_dbias.Pointers, dbias_tile(config)),
+                    ("forward", forward.forward_kernel, forward.ForwardPointers, config.forward),
+                    ("dkdv", backward_dkdv.dkdv_kernel, backward_dkdv.DkdvPointers, config.dkdv),
+                    ("dq", backward_dq.dq_kernel, backward_dq.DqPointers, config.dq),
+                    ("dbias", backward_dbias.dbias_kernel, backward_dbias.DbiasPointers, dbias_tile(config)),
                 ):
                     if name == "dbias" and not problem.bias_grad:
                         continue
                     yield CompileCase(
                         name=f"{name} {dtype} head_dim {head_dim} {variant}",
                         kernel=kernel,
-                        **_arguments(kernel, pointers, dtype, problem, tile, config.precision),
+                        signature=signature_of(kernel, pointers, dtype, problem),
+                        constants={"C": _variant(problem, tile, config.precision)},
+                        divisible_by_16=STRIDES,
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
                         spill_budget=_CELL_SPILLS.get(f"{name} {dtype} head_dim {head_dim} {variant}", 0)
@@ -122,14 +136,15 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for name, causal in (("full", False), ("causal", True)):
             yield _flash1_case(f"flash1 bf16 head_dim {head_dim} {name}", head_dim, causal)
 
-
     if capability >= dependent_launch.CAPABILITY:
         for name, words, ending in (("1 row", 2048, all_reduce.SUM), ("join", 2**17, all_reduce.JOIN)):
             yield _all_reduce_case(f"all-reduce bf16 {name}", words, ending.value)
 
 
 def _all_reduce_case(name: str, words: int, ending: int) -> CompileCase:
-    variant, num_warps = all_reduce.variant_of(2, words, ending, True, ending == all_reduce.SUM.value, True)
+    variant, num_warps = all_reduce.all_reduce_variant(
+        2, words, ending, True, ending == all_reduce.SUM.value, True
+    )
     arguments = all_reduce.all_reduce_kernel.arg_names
     types = dict.fromkeys(("part", "residual", "out"), "*bf16") | {"memories": "*i64", "calls": "*i64"}
     types["timeout_ns"] = "i64"
@@ -147,14 +162,17 @@ def _all_reduce_case(name: str, words: int, ending: int) -> CompileCase:
 
 def _flash1_case(name: str, head_dim: int, causal: bool) -> CompileCase:
     config = flash1.config_of(2, head_dim)
-    rows = dict.fromkeys(("partial", "row_max", "row_sum"), "*fp32") | {"softmax_scale": "fp32"}
-    types = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | rows
-    arguments = flash1.flash1_kernel.arg_names
+    rows = dict.fromkeys(("partial", "row_max", "row_sum"), "*fp32")
     return CompileCase(
         name=name,
         kernel=flash1.flash1_kernel,
-        signature={argument: types.get(argument, "i32") for argument in arguments if argument != "C"},
-        constants={"C": flash1.variant_of(head_dim, head_dim, 4096, 4096, causal, config)},
+        signature={
+            "pointers": types_of(flash1.Flash1Pointers, "*bf16", **rows),
+            "strides": types_of(flash1.Flash1Strides, types_of(TokenStrides, "i32")),
+            "lengths": types_of(flash1.Flash1Lengths, "i32"),
+            "softmax_scale": "fp32",
+        },
+        constants={"C": flash1.flash1_variant(head_dim, head_dim, 4096, 4096, causal, config)},
         divisible_by_16=STRIDES,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -162,31 +180,27 @@ def _flash1_case(name: str, head_dim: int, causal: bool) -> CompileCase:
     )
 
 
-def _arguments(
-    kernel: Any, pointers: Any, dtype: str, problem: Problem, tile: KernelConfig, precision: str
-) -> dict[str, Any]:
-    """Signature and constants of a launch with contiguous tensors; absent tensors are constants None."""
-    given = {
-        "cu_seqlens_q": problem.varlen,
-        "cu_seqlens_k": problem.varlen,
-        "seqused_q": problem.seqused_q,
-        "seqused_k": problem.seqused_k,
-        "alibi_slopes": problem.alibi,
-        "sink": problem.sink,
-        "mask": problem.mask,
-        "key_padding_mask": problem.key_padding_mask,
-        "bias": problem.bias,
-        "rng_state": problem.dropout_p > 0,
-        "key_bounds": problem.key_padding_mask,
-    }
-    constants: dict[str, Any] = {name: None for name in pointers._fields if not given.get(name, True)}
-    constants |= dict.fromkeys(("mask_stride_k", "padding_stride_k", "bias_stride_k"), 1)
+def _variant(problem: Problem, tile: KernelConfig, precision: str) -> AttentionVariant:
     cells = (_CELLS if problem.mask else None, _CELLS if problem.bias else None)
-    constants["C"] = variant_of(problem, tile, precision, wide=False, aligned=True, cells=cells)
-    types = dict.fromkeys(pointers._fields, f"*{dtype}") | dict.fromkeys(_FLOAT_ROWS, "*fp32")
-    types |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "key_bounds"), "*i32")
-    types["rng_state"] = "*i64"
-    types |= dict.fromkeys(("mask", "key_padding_mask"), "*i1")
-    types |= dict.fromkeys(Numbers._fields, "fp32")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    return {"signature": signature, "constants": constants, "divisible_by_16": STRIDES}
+    return attention_variant(problem, tile, precision, wide=False, aligned=True, cells=cells)
+
+
+def signature_of(kernel: Any, pointers: Any, dtype: str, problem: Problem, **more: Any) -> dict[str, Any]:
+    """Types of a launch with contiguous tensors; ``more`` are those of further tensors."""
+    types = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dbias"), f"*{dtype}")
+    types |= dict.fromkeys(("lse", "neg_lse", "neg_delta"), "*fp32")
+    given = {
+        "cu_seqlens_q": "*i32" if problem.varlen else None,
+        "cu_seqlens_k": "*i32" if problem.varlen else None,
+        "seqused_q": "*i32" if problem.seqused_q else None,
+        "seqused_k": "*i32" if problem.seqused_k else None,
+        "alibi_slopes": "*fp32" if problem.alibi else None,
+        "sink": "*fp32" if problem.sink else None,
+        "mask": "*i1" if problem.mask else None,
+        "key_padding_mask": "*i1" if problem.key_padding_mask else None,
+        "bias": f"*{dtype}" if problem.bias else None,
+        "rng_state": "*i64" if problem.dropout_p > 0 else None,
+        "key_bounds": "*i32" if problem.key_padding_mask else None,
+    }
+    structures = _SCALARS | {"pointers": types_of(pointers, None, **types, **given, **more)}
+    return {name: structures[name] for name in kernel.arg_names if name in structures}

@@ -18,14 +18,14 @@ from flashtile.problems.common import UNLIMITED
 
 @dataclass(frozen=True)
 class Config:
-    """What one call gets. The portable backward is deterministic by construction, so both modes share it."""
+    """Configuration of a call. The portable backward is always deterministic, so both modes share it."""
 
     forward: KernelConfig
     dkdv: KernelConfig
     dq: KernelConfig
     precision: str
-    """Of the matrix products, in Triton's terms: it means nothing for 16-bit operands, which are exact;
-    "tf32x3" splits fp32 into three products on the tensor cores and measured as exact as "ieee"."""
+    """Triton's ``input_precision`` of the matrix products. It has no effect on 16-bit operands; "tf32x3"
+    splits an fp32 product into three on the tensor cores and measured as exact as "ieee"."""
 
 
 K = KernelConfig
@@ -120,7 +120,7 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
     ("other", 4, 256): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
     ("other", 2, 512): (K(16, 16, 4, 1), K(16, 16, 4, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
     ("other", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
-    # Of heads over 512 for the interpreter alone: they do not fit.
+    # Heads over 512, for the interpreter only: they do not fit on a GPU.
     ("other", 2, 1024): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
     ("other", 4, 1024): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
@@ -128,14 +128,14 @@ HEAD_DIMS = (16, 32, 64, 128, 256, 512, 576)
 
 
 def dbias_tile(config: Config) -> KernelConfig:
-    """Of the bias's gradient, which keeps four tiles of inputs: not timed."""
+    """Return the tile for the gradient of the bias, which keeps four tiles of inputs. None was timed."""
     if config.dkdv.num_stages < 3:
         return replace(config.dkdv, num_stages=1)
     return K(128, 64, 8, 2)
 
 
 def family(device: torch.device | Target) -> str:
-    """The part of the table for a device; the interpreter (CPU tensors) takes the smallest tiles."""
+    """Return the table's family for a device; the interpreter (CPU tensors) takes the smallest tiles."""
     return family_of_capability(*capability(device))
 
 
@@ -146,9 +146,9 @@ def family_of_capability(major: int, minor: int) -> str:
 
 
 def precision_of(table_family: str, element_bytes: int) -> str:
-    """Only tensor cores with tf32 (compute capability 8.0 and up) can split fp32 into three products.
+    """Return ``input_precision``. Only tensor cores with tf32 (compute capability 8.0 and up) have "tf32x3".
 
-    For 16-bit operands it means nothing, but most of AMD's compilers refuse the name "tf32".
+    The value has no effect on 16-bit operands, but most of AMD's compilers refuse the name "tf32".
     """
     if table_family == "other":
         return "ieee"
@@ -158,7 +158,7 @@ def precision_of(table_family: str, element_bytes: int) -> str:
 def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Config:
     """The configuration of one row of the table; ``width`` is a padded head_dim."""
     forward, forward_windowed, dkdv, dq = _TABLE[table_family, element_bytes, width]
-    # Three products for one of such width take more registers than there are.
+    # Three products instead of one need too many registers at this width.
     precision = "ieee" if (element_bytes, width) == (4, 512) else precision_of(table_family, element_bytes)
     return Config(forward_windowed if windowed else forward, dkdv, dq, precision)
 
@@ -167,14 +167,14 @@ def row_for(capability: tuple[int, int], element_bytes: int, width: int, windowe
     """The configuration for devices of this compute capability; ``width`` is a padded head_dim."""
     config = row(family_of_capability(*capability), element_bytes, width, windowed)
     if capability[0] == 10 and element_bytes == 2 and width >= 256:
-        # There Hopper's tiles of the backward pass need more shared memory than a block may have.
+        # Hopper's tiles of the backward pass need more shared memory than a block may use there.
         smaller = row("ampere", element_bytes, width, windowed)
         return replace(config, dkdv=smaller.dkdv, dq=smaller.dq)
     return config
 
 
 SCORES_A_THREAD = 32
-"""The most that leave registers for masks, biases and dropout beside the scores: by spills, not by time."""
+"""Most scores per thread that leave registers for masks, biases and dropout, by spills and not by time."""
 
 
 _DQ_FOR_CELLS = {K(128, 64, 4, 3, 16, 232): K(64, 32, 4, 3), K(128, 64, 8, 3): K(128, 64, 8, 3)}
@@ -182,7 +182,7 @@ _DQ_FOR_CELLS = {K(128, 64, 4, 3, 16, 232): K(64, 32, 4, 3), K(128, 64, 8, 3): K
 
 
 def for_cells(config: Config) -> Config:
-    """``config`` for masks, biases and dropout, which take registers and shared memory beside the scores."""
+    """Adapt ``config`` to masks, biases and dropout, which need additional registers and shared memory."""
     dq = config.dq
     if dq in _DQ_FOR_CELLS:
         return replace(config, dq=_DQ_FOR_CELLS[dq])

@@ -1,7 +1,7 @@
-"""Ranks give each other float32 results over different keys and merge them: one kernel, over peer memory.
+"""Exchange of float32 results over different keys between ranks, and their merge: one kernel on peer memory.
 
-The one-shot way of exchanging little between GPUs of one host: each writes what all need into the memory of
-all, and reads what it was given from its own.
+This is a one-shot exchange of small tensors between GPUs of one host: each rank writes its results into the
+memory of all ranks, and reads those of the others from its own memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flashtile.backends.portable.decode.combine import Slots, sum_splits
 from flashtile.backends.portable.decode.results import normalised, store_rows
 
 MAX_PROGRAMS = 128
-"""They wait for those of other ranks, so all must run at once."""
+"""Programs of a launch, at most. They wait for other ranks, so all of them must be resident at once."""
 MAX_ROWS = 8
 
 
 @dataclass(frozen=True)
 class ExchangeVariant:
-    """What the kernel is compiled for. A rank's memory is RANKS * PROGRAMS flags of 64 bits, then 2 * RANKS
-    slots for ``capacity`` rows of out (HEAD_DIM_V words each) and their lse."""
+    """Constants of the kernel. A rank's memory holds RANKS * PROGRAMS flags of 64 bits, then 2 * RANKS slots
+    for ``capacity`` rows of out (HEAD_DIM_V words each) and their lse."""
 
     RANKS: int
     PROGRAMS: int
@@ -37,26 +37,26 @@ class ExchangeVariant:
     HEAD_DIM_V: int
     BLOCK_DV: int
     ROWS: int
-    """That a program sends, or merges, at a time."""
+    """Rows that a program sends or merges at a time."""
     SPLITS: int
     TIMED: bool
-    """Whether it stops with an error after ``timeout_ns``: not in the interpreter."""
+    """Whether the kernel traps after ``timeout_ns``; False in the interpreter."""
 
 
 @kernel(do_not_specialize=("rank", "rows", "heads", "seqlen", "timeout_ns"))
 def exchange_kernel(
     out, lse, result, result_lse, memories, calls, rank, rows, heads, seqlen, timeout_ns, C: tl.constexpr
 ):
-    """Rows over the keys of all ranks, on each of them. Grid: (PROGRAMS,).
+    """Merge each row over the keys of all ranks, on every rank. Grid: (PROGRAMS,).
 
     out (batch, seqlen, heads, HEAD_DIM_V) float32, lse (batch, seqlen, heads), natural log, of this rank's
     keys; result as out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
     the ranks' memories, ``calls`` (PROGRAMS,) int64 counts this memory's calls.
 
-    The count chooses one of two slots and is what a flag is set to, so that the replays of a graph take
-    turns, too. Two slots need one wait a call: a rank writes into a slot for the second time when all have
-    flagged the call between, which they do after they have read that slot. Program i has the same rows on all
-    ranks and in all calls, so it waits for programs i only.
+    The count selects one of two slots and is the value of the flags, so that replays of a graph alternate as
+    well. With two slots one wait per call is enough: a rank reuses a slot only after all ranks have flagged
+    the call in between, which they do after they have read that slot. Program i has the same rows on all
+    ranks and in all calls, so it waits only for the programs i of the other ranks.
     """
     pid = tl.program_id(0)
     call = tl.load(calls + pid) + 1
@@ -74,7 +74,7 @@ def exchange_kernel(
             slot = tl.load(memories + peer).to(tl.pointer_type(tl.float32)) + half + rank * C.SLOT
             store_rows(slot, cells, exists, own, C.HEAD_DIM_V, C.BLOCK_DV)
             tl.store(slot + capacity_words + row, own_lse, mask=exists)
-    # All threads have written before one says so, and one has seen the others' flags before any reads.
+    # All threads have written before one sets the flag, and the flags are seen before any thread reads.
     tl.debug_barrier()
     for peer in range(C.RANKS):
         flags = tl.load(memories + peer).to(tl.pointer_type(tl.int64))
@@ -108,8 +108,8 @@ def exchange_kernel(
     tl.store(calls + pid, call)
 
 
-def variant_of(ranks: int, capacity: int, head_dim: int) -> ExchangeVariant:
-    """For up to ``capacity`` rows, a power of two."""
+def exchange_variant(ranks: int, capacity: int, head_dim: int) -> ExchangeVariant:
+    """Return the constants of a kernel for up to ``capacity`` rows, a power of two."""
     ROWS = min(max(capacity // MAX_PROGRAMS, 1), MAX_ROWS)
     return ExchangeVariant(
         RANKS=ranks,
@@ -124,7 +124,7 @@ def variant_of(ranks: int, capacity: int, head_dim: int) -> ExchangeVariant:
 
 
 def words_of(variant: ExchangeVariant) -> int:
-    """Of 32 bits, that the memory of a rank has."""
+    """Number of 32-bit words in the memory of a rank."""
     return 2 * variant.RANKS * (variant.PROGRAMS + variant.SLOT)
 
 
@@ -138,7 +138,7 @@ def exchange(
     dtype: torch.dtype,
     timeout: float,
 ) -> tuple[Tensor, Tensor]:
-    """(out in ``dtype``, lse) of ``exchange_kernel``. Both given are contiguous and float32."""
+    """Return (out in ``dtype``, lse) of ``exchange_kernel``. The given out and lse are contiguous float32."""
     batch, seqlen, heads, _ = out.shape
     result = torch.empty_like(out, dtype=dtype)
     result_lse = lse.new_empty(batch, heads, seqlen)

@@ -9,7 +9,7 @@ changed all of these. No call is served by it: ``flashtile bench`` measures what
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,15 +21,36 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import Matrix, load_tile
-from flashtile.backends.portable.arguments import Strides
+from flashtile.backends.portable.attention.arguments import TokenStrides
 from flashtile.backends.portable.tiles import head_of, store_tile
 
-LENGTHS = ("num_heads_q", "group_size", "seqlen_q", "seqlen_k")
+
+class Flash1Pointers(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    partial: Any
+    row_max: Any
+    row_sum: Any
+
+
+class Flash1Strides(NamedTuple):
+    q: TokenStrides
+    k: TokenStrides
+    v: TokenStrides
+
+
+class Flash1Lengths(NamedTuple):
+    num_heads_q: Any
+    group_size: Any
+    seqlen_q: Any
+    seqlen_k: Any
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for."""
+class Flash1Variant:
+    """Constants of the kernel."""
 
     CAUSAL: bool
     EVEN_M: bool
@@ -41,7 +62,7 @@ class Variant:
     BLOCK_M: int
     BLOCK_N: int
     WIDE: bool
-    """A tile's own extent in memory does not fit 32 bits."""
+    """Whether offsets within a tile need 64 bits."""
     PRECISION: str
 
 
@@ -63,12 +84,8 @@ def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
     return out, new_max, new_sum
 
 
-@kernel(do_not_specialize=LENGTHS)
-def flash1_kernel(
-    q, k, v, out, partial, row_max, row_sum, q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s,
-    k_stride_h, v_stride_b, v_stride_s, v_stride_h, num_heads_q, group_size, seqlen_q, seqlen_k,
-    softmax_scale, C: tl.constexpr,
-):  # fmt: skip
+@kernel(do_not_specialize=("lengths",))
+def flash1_kernel(pointers, strides, lengths, softmax_scale, C: tl.constexpr):
     """Grid: (heads * batch,). q, k, v (batch, seqlen, heads, head_dim) as given, out contiguous.
 
     partial [batch, num_heads_q, seqlen_q, HEAD_DIM_V], row_max and row_sum [batch, num_heads_q, seqlen_q],
@@ -76,15 +93,17 @@ def flash1_kernel(
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
+    num_heads_q, seqlen_q, seqlen_k = lengths.num_heads_q, lengths.seqlen_q, lengths.seqlen_k
     pid = tl.program_id(0)
     b = pid // num_heads_q
     head = pid % num_heads_q
-    q_rows = head_of(q, Strides(q_stride_b, q_stride_s, q_stride_h), b, 0, head, seqlen_q)
-    keys = head_of(k, Strides(k_stride_b, k_stride_s, k_stride_h), b, 0, head // group_size, seqlen_k)
-    values = head_of(v, Strides(v_stride_b, v_stride_s, v_stride_h), b, 0, head // group_size, seqlen_k)
+    head_kv = head // lengths.group_size
+    q_rows = head_of(pointers.q, strides.q, b, 0, head, seqlen_q)
+    keys = head_of(pointers.k, strides.k, b, 0, head_kv, seqlen_k)
+    values = head_of(pointers.v, strides.v, b, 0, head_kv, seqlen_k)
     first_row = pid.to(tl.int64) * seqlen_q
-    partials = Matrix(partial + first_row * C.HEAD_DIM_V, C.HEAD_DIM_V, seqlen_q)
-    out_base = out + (b.to(tl.int64) * seqlen_q * num_heads_q + head) * C.HEAD_DIM_V
+    partials = Matrix(pointers.partial + first_row * C.HEAD_DIM_V, C.HEAD_DIM_V, seqlen_q)
+    out_base = pointers.out + (b.to(tl.int64) * seqlen_q * num_heads_q + head) * C.HEAD_DIM_V
     offset = seqlen_k - seqlen_q
 
     key_blocks = tl.cdiv(seqlen_k, BLOCK_N)
@@ -98,8 +117,8 @@ def flash1_kernel(
             inside = rows < seqlen_q
             q_tile = load_tile(q_rows, start, BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
             o_tile = load_tile(partials, start, BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, C.WIDE)
-            m_rows = tl.load(row_max + first_row + rows, mask=inside, other=-float("inf"))
-            l_rows = tl.load(row_sum + first_row + rows, mask=inside, other=0.0)
+            m_rows = tl.load(pointers.row_max + first_row + rows, mask=inside, other=-float("inf"))
+            l_rows = tl.load(pointers.row_sum + first_row + rows, mask=inside, other=0.0)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION) * softmax_scale  # line 9
             if C.CAUSAL or not C.EVEN_N:
                 columns = key_start + tl.arange(0, BLOCK_N)
@@ -117,8 +136,8 @@ def flash1_kernel(
                 store_tile(
                     partials.base, start, seqlen_q, C.HEAD_DIM_V, o_tile, BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV
                 )
-            tl.store(row_max + first_row + rows, m_rows, mask=inside)
-            tl.store(row_sum + first_row + rows, l_rows, mask=inside)
+            tl.store(pointers.row_max + first_row + rows, m_rows, mask=inside)
+            tl.store(pointers.row_sum + first_row + rows, l_rows, mask=inside)
         tl.debug_barrier()  # other threads read next what these wrote
 
 
@@ -129,7 +148,7 @@ def config_of(element_bytes: int, block_d: int) -> KernelConfig:
     return KernelConfig(64, 128, 4, 1) if block_d <= 64 else KernelConfig(64, 64, 8, 1)
 
 
-def variant_of(
+def flash1_variant(
     head_dim: int,
     head_dim_v: int,
     seqlen_q: int,
@@ -137,8 +156,8 @@ def variant_of(
     causal: bool,
     config: KernelConfig,
     wide: bool = False,
-) -> Variant:
-    return Variant(
+) -> Flash1Variant:
+    return Flash1Variant(
         CAUSAL=causal,
         EVEN_M=seqlen_q % config.BLOCK_M == 0,
         EVEN_N=seqlen_k % config.BLOCK_N == 0,
@@ -169,12 +188,14 @@ class Flash1Launch:
         row_sum = q.new_zeros(batch, heads, seqlen_q, **rows)
         if self._kernel is None:
             config = config_of(q.element_size(), padded(max(head_dim, v.shape[-1])))
-            strides = (tensor.stride(axis) for tensor in (q, k, v) for axis in (0, 1, 2))
-            lengths = (heads, heads // k.shape[2], seqlen_q, k.shape[1])
+            strides = Flash1Strides(*(TokenStrides(*tensor.stride()[:3]) for tensor in (q, k, v)))
+            lengths = Flash1Lengths(heads, heads // k.shape[2], seqlen_q, k.shape[1])
             block = max(config.BLOCK_M, config.BLOCK_N)
             wide = any(block * tensor.stride(1) >= 2**31 for tensor in (q, k, v))
-            variant = variant_of(head_dim, v.shape[-1], seqlen_q, k.shape[1], self._causal, config, wide)
-            scalars = (*strides, *lengths, self._scale)
-            self._kernel = KeptKernel(flash1_kernel, batch * heads, scalars, (variant,), config)
+            variant = flash1_variant(head_dim, v.shape[-1], seqlen_q, k.shape[1], self._causal, config, wide)
+            scalars = (strides, lengths, self._scale)
+            self._kernel = KeptKernel(
+                flash1_kernel, batch * heads, scalars, (variant,), config, pointers=Flash1Pointers
+            )
         self._kernel(q.device, q, k, v, out, partial, row_max, row_sum)
         return out

@@ -1,4 +1,4 @@
-"""Where each sequence's keys begin and end under a padding mask, found on the device."""
+"""First and last key of each sequence under a padding mask, computed on the device."""
 
 import torch
 import triton.language as tl

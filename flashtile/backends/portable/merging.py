@@ -1,4 +1,4 @@
-"""Two float32 results over different keys into one: a pass over out, which also rounds it."""
+"""Merge of two float32 results over different keys, in one pass over out that also rounds it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LN_2, LOG2_E
 
 ROWS = 16
-"""Tokens of a program."""
+"""Tokens per program."""
 
 
 @dataclass(frozen=True)
 class MergeVariant:
-    """What the kernel is compiled for."""
+    """Constants of the kernel."""
 
     HEAD_DIM: int
     BLOCK_D: int
@@ -30,7 +30,7 @@ class MergeVariant:
 def merge_kernel(
     out, lse, more_out, more_lse, result, start, tokens, more_tokens, num_heads, C: tl.constexpr
 ):
-    """``result`` and ``lse`` are those over the keys of both; ``result`` may be ``out``.
+    """Merge two partial results over different keys into ``result`` and ``lse``; ``result`` may be ``out``.
 
     Grid: (blocks of ROWS tokens * heads * batch,), heads fastest. out and result (batch, tokens, heads,
     HEAD_DIM), lse (batch, heads, tokens), natural log; ``more_*`` have the ``more_tokens`` from ``start`` on.
@@ -70,7 +70,7 @@ def merge_kernel(
 def merge(
     out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor, start: int, dtype: torch.dtype
 ) -> Tensor:
-    """out over the keys of both, in place if it is of ``dtype``; lse is changed in place.
+    """Return out over the keys of both, in place if it has ``dtype``; lse is changed in place.
 
     All are contiguous and float32: out (batch, tokens, heads, head_dim) and lse (batch, heads, tokens), and
     ``more_*`` of the tokens from ``start`` on.

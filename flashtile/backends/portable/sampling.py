@@ -19,8 +19,8 @@ GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for."""
+class SamplingVariant:
+    """Constants of the kernel."""
 
     FILTERED: bool
     """Whether a row may have min-p, top-k or top-p."""
@@ -28,7 +28,7 @@ class Variant:
 
 
 class Row(NamedTuple):
-    """A row of logits, what divides it, and what of it is kept: scores from ``least`` on."""
+    """A row of logits and its temperature. Scores of at least ``least`` are kept."""
 
     logits: tl.tensor
     vocab_size: tl.tensor
@@ -38,8 +38,8 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_scores(row, first, C: tl.constexpr):
-    """(scores [BLOCK] float32, -inf for what is dropped, which NaN never is; their keys, uint32 in the same
-    order)."""
+    """Return (scores [BLOCK] float32, their keys: uint32 that sort like the scores). Dropped scores are -inf;
+    NaN is never dropped."""
     column = first + tl.arange(0, C.BLOCK)
     logits = tl.load(row.logits + column, mask=column < row.vocab_size, other=-float("inf"))
     scores = logits.to(tl.float32) / row.temperature
@@ -51,7 +51,7 @@ def load_scores(row, first, C: tl.constexpr):
 
 @triton.jit
 def weights_of(scores, keys, lowest, row_max, BY_MASS: tl.constexpr):
-    """What each score from key ``lowest`` on counts: its probability, not normalised, or 1."""
+    """Weight of each score: its unnormalised probability (1 unless BY_MASS), 0 for keys below ``lowest``."""
     weights = tl.exp(scores - row_max) if BY_MASS else tl.full(scores.shape, 1.0, tl.float32)
     return tl.where((scores > -float("inf")) & (keys >= lowest), weights, 0.0)
 
@@ -68,7 +68,7 @@ def total_weight(row, lowest, row_max, C: tl.constexpr):
 
 @triton.jit
 def largest_threshold(row, lowest, row_max, wanted, BY_MASS: tl.constexpr, C: tl.constexpr):
-    """The largest key such that what lies from it on weighs ``wanted`` or more."""
+    """Return the largest key such that scores with this key or a larger one weigh ``wanted`` or more."""
     BLOCK: tl.constexpr = C.BLOCK
     threshold = tl.full([], 0, tl.uint32)
     for digit in range(16):
@@ -176,7 +176,7 @@ def sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    variant = Variant(filtered, min(4096, triton.next_power_of_2(vocab_size)))
+    variant = SamplingVariant(filtered, min(4096, triton.next_power_of_2(vocab_size)))
     sample_kernel[(rows,)](
         logits, temperature, top_k, top_p, min_p, seed, positions, out, logits.stride(0), vocab_size,
         C=variant, num_warps=NUM_WARPS,

@@ -1,4 +1,4 @@
-"""FlashAttention-2's package, of this version's interface."""
+"""FlashAttention-2's package, with the interface of its version ``__version__``."""
 
 from flashtile.api.attention import (
     flash_attn_func,

@@ -1,12 +1,20 @@
-"""``flash_attn.bert_padding``: between padded batches and packed tokens. All of it is differentiable."""
+"""``flash_attn.bert_padding``: differentiable conversion between padded batches and packed tokens."""
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from flashtile.api.padding import pad, unpad
+from flashtile.checks.arguments import ERRORS, check_dense, check_device, check_dtype, renamed
+from flashtile.checks.values import check_between
+from flashtile.op.operation import is_plain, reads_values
+from flashtile.problems.common import DTYPES
+from flashtile.problems.mask_operations import WHOLE
 
 __all__ = [
     "index_first_axis",
@@ -19,50 +27,91 @@ __all__ = [
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """``input[indices]``."""
+    """Return ``input[indices]``."""
+    check_dense("input", input)
+    check_dense("indices", indices)
+    check_dtype("indices", indices, (torch.int32, torch.int64))
+    check_device("indices", indices, input)
+    if input.dim() < 1 or indices.dim() != 1:
+        raise ValueError(
+            f"indices must have shape (total,), for input of one dimension or more, "
+            f"got {tuple(indices.shape)} and {tuple(input.shape)}"
+        )
+    if is_plain((indices,)) and reads_values(indices):
+        check_between("indices", indices, 0, input.shape[0] - 1, "the last row of input")
     return input.index_select(0, indices)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """``input[indices]`` and input itself."""
-    return input.index_select(0, indices), input
+    """Return ``input[indices]`` and input itself."""
+    return index_first_axis(input, indices), input
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """(first_axis_dim, ...) with ``values`` at ``indices`` and 0 elsewhere."""
-    return pad(values, indices, 1, first_axis_dim)[0]
+    """Return a tensor (first_axis_dim, ...) with ``values`` at ``indices`` and 0 elsewhere."""
+    with _names(tokens="values", seqlen="first_axis_dim"):
+        return pad(values, indices, 1, first_axis_dim)[0]
 
 
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """(tokens, indices, cu_seqlens, max_seqlen, seqused) of hidden_states (batch, seqlen, ...).
+    """Pack hidden_states (batch, seqlen, ...). Return (tokens, indices, cu_seqlens, max_seqlen, seqused).
 
     Args:
-        attention_mask: (batch, seqlen), 1 where there is a token.
-        unused_mask: likewise, 1 where there is memory for a token that is not used: it is among the tokens,
-            but not counted in seqused.
+        attention_mask: (batch, seqlen), 1 for tokens, 0 for padding.
+        unused_mask: (batch, seqlen), 1 for unused tokens, which are packed but not counted in seqused.
     """
-    mask = attention_mask if unused_mask is None else attention_mask + unused_mask
-    return *unpad(hidden_states, mask), attention_mask.sum(-1, dtype=torch.int32)
+    mask = attention_mask
+    if unused_mask is not None:
+        for name, given in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+            check_dense(name, given)
+            check_dtype(name, given, (*WHOLE, *DTYPES))
+            check_device(name, given, attention_mask)
+        if unused_mask.shape != attention_mask.shape:
+            raise ValueError(
+                f"unused_mask must have the shape of attention_mask, {tuple(attention_mask.shape)}, "
+                f"got {tuple(unused_mask.shape)}"
+            )
+        mask = attention_mask.bool() | unused_mask.bool()
+    with _names(padded="hidden_states", mask="attention_mask"):
+        return *unpad(hidden_states, mask), attention_mask.sum(-1, dtype=torch.int32)
 
 
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(tokens, indices, cu_seqlens, max_seqlen) where a row of the batch holds several sequences.
+    """Pack a batch whose rows hold several sequences. Return (tokens, indices, cu_seqlens, max_seqlen).
 
     Args:
-        attention_mask_in_length: (batch, seqlen) int: a row has the lengths of its sequences, then zeros.
+        attention_mask_in_length: (batch, seqlen) int. Each row lists its sequences' lengths, then zeros.
     """
+    check_dense("hidden_states", hidden_states)
+    check_dense("attention_mask_in_length", attention_mask_in_length)
+    check_device("attention_mask_in_length", attention_mask_in_length, hidden_states)
+    check_dtype("attention_mask_in_length", attention_mask_in_length, WHOLE[1:])
+    if attention_mask_in_length.dim() != 2:
+        shape = tuple(attention_mask_in_length.shape)
+        raise ValueError(f"attention_mask_in_length must have shape (batch, seqlen), got {shape}")
     lengths = attention_mask_in_length[attention_mask_in_length > 0]
     filled = attention_mask_in_length.sum(-1, keepdim=True)
     positions = torch.arange(attention_mask_in_length.shape[1], device=filled.device)
-    tokens, indices, _, _ = unpad(hidden_states, positions < filled)
+    with _names(padded="hidden_states", mask="attention_mask_in_length"):
+        tokens, indices, _, _ = unpad(hidden_states, positions < filled)
     cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     return tokens, indices, cu_seqlens, int(lengths.max()) if lengths.numel() else 0
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) with the tokens at ``indices`` and 0 elsewhere."""
-    return pad(hidden_states, indices, batch, seqlen)
+    """Return a tensor (batch, seqlen, ...) with the tokens at ``indices`` and 0 elsewhere."""
+    with _names(tokens="hidden_states"):
+        return pad(hidden_states, indices, batch, seqlen)
+
+
+@contextlib.contextmanager
+def _names(**names: str) -> Iterator[None]:
+    """Rename arguments in errors raised within."""
+    try:
+        yield
+    except ERRORS as error:
+        raise renamed(error, names) from None

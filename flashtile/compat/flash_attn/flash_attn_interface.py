@@ -1,7 +1,7 @@
-"""``flash_attn.flash_attn_interface``: the public functions, and FlashAttention's own below autograd.
+"""``flash_attn.flash_attn_interface``: the public functions, and FlashAttention's functions below autograd.
 
-The latter are what ring-flash-attention and other context parallelism are built of. The lse of a row without
-keys is -inf, as in FlashAttention-3.
+ring-flash-attention and other implementations of context parallelism call the latter. The lse of a row
+without keys is -inf, as in FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""(out, softmax_lse, S_dmask, rng_state): without dropout there are no last two, S_dmask if asked for."""
+"""(out, softmax_lse, S_dmask, rng_state). The last two are None without dropout, S_dmask unless requested."""
 
 
 def _flash_attn_forward(
@@ -55,20 +55,10 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None = None,
     return_softmax: bool = False,
 ) -> Results:
-    rng_state = draw_state(q) if dropout_p else None
-    window_size = (window_size_left, window_size_right)
-    with torch.no_grad():
-        out, lse = attention(
-            q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
-            softcap=softcap, alibi_slopes=alibi_slopes, rng_state=rng_state, return_lse=True,
-        )  # fmt: skip
-    if not return_softmax or rng_state is None:
-        return out, lse, None, rng_state
-    options = make_options(
-        None, None, softmax_scale, causal, window_size, softcap, False, None, dropout_p
+    return _forward(
+        q, k, v, return_softmax, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
+        window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
     )  # fmt: skip
-    extras = Extras(alibi_slopes=alibi_slopes, rng_state=rng_state)
-    return out, lse, signed_probabilities(q, k, v, extras, options), rng_state
 
 
 def _flash_attn_varlen_forward(
@@ -95,29 +85,34 @@ def _flash_attn_varlen_forward(
     if leftpad_k is not None:
         raise NotImplementedError("leftpad_k must be None: use flash_attn_with_kvcache's cache_leftpad")
     window_size = (window_size_left, window_size_right)
-    if not dropout_p or block_table is not None:
-        with torch.no_grad():
-            out, lse = flash_attn_varlen_func(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale,
-                causal, window_size, softcap, alibi_slopes, block_table=block_table, seqused_k=seqused_k,
-                return_lse=True,
-            )  # fmt: skip
-        return out, lse, None, None
-    rng_state = draw_state(q)
-    with torch.no_grad():
-        out, lse = attention(
-            q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, dropout_p=dropout_p, softmax_scale=softmax_scale,
-            causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-            rng_state=rng_state, return_lse=True,
+    if block_table is None:
+        return _forward(
+            q, k, v, return_softmax, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, dropout_p=dropout_p,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes,
         )  # fmt: skip
-    if not return_softmax:
+    with torch.no_grad():
+        out, lse = flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, block_table=block_table, seqused_k=seqused_k, return_lse=True,
+        )  # fmt: skip
+    return out, lse, None, None
+
+
+@torch.no_grad()
+def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any) -> Results:
+    """:func:`flashtile.attention` with the arguments of ``named``, dense or packed, and what dropout used."""
+    rng_state = draw_state(q) if named["dropout_p"] else None
+    out, lse = attention(q, k, v, **named, rng_state=rng_state, return_lse=True)
+    if not return_softmax or rng_state is None:
         return out, lse, None, rng_state
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, None, dropout_p
-    )
-    offsets = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
-    extras = Extras(*offsets, seqused_k, alibi_slopes, rng_state=rng_state)
+        named.get("max_seqlen_q"), named.get("max_seqlen_k"), named["softmax_scale"], named["causal"],
+        named["window_size"], named["softcap"], False, None, named["dropout_p"],
+    )  # fmt: skip
+    offsets = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
+    extras = Extras(*offsets, named.get("seqused_k"), named["alibi_slopes"], rng_state=rng_state)
     return out, lse, signed_probabilities(q, k, v, extras, options), rng_state
 
 
@@ -143,15 +138,13 @@ def _flash_attn_backward(
 ) -> None:
     """Write the gradients into dq, dk and dv; None for one that is not wanted.
 
-    Nothing is returned: there is no ``softmax_d`` beside them.
+    Nothing is returned: there is no ``softmax_d``.
     """
-    _check_buffers((q, k, v), (dq, dk, dv))
-    gradients = attention_backward(
-        dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal,
+    _backward(
+        (dq, dk, dv), dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
         dropout_p=dropout_p, rng_state=rng_state, deterministic=deterministic,
     )  # fmt: skip
-    _write(gradients, dq, dk, dv)
 
 
 def _flash_attn_varlen_backward(
@@ -180,14 +173,12 @@ def _flash_attn_varlen_backward(
     zero_tensors: bool = False,
 ) -> None:
     """Write the gradients into dq, dk and dv, as :func:`_flash_attn_backward`."""
-    _check_buffers((q, k, v), (dq, dk, dv))
-    gradients = attention_backward(
-        dout, q, k, v, out, softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    _backward(
+        (dq, dk, dv), dout, q, k, v, out, softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
         dropout_p=dropout_p, rng_state=rng_state, deterministic=deterministic,
     )  # fmt: skip
-    _write(gradients, dq, dk, dv)
 
 
 _wrapped_flash_attn_forward = _flash_attn_forward
@@ -196,8 +187,16 @@ _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-def _check_buffers(tensors: tuple[Tensor, ...], buffers: tuple[Tensor | None, ...]) -> None:
-    for name, tensor, buffer in zip("qkv", tensors, buffers, strict=True):
+def _backward(
+    buffers: tuple[Tensor | None, ...],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *saved: Tensor,
+    **named: Any,
+) -> None:
+    for name, tensor, buffer in zip("qkv", (q, k, v), buffers, strict=True):
         if buffer is None:
             continue
         check_dense(name, tensor)
@@ -206,9 +205,7 @@ def _check_buffers(tensors: tuple[Tensor, ...], buffers: tuple[Tensor | None, ..
             raise ValueError(
                 f"d{name} must have the shape of {name}, {tuple(tensor.shape)}, got {tuple(buffer.shape)}"
             )
-
-
-def _write(gradients: tuple[Any, ...], *buffers: Tensor | None) -> None:
+    gradients: tuple[Any, ...] = attention_backward(dout, q, k, v, *saved, **named)
     for gradient, buffer in zip(gradients, buffers, strict=False):
         if buffer is not None:
             buffer.copy_(gradient)

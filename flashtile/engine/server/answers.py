@@ -1,4 +1,4 @@
-"""Parts of answers that both kinds of completions have: events, usage, log-probabilities by token."""
+"""Parts that completions and chat completions share: server-sent events, usage, log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from aiohttp import web
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.server.errors import ApiError, error_event, internal_error, to_json
 from flashtile.engine.server.job import Job
-from flashtile.engine.server.protocol import Call
+from flashtile.engine.server.protocol import ApiCall
 from flashtile.engine.server.service import Ready, Service
 
 SLOW_READER = 5.0
-"""Seconds after the end of the time for an answer in which its reader must have taken it."""
+"""Seconds that a client may take to read an answer, after the time for the answer has ended."""
 
 LEAST_LOGPROB = -9999.0
-"""Instead of minus infinity, which JSON does not have."""
+"""Sent in place of minus infinity, which JSON does not have."""
 
 logger = logging.getLogger("flashtile.server")
 
 Chunks = Callable[[int, RequestOutput, CompletionOutput], list[dict[str, Any]]]
-"""(prompt, output, one of its answers) -> the ``choices`` of the events that say it."""
+"""(prompt index, output, one of its answers) -> the ``choices`` of its events, one event for each."""
 
 
 class Usage:
-    """Tokens of a call. ``counts_answers`` is False where nobody asked for any."""
+    """Token counts of a call. ``counts_answers`` is False if the client wants only the prompt back."""
 
     def __init__(self, prompts: Sequence[Ready], counts_answers: bool = True):
         self.prompt = sum(len(prompt.tokens) for prompt in prompts)
@@ -57,23 +57,23 @@ def new_name(prefix: str, request_id: str | None) -> str:
 
 
 def head(name: str, kind: str, service: Service) -> dict[str, Any]:
-    """What every answer and event begins with."""
+    """Return the fields that every answer and every event begins with."""
     return {"id": name, "object": kind, "created": int(time.time()), "model": service.model_name}
 
 
 async def stream_events(
     request: web.Request,
-    call: Call,
+    call: ApiCall,
     job: Job,
     usage: Usage,
     beginning: dict[str, Any],
     first: list[dict[str, Any]],
     chunks: Chunks,
 ) -> web.StreamResponse:
-    """Server-sent events: ``first``, then what ``chunks`` makes of each output, usage, and ``[DONE]``.
+    """Stream a call's outputs as server-sent events: ``first``, the chunks, usage, and ``[DONE]``.
 
-    ``first`` waits for the first output: clients take the first event for the first token.
-    An error after the first byte is an event of its own, because the status is sent already.
+    ``first`` is not sent before the first output, because clients time the first token by the first event. An
+    error after the first byte is sent as an event, because the status has been sent.
     """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -131,7 +131,7 @@ def clamped(entry: Logprob) -> float:
 
 
 def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None]:
-    """vLLM's form: by token, with rank. The first token of a prompt has no probability."""
+    """Return prompt log-probabilities in vLLM's form: keyed by token, with rank; None for the first token."""
     return [
         None if entry is None else {
             str(token): {"logprob": clamped(one), "rank": one.rank, "decoded_token": one.decoded_token}

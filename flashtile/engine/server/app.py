@@ -26,13 +26,13 @@ POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'"
 )
-"""The page loads nothing, from here or elsewhere, but what it asks this server."""
+"""Content security policy of the page: it loads no resources and connects only to this server."""
 
 PAGE = Path(__file__).with_name("page.html")
 
 
 def make_app(service: Service, door: Door) -> web.Application:
-    """The application; its caller runs it, and shuts the service's engine down after it."""
+    """Make the application. The caller runs it, and afterwards shuts the service's engine down."""
     limits = service.limits
     app = web.Application(client_max_size=limits.max_body_bytes)
     app.middlewares.extend((logged(door, limits.access_log), answer_errors, authorised(limits.api_keys)))
@@ -61,14 +61,14 @@ def make_app(service: Service, door: Door) -> web.Application:
 
 
 def _call(service: Service, answer: Call) -> Handler:
-    """A handler of POST: counts the call, reads its body in time, checks the model."""
+    """Return a POST handler that counts the call, reads its body within a time limit and checks its model."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         limits = service.limits
         service.check_open()
         if service.in_flight >= service.max_calls:
             raise ApiError(
-                f"the server answers {service.max_calls} calls at a time, try again later",
+                f"the server answers at most {service.max_calls} calls at a time: try again later",
                 status=429, code="rate_limit_exceeded",
             )  # fmt: skip
         service.in_flight += 1
@@ -103,7 +103,7 @@ async def _tokenize(request: web.Request, service: Service, body: Body) -> web.R
             answer["token_strs"] = [tokenizer.decode([token], False) for token in tokens]
         return json_response(answer)
 
-    return await asyncio.to_thread(work)  # of a long text it takes seconds
+    return await asyncio.to_thread(work)  # long texts take seconds
 
 
 async def _detokenize(request: web.Request, service: Service, body: Body) -> web.Response:
@@ -158,7 +158,7 @@ async def _load(request: web.Request, service: Service) -> web.Response:
 
 
 async def _metrics(request: web.Request, service: Service) -> web.Response:
-    # Numbers read beside a step may be a step apart from each other: waiting for it would be worse.
+    # Counters read during a step may mix two steps. Waiting for the end of the step would be worse.
     text = service.metrics.text(service.engine.stats())
     return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: conversations gone on with."""
+"""/v1/chat/completions: continuation of conversations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashtile.engine.tokenizer import Tokenizer
 
 
 async def chat_completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
-    """Answer a call."""
+    """Answer a call of /v1/chat/completions."""
     call = read_chat(body, service.limits.max_logprobs)
     prompts = await service.prepare(call)
     service.set_max_tokens(call, prompts)
@@ -81,6 +81,6 @@ def _position(tokenizer: Tokenizer, token: int, entry: TokenLogprobs, count: int
 
 
 def _token(tokenizer: Tokenizer, token: int, one: Logprob) -> dict[str, Any]:
-    """``bytes`` are the token's own, of which a character may have some."""
+    """Describe a token. Its ``bytes`` may be only part of a character."""
     text, data = spelt(token, one), list(tokenizer.token_bytes(token))
     return {"token": text, "logprob": clamped(one), "bytes": data}

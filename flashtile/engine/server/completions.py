@@ -1,4 +1,4 @@
-"""/v1/completions: texts gone on from."""
+"""/v1/completions: continuation of texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flashtile.engine.tokenizer import Tokenizer
 
 
 async def completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
-    """Answer a call."""
+    """Answer a call of /v1/completions."""
     call = read_completion(body, service.limits.max_logprobs)
     prompts = await service.prepare(call)
     service.set_max_tokens(call, prompts)
@@ -50,21 +50,21 @@ async def completions(request: web.Request, service: Service, body: Body) -> web
 
 
 class _Writer:
-    """The choices of a call, in one piece or in many."""
+    """Makes a call's choices, for one response or for the events of a stream."""
 
     def __init__(self, service: Service, call: CompletionCall):
         self.service, self.call = service, call
         self._places: dict[int, _Place] = {}
 
     def chunks(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> list[dict[str, Any]]:
-        """What is new of an answer."""
+        """Return the choices that hold the new part of an answer."""
         call = self.call
         width = getattr(call.params, "n", None) or len(output.outputs)
         index = prompt * width + answer.index
         first, tokenizer = index not in self._places, self.service.engine.tokenizer
         text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
         entries: list[TokenLogprobs | None] = list(answer.logprobs or [])
-        if call.echo_only:  # the engine has made one token, which nobody asked for
+        if call.echo_only:  # the engine always makes one token; the client wants none
             text, tokens, entries = "", [], []
             reason, stop = ("length", None) if reason is not None else (None, None)
         echoed = self._prompt_text(output) if call.echo and first else ""
@@ -99,10 +99,10 @@ class _Writer:
 
 
 class _Place:
-    """How far tokens have come in a text, which has characters of several tokens, and tokens without any.
+    """Tracks the text offset of each token. Several tokens may form one character, and some have no text.
 
     Args:
-        at: where the text goes on.
+        at: offset of the next token's text.
         before: the tokens before it.
     """
 
@@ -113,7 +113,7 @@ class _Place:
         self._stream = None if tokenizer is None else tokenizer.stream(before, skip_special_tokens)
 
     def read(self, tokens: Sequence[int]) -> list[int]:
-        """Where each of them begins."""
+        """Return the offset at which each token's text begins."""
         found = []
         for token in tokens:
             found.append(self.at)
@@ -128,11 +128,12 @@ def logprobs_body(
     offsets: list[int],
     service: Service,
 ) -> dict[str, list[Any]]:
-    """OpenAI's form: lists by position; the first token of a prompt has no probability.
+    """Return log-probabilities in OpenAI's form: lists with one element for each token.
 
     Args:
-        count: so many of the likeliest tokens stand beside the chosen one.
-        offsets: where each token begins in the text.
+        entries: log-probabilities of each token; None for the first token of a prompt.
+        count: number of likeliest tokens to list in addition to the chosen one.
+        offsets: text offset at which each token begins.
     """
     body: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
     for token, entry in zip(tokens, entries, strict=True):

@@ -1,7 +1,8 @@
-"""The server's listening sockets, and which connections it keeps.
+"""The server's listening sockets, with a limit on its connections.
 
-asyncio's own server takes connections until no file is left, and then writes to the log without end. This
-one keeps a number of connections; where one more comes, the one longest without a call makes room.
+asyncio's own server accepts connections until the process can open no more files, and then logs an error for
+each attempt. This one limits the number of connections. To accept one more, it closes the connection that
+has been idle longest.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from aiohttp import web
 from flashtile.engine.server.service import Limits
 
 LAST_WORDS = 5.0
-"""Seconds for answers, and errors in their place, to reach their clients after the engine has ended."""
+"""Seconds for the last answers and errors to reach their clients after the engine has ended."""
 
 BACKLOG = 1024
 """Connections that the kernel holds until they are accepted."""
 
 SPARE_FILES = 48
-"""Files that a process may open later: of models, libraries, clients of its own."""
+"""Files that the process may open later: models, libraries, client connections of its own."""
 
 SPARE_CONNECTIONS = 8
-"""Connections that calls leave to ``/health`` and to refusals."""
+"""Connections kept free of calls, for ``/health`` and for refusals."""
 
 NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 PAUSE = 0.05
@@ -40,7 +41,12 @@ logger = logging.getLogger("flashtile.server")
 
 @dataclass(eq=False)
 class Connection:
-    """``since``: when its last call was answered, or when it came; ``unsent``: bytes, when last looked at."""
+    """An accepted connection.
+
+    Attributes:
+        since: time of its last answer, or of its acceptance.
+        unsent: bytes in its write buffer at the last check.
+    """
 
     transport: asyncio.Transport
     sock: socket.socket
@@ -53,19 +59,20 @@ class Connection:
 
 
 class Door:
-    """Accepts connections for an application, a limited number at a time.
+    """Accepts connections for an application, up to a maximum number at a time.
 
-    A connection without a call, whether none has come, its headers are not whole or its last answer is not
-    read, is closed after ``idle_timeout`` seconds, or earlier if room is needed. Connections whose calls are
-    being answered are left alone.
+    A connection is idle before its first complete headers and after its last answer. Idle connections are
+    closed after ``idle_timeout`` seconds, unless the client still reads, or earlier if room is needed.
+    Connections with a call in progress are not closed.
 
     Args:
+        limits: ``idle_timeout``, ``max_connections`` and ``max_concurrent_requests``.
         files_each: files that a connection needs while its call is answered.
 
     Attributes:
-        max_connections: as the limits say, or as many as the process may open files for.
-        max_calls: how many of them may be answered at a time, so that some are left for ``/health``.
-        port: of the first address, after :meth:`open`.
+        max_connections: the limit, lowered to what the process may open files for.
+        max_calls: calls answered at a time, fewer than connections, so that ``/health`` is always served.
+        port: port of the first address, after :meth:`open`.
     """
 
     def __init__(self, limits: Limits, files_each: int = 1):
@@ -74,13 +81,13 @@ class Door:
         self.max_calls = min(limits.max_concurrent_requests, max(1, self.max_connections - SPARE_CONNECTIONS))
         self.port = 0
         self._runner: web.AppRunner | None = None
-        self._idle: dict[asyncio.BaseTransport, Connection] = {}  # the one that has waited longest first
+        self._idle: dict[asyncio.BaseTransport, Connection] = {}  # the longest idle first
         self._answering: dict[asyncio.BaseTransport, Connection] = {}
         self._listeners: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, app: web.Application, host: str, port: int) -> None:
-        """Listen. OSError if the address cannot be had."""
+        """Listen. Raise OSError if the address is not available."""
         loop = asyncio.get_running_loop()
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS,
@@ -100,7 +107,7 @@ class Door:
         self._tasks.append(loop.create_task(self._close_idle()))
 
     async def close(self) -> None:
-        """Accept nothing more. Connections stay."""
+        """Stop accepting connections. Those that exist stay open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -108,15 +115,15 @@ class Door:
             listener.close()
 
     async def end(self) -> None:
-        """After :meth:`close`: end every connection."""
+        """End every connection. Call :meth:`close` first."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     @contextlib.contextmanager
     def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-        """While a call of this connection is answered."""
+        """Mark a connection as busy while its call is answered."""
         connection = None if transport is None else self._idle.pop(transport, None)
-        if connection is None:  # one that came before it was known here
+        if connection is None:  # its call came before ``_accept`` registered it
             yield
             return
         self._answering[connection.transport] = connection
@@ -134,7 +141,7 @@ class Door:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
                 if error.errno not in NOTHING_LEFT:
-                    await asyncio.sleep(0)  # who came is gone already
+                    await asyncio.sleep(0)  # the client is gone already
                     continue
                 if not told:
                     logger.warning("connections cannot be accepted at the moment: %s", error)
@@ -146,8 +153,8 @@ class Door:
             try:
                 while self._count() >= self.max_connections:
                     if not self._close_longest_idle():
-                        await asyncio.sleep(PAUSE)  # each one's call is being answered
-                    await asyncio.sleep(0)  # the end of a connection takes a turn of the loop
+                        await asyncio.sleep(PAUSE)  # every connection is busy
+                    await asyncio.sleep(0)  # closing a connection takes an iteration of the loop
                 transport, _ = await loop.connect_accepted_socket(server, sock)
             except BaseException as error:
                 sock.close()
@@ -162,7 +169,7 @@ class Door:
         return len(self._idle) + len(self._answering)
 
     def _close_longest_idle(self) -> bool:
-        """Whether there was one."""
+        """Close the connection that has been idle longest. Return False if none is idle."""
         for transport in self._idle:
             self._idle.pop(transport).transport.abort()
             return True
@@ -177,16 +184,16 @@ class Door:
                     del self._idle[transport]
                 elif loop.time() > found.since + self.idle_timeout:
                     left = found.transport.get_write_buffer_size()
-                    if 0 < left != found.unsent:  # its last answer is being read
+                    if 0 < left != found.unsent:  # the client is still reading its last answer
                         found.since, found.unsent = loop.time(), left
                     else:
                         found.transport.abort()
 
 
 def allowed_connections(wanted: int, files_each: int = 1) -> int:
-    """How many connections the files that this process may open leave room for, at most ``wanted``.
+    """Return how many connections the limit of open files allows, at most ``wanted``.
 
-    The process's soft limit of open files is raised, if it is too low and may be.
+    A soft limit that is too low is raised up to the hard limit.
     """
     used = len(os.listdir("/dev/fd")) + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -200,5 +207,5 @@ def allowed_connections(wanted: int, files_each: int = 1) -> int:
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     allowed = min(wanted, max(2 * SPARE_CONNECTIONS, (soft - used) // files_each))
     if allowed < wanted:
-        logger.warning("%d files may be open (ulimit -n): %d connections are kept", soft, allowed)
+        logger.warning("the limit of %d open files (ulimit -n) allows %d connections", soft, allowed)
     return allowed

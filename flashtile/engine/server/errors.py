@@ -11,13 +11,13 @@ from aiohttp import web
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer.
+    """An error that a client gets instead of an answer.
 
     Args:
         message: one sentence.
-        param: the field that is wrong, if it is one.
-        status: of HTTP.
-        code: for programs.
+        param: the invalid field, if the error is about one.
+        status: HTTP status.
+        code: identifier of the error for programs.
     """
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
@@ -31,11 +31,11 @@ class ApiError(Exception):
 
 
 def refused(error: Exception, fields: Collection[str], param: str | None = None) -> ApiError:
-    """An error of the engine's checks, whose message names the argument, for the client who gave the field.
+    """Convert an error of the engine's checks, whose message names an argument, to an :class:`ApiError`.
 
     Args:
-        fields: that the call has; the first of them that the message names is ``param``.
-        param: where it names none.
+        fields: fields of the call. The first one that the message names becomes ``param``.
+        param: used if the message names no field.
     """
     message = str(error).replace("beam_width", "n")
     named = next((word for word in re.findall(r"\w+", message) if word in fields), param)
@@ -44,7 +44,7 @@ def refused(error: Exception, fields: Collection[str], param: str | None = None)
 
 
 def internal_error() -> ApiError:
-    """Instead of an error of ours, which the log shows."""
+    """Return the error sent to clients for a fault of the server, whose details are only logged."""
     return ApiError("the server failed; its log says why", status=500, code="internal_error")
 
 
@@ -53,7 +53,7 @@ def shutting_down() -> ApiError:
 
 
 def to_json(value: Any) -> str:
-    """JSON, and nothing that is not: ValueError for NaN and infinities."""
+    """Convert to strict JSON. Raise ValueError for NaN and infinities."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
@@ -62,5 +62,5 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 
 def error_event(error: ApiError) -> bytes:
-    """What a stream whose status is sent has instead."""
+    """Return the error as a server-sent event, for a stream whose status has been sent."""
     return f"data: {to_json(error.body())}\n\n".encode()

@@ -1,4 +1,4 @@
-"""The fields of a JSON body, taken one by one; what nobody takes is refused by name."""
+"""Reading of a JSON body field by field. Fields that no reader takes are refused by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"), "spaces_between_special_tokens": (True,), "store": (False,),
     "structured_outputs": (), "suffix": ("",), "verbosity": (), "vllm_xargs": (), "web_search_options": (),
 }  # fmt: skip
-"""Fields of OpenAI's and vLLM's interfaces that are not served, and the values that ask for nothing."""
+"""Unsupported fields of OpenAI's and vLLM's interfaces, with neutral values that are accepted."""
 
 METADATA = ("user",)
-"""Fields that by their meaning change no answer."""
+"""Fields that never change an answer."""
 
 
 _short = reprlib.Repr()
@@ -29,7 +29,7 @@ _short.maxstring = _short.maxlong = _short.maxother = 60
 
 
 class Body:
-    """A JSON object. A field that is null is one that is absent."""
+    """A JSON object whose fields are taken one by one. Null counts as absent."""
 
     def __init__(self, fields: Mapping[str, Any]):
         self.fields = {name: value for name, value in fields.items() if value is not None}
@@ -67,7 +67,7 @@ class Body:
         return value
 
     def finish(self) -> None:
-        """Refuse what was not taken."""
+        """Refuse the fields that were not taken."""
         for name in sorted(self._left):
             value = self.fields[name]
             if name in METADATA and isinstance(value, str):
@@ -81,7 +81,7 @@ class Body:
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value, however long it is."""
+    """Return the first 60 characters of a value's representation."""
     return f"{_short.repr(value):.60}"
 
 
@@ -90,16 +90,16 @@ def wrong(name: str, allowed: str, value: Any) -> ApiError:
 
 
 def parse(raw: bytes) -> Body:
-    """The object in the body of a call.
+    """Parse the body of a call.
 
     Raises:
-        ApiError: it is none.
+        ApiError: the body is not a JSON object in UTF-8.
     """
     try:
         text = raw.decode("utf-8")
         fields = json.loads(text, parse_constant=_refuse_constant)
         if "\\ud" in text.lower():
-            json.dumps(fields, ensure_ascii=False).encode()  # halves of characters cannot be tokenized
+            json.dumps(fields, ensure_ascii=False).encode()  # raises for lone surrogates, which have no UTF-8
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body must be JSON in UTF-8: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
@@ -108,4 +108,4 @@ def parse(raw: bytes) -> Body:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,4 +1,4 @@
-"""The requests of one call in the engine: added together, read together, aborted together."""
+"""The engine requests of one call, which are added, read and aborted together."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 from flashtile.engine.async_llm import EngineDeadError, Stream
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.server.errors import ApiError, refused
-from flashtile.engine.server.protocol import Call
+from flashtile.engine.server.protocol import ApiCall
 from flashtile.engine.server.service import Ready, Service
 
 
 class Job:
-    """``async with Job(...) as job: async for index, output in job``.
+    """Runs a call's prompts: ``async with Job(...) as job: async for index, output in job``.
 
-    Who leaves before the end aborts what is left. An output that is no answer (an abort, a failure of the
-    engine, the end of the time) is raised as an :class:`ApiError`.
+    Leaving the context early aborts the unfinished requests. An abort, a failure of the engine and a timeout
+    are raised as :class:`ApiError`.
 
     Args:
-        name: of the call; request ``i`` of the engine is ``name-i``.
+        name: name of the call; the engine's request ``i`` is ``name-i``.
     """
 
-    def __init__(self, service: Service, call: Call, name: str, prompts: Sequence[Ready]):
+    def __init__(self, service: Service, call: ApiCall, name: str, prompts: Sequence[Ready]):
         self.service, self.call, self.name, self.prompts = service, call, name, prompts
         self._open: dict[str, Stream] = {}
         self._expired = False
@@ -59,7 +59,7 @@ class Job:
         self._abort()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """(which prompt, its output) as they come, until all are finished."""
+        """Yield (index of the prompt, output) in order of arrival until all requests are finished."""
         numbers = {f"{self.name}-{i}": i for i in range(len(self.prompts))}
         streams = list(self._open.values())
         outputs = streams[0] if len(streams) == 1 else self._merge(streams)
@@ -136,7 +136,7 @@ class Job:
         self._abort(forget=False)
 
     def _abort(self, forget: bool = True) -> None:
-        """What is not finished; its last outputs are read by nobody if it is forgotten."""
+        """Abort the unfinished requests. With ``forget`` their last outputs will not be read."""
         left = list(self._open.values())
         if forget:
             self._open.clear()

@@ -1,4 +1,4 @@
-"""What the page at / shows: the blocks and the batch, as they are between two steps."""
+"""Data of the page at /: blocks and running sequences between two steps."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from flashtile.engine.request import Sequence
 
 MOST_SEQUENCES = 64
 MOST_BLOCKS = 4096
-"""Shown; numbers of all stand beside them."""
+"""Largest numbers of sequences and blocks that the page shows. Its totals count all of them."""
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
-    """On the engine's thread; no text of any request is in it.
+    """Describe blocks and sequences, without any text of a request. Call it on the engine's thread.
 
-    ``refs`` has a digit a block: how many hold it, 9 for more. The prefix cache is one of them.
+    ``refs`` has one digit for each block: its references, at most 9, the prefix cache's included.
     """
     scheduler, stats = engine.scheduler, engine.stats()
     manager, pool = scheduler.manager, scheduler.manager.pool

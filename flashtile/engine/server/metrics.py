@@ -1,4 +1,4 @@
-"""Numbers for Prometheus, by vLLM's names, in its text format (version 0.0.4)."""
+"""Prometheus metrics under vLLM's names, in Prometheus's text format (version 0.0.4)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REASONS = ("stop", "length", "abort", "error")
 
 
 class Histogram:
-    """Counts by upper bounds. One thread observes; others may read meanwhile."""
+    """Counts of values by upper bound. One thread may observe while others read."""
 
     def __init__(self, bounds: tuple[float, ...]):
         self.bounds = bounds
@@ -31,11 +31,11 @@ class Histogram:
 
 
 class Metrics:
-    """What a server has seen.
+    """Counters and histograms of a server.
 
     Attributes:
-        histograms: (help, histogram) by name without the prefix.
-        finished: requests by finish reason.
+        histograms: (help text, histogram) by name without the prefix ``vllm:``.
+        finished: number of requests by finish reason.
     """
 
     def __init__(self, model_name: str):
@@ -63,11 +63,11 @@ class Metrics:
         self.histograms[name][1].observe(value, times)
 
     def request_finished(self, output: RequestOutput, generated: int, streamed: bool) -> None:
-        """Count a request that has its last output.
+        """Count a finished request.
 
         Args:
-            generated: tokens of all its answers.
-            streamed: the times between its tokens are observed already.
+            generated: number of tokens of all its answers.
+            streamed: whether the times between its tokens were observed already.
         """
         reasons = {one.finish_reason for one in output.outputs}
         self.finished[next((reason for reason in reversed(REASONS) if reason in reasons), "stop")] += 1
@@ -93,7 +93,7 @@ class Metrics:
                 self.observe("inter_token_latency_seconds", decoding / steps, steps)
 
     def text(self, stats: EngineStats) -> str:
-        """All of it, with the engine's own numbers."""
+        """Return all metrics, the engine's statistics included, as text."""
         return "\n".join([*self._engine(stats), *self._requests(), *self._histograms(), ""])
 
     def _engine(self, stats: EngineStats) -> Iterator[str]:
@@ -106,8 +106,8 @@ class Metrics:
             "num_preemptions_total": ("Sequences that lost their memory for a while.", stats.num_preemptions),
             "prompt_tokens_total": ("Tokens of prompts that were computed.", stats.prompt_tokens),
             "generation_tokens_total": ("Tokens of answers.", stats.generation_tokens),
-            "prefix_cache_queries_total": ("Tokens of prompts looked up.", stats.prefix_queries),
-            "prefix_cache_hits_total": ("Those of them that were found.", stats.prefix_hits),
+            "prefix_cache_queries_total": ("Tokens of prompts looked up there.", stats.prefix_queries),
+            "prefix_cache_hits_total": ("Tokens of prompts found in the prefix cache.", stats.prefix_hits),
         }
         for kind, numbers in (("gauge", gauges), ("counter", counters)):
             for name, (text, value) in numbers.items():

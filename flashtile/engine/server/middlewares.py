@@ -1,4 +1,4 @@
-"""What stands before every path, of a server and of the address before replicas: keys, errors, the log."""
+"""Middlewares of a server and of the replicas' front: API keys, errors, access log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flashtile.engine.server.door import Door
 from flashtile.engine.server.errors import ApiError, internal_error, json_response
 
 OPEN = ("/", "/health")
-"""Paths that need no key: they say nothing of any request."""
+"""Paths that need no key, because they tell nothing about requests."""
 
 POLLED = ("/health", "/load", "/metrics", "/live")
-"""Paths that programs ask again and again: only errors of theirs get a line in the log."""
+"""Paths that programs poll. Only their errors are logged."""
 
 CLIENT_IS_GONE = 499
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("flashtile.server")
 
 
 def logged(door: Door, access_log: bool) -> Middleware:
-    """The outermost one: a line for each call when it is answered; meanwhile its connection is kept."""
+    """Return the outermost middleware, which logs each call and marks its connection as busy."""
 
     @web.middleware
     async def log(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -39,14 +39,14 @@ def logged(door: Door, access_log: bool) -> Middleware:
         finally:
             if access_log and (status >= 400 or request.path not in POLLED):
                 seconds = time.monotonic() - begun
-                path = request.rel_url.raw_path  # encoded: it cannot begin a line of its own
+                path = request.rel_url.raw_path  # percent-encoded, so it cannot contain a line break
                 logger.info("%s %s %.200s %d %.3f s", request.remote, request.method, path, status, seconds)
 
     return log
 
 
 def authorised(api_keys: Sequence[str]) -> Middleware:
-    """Refuses who has no key, before anything of the body is read."""
+    """Return a middleware that refuses calls without a valid key before it reads their body."""
     keys = [key.encode() for key in api_keys]
 
     @web.middleware
@@ -65,7 +65,7 @@ def authorised(api_keys: Sequence[str]) -> Middleware:
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in one shape."""
+    """Convert every error of a handler to a response in OpenAI's form."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -79,7 +79,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except EngineDeadError as error:
         found = ApiError(str(error), status=503, code="engine_dead")
     except ConnectionError:
-        return web.Response(status=CLIENT_IS_GONE)  # which nobody reads
+        return web.Response(status=CLIENT_IS_GONE)  # only for the access log
     except Exception:
         logger.exception("%s %s failed", request.method, request.rel_url.raw_path)
         found = internal_error()
@@ -92,7 +92,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def check_content_type(request: web.Request) -> None:
-    """Calls that do something are JSON, which a page of another origin cannot send without leave."""
+    """Require JSON for calls that change something: a page of another origin needs CORS permission for it."""
     if request.content_type != "application/json":
         raise ApiError(
             f"Content-Type must be application/json, got {request.content_type!r:.80}",

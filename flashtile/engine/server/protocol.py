@@ -1,4 +1,4 @@
-"""The calls that clients make: their fields, checked, as what the engine takes."""
+"""Validation of clients' calls and their conversion to the engine's arguments."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SAMPLING = (
     "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens",
     "include_stop_str_in_output", "logit_bias", "allowed_token_ids",
 )  # fmt: skip
-"""Fields of both calls that are arguments of SamplingParams by the same name."""
+"""Fields of completions and chat completions that are arguments of SamplingParams with the same name."""
 
 BEAMS = ("ignore_eos", "include_stop_str_in_output", "stop_token_ids", "temperature")
-"""Those that a beam search has, too."""
+"""Sampling fields that a beam search also takes."""
 
 LONGEST_NAME = 200
 MOST_TOKENS = 2**30
@@ -27,18 +27,21 @@ TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_fi
 
 
 @dataclass
-class Call:
-    """What both calls have in common.
+class ApiCall:
+    """Fields that completions and chat completions share.
 
     Attributes:
-        params: ``max_tokens`` is None where the client left it open.
-        max_tokens_field: what the client calls it.
-        logprobs: so many likeliest tokens beside the chosen one; None: no log-probabilities.
-        stream, include_usage, continuous_usage: events; usage in a last one; usage in every one.
-        return_token_ids: tokens beside texts.
-        add_special_tokens, truncate_prompt_tokens: how prompts become tokens; only the last so many are kept.
+        params: sampling parameters. ``max_tokens`` is None if the client left it out.
+        max_tokens_field: the client's name of ``max_tokens``.
+        logprobs: how many likeliest tokens to list in addition to the chosen one; None: no log-probabilities.
+        prompt_logprobs: the same for the prompt's tokens.
+        stream: answer with server-sent events.
+        include_usage, continuous_usage: send token counts in a last event, or in every event.
+        return_token_ids: return tokens in addition to texts.
+        add_special_tokens: add the tokenizer's special tokens to prompts.
+        truncate_prompt_tokens: keep only so many last tokens of a prompt; None: all.
         request_id, priority, cache_salt: as for :meth:`flashtile.engine.Engine.add_request`.
-        fields: the names that the client gave.
+        fields: names of the fields that the client gave.
     """
 
     params: Params
@@ -58,8 +61,10 @@ class Call:
 
 
 @dataclass
-class CompletionCall(Call):
-    """Of /v1/completions. ``echo``: the prompt before the answer; ``echo_only``: without the answer."""
+class CompletionCall(ApiCall):
+    """A call of /v1/completions. ``echo`` returns the prompt before the answer, ``echo_only`` only the
+    prompt.
+    """
 
     prompts: list[str | list[int]] = field(default_factory=list)
     echo: bool = False
@@ -68,7 +73,7 @@ class CompletionCall(Call):
 
 @dataclass
 class Conversation:
-    """Messages and how the chat template shows them."""
+    """Messages, and the arguments of the chat template that renders them."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -78,15 +83,15 @@ class Conversation:
 
 
 @dataclass
-class ChatCall(Call):
-    """Of /v1/chat/completions."""
+class ChatCall(ApiCall):
+    """A call of /v1/chat/completions."""
 
     conversation: Conversation = field(default_factory=lambda: Conversation([], None, True, False, {}))
 
 
 @dataclass
 class TokenizeCall:
-    """Of /tokenize: a text, or a conversation."""
+    """A call of /tokenize, with a text or a conversation."""
 
     prompt: str | None
     conversation: Conversation | None
@@ -95,7 +100,7 @@ class TokenizeCall:
 
 
 def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
-    """The call that a body makes; ApiError names a field that is wrong."""
+    """Read a call of /v1/completions. Raise ApiError naming an invalid field."""
     echo = body.flag("echo")
     logprobs = body.integer("logprobs", None, 0, max_logprobs)
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
@@ -109,13 +114,13 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
     common = _read_common(body, max(1, max_tokens or 1), "max_tokens", logprobs, prompt_logprobs, True)
     best_of = body.integer("best_of", None, 1, MOST_TOKENS)
     if best_of is not None and best_of != body.take("n", 1):
-        raise ApiError("best_of is not supported but where it equals n", "best_of", code="unsupported_field")
+        raise ApiError("best_of is not supported unless it equals n", "best_of", code="unsupported_field")
     body.finish()
     return CompletionCall(**common, prompts=prompts, echo=echo, echo_only=echo_only)
 
 
 def read_chat(body: Body, max_logprobs: int) -> ChatCall:
-    """The call that a body makes; ApiError names a field that is wrong."""
+    """Read a call of /v1/chat/completions. Raise ApiError naming an invalid field."""
     wanted, top = body.flag("logprobs"), body.integer("top_logprobs", None, 0, max_logprobs)
     if top is not None and not wanted:
         raise wrong("top_logprobs", "absent unless logprobs is true", top)
@@ -130,7 +135,7 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
 
 
 def read_prompts(body: Body) -> list[str | list[int]]:
-    """One prompt or many, each a text or its tokens."""
+    """Read ``prompt``, which is one prompt or a list of them, each a text or its tokens."""
     prompt = body.take("prompt")
     if isinstance(prompt, str):
         return [prompt]
@@ -155,7 +160,7 @@ def read_conversation(body: Body) -> Conversation:
     tools, choice = body.take("tools"), body.take("tool_choice")
     if choice not in (None, "none", "auto") or (tools and choice != "none"):
         raise ApiError(
-            "tools are shown to the model only with tool_choice='none': calls of them are not supported",
+            "tool_choice must be 'none': the model is shown the tools, but tool calls are not supported",
             "tools" if tools else "tool_choice", code="unsupported_field",
         )  # fmt: skip
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -177,7 +182,7 @@ def read_tokenize(body: Body) -> TokenizeCall:
     if conversation is None and not isinstance(prompt, str):
         raise wrong("prompt", "a string, where there are no messages", prompt)
     if conversation is not None and prompt is not None:
-        raise wrong("prompt", "absent beside messages", prompt)
+        raise wrong("prompt", "absent where messages is given", prompt)
     call = TokenizeCall(
         prompt, conversation, body.flag("add_special_tokens", conversation is None),
         body.flag("return_token_strs"),
@@ -195,7 +200,7 @@ def read_detokenize(body: Body) -> list[int]:
 
 
 def _are_tokens(values: list[Any]) -> bool:
-    return set(map(type, values)) <= {int} and min(values, default=0) >= 0  # of millions, in a moment
+    return set(map(type, values)) <= {int} and min(values, default=0) >= 0  # fast for millions of tokens
 
 
 def _read_common(
@@ -250,7 +255,7 @@ def _read_common(
 def _read_beams(
     body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
 ) -> BeamSearchParams:
-    """``n`` is the number of beams. What has no meaning for them is refused where it is not neutral."""
+    """Read a beam search, whose number of beams is ``n``. Refuse sampling fields that would change it."""
     neutral = SamplingParams()
     for name in SAMPLING:
         if name in BEAMS or name == "n" or name not in body:
@@ -265,7 +270,7 @@ def _read_beams(
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
     try:
-        # The length of the prompt decides, where the client leaves it open.
+        # Without the client's max_tokens, the room after the prompt decides (Service.set_max_tokens).
         return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MOST_TOKENS, **given)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise refused(error, body.fields) from None

@@ -1,4 +1,4 @@
-"""A server from its first to its last request."""
+"""Starting, running and stopping a server."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ logger = logging.getLogger("flashtile.server")
 
 
 class Server:
-    """Serves until :meth:`stop`.
+    """A server that answers calls from :meth:`start` to :meth:`stop`.
 
     Args:
-        host, port: to listen at; port 0 takes a free one, which ``port`` says after :meth:`start`.
+        llm: the model. Nothing else may use it afterwards.
+        model_name: the name that clients use for the model.
+        limits: limits of calls and connections.
+        host, port: address to listen at. Port 0 takes a free port; ``port`` is its number after
+            :meth:`start`.
     """
 
     def __init__(self, llm: LLM, model_name: str, limits: Limits, host: str = "127.0.0.1", port: int = 8000):
@@ -29,13 +33,13 @@ class Server:
         self._patience = 0.0
 
     async def start(self) -> None:
-        """Listen. OSError if the address cannot be had."""
+        """Listen. Raise OSError if the address is not available."""
         self.service.max_calls = self._door.max_calls
         await self._door.open(make_app(self.service, self._door), self.host, self.port)
         self.port = self._door.port
 
     async def stop(self, timeout: float) -> None:
-        """Take no more calls. Those that there are finish within ``timeout`` seconds, or get an error."""
+        """Accept no more calls and shut down. Calls not finished in ``timeout`` seconds get an error."""
         self._patience = timeout
         self.service.draining = True
         await self._door.close()
@@ -46,7 +50,7 @@ class Server:
         await self._door.end()
 
     def hurry(self) -> None:
-        """Wait no longer for calls to finish."""
+        """Make :meth:`stop` wait no longer for calls to finish."""
         self._patience = 0.0
 
     async def _wait_for_calls(self) -> None:
@@ -65,11 +69,14 @@ def serve(
     shutdown_timeout: float,
     on_start: Callable[[Server], None],
 ) -> int:
-    """Serve until SIGTERM or SIGINT; a second one ends what still runs. The exit code: 1 if the engine died.
+    """Serve until SIGTERM or SIGINT. A second signal aborts the calls that still run.
 
     Args:
         shutdown_timeout: seconds for calls to finish after the signal.
-        on_start: called when calls are taken.
+        on_start: called once the server accepts calls.
+
+    Returns:
+        The exit code: 0, or 1 if the engine failed.
     """
 
     async def run() -> int:

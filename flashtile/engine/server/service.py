@@ -1,4 +1,4 @@
-"""What all calls share: the engine, the limits, the numbers, and prompts on their way to tokens."""
+"""State shared by all calls (the engine, limits, metrics), and tokenization of prompts."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
 from flashtile.engine.server.errors import ApiError, refused, shutting_down
 from flashtile.engine.server.metrics import Metrics
-from flashtile.engine.server.protocol import Call, ChatCall, CompletionCall, Conversation
+from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, Conversation
 from flashtile.engine.tokenizer import Tokenizer
 
 TRUNCATED = 4
-"""A text of which ``truncate_prompt_tokens`` keeps the end may be so many times as long as others."""
+"""With ``truncate_prompt_tokens``, a text may be so many times as long as without."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one client may ask of a server.
+    """Limits of what one client may request from a server.
 
     Attributes:
-        api_keys: one of them must come as ``Authorization: Bearer KEY``; none: everybody may ask.
-        max_concurrent_requests: calls at a time; the next one gets status 429.
-        max_prompts: in one call.
-        max_prompt_tokens: of one prompt; None: as many as the model takes.
-        max_logprobs: log-probabilities at a position.
-        max_body_bytes: of a call.
-        body_timeout, request_timeout: seconds for a body to come, and for an answer to end.
-        idle_timeout: seconds that a connection may be without a call, its headers not whole.
-        max_connections: at a time; the one that has waited longest without a call makes room for another.
-        max_priority: calls may set ``priority`` from minus this to this.
-        access_log: a line in the log for each call.
+        api_keys: keys of which one must be sent as ``Authorization: Bearer KEY``. Empty: no key is needed.
+        max_concurrent_requests: calls answered at a time. Further calls get status 429.
+        max_prompts: prompts of a call.
+        max_prompt_tokens: tokens of a prompt; None: what the model takes.
+        max_logprobs: log-probabilities at each position.
+        max_body_bytes: bytes of a call's body.
+        body_timeout, request_timeout: seconds to receive a body, and to finish an answer.
+        idle_timeout: seconds that a connection may stay open without a call.
+        max_connections: connections at a time. The longest idle one is closed to accept another.
+        max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
+        access_log: whether each call is logged.
 
     Raises:
-        ValueError: naming the limit.
+        ValueError: a limit is invalid; the message names it.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -71,24 +71,25 @@ class Limits:
 
 @dataclass(frozen=True)
 class Ready:
-    """A prompt as the engine takes it; ``text`` None where tokens came."""
+    """A tokenized prompt; ``text`` is None if the client sent tokens."""
 
     text: str | None
     tokens: list[int]
 
 
 class Service:
-    """An engine in its thread, for the handlers of calls.
+    """The engine in its own thread, with the state that handlers of calls share.
 
     Args:
-        llm: which nothing else uses from now on.
-        model_name: that clients call it by.
+        llm: the model. Nothing else may use it afterwards.
+        model_name: the name that clients use for the model.
+        limits: limits of calls.
 
     Attributes:
-        in_flight: calls that are not answered yet.
-        max_calls: how many there may be.
-        draining: the server is being shut down.
-        on_death: called once when the engine has ended by an error.
+        in_flight: number of calls not answered yet.
+        max_calls: maximum of ``in_flight``.
+        draining: whether the server is being shut down.
+        on_death: called when a call finds that the engine has failed.
     """
 
     def __init__(self, llm: LLM, model_name: str, limits: Limits):
@@ -109,12 +110,12 @@ class Service:
         return self.engine.tokenizer
 
     def check_open(self) -> None:
-        """ApiError where the server is being shut down."""
+        """Raise ApiError if the server is being shut down."""
         if self.draining:
             raise shutting_down()
 
     def check_model(self, name: object) -> None:
-        """A call may leave the model out."""
+        """Raise ApiError if a call names another model. A call may leave the model out."""
         if name is not None and name != self.model_name:
             raise ApiError(
                 f"model must be {self.model_name!r}, got {name!r:.100}", "model",
@@ -122,7 +123,7 @@ class Service:
             )  # fmt: skip
 
     async def prepare(self, call: CompletionCall | ChatCall) -> list[Ready]:
-        """The tokens of a call's prompts, in a thread where texts have to be read."""
+        """Tokenize a call's prompts. Texts are tokenized in another thread."""
         self._check_priority(call.priority)
         if isinstance(call, ChatCall):
             return [await asyncio.to_thread(self._prepare_chat, call)]
@@ -135,9 +136,9 @@ class Service:
         return await asyncio.to_thread(self._prepare_completion, call)
 
     def render(self, conversation: Conversation) -> str:
-        """The prompt that a conversation is."""
+        """Render a conversation as a prompt with the model's chat template."""
         count, most = len(conversation.messages), self.engine.max_model_len
-        if count > most:  # of which none takes less than a token
+        if count > most:  # each message takes at least a token
             message = f"messages must be at most {most} messages, got {count}"
             raise ApiError(message, "messages", code="context_length_exceeded")
         try:
@@ -148,8 +149,8 @@ class Service:
         except ValueError as error:
             raise refused(error, ("messages",), "messages") from None
 
-    def set_max_tokens(self, call: Call, prompts: list[Ready]) -> None:
-        """Check ``max_tokens`` against the room that the prompts leave, and set it where it is open."""
+    def set_max_tokens(self, call: ApiCall, prompts: list[Ready]) -> None:
+        """Check the client's ``max_tokens`` against the room after the longest prompt, or set it to that."""
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
         room = engine.max_model_len - longest
@@ -191,17 +192,17 @@ class Service:
         return min(longest - 1, self.limits.max_prompt_tokens or longest)
 
     def check_length(self, param: str, text: str, most: int) -> None:
-        """Refuse a text that has certainly more than ``most`` tokens, before all of it is read."""
+        """Refuse a text that certainly has more than ``most`` tokens, without encoding all of it."""
         if self.tokenizer.is_longer(text, most):
             message = f"{param} must be at most {most} tokens, got many more in {len(text)} characters"
             raise ApiError(message, param, code="context_length_exceeded")
 
-    def _encode(self, call: Call, param: str, text: str) -> list[int]:
+    def _encode(self, call: ApiCall, param: str, text: str) -> list[int]:
         truncated = call.truncate_prompt_tokens is not None
         self.check_length(param, text, self.max_prompt_tokens * (TRUNCATED if truncated else 1))
         return self.tokenizer.encode(text, call.add_special_tokens)
 
-    def _ready(self, call: Call, param: str, text: str | None, tokens: list[int]) -> Ready:
+    def _ready(self, call: ApiCall, param: str, text: str | None, tokens: list[int]) -> Ready:
         if call.truncate_prompt_tokens is not None and len(tokens) > call.truncate_prompt_tokens:
             text, tokens = None, tokens[-call.truncate_prompt_tokens :]
         if len(tokens) > self.max_prompt_tokens:
@@ -210,7 +211,7 @@ class Service:
         return Ready(text, tokens)
 
     def _count_step(self, engine: Engine) -> None:
-        """On the engine's thread."""
+        """Record the tokens of the engine's last step. Runs on the engine's thread."""
         if engine.last_schedule is not self._counted:
             self._counted = engine.last_schedule
             self.metrics.observe("iteration_tokens_total", self._counted.num_tokens)

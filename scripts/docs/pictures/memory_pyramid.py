@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashtile.io_model import Card, find_card
-from flashtile.io_model.tables import format_bytes
+from flashtile.learn.io_model.tables import format_bytes
 from pictures.canvas import BLUE, GREEN, INK, ORANGE, PURPLE, Say, heading, line, svg, text
 
 CARDS = ("a100-40gb", "h100")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashtile.algorithms import Span
-from flashtile.algorithms.flash3_schedule import PRODUCER, SOFTMAX, TENSOR_CORE, TMA, busy, schedule
+from flashtile.learn.algorithms.flash3_schedule import PRODUCER, SOFTMAX, TENSOR_CORE, TMA, busy, schedule
 from pictures.canvas import BLUE, GREEN, INK, ORANGE, Say, box, heading, svg, text
 
 BLOCKS, SHOWN = 32, 12

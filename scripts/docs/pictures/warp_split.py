@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from flashtile.algorithms import Memory, Trace, warp_split
-from flashtile.algorithms.warps import Warps
+from flashtile.learn.algorithms.warps import Warps
 from pictures.canvas import BLUE, FAINT, GREEN, INK, ORANGE, PURPLE, Say, box, heading, line, svg, text
 
 ROWS, KEYS, HEAD_DIM, BLOCK = 64, 256, 64, 64

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from flashtile.demo.huggingface import save_llama
-from flashtile.demo.llama import Llama, sized
 from flashtile.engine import LLM
 from flashtile.engine.server.run import Server
 from flashtile.engine.server.service import Limits
+from flashtile.tools.demo.huggingface import save_llama
+from flashtile.tools.demo.llama import Llama, sized
 
 MODEL = "alphabet"
 MAX_MODEL_LEN = 4096

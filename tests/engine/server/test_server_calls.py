@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 
 import pytest
@@ -301,11 +302,13 @@ def test_numbers_for_prometheus(server):
     before = (
         server.metric("vllm:generation_tokens_total"),
         server.metric("vllm:inter_token_latency_seconds_count"),
+        server.metric("vllm:iteration_tokens_total_sum"),
     )
     server.complete(prompt="abc", max_tokens=5)
     server.events(COMPLETIONS, prompt="abc", max_tokens=5)
     assert server.metric("vllm:generation_tokens_total") - before[0] == 10
     assert server.metric("vllm:inter_token_latency_seconds_count") - before[1] == 8
+    assert server.metric("vllm:iteration_tokens_total_sum") - before[2] == 2 * (3 + 4)
     response = server.send("/metrics")
     assert response.getheader("Content-Type").startswith("text/plain")
     found = response.read().decode()
@@ -319,6 +322,11 @@ def test_numbers_for_prometheus(server):
         "request_decode_time_seconds_count", "iteration_tokens_total_count",
     ):  # fmt: skip
         assert f'vllm:{name}{{model_name="{MODEL}"' in found, name
+    bounds = re.findall(r'vllm:e2e_request_latency_seconds_bucket{.*le="(.*)"}', found)
+    assert [float(bound) for bound in bounds] == [
+        0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5,
+        1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, math.inf,
+    ]  # fmt: skip
     parser = pytest.importorskip("prometheus_client.parser")
     assert len(list(parser.text_string_to_metric_families(found))) > 15
 

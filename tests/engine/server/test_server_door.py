@@ -10,12 +10,14 @@ import os
 import resource
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 from serving import MODEL, running
 
 from flashtile.engine.server import door as door_module
+from flashtile.engine.server import run as run_module
 from flashtile.engine.server.door import Door, allowed_connections
 from flashtile.engine.server.middlewares import logged
 from flashtile.engine.server.service import Limits
@@ -173,6 +175,21 @@ def test_the_files_of_the_process_bound_its_connections(monkeypatch, caplog):
     assert allowed_connections(10**6) == 4900
     allowed[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert allowed_connections(10**6) == 10**6
+
+
+def test_a_server_answers_as_many_calls_as_its_door_lets_in(monkeypatch):
+    monkeypatch.setattr(door_module, "allowed_connections", lambda *wanted: 20)
+    monkeypatch.setattr(run_module, "Service", lambda *given: SimpleNamespace(max_calls=1000))
+    monkeypatch.setattr(run_module, "make_app", lambda service, door: web.Application())
+    server = run_module.Server(None, MODEL, Limits(), port=0)
+
+    async def run():
+        await server.start()
+        await server._door.close()
+        await server._door.end()
+
+    asyncio.run(run())
+    assert server.service.max_calls == server._door.max_calls < Limits().max_concurrent_requests
 
 
 def test_a_line_for_each_call(model, caplog):

@@ -259,7 +259,7 @@ def test_at_the_end_calls_get_an_error_if_there_is_none(model):
 
 
 def test_many_random_calls_with_too_little_memory(model):
-    found = soak(model, 120)
+    found = soak(model, 80)
     assert set(found.outcomes) == set(WEIGHTS)
     assert found.preemptions > 0
-    assert max(found.calls_alive) <= 6, found.calls_alive  # of 120
+    assert max(found.calls_alive) <= 6, found.calls_alive  # of 80

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from flashtile.engine import BeamSearchParams, RequestOutputKind
 from flashtile.engine.server.errors import ApiError
 from flashtile.engine.server.fields import UNSUPPORTED, Body, parse
 from flashtile.engine.server.protocol import read_chat, read_completion, read_detokenize, read_tokenize
+from flashtile.engine.server.service import Ready, Service
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -139,6 +141,25 @@ def test_a_completion_takes_everything_that_is_documented():
     assert params.output_kind is RequestOutputKind.DELTA
     assert (call.include_usage, call.continuous_usage, call.truncate_prompt_tokens) == (True, True, 9)
     assert (call.request_id, call.priority, call.cache_salt) == ("mine", 2, "s")
+
+
+def test_best_of_is_the_number_of_answers():
+    for fields in ({"best_of": 1}, {"best_of": 1, "n": 1}, {"best_of": None}, {"best_of": 3, "n": 3}):
+        assert read_completion(Body({"prompt": "a", **fields}), 20).params.n == fields.get("n", 1)
+    error = refusal(read_completion, Body({"prompt": "a", "best_of": 2}), 20)
+    assert (error["param"], error["code"]) == ("best_of", "unsupported_field")
+    assert refusal(read_completion, Body({"prompt": "a", "best_of": 0}), 20)["code"] != "unsupported_field"
+
+
+@pytest.mark.parametrize(("blocks", "window", "room"), [(11, -1, 35), (101, -1, 95), (11, 8, 95), (2, -1, 1)])
+def test_an_answer_may_fill_what_the_model_and_the_memory_hold(blocks, window, room):
+    """Where it has no ``max_tokens``: 100 tokens, or the blocks of 4, less a prompt of 5."""
+    pool = SimpleNamespace(num_blocks=blocks, null_blocks=1)
+    manager = SimpleNamespace(window_left=window, block_size=4, pool=pool)
+    engine = SimpleNamespace(max_model_len=100, scheduler=SimpleNamespace(manager=manager))
+    call = read_chat(Body(HELLO), 20)
+    Service.set_max_tokens(SimpleNamespace(engine=engine), call, [Ready(None, [0] * n) for n in (5, 2)])
+    assert call.params.max_tokens == room
 
 
 def test_only_an_echo_may_ask_for_no_token():

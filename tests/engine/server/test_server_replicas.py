@@ -19,14 +19,14 @@ import typer
 from typer.testing import CliRunner
 
 from flashtile.cli import application
-from flashtile.commands.options import as_arguments
-from flashtile.commands.serve import environments_of
 from flashtile.engine.server.replicas import front as front_module
 from flashtile.engine.server.replicas import process
-from flashtile.engine.server.replicas.front import Front, serve_replicas
+from flashtile.engine.server.replicas.front import Front, Incoming, serve_replicas
 from flashtile.engine.server.replicas.process import Replica
 from flashtile.engine.server.replicas.routing import PIECE, SLACK, Routing, prompt_of
 from flashtile.engine.server.service import Limits
+from flashtile.tools.commands.options import as_arguments
+from flashtile.tools.commands.serve import environments_of
 
 SERVER = """
 import json, os, signal, sys, time
@@ -103,6 +103,14 @@ def test_a_beginning_is_another_one_whichever_character_differs(place):
     one.in_flight = 1
     assert routing.choose([one, two], story) is one
     assert routing.choose([one, two], story[:place] + b"b" + story[place + 1 :]) is two
+
+
+def test_a_prompt_without_a_whole_piece_has_no_home():
+    one, two = (SimpleNamespace(in_flight=0, is_up=True) for _ in range(2))
+    routing, short = Routing(), b"a" * (PIECE - 1)
+    assert routing.choose([one, two], short) is one
+    one.in_flight = 1
+    assert routing.choose([one, two], short) is two
 
 
 def test_the_prompt_of_a_call():
@@ -279,6 +287,35 @@ def test_wrong_arguments_of_replicas_end_the_command_and_are_said_once(capfd):
     assert capfd.readouterr().err == "such is wrong\n\nsuch is wrong\n"
 
 
+def test_a_signal_ends_replicas_that_are_still_starting():
+    class Starting(Replica):
+        def start(self):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        async def wait(self):
+            await self._stopping.wait()
+
+    async def run():
+        return [Starting(i, [], {}) for i in range(2)]
+
+    replicas = asyncio.run(run())
+    assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, 60.0, lambda port: None) == 1
+
+
+def test_a_short_body_is_sent_in_one_piece():
+    chunks = [b'{"prompt"', b': "a"}', b""]
+
+    async def read():
+        return chunks.pop(0)
+
+    async def run():
+        content = SimpleNamespace(readany=read)
+        incoming = Incoming(SimpleNamespace(content=content, content_length=None), Limits())
+        return await incoming.head(), incoming.to_send()
+
+    assert asyncio.run(run()) == (b'{"prompt": "a"}', (b'{"prompt": "a"}', {}))
+
+
 def test_a_client_that_is_gone_gets_no_second_answer(monkeypatch):
     asked = []
 
@@ -333,6 +370,7 @@ def test_a_replica_gets_the_options_and_gpus_that_are_its_own(monkeypatch):
 
     CliRunner().invoke(app, ["M", "--n", "3", "--no-on", "--key", "a", "--key", "b"])
     assert found == ["M", "--n", "3", "--no-on", "--key", "a", "--key", "b", "--port", "0"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert "CUDA_VISIBLE_DEVICES" not in environments_of(2, 1, "cpu")[0]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")

@@ -1,4 +1,4 @@
-"""Decoding on the CPU in plain torch: every feature, and no memory that grows with the scores."""
+"""Decoding on the CPU in plain torch, with all features and without memory for all scores."""
 
 from __future__ import annotations
 

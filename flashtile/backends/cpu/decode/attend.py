@@ -18,18 +18,18 @@ from flashtile.problems.decode import CacheTensors, DecodeProblem
 
 BLOCK_ROWS = 256
 TILE_ELEMENTS = 1 << 18
-"""Of a tile of scores over all heads: it stays in the second-level cache."""
+"""Elements in a tile of scores over all heads, so that the tile stays in the L2 cache."""
 LEAST_SUM, MOST_SUM = 2.0**-16, 2.0**16
-"""Of a row's exponentials over a unified maximum. Their logarithm is then as small as that of online sums,
-and what exp flushes to zero is nothing beside them."""
+"""Accepted range for a row's sum of exponentials with a unified maximum. Within it, the logarithm is as small
+as with online softmax, and terms that exp flushes to zero are negligible."""
 LEAST_VALUE = 2.0**-60
-"""Of the largest sum of values: in smaller ones terms may have been flushed to zero."""
+"""Least accepted magnitude of the largest sum of values: smaller sums may lack terms flushed to zero."""
 
 
 def attend(
     problem: DecodeProblem, q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the whole batch; lse comes in any case."""
+    """Return (out, lse) of the whole batch; lse is always computed."""
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
     with torch.autocast("cpu", enabled=False):  # which would round the tiles' products
@@ -46,7 +46,7 @@ def attend(
 def _sequences(
     problem: DecodeProblem, q: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """(seqlen_q, heads, head_dim) of q, the same of out, and (heads, seqlen_q) of lse, for each sequence."""
+    """Yield views of each sequence: q and out (seqlen_q, heads, head_dim), lse (heads, seqlen_q)."""
     if cu_seqlens_q is None:
         yield from zip(q, out, lse, strict=True)
         return

@@ -1,4 +1,4 @@
-"""Writing into a cache on the CPU: appended tokens, rotated and quantised on the way, and copied blocks."""
+"""Writes to a cache on the CPU: copied blocks, and appended tokens (rotary embedding, quantisation)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashtile.problems.decode import FP8, FP8_MAX, AppendProblem, AppendTensors
 from flashtile.reference.rotary import rotate_appended
 
 
-@torch.inference_mode()  # so that caches made under it can be written outside of it, too
+@torch.inference_mode()  # so that caches made in inference mode can be written outside of it
 def append(
     problem: AppendProblem, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, given: AppendTensors
 ) -> None:
@@ -37,7 +37,7 @@ def append(
 
 @torch.inference_mode()
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, given: CopyTensors) -> None:
-    """Copy (source, destination) blocks in all layers; all tensors have the layers in front."""
+    """Copy (source, destination) blocks in all layers; the first dimension of all tensors is the layer."""
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].long().unbind(1)
     for tensor in (k_cache, v_cache, *given):
         if tensor is not None:
@@ -46,5 +46,5 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, given: Co
 
 
 def _indexable(tensor: Tensor) -> Tensor:
-    """A view that torch can index on the CPU, which it cannot do with FP8."""
+    """Return a view that torch can index on the CPU: FP8 tensors as uint8."""
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor

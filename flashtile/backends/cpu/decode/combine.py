@@ -1,4 +1,4 @@
-"""Partial results of Flash-Decoding put together, on the CPU."""
+"""Combination of Flash-Decoding's partial results on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtile.problems.decode import CombineProblem, DecodeProblem
 def combine(
     problem: CombineProblem | DecodeProblem, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) as (batch, seqlen, heads, head_dim) and (batch, heads, seqlen), one part after another."""
+    """Return out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen); parts are added in order."""
     lse_partial = lse_partial.masked_fill(lse_partial == torch.inf, -torch.inf)
     largest = lse_partial.amax(0)
     empty = largest == -torch.inf
@@ -21,7 +21,7 @@ def combine(
     for out_part, lse_part in zip(out_partial, lse_partial, strict=True):
         weight = torch.exp(lse_part - largest)
         total += weight
-        # Nobody has written out where a part has no key: it may hold NaN, which a weight of 0 would keep.
+        # Where a part has no key, its out is not written and may hold NaN, which a weight of 0 would keep.
         part = out_part.to(out.dtype).masked_fill((lse_part == -torch.inf).unsqueeze(-1), 0.0)
         out.addcmul_(part, weight.unsqueeze(-1))
     out /= total.masked_fill(empty, 1.0).unsqueeze(-1)

@@ -1,9 +1,9 @@
 """A step of generation on the CPU: each sequence has one query, which sees all keys of a range.
 
-torch's flash kernel attends. It computes each sequence alone, so that no result depends on its batch;
-neighbours that see the same positions share a call. A long sequence is taken in pieces of at most
-``PIECE_ELEMENTS``, which are put together by their log-sum-exps. Pages that follow one another are read where
-they lie, others are gathered for as many pieces at a time as one could have.
+torch's flash kernel attends. It computes each sequence separately, so that no result depends on its batch.
+Neighbours that see the same positions share a call. A long sequence is split into pieces of at most
+``PIECE_ELEMENTS``, which are merged by their log-sum-exps. Consecutive pages are read in place. Other pages
+are gathered, for several pieces at a time up to the size of one piece.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from flashtile.backends.cpu.flash import attend_by_heads
 from flashtile.problems.decode import CacheTensors, DecodeProblem
 
 PIECE_ELEMENTS = 256 * 1024
-"""Of keys over all heads, and as many of values: gathered ones stay in the second-level cache."""
+"""Elements of a piece's keys over all heads, and of its values: gathered ones stay in the L2 cache."""
 
 
 class Piece(NamedTuple):
-    """What one call of the kernel reads: the same keys of one sequence, or of neighbours."""
+    """Keys that one call of the kernel reads: one range, of one sequence or of neighbouring sequences."""
 
     sequences: range
     keys: range
-    pages: list[int]  # in which these keys lie, of one sequence after another
+    pages: list[int]  # which hold these keys, sequence by sequence
 
 
 KeysAndValues = tuple[range, "Tensor | None", "Tensor | None"]
@@ -42,9 +42,9 @@ KeysAndValues = tuple[range, "Tensor | None", "Tensor | None"]
 def attend(
     problem: DecodeProblem, config: Fused, q: Tensor, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the whole batch; lse comes in any case.
+    """Return (out, lse) of the whole batch; lse is always computed.
 
-    A group's heads are as many queries of one head, whose keys are read once.
+    The query heads of a group become queries of one head, so that its keys are read once.
     """
     by_group = (problem.batch, problem.num_heads_kv, problem.group_size, problem.head_dim)
     queries = q.to(config.compute_dtype).reshape(by_group)
@@ -84,7 +84,7 @@ def _together(
 def _dense(
     problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> Iterator[KeysAndValues]:
-    """The keys of a dense cache: where they lie, or converted to ``dtype`` a piece at a time."""
+    """Yield the keys of a dense cache: in place, or converted to ``dtype`` a piece at a time."""
     in_place, indexed = k_cache.dtype == dtype, given.cache_batch_idx is not None
     rows = range(problem.batch) if given.cache_batch_idx is None else given.cache_batch_idx.tolist()
     caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
@@ -105,7 +105,7 @@ def _dense(
 def _paged(
     problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> Iterator[KeysAndValues]:
-    """The keys of a paged cache. Where the pages lie changes no bit: it changes neither pieces nor calls."""
+    """Yield the keys of a paged cache, in pieces and calls that do not depend on where pages lie."""
     caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
     in_place = k_cache.dtype == dtype and given.k_descale is given.v_descale is None
     most_pages = -(-_most_keys(problem) // problem.page_size)
@@ -155,13 +155,13 @@ def _consecutive(pages: list[int]) -> bool:
 
 
 def _by_heads(tokens: Tensor, piece: Piece, problem: DecodeProblem) -> Tensor:
-    """(sequences, heads_kv, keys, head_dim) of the tokens (tokens, heads_kv, head_dim) of whole pages."""
+    """View tokens of whole pages (tokens, heads_kv, head_dim) as (sequences, heads_kv, keys, head_dim)."""
     by_sequence = tokens.unflatten(0, (len(piece.sequences), -1)).transpose(1, 2)
     return by_sequence.narrow(2, piece.keys.start % problem.page_size, len(piece.keys))
 
 
 def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterator[tuple[range, range]]:
-    """(sequences, the keys that the query of each of them sees): one sequence, or ``together`` neighbours."""
+    """Yield (sequences, keys that their queries see), by single sequences or, if ``together``, neighbours."""
     leftpads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.tolist()
     bounds = list(zip(lengths_of(problem, given), leftpads, strict=True))
     first = 0
@@ -176,7 +176,7 @@ def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterat
 
 
 def _gathered_together(pieces: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
-    """Consecutive pieces of ``most`` pages in all, or a single one."""
+    """Group consecutive pieces with at most ``most`` pages in total; a larger piece is a group by itself."""
     group: list[Piece] = []
     room = most
     for piece in pieces:

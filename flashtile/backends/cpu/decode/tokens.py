@@ -1,4 +1,4 @@
-"""Tokens of a cache in the dtype that computes with them, scaled back where they are stored in FP8."""
+"""Tokens of a cache in the dtype of computation; tokens stored in FP8 are multiplied by their scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashtile.problems.decode import CacheTensors, DecodeProblem
 
 
 def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(keys, heads_kv, head_dim) of a dense cache."""
+    """Return (keys, heads_kv, head_dim) of a dense cache."""
     tokens = cache[row, keys.start : keys.stop].to(dtype)
     if descale is not None:
         tokens *= (descale if descale.dim() == 1 else descale[row]).to(dtype).unsqueeze(-1)
@@ -18,10 +18,10 @@ def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, 
 
 
 def tokens_of_pages(cache: Tensor, pages: Tensor, descale: Tensor | None, memory: Tensor) -> Tensor:
-    """(pages * page_size, heads_kv, head_dim) of a paged cache, in ``memory``.
+    """Return (pages * page_size, heads_kv, head_dim) of a paged cache, written to ``memory``.
 
-    That is as many pages or more, in the dtype that computes. It serves one call after another: memory that
-    is asked of the system each time costs more than the copy.
+    ``memory`` holds at least as many pages, in the dtype of computation. It is reused from call to call,
+    since allocating it each time costs more than the copy.
     """
     tokens = memory[: len(pages)]
     if cache.dtype == memory.dtype:
@@ -37,11 +37,11 @@ def tokens_of_pages(cache: Tensor, pages: Tensor, descale: Tensor | None, memory
 
 
 def pages_of(keys: range, page_size: int) -> range:
-    """The columns of a block table in which these keys lie."""
+    """Return the columns of a block table that hold these keys."""
     return range(keys.start // page_size, -(-keys.stop // page_size))
 
 
 def lengths_of(problem: DecodeProblem, given: CacheTensors) -> list[int]:
-    """Keys of each sequence, appended ones included."""
+    """Return the number of keys of each sequence, including appended ones."""
     lengths = sequence_lengths(problem.batch, problem.capacity, given, problem.seqlen_new)
     return [problem.capacity] * problem.batch if lengths is None else lengths.tolist()

@@ -7,19 +7,35 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from flashtile.backends.common.compile_cases import preprocess_case
-from flashtile.backends.common.compile_report import CompileCase
+from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.common.tma import View
-from flashtile.backends.hopper.backward import launch, wide_launch
+from flashtile.backends.hopper.backward import bias_launch, launch, wide_launch
+from flashtile.backends.hopper.backward.bias_gradient import BiasSizes, gradient_kernel
 from flashtile.backends.hopper.backward.config import BackwardConfig, WideBackwardConfig, choose
+from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
 from flashtile.backends.hopper.backward.kernel import backward_kernel
+from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
+from flashtile.backends.hopper.backward.scores import BackwardNumbers
 from flashtile.backends.hopper.backward.splits import Splits
 from flashtile.backends.hopper.backward.sum_parts import sum_parts_kernel
 from flashtile.backends.hopper.backward.sum_parts import variant_of as sum_variant
-from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
-from flashtile.backends.hopper.backward.wide_dq import dq_kernel
-from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors
+from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
+from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
+from flashtile.backends.hopper.compile_cases import (
+    HOPPER,
+    PLAIN,
+    attention_case,
+    bias_of,
+    modified,
+    modifier_pointers,
+    schedule_types,
+    tensors,
+)
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
+from flashtile.backends.hopper.forward.schedule import ForwardSchedule
 from flashtile.problems.attention import Problem
 
 _FULL = replace(PLAIN, num_heads_kv=PLAIN.num_heads_q)
@@ -37,6 +53,14 @@ _FEATURES = replace(
 _MASKS = {"full": _FULL, "causal": _CAUSAL, "features": _FEATURES}
 _TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256))
+_MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
+    "mods": {64: (132, 48, 200, 60, 52), 128: (128, 244, 144, 240, 324)},
+    "dropout": {64: (32, 60, 104), 128: (100, 212, 864)},
+    "bias": {64: (60, 212, 508), 128: (132, 156, 316)},
+}
+_BIAS_GRADIENT_SPILLS: dict[int, tuple[int, ...]] = {64: (40, 20, 4), 128: (40, 20, 8)}
+_TELLING = {("dropout", "causal", 128)}
+"""Cases that are compiled in every run of the tests; others differ little from them."""
 _SHARED = Splits(heads=4, rows=2)
 """Blocks of keys that eight programs share, each with a query head."""
 
@@ -62,6 +86,14 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for case in _products("features", replace(_FEATURES, head_dim=256, head_dim_v=128), _SHARED):
         yield replace(case, exhaustive=True)
     yield _sum_case(replace(PLAIN, head_dim=72, head_dim_v=128), _SHARED.parts)
+    for kind, spills in _MODIFIED_SPILLS.items():
+        for name, problem, spill_budget in modified(kind, spills):
+            for case in _modified(kind, name, problem):
+                telling = (kind, name, problem.head_dim) in _TELLING
+                yield replace(case, spill_budget=spill_budget, exhaustive=not telling)
+    for name, problem, spill_budget in modified("bias", _BIAS_GRADIENT_SPILLS):
+        telling = name == "causal" and problem.head_dim == 64
+        yield replace(_bias_gradient(name, problem), spill_budget=spill_budget, exhaustive=not telling)
     with_sink = replace(_FULL, head_dim=128, head_dim_v=128, sink=True)
     yield preprocess_case(
         "hopper backward preprocess head_dim 128", with_sink, "bf16", has_dlse=True, dq_accum_columns=128
@@ -75,13 +107,91 @@ def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterato
     if not isinstance(config, WideBackwardConfig):
         variant = launch.variant_of(problem, config)
         views = launch.views(problem, variant, *tensors(problem), resident_heads=3)
-        yield _case(mask, problem, config, backward_kernel, views, variant)
+        yield _case(mask, problem, config, backward_kernel, views, variant, _structures(problem, variant))
         return
     dkv, dq = wide_launch.variants(problem, config)
     views = wide_launch.views(problem, dkv, *tensors(problem))
-    yield _case(mask, problem, config, dkv_kernel, views, dkv)
+    yield _case(mask, problem, config, dkv_kernel, views, dkv, _wide_structures(dkv, is_dq=False))
     if splits.parts == 1:
-        yield _case(mask, problem, config, dq_kernel, views, dq)
+        yield _case(mask, problem, config, dq_kernel, views, dq, _wide_structures(dq, is_dq=True))
+
+
+def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
+    """The kernel of five products with a modifier; with a bias also where it writes dS as its gradient."""
+    shared = bias_of(problem)
+    biases = [shared]
+    if shared is not None and not problem.varlen:
+        biases.append(shared.expand(problem.batch, -1, -1, -1).contiguous())
+    for bias in biases:
+        own = replace(problem, bias_grad=bias is not shared)
+        variant = launch.variant_of(own, choose(own), bias)
+        views = launch.views(own, variant, *tensors(own), resident_heads=3)
+        sizes = f"head_dim {own.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N}"
+        yield attention_case(
+            f"{kind} backward {sizes} {name}{' dS' * variant.STORES_DS}",
+            backward_kernel,
+            views,
+            variant,
+            LAUNCH_REGISTERS[2],
+            0,
+            _structures(own, variant, bias),
+        )
+
+
+def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None) -> dict[str, Any]:
+    """Types of the parameters of the kernel of five products, by name, but for the descriptors that all
+    have."""
+    described = launch.bias_views(problem, variant, bias)
+    dropped = "fp32" if variant.HAS_DROPOUT else None
+    return {
+        **{
+            name: None if view is None else view.type_name
+            for name, view in zip(("bias_desc", "dbias_desc"), described, strict=True)
+        },
+        "pointers": types_of(
+            BackwardPointers,
+            "*i32",
+            table="*i32" if variant.VARLEN else None,
+            dq="*fp32" if problem.partial else "*bf16",
+            **modifier_pointers(variant),
+            scalars=BackwardScalars(
+                schedule_types(BackwardSchedule, variant),
+                types_of(AccumSizes, "i32"),
+                types_of(BackwardNumbers, "fp32", keep_scale=dropped, keep=dropped),
+            ),
+        ),
+    }
+
+
+def _wide_structures(variant: Any, is_dq: bool) -> dict[str, Any]:
+    """Return the structures of the kernels for head sizes over 128."""
+    read = {name: kind for name, kind in modifier_pointers(variant).items() if name in DkvPointers._fields}
+    pointers = types_of(DqPointers if is_dq else DkvPointers, "*fp32", counters="*i32", **read)
+    return {
+        "pointers": pointers._replace(table="*i32" if variant.VARLEN else None),
+        "schedule": schedule_types(ForwardSchedule if is_dq else BackwardSchedule, variant),
+        "numbers": types_of(BackwardNumbers, "fp32", keep_scale=None, keep=None),
+    }
+
+
+def _bias_gradient(name: str, problem: Problem) -> CompileCase:
+    problem = replace(problem, varlen=False, seqused_k=False)
+    bias = bias_of(problem)
+    assert bias is not None
+    has_score_mod = launch.variant_of(problem, choose(problem), bias).HAS_SCORE_MOD
+    variant = bias_launch.gradient_variant_of(problem, has_score_mod)
+    return attention_case(
+        f"bias gradient head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}",
+        gradient_kernel,
+        bias_launch.gradient_views(problem, variant, *tensors(problem), bias),
+        variant,
+        LAUNCH_REGISTERS[2],
+        0,
+        {
+            "sizes": types_of(BiasSizes, "i32"),
+            "scores": types_of(BackwardNumbers, "fp32", keep_scale=None, keep=None),
+        },
+    )
 
 
 def _sum_case(problem: Problem, parts: int) -> CompileCase:
@@ -102,6 +212,7 @@ def _case(
     kernel: Any,
     views: Mapping[str, View],
     variant: Any,
+    structures: Mapping[str, Any],
 ) -> CompileCase:
     budgets = {
         "full": config.spill_budget,
@@ -113,5 +224,4 @@ def _case(
     product = "backward" if what == "backward" else f"backward {what}"
     sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{variant.BLOCK_M}x{variant.BLOCK_N}"
     name = f"{product} head_dim {sizes} {tile} {mask}{' partial' * problem.partial}{' shared' * shared}"
-    case = attention_case(name, kernel, views, variant, LAUNCH_REGISTERS[2], budgets[mask])
-    return replace(case, signature=case.signature | {"dq": "*fp32"}) if problem.partial else case
+    return attention_case(name, kernel, views, variant, LAUNCH_REGISTERS[2], budgets[mask], structures)

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashtile.backends.hopper.backward.splits import choose_splits
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.problems.attention import Problem
 
 POSTPROCESS_WARPS = 2
-"""Warps that make dQ of ``dq_accum``, beside the producer and the warp that adds to it."""
+"""Warps that convert ``dq_accum`` to dQ, in addition to the producer and the warp that adds to it."""
 POSTPROCESS_CHUNK = 1024
 """Floats of ``dq_accum`` that they convert at a time."""
 POSTPROCESS_STAGES = 3
@@ -47,7 +47,7 @@ class BackwardConfig:
 
     @property
     def parts(self) -> int:
-        """Of each row of dK and dV, which are added up in the end."""
+        """Number of parts of each row of dK and dV, which are summed at the end."""
         return self.HEAD_SPLITS * self.ROW_SPLITS
 
 
@@ -73,7 +73,7 @@ class WideBackwardConfig(BackwardConfig):
 
 
 @dataclass(frozen=True)
-class BackwardVariant(WithoutFunctions):
+class BackwardVariant(ModifierFlags):
     """Everything that the backward kernel is compiled for: one constant of the kernel."""
 
     HAS_TREE: ClassVar[bool] = False
@@ -99,7 +99,7 @@ class BackwardVariant(WithoutFunctions):
     HEAD_SPLITS: int
     ROW_SPLITS: int
     HEAD_DIM: int
-    """Of q and k; HEAD_DIM_V: of v. Tiles have BLOCK_D and BLOCK_DV columns, zeros behind these."""
+    """Columns of q and k; HEAD_DIM_V: of v. Tiles have BLOCK_D and BLOCK_DV columns, padded with zeros."""
     HEAD_DIM_V: int
     BLOCK_D: int
     BLOCK_DV: int
@@ -118,8 +118,15 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 }
 
 
+_FEW_ROWS = BackwardConfig(64)
+"""For every head size: a score_mod, and what dropout keeps, need the registers that tiles of 128 rows
+have."""
+
+
 def choose(problem: Problem) -> BackwardConfig:
     """:class:`WideBackwardConfig` where either head size is over 128."""
+    if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
+        return with_splits(_FEW_ROWS, problem)
     config = _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)), WideBackwardConfig())
     return with_splits(config, problem)
 
@@ -144,7 +151,7 @@ def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
 
 
 def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:
-    """The same of the two kernels for head sizes over 128: of dK and dV, and of dQ."""
+    """Bytes of shared memory of the kernel of dK and dV and of that of dQ, for head sizes over 128."""
     both = block_d + block_dv
     rows = config.STAGES * config.BLOCK_M
     weights = 2 * config.BLOCK_M * config.BLOCK_N

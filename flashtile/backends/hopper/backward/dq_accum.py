@@ -17,13 +17,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flashtile.backends.hopper import config as shared_config
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.schedule import blocks_of_head, padded_row, sequence_of
 from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.compat import aggregate, async_load, async_store, partition_barrier
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 
-ROWS = gl.constexpr(shared_config.WARPGROUP_ROWS)
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)
 POSTPROCESS_WARPS = gl.constexpr(config.POSTPROCESS_WARPS)
 VECTOR = gl.constexpr(8)
@@ -32,8 +31,8 @@ BLOCK = gl.constexpr(64)
 """Floats of 8 rows and 8 columns that do."""
 
 
-class Sizes(NamedTuple):
-    """Integers of the launch; run-time arguments of the kernel, in this order."""
+class AccumSizes(NamedTuple):
+    """Integers of the launch that say how ``dq_accum`` lies."""
 
     row_blocks: Any
     """Blocks of padded query rows of a head."""
@@ -45,8 +44,19 @@ class Sizes(NamedTuple):
     """Vectors of 8 columns in a row of dQ."""
 
 
+class BackwardScalars(NamedTuple):
+    """Numbers of a launch."""
+
+    schedule: Any
+    """:class:`~flashtile.backends.hopper.backward.schedule.BackwardSchedule`."""
+    sizes: Any
+    """:class:`AccumSizes`."""
+    numbers: Any
+    """:class:`~flashtile.backends.hopper.backward.scores.BackwardNumbers`."""
+
+
 class DqAccum(NamedTuple):
-    """What ``dq_accum`` comes with: memory that the kernel addresses itself. Counters are 0 at the start."""
+    """Pointers of ``dq_accum``, addressed by the kernel itself. Counters are 0 at the start."""
 
     sizes: Any
     dq_semaphores: Any
@@ -61,10 +71,14 @@ class DqAccum(NamedTuple):
 
 
 @gluon.jit
-def accum_of(sizes, dq_semaphores, dq, counters):
-    """``counters``: next_tile, next_part, then added_blocks and converted_parts of each key head."""
+def accum_of(sizes, pointers):
+    """Counters are next_tile, next_part, then added_blocks and converted_parts of each key head."""
+    counters = pointers.counters
     added_blocks = counters + 2
-    return DqAccum(sizes, dq_semaphores, dq, counters + 1, added_blocks, added_blocks + sizes.total_heads)
+    return DqAccum(
+        sizes, pointers.dq_semaphores, pointers.dq, counters + 1, added_blocks,
+        added_blocks + sizes.total_heads,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -161,15 +175,15 @@ def tile_of_part(t, work, blocks):
 
     Part ``work.place`` of a sequence and key head is every ``blocks``-th tile, from ``work.place`` on.
     """
-    tiles = max((work.seqlen_q + ROWS - 1) // ROWS, 1)
+    tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
     tile = work.place + t * blocks
-    return tile // tiles, tile % tiles * ROWS
+    return tile // tiles, tile % tiles * WARPGROUP_ROWS
 
 
 @gluon.jit
 def tiles_of_part(C: gl.constexpr, work, blocks):
     """How many tiles of 64 rows, of all query heads of the group, a part has."""
-    tiles = (work.seqlen_q + ROWS - 1) // ROWS * C.GROUP
+    tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * C.GROUP
     return (tiles - work.place + blocks - 1) // blocks
 
 
@@ -177,7 +191,7 @@ def tiles_of_part(C: gl.constexpr, work, blocks):
 def accum_of_tile(C: gl.constexpr, t, work, blocks, key_head, accum):
     """Where tile ``t`` of a part begins in ``dq_accum``, in units of 64 rows and 8 columns."""
     g, row = tile_of_part(t, work, blocks)
-    return accum_row(C, work, key_head, g, row, accum) // ROWS * (C.BLOCK_D // VECTOR)
+    return accum_row(C, work, key_head, g, row, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
 
 
 @gluon.jit
@@ -211,7 +225,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     """
     COLUMNS: gl.constexpr = accum_desc.block_type.shape[0]
     GROUPS: gl.constexpr = accum_desc.block_type.shape[1]
-    CHUNKS: gl.constexpr = ROWS // VECTOR // GROUPS
+    CHUNKS: gl.constexpr = WARPGROUP_ROWS // VECTOR // GROUPS
     layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0])
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]

@@ -25,7 +25,6 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.backward.dq_accum import (
     POSTPROCESS_WARPS,
-    Sizes,
     accum_of,
     accum_row,
     make_chunks,
@@ -34,34 +33,35 @@ from flashtile.backends.hopper.backward.dq_accum import (
     wait_until_zeroed,
 )
 from flashtile.backends.hopper.backward.schedule import (
-    Pointers,
-    Schedule,
     block_of_step,
     blocks_of_head,
     count_tiles,
     dq_order,
     find_work_tile,
     gradient_head,
+    has_rows,
     head_and_block,
     head_of_batch,
+    in_order,
     own_row_blocks,
+    own_rows,
     padded_row,
-    step_order,
+    row_block,
+    row_list,
 )
-from flashtile.backends.hopper.backward.scores import WARPGROUP_ROWS, Numbers, row_of, slope_of
+from flashtile.backends.hopper.backward.scores import key_modifiers, row_of
 from flashtile.backends.hopper.backward.step import dq_product, pass_dq, step
 from flashtile.backends.hopper.backward.tiles import load_keys, load_rows, store_gradient
-from flashtile.backends.hopper.bias import tiles as bias_tiles
 from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.compat import aggregate, async_add, async_load
-from flashtile.backends.hopper.dropout.cells import generator_of
-from flashtile.backends.hopper.mods.cells import key_mods, of_query_head
-from flashtile.backends.hopper.mods.visits import row_visits, visited_block
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.modifiers import bias as bias_tiles
+from flashtile.backends.hopper.work_tiles import slope_of
 
 
 @aggregate
 class Shared:
-    """Shared memory of a program, beside the channels of q and dO: mbarriers, then tiles."""
+    """Shared memory of a program other than the channels of q and dO: mbarriers, then tiles."""
 
     kv_full: gl.shared_memory_descriptor
     kv_empty: gl.shared_memory_descriptor
@@ -97,26 +97,20 @@ class Shared:
 @gluon.jit
 def producer(
     C: gl.constexpr, queue, q, do, shared, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
-    pointers, schedule,
+    bias_desc, bias, pointers, schedule,
 ):  # fmt: skip
     """Takes work tiles from the work queue and loads what they need."""
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
-    tile_index = gl.atomic_add(pointers.next_tile, 1)
+    tile_index = gl.atomic_add(pointers.counters, 1)
     work_queue.put(queue, t, tile_index)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
-        cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
-        if C.LISTED:  # visits take the place of blocks, those under a mask first
-            visits = row_visits(C, work, pointers.lists)
-            begin, end, cut, count, in_front, full = (
-                0, visits.count, visits.cut, visits.count, visits.cut, visits.cut
-            )  # fmt: skip
+        rows = own_rows(C, tile_index, work, pointers, schedule)
         following = tile_index
         mbarrier.wait(shared.kv_empty, (t & 1) ^ 1)
-        if begin < end:
+        if rows.begin < rows.end:
             mbarrier.expect(shared.kv_full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             load_keys(C, k_desc, work, shared.kv_full, shared.k.index(0))
             load_keys(C, v_desc, work, shared.kv_full, shared.v.index(0))
@@ -125,13 +119,12 @@ def producer(
         for g in range(C.GROUP):
             head = work.head * C.GROUP + g
             statistics = head_of_batch(C, work, g, schedule.num_heads)
-            for j in range(count):
-                if (g == C.GROUP - 1) & (j == count - 1):  # the atomic takes its time, while tiles are ahead
-                    following = gl.atomic_add(pointers.next_tile, 1)
+            for j in range(rows.count):
+                # The atomic takes its time, while tiles are ahead.
+                if (g == C.GROUP - 1) & (j == rows.count - 1):
+                    following = gl.atomic_add(pointers.counters, 1)
                     work_queue.put(queue, t + 1, following)
-                m = block_of_step(j, begin, end, cut, in_front, full)
-                if C.LISTED:
-                    m, _full = visited_block(C, visits, m)
+                m = row_block(C, rows, j)
                 row = m * C.BLOCK_M
                 column = padded_row(C, work, row)
                 slot = q.acquire(i)
@@ -145,17 +138,17 @@ def producer(
                 load_rows(C, do_desc, work, row, head, barrier, do.tiles.index(slot))
                 async_load(neg_delta_desc, [statistics, column], barrier, shared.neg_delta.index(slot))
                 if C.HAS_BIAS:
-                    bias_tiles.load_keys(C, pointers.bias, work, head, row, i)
+                    bias_tiles.load_keys(C, bias, bias_desc, work, head, row, i, schedule)
                 i += 1
-        if begin >= end:
-            following = gl.atomic_add(pointers.next_tile, 1)
+        if rows.begin >= rows.end:
+            following = gl.atomic_add(pointers.counters, 1)
             work_queue.put(queue, t + 1, following)
         t += 1
         tile_index = following
 
 
 @gluon.jit
-def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedule, accum):
+def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, bias, pointers, schedule, accum):
     """Adds both halves of dQ of each step to ``dq_accum``.
 
     With DETERMINISTIC a step waits until its block of dQ has had the additions before it (``dq_order``), and
@@ -171,25 +164,18 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
     pending = tile_index * 0 - 1  # the block of dQ whose addition is not signalled yet
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
-        cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
-        if C.LISTED:  # visits take the place of blocks, those under a mask first
-            visits = row_visits(C, work, pointers.lists)
-            begin, end, cut, count, in_front, full = (
-                0, visits.count, visits.cut, visits.count, visits.cut, visits.cut
-            )  # fmt: skip
+        rows = own_rows(C, tile_index, work, pointers, schedule)
         key_head, _ = head_and_block(C, tile_index, blocks, schedule)
         wait_until_zeroed(key_head, blocks, accum)
         for g in range(C.GROUP):
             head = head_of_batch(C, work, g, schedule.num_heads)
-            for j in range(count):
-                m = block_of_step(j, begin, end, cut, in_front, full)
-                if C.LISTED:
-                    m, _full = visited_block(C, visits, m)
+            for j in range(rows.count):
+                m = row_block(C, rows, j)
                 accum_block = accum_row(C, work, key_head, g, m * C.BLOCK_M, accum) // C.BLOCK_M
                 if C.STORES_DS:
                     of_bias = work.head * C.GROUP + g
-                    bias_tiles.store_ds(C, pointers.bias, shared.ds_full, work, of_bias, m * C.BLOCK_M, i)
+                    row = m * C.BLOCK_M
+                    bias_tiles.store_ds(C, bias, dbias_desc, shared.ds_full, work, of_bias, row, i)
                 if C.DETERMINISTIC:
                     block = head * accum.sizes.row_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
                     order = dq_order(C, work, m, schedule)
@@ -223,22 +209,64 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, pointers, schedul
 
 
 @gluon.jit
-def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
-    """What dropout needs of warpgroup W's keys and query head ``g`` of the key head."""
-    head_of_batch = (work.sequence * schedule.num_heads + work.head) * C.GROUP + g
-    return generator_of(head_of_batch, work.place * C.BLOCK_N + W * WARPGROUP_ROWS, pointers.dropout)
+def sum_gradients(
+    C: gl.constexpr, W: gl.constexpr, i, work, ranges, modifiers, zeros, dk, dv, q, do, shared, pointers,
+    schedule, numbers,
+):  # fmt: skip
+    """Add the contributions of a work tile's rows to dK and dV of warpgroup W's keys; their dQ goes to
+    ``accumulate_dq``. Return (dk, dv, the new ``i``, which counts steps)."""
+    DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
+    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    rows = in_order(C, ranges, modifiers.blocks)
+    start = row_of(shared.neg_lse.index(q.wait(i)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
+    last = i + rows.count * C.GROUP - 1
+    m = block_of_step(0, rows.begin, rows.end, rows.masked, rows.before, rows.full)
+    slope = slope_of(C, work, work.head * C.GROUP, pointers, schedule)
+    dk, dv, start = step(
+        C, W, True, C.MASKED, i, m, min(last - i, 1), work, slope, modifiers, dk, dv, start, q, do, shared,
+        schedule, numbers,
+    )  # fmt: skip
+    i += 1
+    for g in range(C.GROUP):
+        slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
+        own = key_modifiers(C, W, work, g, modifiers.bias, modifiers.blocks, pointers, schedule)
+        done = max(1 - g, 0)  # of the first head, the step above
+        if C.MASKED:
+            for j in range(done, rows.masked):
+                m = block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)
+                dk, dv, start = step(
+                    C, W, False, True, i, m, min(last - i, 1), work, slope, own, dk, dv, start, q, do,
+                    shared, schedule, numbers,
+                )  # fmt: skip
+                i += 1
+            done = max(done, rows.masked)
+        for j in range(done, rows.count):
+            dk, dv, start = step(
+                C, W, False, False, i, rows.full - rows.masked + j, min(last - i, 1), work, slope, own,
+                dk, dv, start, q, do, shared, schedule, numbers,
+            )  # fmt: skip
+            i += 1
+    before = i - 1
+    mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
+    zero = gl.full([WARPGROUP_ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
+    ds, k = shared.ds.index(before & 1), shared.k.index(0)
+    dq = dq_product(C, W, ds, k.reshape([C.BLOCK_N, C.BLOCK_D]), zero)
+    dq = warpgroup_mma_wait(0, deps=[dq])
+    mbarrier.arrive(shared.kv_empty, count=1)
+    pass_dq(W, shared, dq, before)
+    return dk, dv, i
 
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, W: gl.constexpr, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers
-):
+    C: gl.constexpr, W: gl.constexpr, queue, q, do, shared, dk_desc, dv_desc, bias, pointers, schedule,
+    numbers,
+):  # fmt: skip
     """Warpgroup W: keys 64 W to 64 W + 63 of every block."""
     ROWS: gl.constexpr = WARPGROUP_ROWS
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == ROWS else C.BLOCK_D
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
     num_tiles = count_tiles(C, pointers, schedule)
@@ -247,73 +275,26 @@ def consumer(
     tile_index = work_queue.peek(queue, t, 4)
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
-        begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
+        ranges = own_row_blocks(C, tile_index, work, schedule)
         mbarrier.wait(shared.kv_full, t & 1)
-        dk_sum = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
-        dv_sum = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
-        mods = 0
-        if C.HAS_MODS:
-            mods = key_mods(C, work, pointers)
-        if C.HAS_DROPOUT:
-            mods = key_generator(C, W, work, 0, pointers, schedule)
-        if C.HAS_BIAS:
-            mods = pointers.bias
-        if C.LISTED:
-            visits = mods.visits  # type: ignore[attr-defined]
-            begin, end = 0, visits.count
-        if begin < end:
-            cut, count, in_front, full = step_order(begin, end, full_begin, full_end)
-            if C.LISTED:
-                count, cut, in_front, full = end, visits.cut, visits.cut, visits.cut
-            start = row_of(shared.neg_lse.index(q.wait(i)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
-            last = i + count * C.GROUP - 1
-            m = block_of_step(0, begin, end, cut, in_front, full)
-            slope = slope_of(C, work, 0, pointers, schedule)
-            dk_sum, dv_sum, start = step(
-                C, W, True, C.MASKED, i, m, min(last - i, 1), work, slope, mods, dk_sum, dv_sum, start, q,
-                do, shared, schedule, numbers,
+        dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
+        dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
+        listed = row_list(C, work, pointers)
+        modifiers = key_modifiers(C, W, work, 0, bias, listed, pointers, schedule)
+        if has_rows(C, ranges, listed):
+            dk, dv, i = sum_gradients(
+                C, W, i, work, ranges, modifiers, zeros, dk, dv, q, do, shared, pointers, schedule,
+                numbers,
             )  # fmt: skip
-            i += 1
-            for g in range(C.GROUP):
-                slope = slope_of(C, work, g, pointers, schedule)
-                of_head = mods
-                if C.HAS_MODS:
-                    of_head = of_query_head(C, mods, g)
-                if C.HAS_DROPOUT:
-                    of_head = key_generator(C, W, work, g, pointers, schedule)
-                done = max(1 - g, 0)  # of the first head, the step above
-                if C.MASKED:
-                    for j in range(done, cut):
-                        m = block_of_step(j, begin, end, cut, in_front, full)
-                        dk_sum, dv_sum, start = step(
-                            C, W, False, True, i, m, min(last - i, 1), work, slope, of_head, dk_sum, dv_sum,
-                            start, q, do, shared, schedule, numbers,
-                        )  # fmt: skip
-                        i += 1
-                    done = max(done, cut)
-                for j in range(done, count):
-                    dk_sum, dv_sum, start = step(
-                        C, W, False, False, i, full - cut + j, min(last - i, 1), work, slope, of_head, dk_sum,
-                        dv_sum, start, q, do, shared, schedule, numbers,
-                    )  # fmt: skip
-                    i += 1
-            before = i - 1
-            mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
-            zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
-            ds, k = shared.ds.index(before & 1), shared.k.index(0)
-            dq = dq_product(C, W, ds, k.reshape([C.BLOCK_N, C.BLOCK_D]), zero)
-            dq = warpgroup_mma_wait(0, deps=[dq])
-            mbarrier.arrive(shared.kv_empty, count=1)
-            pass_dq(W, shared, dq, before)
         else:
             mbarrier.arrive(shared.kv_empty, count=1)
         tile_index = work_queue.read(queue, t, 4)
         work = find_work_tile(C, tile_index, pointers, schedule)
         head = gradient_head(C, tile_index, work)
         if C.HAS_DROPOUT:
-            dv_sum = dv_sum * numbers.keep_scale
-        store_gradient(C, W, dv_desc, work, head, shared.gradient.index(W), dv_sum, schedule)
-        store_gradient(C, W, dk_desc, work, head, shared.gradient.index(W), dk_sum * numbers.scale, schedule)
+            dv = dv * numbers.keep_scale
+        store_gradient(C, W, dv_desc, work, head, shared.gradient.index(W), dv, schedule)
+        store_gradient(C, W, dk_desc, work, head, shared.gradient.index(W), dk * numbers.scale, schedule)
         queue.release(t)
         t += 1
         tile_index = work_queue.peek(queue, t, 4)
@@ -329,12 +310,17 @@ def wait_for_preprocess():
     )  # fmt: skip
 
 
-@gluon.jit
-def run_partitions(
-    C: gl.constexpr, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc,
-    dq_accum_desc, dk_desc, dv_desc, pointers, schedule, accum, numbers,
+@gluon_kernel(do_not_specialize=("pointers",))
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
+    dv_desc, bias_desc, dbias_desc, pointers, C: gl.constexpr,
 ):  # fmt: skip
-    """All of a program, once the preprocess kernel has ended: its shared memory and its partitions."""
+    """Grid: one program for each multiprocessor at most; each takes work tiles as it comes free.
+
+    ``dq_add_desc`` and ``dq_accum_desc`` are the same memory. What a call does not have is None.
+    """
+    wait_for_preprocess()
+    accum = accum_of(pointers.scalars.sizes, pointers)
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)
@@ -351,8 +337,7 @@ def run_partitions(
     DS_COLUMNS: gl.constexpr = C.BLOCK_N if C.STORES_DS else C.BLOCK_M
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, DS_COLUMNS], dtype)
     ds = gl.allocate_shared_memory(dtype, [2, DS_ROWS, DS_COLUMNS], ds_layout)
-    if C.HAS_BIAS:
-        pointers = bias_tiles.over_ds(C, pointers, ds)
+    bias = bias_tiles.over_ds(C, bias_desc, ds)
     dq_parts = gl.allocate_shared_memory(gl.float32, [2] + dq_add_desc.block_type.shape, dq_add_desc.layout)
     gradient = gl.allocate_shared_memory(dk_desc.dtype, [2] + dk_desc.block_type.shape, dk_desc.layout)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -373,44 +358,26 @@ def run_partitions(
     chunks = make_chunks(dq_accum_desc)
     gl.warp_specialize(
         [
-            (consumer, (C, 0, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers)),
-            (consumer, (C, 1, queue, q, do, shared, dk_desc, dv_desc, pointers, schedule, numbers)),
+            (consumer, (
+                C, 0, queue, q, do, shared, dk_desc, dv_desc, bias, pointers, pointers.scalars.schedule,
+                pointers.scalars.numbers,
+            )),
+            (consumer, (
+                C, 1, queue, q, do, shared, dk_desc, dv_desc, bias, pointers, pointers.scalars.schedule,
+                pointers.scalars.numbers,
+            )),
             (producer, (
                 C, queue, q, do, shared, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
-                pointers, schedule,
+                bias_desc, bias, pointers, pointers.scalars.schedule,
             )),
-            (accumulate_dq, (C, queue, shared, dq_add_desc, pointers, schedule, accum)),
-            (postprocess, (C, chunks, dq_accum_desc, pointers, schedule, accum, numbers.scale)),
+            (accumulate_dq, (
+                C, queue, shared, dq_add_desc, dbias_desc, bias, pointers, pointers.scalars.schedule, accum
+            )),
+            (postprocess, (
+                C, chunks, dq_accum_desc, pointers, pointers.scalars.schedule, accum,
+                pointers.scalars.numbers.scale,
+            )),
         ],
         [4, 1, 1, POSTPROCESS_WARPS],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS, C.PRODUCER_REGISTERS],
-    )  # fmt: skip
-
-
-@gluon_kernel(do_not_specialize=(*Schedule._fields, *Sizes._fields))
-def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
-    dv_desc,
-    table, seqused_k, alibi_slopes, dq_semaphores, dq, counters,
-    num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
-    alibi_stride, swizzle, row_blocks, total_heads, resident_heads, row_vectors, scale,
-    scale_log2, softcap_rate, softcap_log2, zero, C: gl.constexpr,
-):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; each takes work tiles as it comes free.
-
-    ``dq_add_desc`` and ``dq_accum_desc`` are the same memory. ``counters`` are next_tile, then those of
-    ``accum_of``.
-    """
-    wait_for_preprocess()
-    pointers = Pointers(table, seqused_k, alibi_slopes, counters)
-    schedule = Schedule(
-        num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
-        alibi_stride, swizzle,
-    )  # fmt: skip
-    sizes = Sizes(row_blocks, total_heads, resident_heads, row_vectors)
-    accum = accum_of(sizes, dq_semaphores, dq, counters)
-    numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, zero)
-    run_partitions(
-        C, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
-        dv_desc, pointers, schedule, accum, numbers,
     )  # fmt: skip

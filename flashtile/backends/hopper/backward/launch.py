@@ -4,7 +4,6 @@ keys are shared; prepared once a signature."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,18 +11,19 @@ from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, outer_stride
-from flashtile.backends.common.tma import View, dense_view, ragged_view, rows_between_sequences
+from flashtile.backends.common.tma import View, cells_view, dense_view, ragged_view, rows_between_sequences
+from flashtile.backends.hopper.backward.bias_launch import BiasGradient, writes_ds
 from flashtile.backends.hopper.backward.config import (
     GRADIENT_PART,
     POSTPROCESS_CHUNK,
     BackwardConfig,
     BackwardVariant,
 )
-from flashtile.backends.hopper.backward.dq_accum import Sizes
+from flashtile.backends.hopper.backward.dq_accum import AccumSizes, BackwardScalars
 from flashtile.backends.hopper.backward.kernel import backward_kernel
 from flashtile.backends.hopper.backward.preprocess import Preprocess, dense_batch, statistics_shape
-from flashtile.backends.hopper.backward.schedule import Schedule
-from flashtile.backends.hopper.backward.scores import Numbers
+from flashtile.backends.hopper.backward.schedule import BackwardPointers, BackwardSchedule
+from flashtile.backends.hopper.backward.scores import BackwardNumbers
 from flashtile.backends.hopper.backward.splits import as_scheduled
 from flashtile.backends.hopper.backward.sum_parts import SumParts, shape_of_parts
 from flashtile.backends.hopper.config import (
@@ -33,23 +33,40 @@ from flashtile.backends.hopper.config import (
     WARPGROUP_ROWS,
     padded,
 )
-from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.launch import num_programs, score_numbers
+from flashtile.backends.hopper.modifiers.bias import SQUARE
+from flashtile.backends.hopper.modifiers.launch import (
+    FunctionTensors,
+    is_shared,
+    modifier_flags,
+    modifier_integers,
+    own_sizes,
+)
 from flashtile.backends.hopper.tile_table import TileTable
+from flashtile.dropout import keep_share
 from flashtile.problems.attention import Extras, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
+from flashtile.problems.masks import MAX_CAPTURED
 
 SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
-"""Of the L2 cache's 50 MB, for what the heads that are interleaved read and add to; programs are at work on
-twice as many. With blocks of keys of equal cost more is faster. Under a causal mask, where heads are
-complete later, less is."""
+"""Bytes of the 50 MB L2 cache for the tensors of the interleaved heads; programs work on twice as many heads.
+With blocks of keys of equal cost more is faster; under a causal mask, where heads complete later, less is."""
 SMALLEST_SCALE = 1e-6
 """Below it, lse in units of raw products would lose its digits, or overflow."""
 
 
-def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
-    """What the kernels are compiled for."""
+def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = None) -> BackwardVariant:
+    """Return the variant that the kernels are compiled for."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
+    flags = modifier_flags(problem, fixed=True)
+    masked = left != UNLIMITED or right != UNLIMITED or not even
+    scaled = has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE
+    if problem.mods is not None:
+        size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
+        flags |= {"MASK_BLOCK": size_kv, "TILES_PER_MASK_BLOCK": size_q // config.BLOCK_M}
+        masked |= flags["HAS_CUTS"]
+        scaled |= flags["SCORE_MOD"] is not None
     return BackwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
@@ -57,9 +74,9 @@ def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
         HAS_RIGHT=right != UNLIMITED,
         SOFTCAP=problem.softcap > 0,
         ALIBI=problem.alibi,
-        HAS_SCORE_MOD=has_score_mod(problem) or problem.softmax_scale < SMALLEST_SCALE,
+        HAS_SCORE_MOD=scaled,
         EVEN_N=even,
-        MASKED=left != UNLIMITED or right != UNLIMITED or not even,
+        MASKED=masked,
         DETERMINISTIC=problem.deterministic,
         GROUP=problem.group_size // config.HEAD_SPLITS,
         HEAD_SPLITS=config.HEAD_SPLITS,
@@ -73,6 +90,9 @@ def variant_of(problem: Problem, config: BackwardConfig) -> BackwardVariant:
         STAGES=config.STAGES,
         CONSUMER_REGISTERS=CONSUMER_REGISTERS[2],
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        SEQUENCES_FIRST=is_shared(problem, bias) and not problem.varlen,
+        STORES_DS=bias is not None and writes_ds(problem, bias),
+        **flags,
     )
 
 
@@ -127,14 +147,19 @@ def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
 
 
 def schedule_of(
-    problem: Problem, block_n: int, k: Tensor, alibi_slopes: Tensor | None, swizzle: int = 1
-) -> Schedule:
+    problem: Problem,
+    block_n: int,
+    k: Tensor,
+    alibi_slopes: Tensor | None,
+    swizzle: int = 1,
+    bias: Tensor | None = None,
+) -> BackwardSchedule:
     """The integers of a launch whose work tiles are ``block_n`` keys, of a problem as scheduled."""
     num_blocks = math.ceil(problem.seqlen_k / block_n)
     table = key_tile_table(problem, block_n)
     tiles = problem.batch * num_blocks if table is None else table.capacity
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return Schedule(
+    return BackwardSchedule(
         num_tiles=tiles * problem.num_heads_kv,
         num_blocks=num_blocks,
         num_heads=problem.num_heads_kv,
@@ -145,15 +170,22 @@ def schedule_of(
         window_right=right,
         alibi_stride=outer_stride(alibi_slopes),
         swizzle=swizzle,
+        **modifier_integers(problem, bias),
     )
 
 
-def numbers_of(problem: Problem) -> Numbers:
-    """The floats of a launch."""
-    return Numbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
+def numbers_of(problem: Problem) -> BackwardNumbers:
+    """The floats of a launch. With score_mod, scores are in natural units."""
+    numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
+    if problem.mods is not None and problem.mods.score_mod:
+        numbers = numbers._replace(scale_log2=problem.softmax_scale)
+    if problem.dropout_p:
+        keep = keep_share(problem.dropout_p)
+        numbers = numbers._replace(scale=numbers.scale / keep, keep_scale=1 / keep, keep=keep)
+    return numbers
 
 
-class Kernels(NamedTuple):
+class BackwardKernels(NamedTuple):
     """The kernels of one signature, in the order of their launch."""
 
     preprocess: Preprocess
@@ -162,41 +194,23 @@ class Kernels(NamedTuple):
     sum_parts: SumParts | None
     dq_semaphores: int
     """How many there are, if deterministic: one for each block of rows."""
+    functions: FunctionTensors | None
+    """Tensors that functions of scores and masks read."""
+    bias_gradient: BiasGradient | None
+    """Launch of the bias's gradient, if it is wanted."""
+    stores_ds: bool
+    """The products' kernel writes it."""
+    scalars: BackwardScalars
 
 
-class BackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature."""
-
-    kernel = backward_kernel
+class HopperBackwardLaunch:
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature. With
+    functions of scores and masks None for each captured tensor comes in the place of dbias."""
 
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
         self._config = config
-        self._variant = self._variant_of(problem, config)
-        self._kernels: Kernels | None = None
-
-    _variant_of = staticmethod(variant_of)
-    _numbers_of: Callable[[Problem], Any] = staticmethod(numbers_of)
-
-    def _more_integers(self, extras: Any) -> dict[str, int]:
-        """Those of the kernel with functions."""
-        return {}
-
-    def _more_tensors(self, extras: Any, lse: Tensor) -> tuple:
-        return ()
-
-    def _more_views(self, extras: Any) -> dict[str, View]:
-        """Of what TMA moves beside; its tensors are ``_moved_tensors``."""
-        return {}
-
-    def _moved_tensors(self, extras: Any) -> tuple:
-        return ()
-
-    def _bias_gradient(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any, moved: tuple
-    ) -> Tensor | None:
-        """``statistics`` begins with neg_lse and neg_delta; ``moved`` are ``_moved_tensors``."""
-        return None
+        self._kernels: BackwardKernels | None = None
 
     def __call__(
         self,
@@ -208,12 +222,14 @@ class BackwardLaunch:
         out: Tensor,
         lse: Tensor,
         extras: Extras,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        seqused_k, alibi_slopes = extras.seqused_k, extras.alibi_slopes
+    ) -> tuple[Tensor | None, ...]:
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
-        moved = self._moved_tensors(extras)
+        bias, dbias = extras.bias, None
+        if bias is not None and kernels.bias_gradient is not None:
+            dbias = kernels.bias_gradient.allocate(bias)
+        biases = tuple(t for t in (bias, dbias if kernels.stores_ds else None) if t is not None)
         # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras
@@ -224,9 +240,12 @@ class BackwardLaunch:
         written = dk, dv
         if kernels.sum_parts is not None:
             written = kernels.sum_parts.allocate(k, v)
-        table = lse
+        table = lists = captured = None
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)
+        if kernels.functions is not None:
+            # Named, for as long as the kernel is launched that is given their addresses.
+            lists, captured, _tensors = kernels.functions(extras, lse, kernels.products.takes_addresses)
         kernels.products(
             q.device,
             q,
@@ -238,47 +257,55 @@ class BackwardLaunch:
             dq_accum,
             dq_accum,
             *written,
-            *moved,
+            *biases,
             table,
-            lse if seqused_k is None else seqused_k,
-            lse if alibi_slopes is None else alibi_slopes,
+            extras.seqused_k,
+            extras.alibi_slopes,
+            counters,
             dq_semaphores,
             dq,
-            counters,
-            *self._more_tensors(extras, lse),
+            extras.rng_state,
+            lists,
+            captured,
+            kernels.scalars,
         )
         if kernels.sum_parts is not None:
             kernels.sum_parts(*written, dk, dv)
-        return dq, dk, dv, dsink, self._bias_gradient(dout, q, k, v, workspace, extras, moved)
+        if kernels.functions is not None:
+            return dq, dk, dv, dsink, *(None,) * MAX_CAPTURED
+        if kernels.bias_gradient is not None and dbias is not None:
+            kernels.bias_gradient(dbias, dout, q, k, v, workspace, extras)
+        return dq, dk, dv, dsink, dbias
 
-    def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
-        problem, variant, parts = self._problem, self._variant, self._config.parts
+    def _prepare(self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> BackwardKernels:
+        problem, parts = self._problem, self._config.parts
+        variant = variant_of(problem, self._config, extras.bias)
         scheduled = as_scheduled(problem, variant.HEAD_SPLITS)
         swizzle = l2_swizzle(scheduled)
-        schedule = schedule_of(scheduled, variant.BLOCK_N, k, extras.alibi_slopes, swizzle)
+        schedule = schedule_of(scheduled, variant.BLOCK_N, k, extras.alibi_slopes, swizzle, extras.bias)
         programs = num_programs(schedule.num_tiles * variant.ROW_SPLITS, q.device)
         if not variant.DETERMINISTIC:
             last = last_heads(scheduled, variant.BLOCK_N, programs, variant.ROW_SPLITS)
             schedule = schedule._replace(swizzle=last)
         resident = resident_heads(scheduled, variant.BLOCK_N, swizzle, programs, variant.ROW_SPLITS)
         heads, rows = statistics_shape(problem)
-        sizes = Sizes(
+        sizes = AccumSizes(
             row_blocks=rows // variant.BLOCK_M,
             total_heads=key_heads(scheduled),
             resident_heads=resident,
             row_vectors=problem.head_dim // 8,
         )
-        scalars = schedule._asdict() | sizes._asdict() | self._numbers_of(problem)._asdict()
-        scalars |= self._more_integers(extras)
         products = KeptKernel(
-            self.kernel,
+            backward_kernel,
             programs,
-            arguments_of(self.kernel, scalars),
+            (),
             (variant,),
             None,
-            arguments_of(
-                self.kernel, views(problem, variant, q, k, v, resident) | self._more_views(extras)
+            (
+                *views(problem, variant, q, k, v, resident).values(),
+                *bias_views(problem, variant, extras.bias),
             ),
+            BackwardPointers,
             maxnreg=LAUNCH_REGISTERS[2],
             launch_pdl=True,
         )
@@ -290,15 +317,36 @@ class BackwardLaunch:
             resident_heads=resident,
             columns=variant.BLOCK_D,
         )
-        fill_table = key_tile_table(problem, variant.BLOCK_N)
-        sum_parts = SumParts(problem, parts) if parts > 1 else None
-        return Kernels(preprocess, fill_table, products, sum_parts, heads * sizes.row_blocks)
+        return BackwardKernels(
+            preprocess,
+            key_tile_table(problem, variant.BLOCK_N),
+            products,
+            SumParts(problem, parts) if parts > 1 else None,
+            heads * sizes.row_blocks,
+            None if problem.mods is None else FunctionTensors(problem.mods, extras, by_keys=True),
+            BiasGradient(problem, variant) if problem.bias and problem.bias_grad else None,
+            variant.STORES_DS,
+            BackwardScalars(schedule, sizes, numbers_of(problem)),
+        )
+
+
+def bias_views(
+    problem: Problem, variant: BackwardVariant, bias: Tensor | None
+) -> tuple[View | None, View | None]:
+    """Return the views of the bias, and of its gradient if that is dS."""
+    if bias is None:
+        return None, None
+    block = SQUARE.value, SQUARE.value
+    gradient = None
+    if variant.STORES_DS:
+        gradient = cells_view(bias.shape, contiguous_strides(bias.shape), *block, problem.dtype)
+    return cells_view(own_sizes(bias), bias.stride(), *block, problem.dtype), gradient
 
 
 def views(
     problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident_heads: int
 ) -> dict[str, View]:
-    """Of each tensor that TMA moves, by the kernel's parameters."""
+    """Return the view of each tensor that TMA moves, by the kernel's parameters."""
     dtype = problem.dtype
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
@@ -325,8 +373,10 @@ def views(
 
 
 def gradient_view(problem: Problem, variant: BackwardVariant, shape: tuple[int, ...], columns: int) -> View:
-    """What the kernel writes as gradient of keys or values of ``shape``: 64 rows and so many columns at a
-    time, in float32 half as many. Where programs share blocks of keys, it writes parts, in float32."""
+    """Return the view through which the kernel writes the gradient of keys or values of ``shape``.
+
+    A store has 64 rows and ``columns`` columns, half as many in float32. Programs that share blocks of keys
+    write parts in float32."""
     view = ragged_view if problem.varlen or problem.seqused_k else dense_view
     parts = variant.HEAD_SPLITS * variant.ROW_SPLITS
     dtype = problem.out_dtype if parts == 1 else torch.float32

@@ -52,7 +52,7 @@ class Preprocess:
         self._offsets = [4 * offset for offset in accumulate(self._sizes, initial=0)]
         self._floats = sum(self._sizes)
         self._allocate: list[Callable[[Tensor], Tensor]] | None = None
-        """Of the gradients of q, k and v."""
+        """Allocators of the gradients of q, k and v."""
 
     def __call__(
         self,
@@ -67,7 +67,7 @@ class Preprocess:
         extras: Extras,
     ) -> tuple[Any, ...]:
         """(dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum): what the kernels that
-        follow are given beside the call's tensors. ``workspace`` is the memory of the last four.
+        follow are given in addition to the call's tensors. ``workspace`` is the memory of the last four.
 
         ``last``: the last of these kernels; once it is compiled, all take addresses.
         """

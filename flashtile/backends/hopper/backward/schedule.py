@@ -15,25 +15,37 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common import preprocess
+from flashtile.backends.hopper.modifiers.block_lists import listed_rows, visited_block
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, WorkTile, key_range, num_work_tiles
 
 ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
 
 
-class Pointers(NamedTuple):
-    """Memory that the kernel addresses itself, int32 but for the slopes. What a call has not is never
-    followed."""
+class BackwardPointers(NamedTuple):
+    """Memory that the kernels address themselves. What a call does not have is None."""
 
     table: Any
-    """The tile table of packed sequences, of blocks of keys."""
+    """The tile table of packed sequences, of blocks of keys; int32."""
     seqused_k: Any
     alibi_slopes: Any
-    next_tile: Any
-    """The first work tile that no program has taken yet; 0 at the start."""
+    counters: Any
+    """The first is that of the work queue: work tiles that programs have taken. 0 at the start, int32."""
+    dq_semaphores: Any
+    """With DETERMINISTIC: for each block of padded rows, how many blocks of keys have added to it."""
+    dq: Any
+    rng_state: Any
+    """Seed and offset of dropout, int64."""
+    lists: Any
+    """Lists of a block mask, :class:`~flashtile.backends.portable.mods.arguments.Lists`."""
+    captured: Any
+    """Tensors that functions of scores and masks read,
+    :class:`~flashtile.backends.hopper.modifiers.functions.CapturedTensors`."""
+    scalars: Any
+    """Numbers of the launch, as :class:`~flashtile.backends.hopper.backward.dq_accum.BackwardScalars`."""
 
 
-class Schedule(NamedTuple):
-    """Integers of the launch; run-time arguments of the kernel, in this order."""
+class BackwardSchedule(NamedTuple):
+    """Integers of the launch that say which tiles there are, and what modifies their scores."""
 
     num_tiles: Any
     """Blocks of keys of all heads and sequences; packed sequences have theirs in the table."""
@@ -52,6 +64,27 @@ class Schedule(NamedTuple):
     swizzle: Any
     """Key heads whose work tiles are interleaved. With DETERMINISTIC a divisor of all key heads of the batch;
     under a causal mask those that come last; else not looked at."""
+    bias_batch: Any = None
+    """Sequences and query heads that a bias tells apart: all or 1."""
+    bias_heads: Any = None
+    drop_threshold: Any = None
+    """Dropout drops probabilities whose number of 15 bits is below it."""
+
+
+class RowBlocks(NamedTuple):
+    """The blocks of query rows that a work tile meets, in the order of its steps (:func:`in_order`)."""
+
+    begin: Any
+    """Blocks [begin, end) are met; with a block mask, so many of its list."""
+    end: Any
+    masked: Any
+    """The first steps, those whose blocks the mask cuts."""
+    count: Any
+    before: Any
+    """Masked blocks before the unmasked ones, which are counted from ``full`` on."""
+    full: Any
+    listed: Any
+    """A :class:`~flashtile.backends.hopper.modifiers.block_lists.BlockList`; 0 without a block mask."""
 
 
 @gluon.jit
@@ -208,6 +241,53 @@ def block_of_step(j, begin, end, cut, before, full):
     behind = end - cut + j
     whole = full - cut + j
     return whole if j >= cut else (in_front if j < before else behind)
+
+
+@gluon.jit
+def row_list(C: gl.constexpr, work, pointers):
+    """Return the list of a block mask for a work tile; 0 without a block mask."""
+    if C.LISTED:
+        return listed_rows(C, work, pointers.lists)
+    else:
+        return 0
+
+
+@gluon.jit
+def in_order(C: gl.constexpr, ranges, listed):
+    """The :class:`RowBlocks` of a work tile with these :func:`own_row_blocks`, or with this
+    :func:`row_list`."""
+    if C.LISTED:
+        masked = listed.masked_count
+        return RowBlocks(0, listed.count, masked, listed.count, masked, masked, listed)
+    else:
+        begin, end, full_begin, full_end = ranges
+        masked, count, before, full = step_order(begin, end, full_begin, full_end)
+        return RowBlocks(begin, end, masked, count, before, full, 0)
+
+
+@gluon.jit
+def has_rows(C: gl.constexpr, ranges, listed):
+    """Whether a work tile meets any rows."""
+    begin, end, _, _ = ranges
+    if C.LISTED:
+        begin, end = 0, listed.count
+    return begin < end
+
+
+@gluon.jit
+def own_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
+    """:func:`in_order` of a work tile."""
+    ranges = own_row_blocks(C, tile_index, work, schedule)
+    return in_order(C, ranges, row_list(C, work, pointers))
+
+
+@gluon.jit
+def row_block(C: gl.constexpr, rows, j):
+    """The block of rows of step ``j``."""
+    m = block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)
+    if C.LISTED:
+        m, _is_full = visited_block(C, rows.listed, m)
+    return m
 
 
 @gluon.jit

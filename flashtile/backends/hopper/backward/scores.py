@@ -1,20 +1,23 @@
-"""From raw products to probabilities in the Hopper backward, keys as rows: soft-cap, ALiBi, masks."""
+"""From raw products to probabilities in the Hopper backward, keys as rows: soft-cap, functions of scores and
+masks, bias, ALiBi, masks; and from their gradients to dS."""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper import config
 from flashtile.backends.hopper.columns import plus_columns
-from flashtile.backends.hopper.mods.visits import visited_block
+from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS
+from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
+from flashtile.backends.hopper.modifiers import Modifiers
+from flashtile.backends.hopper.modifiers import bias as bias_tiles
+from flashtile.backends.hopper.modifiers.block_lists import visited_block
+from flashtile.backends.hopper.modifiers.dropout import drop, generator_of
+from flashtile.backends.hopper.modifiers.functions import function_arguments
 from flashtile.backends.hopper.soft_cap import tanh_of
 
-WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
-LOG2_E = gl.constexpr(1.4426950408889634)
 
-
-class Numbers(NamedTuple):
+class BackwardNumbers(NamedTuple):
     """Floats of the launch, for scores in log2 units."""
 
     scale: Any
@@ -27,6 +30,10 @@ class Numbers(NamedTuple):
     """softcap * log2(e)."""
     zero: Any
     """0.0, which the compiler must not know."""
+    keep_scale: Any = None
+    """Factor of dropout, 1 / (1 - dropout_p) with the rounded dropout_p. ``scale`` then includes it."""
+    keep: Any = None
+    """1 - dropout_p."""
 
 
 @gluon.jit
@@ -36,13 +43,23 @@ def row_of(vector, layout: gl.constexpr):
 
 
 @gluon.jit
-def slope_of(C: gl.constexpr, work, g, pointers, schedule):
-    """ALiBi's slope of query head ``g`` of the key head, in log2 units; 0.0 without ALiBi."""
-    slope = 0.0
-    if C.ALIBI:
-        head = work.head * C.GROUP + g
-        slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * LOG2_E
-    return slope
+def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
+    """Dropout's state for warpgroup W's keys and query head ``g`` of the key head."""
+    head_of_batch = (work.sequence * schedule.num_heads + work.head) * C.GROUP + g
+    return generator_of(head_of_batch, work.place * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
+
+
+@gluon.jit
+def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, pointers, schedule):
+    """:class:`Modifiers` of warpgroup W's keys and query head ``g`` of the key head. ``bias`` is its channel,
+    ``blocks`` a block mask's list."""
+    generator = 0
+    arguments = 0
+    if C.HAS_MODS:
+        arguments = function_arguments(work, work.head * C.GROUP + g, pointers.captured)
+    if C.HAS_DROPOUT:
+        generator = key_generator(C, W, work, g, pointers, schedule)
+    return Modifiers(bias, generator, arguments, blocks)
 
 
 @gluon.jit
@@ -69,16 +86,17 @@ def soft_cap(C: gl.constexpr, s, numbers):
 
 @gluon.jit
 def apply_score_mod(
-    C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr, mods=0
+    C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr, modifiers=0
 ):  # fmt: skip
     """(scores in log2 units, their derivative by the scaled products) from raw products: soft-cap, then
     ALiBi; or SCORE_MOD, to which ``numbers.scale_log2`` leads in natural units."""
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.LISTED:
-        m, _ = visited_block(C, mods.visits, m)
+        m, _ = visited_block(C, modifiers.blocks, m)
     if C.SCORE_MOD is not None:
         keys, rows = positions(C, W, m, work, s_layout)
-        s, own_grad = C.SCORE_MOD(s, mods.sequence, mods.head, rows - mods.offset, keys, mods.captured)
+        own = modifiers.functions
+        s, own_grad = C.SCORE_MOD(s, own.sequence, own.head, rows - own.offset, keys, own.captured)
         s, softcap_grad = s * LOG2_E, own_grad
     if C.ALIBI:
         keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout)).to(gl.float32)
@@ -89,14 +107,15 @@ def apply_score_mod(
 
 
 @gluon.jit
-def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.constexpr, mods=0):
+def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.constexpr, modifiers=0):
     """P, but 0 for keys that a row does not see."""
     is_full = False
     if C.LISTED:
-        m, is_full = visited_block(C, mods.visits, m)
+        m, is_full = visited_block(C, modifiers.blocks, m)
     keys, rows = positions(C, W, m, work, s_layout)
     if C.MASK_MOD is not None:
-        seen = C.MASK_MOD(mods.sequence, mods.head, rows - mods.offset, keys, mods.captured)
+        own = modifiers.functions
+        seen = C.MASK_MOD(own.sequence, own.head, rows - own.offset, keys, own.captured)
         p = gl.where(seen | is_full, p, 0.0)
     if not C.EVEN_N:
         p = gl.where(keys < work.seqlen_k, p, 0.0)
@@ -105,3 +124,49 @@ def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.co
     if C.HAS_LEFT:
         p = gl.where(keys >= rows - schedule.window_left, p, 0.0)
     return p
+
+
+@gluon.jit
+def probabilities(
+    C: gl.constexpr, W: gl.constexpr, CUT: gl.constexpr, s, added, m, slot, work, slope, modifiers, shared,
+    schedule, numbers, s_layout: gl.constexpr,
+):  # fmt: skip
+    """(P, dS / dP) from the raw products with rows of block ``m``: P, times the derivative of soft-cap or
+    SCORE_MOD. ``added`` is what a bias adds."""
+    softcap_grad = 1.0
+    if C.HAS_SCORE_MOD:
+        s, softcap_grad = apply_score_mod(C, W, s, m, work, slope, numbers, s_layout, modifiers)
+        if C.HAS_BIAS:
+            s = s + bias_tiles.in_log2(added)
+        neg_lse = row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout)
+        p = gl.exp2(s + neg_lse)
+        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
+            p = gl.where(neg_lse == float("-inf"), 0.0, p)
+    elif C.HAS_BIAS:
+        p = gl.exp2(s * numbers.scale_log2 + bias_tiles.in_log2(added))
+    else:
+        p = gl.exp2(s * numbers.scale_log2)
+    if C.HAS_BIAS:
+        p = bias_tiles.hide_rows(C, p, m, work, s_layout)
+    if CUT:
+        p = mask(C, W, p, m, work, schedule, s_layout, modifiers)
+    weights = p * softcap_grad
+    if C.GUARD_FACTORS:  # which need not be finite where a score is hidden
+        weights = gl.where(p == 0.0, 0.0, weights)
+    return p, weights
+
+
+@gluon.jit
+def score_gradients(
+    C: gl.constexpr, p, weights, dp, bits, slot, modifiers, shared, numbers, dtype: gl.constexpr,
+    s_layout: gl.constexpr,
+):  # fmt: skip
+    """dS in 16 bits. ``p`` is without what dropout drops, ``dp`` dP - delta, but with dropout dP alone."""
+    if C.HAS_DROPOUT:  # of what is dropped, -delta alone
+        neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
+        kept = p
+        if C.SOFTCAP:
+            kept = drop(weights, bits, modifiers.dropout, True)
+        return to_16_bit(to_fp32(kept) * dp + to_fp32(weights) * neg_delta, dtype)
+    else:
+        return to_16_bit(to_fp32(weights) * dp, dtype)

@@ -24,24 +24,24 @@ from flashtile.problems.common import UNLIMITED
 
 ROW_SPLITS = (1, 2, 4, 8, 16)
 MOST_PARTS = 32
-"""Of a gradient, so that the sum stays a short kernel."""
+"""Largest number of parts of a gradient, so that their sum stays a short kernel."""
 MOST_BYTES = 128 * 2**20
-"""Of memory for parts."""
+"""Largest size of the memory for parts."""
 ENOUGH_WAVES = 8
-"""Of work tiles: with more to a program, queues end together whatever they cost."""
+"""Waves of work tiles. With more per program, queues end together whatever the tiles cost."""
 START_AND_END = 3.0
 """Steps that the start and the end of a work tile cost, about: K and V come, dK and dV leave."""
 STEP_SECONDS = 2.2e-6
-"""Of a step at full load, about: 10.5 MFLOP at 4.8 TFLOP/s for each of an H100's multiprocessors."""
+"""Time of a step at full load, about: 10.5 MFLOP at 4.8 TFLOP/s per multiprocessor of an H100."""
 SUM_SECONDS = 12e-6
-"""What one more kernel and two more tensors cost at least, most of it on the host."""
+"""Least cost of one more kernel and two more tensors, most of it on the host."""
 BYTES_PER_SECOND = 4.4e12
 """To write parts, or to read them."""
 ALTERNATING = 1.15
-"""What the estimate without splits is too low by where the last heads' blocks alternate, and a bit: measured
-are 11 and 12 % (H200, 12 heads on 2 and 28 on 4, S 4096)."""
+"""Factor by which the estimate without splits is too low where the blocks of the last heads alternate, with a
+margin: measured are 11 and 12 % (H200, 12 heads on 2 and 28 on 4, S 4096)."""
 WORTHWHILE = 0.9
-"""Of the time without splits. The estimate is not exact, and parts take memory."""
+"""Share of the time without splits below which they are used: estimates are rough, and parts take memory."""
 EQUAL = 1.03
 """Times so close are not told apart."""
 
@@ -54,12 +54,12 @@ class Splits(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Of each row of dK and dV."""
+        """Number of parts of each row of dK and dV."""
         return self.heads * self.rows
 
 
 class Work(NamedTuple):
-    """What decides the splits, in whole blocks, so that calls of nearly the same lengths share a decision."""
+    """Inputs of the choice of splits, in whole blocks, so that calls of similar lengths share a choice."""
 
     steps: tuple[int, ...]
     """The blocks of query rows that see each block of keys of a sequence, in the order of the queue."""
@@ -67,13 +67,13 @@ class Work(NamedTuple):
     """Key heads of all sequences."""
     group: int
     part_bytes: int
-    """Of one part of dK and dV."""
+    """Bytes of one part of dK and dV."""
     divides_rows: bool
     """Whether rows may be divided, and not only heads."""
     last_alternate: bool
     """Whether blocks of the last heads alternate, as under a causal mask."""
     programs: int
-    """That the card has room for."""
+    """Programs that the card runs at a time."""
 
 
 def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
@@ -169,7 +169,7 @@ def seconds(work: Work, splits: Splits) -> float:
 
 
 def least_seconds(work: Work, splits: Splits) -> float:
-    """What it takes at least: of all programs their share, of one its longest work tile."""
+    """Return a lower bound of the time: the mean load of the programs, or the longest work tile."""
     longest = START_AND_END + work.group // splits.heads * (-(-max(work.steps) // splits.rows))
     tiles = len(work.steps) * work.heads * splits.parts
     steps = START_AND_END * tiles + sum(work.steps) * work.heads * work.group
@@ -177,7 +177,7 @@ def least_seconds(work: Work, splits: Splits) -> float:
 
 
 def sum_seconds(work: Work, splits: Splits) -> float:
-    """Of what parts cost: each is written once and read once."""
+    """Return the time that parts cost: each is written once and read once."""
     if splits.parts == 1:
         return 0.0
     return SUM_SECONDS + 2 * splits.parts * work.part_bytes / BYTES_PER_SECOND

@@ -9,11 +9,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.hopper.backward.scores import WARPGROUP_ROWS, apply_score_mod, mask, row_of
-from flashtile.backends.hopper.bias import tiles as bias_tiles
+from flashtile.backends.hopper.backward.scores import probabilities, row_of, score_gradients
 from flashtile.backends.hopper.columns import product_of_rows
-from flashtile.backends.hopper.dropout.cells import drop, words_of
-from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit, to_fp32
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit
+from flashtile.backends.hopper.modifiers import bias as bias_tiles
+from flashtile.backends.hopper.modifiers.dropout import drop, random_bits
 
 
 @gluon.jit
@@ -52,8 +53,8 @@ def pass_dq(W: gl.constexpr, shared, dq, i):
 
 @gluon.jit
 def step(
-    C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, slope, mods,
-    dk, dv, start, q, do, shared, schedule, numbers,
+    C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, slope,
+    modifiers, dk, dv, start, q, do, shared, schedule, numbers,
 ):  # fmt: skip
     """Step ``i``: rows of block ``m``; and dQ of the step before, unless this is the FIRST of a work tile.
 
@@ -88,36 +89,20 @@ def step(
         mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
         zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
         dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
+    bits = 0
     if C.HAS_DROPOUT:
-        words = words_of(mods, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
+        bits = random_bits(modifiers.dropout, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
     added = 0
     if C.HAS_BIAS:
-        added = bias_tiles.read_keys(C, W, mods, i, s_layout)
+        added = bias_tiles.read_keys(C, W, modifiers.bias, i, s_layout)
     scores = warpgroup_mma_wait(0 if FIRST else 1, deps=[scores])
-    softcap_grad = 1.0
-    if C.HAS_SCORE_MOD:
-        scores, softcap_grad = apply_score_mod(C, W, scores, m, work, slope, numbers, s_layout, mods)
-        if C.HAS_BIAS:
-            scores = scores + bias_tiles.in_log2(added)
-        neg_lse = row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout)
-        p = gl.exp2(scores + neg_lse)
-        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
-            p = gl.where(neg_lse == float("-inf"), 0.0, p)
-    elif C.HAS_BIAS:
-        p = gl.exp2(scores * numbers.scale_log2 + bias_tiles.in_log2(added))
-    else:
-        p = gl.exp2(scores * numbers.scale_log2)
-    if C.HAS_BIAS:
-        p = bias_tiles.hide_rows(C, p, m, work, s_layout)
-    if CUT:
-        p = mask(C, W, p, m, work, schedule, s_layout, mods)
-    weights = p * softcap_grad  # dS / dP: P, times the derivative of soft-cap or SCORE_MOD
-    if C.GUARD_FACTORS:  # which need not be finite where a score is hidden
-        weights = gl.where(p == 0.0, 0.0, weights)
+    p, weights = probabilities(
+        C, W, CUT, scores, added, m, slot, work, slope, modifiers, shared, schedule, numbers, s_layout
+    )  # fmt: skip
     weights = to_16_bit(weights, dtype)
     p = to_16_bit(p, dtype)
     if C.HAS_DROPOUT:
-        p = drop(p, words, mods, True)
+        p = drop(p, bits, modifiers.dropout, True)
     do.wait(i)
     dp_start = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
     p = pin_16_bit(p)
@@ -125,20 +110,13 @@ def step(
         dq = warpgroup_mma_wait(0, deps=[dq])
     if C.HAS_BIAS:  # noqa: SIM102 - one is known to the compiler, the other is not
         if i > 0:
-            bias_tiles.release_keys(mods, i - 1)
+            bias_tiles.release_keys(modifiers.bias, i - 1)
     dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V, not C.HAS_DROPOUT)
     dv = warpgroup_mma(gl.convert_layout(p, p_operand), do_tile, dv, is_async=True)
     if not FIRST:
         pass_dq(W, shared, dq, i - 1)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    if C.HAS_DROPOUT:  # of what is dropped, -delta alone
-        neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
-        kept = p
-        if C.SOFTCAP:
-            kept = drop(weights, words, mods, True)
-        ds = to_16_bit(to_fp32(kept) * dp + to_fp32(weights) * neg_delta, dtype)
-    else:
-        ds = to_16_bit(to_fp32(weights) * dp, dtype)
+    ds = score_gradients(C, p, weights, dp, bits, slot, modifiers, shared, numbers, dtype, s_layout)
     if C.STORES_DS:
         shared.ds.index(i & 1).slice(W * ROWS, ROWS, 1).permute((1, 0)).store(ds)
     else:

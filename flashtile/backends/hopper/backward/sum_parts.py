@@ -24,7 +24,7 @@ BLOCK = 1024
 
 @dataclass(frozen=True)
 class SumVariant:
-    """What the kernel is compiled for."""
+    """Constants that the kernel is compiled for."""
 
     PARTS: int
     HEAD_DIM: int
@@ -96,5 +96,5 @@ class SumParts:
 
 
 def shape_of_parts(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """Of the parts of a gradient [..., heads, head_dim]: those of a head follow one another."""
+    """Return the shape of the parts of a gradient [..., heads, head_dim]: parts of a head are adjacent."""
     return (*shape[:-2], shape[-2] * parts, shape[-1])

@@ -1,15 +1,12 @@
-"""What the Hopper backward reads and writes by TMA: rows of q and dO, blocks of k and v, their gradients."""
+"""TMA loads and stores of the Hopper backward: rows of q and dO, blocks of k and v, and their gradients."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from flashtile.backends.common import launch
-from flashtile.backends.hopper.backward.scores import WARPGROUP_ROWS
 from flashtile.backends.hopper.columns import column_parts, store_part
 from flashtile.backends.hopper.compat import async_load, async_store
-
-RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
+from flashtile.backends.hopper.constants import RAGGED_ROWS, WARPGROUP_ROWS
 
 
 @gluon.jit

@@ -27,10 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper import config, work_queue
+from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.backward.schedule import (
-    Pointers,
-    Schedule,
     count_tiles,
     find_work_tile,
     gradient_head,
@@ -39,19 +37,29 @@ from flashtile.backends.hopper.backward.schedule import (
     padded_row,
 )
 from flashtile.backends.hopper.backward.scores import (
-    Numbers,
     apply_score_mod,
     mask,
     row_of,
-    slope_of,
 )
 from flashtile.backends.hopper.backward.tiles import load_keys, load_rows, store_gradient
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, product_of_rows, zero_sums
 from flashtile.backends.hopper.compat import async_load, reinterpret
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
+from flashtile.backends.hopper.work_tiles import slope_of
 
-ROWS = gl.constexpr(config.WARPGROUP_ROWS)
+
+class DkvPointers(NamedTuple):
+    """Memory that the kernel addresses itself, int32 but for the slopes. What a call does not have is
+    None."""
+
+    table: Any
+    """The tile table of packed sequences, of blocks of keys."""
+    seqused_k: Any
+    alibi_slopes: Any
+    counters: Any
+    """Counter of the work queue: work tiles that programs have taken; 0 at the start."""
 
 
 class Statistics(NamedTuple):
@@ -82,8 +90,9 @@ def in_chunks(x):
 
 @gluon.jit
 def from_chunks(x, layout: gl.constexpr):
-    """What :func:`in_chunks` was given, in the accumulator's ``layout``."""
-    x = x.reshape([4, 4, 8, 4, 2, 2, 2]).permute((1, 5, 2, 0, 4, 3, 6)).reshape([ROWS, ROWS])
+    """Undo :func:`in_chunks`, in the accumulator's ``layout``."""
+    x = x.reshape([4, 4, 8, 4, 2, 2, 2]).permute((1, 5, 2, 0, 4, 3, 6))
+    x = x.reshape([WARPGROUP_ROWS, WARPGROUP_ROWS])
     return gl.convert_layout(x, layout)
 
 
@@ -117,7 +126,7 @@ def producer(
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
-    tile_index = gl.atomic_add(pointers.next_tile, 1)
+    tile_index = gl.atomic_add(pointers.counters, 1)
     while tile_index < num_tiles:
         work_queue.put(queue, t, tile_index)
         work = find_work_tile(C, tile_index, pointers, schedule)
@@ -139,7 +148,7 @@ def producer(
             mbarrier.arrive(k.full.index(k.acquire(t)), count=1)
             mbarrier.arrive(v.full.index(v.acquire(t)), count=1)
         t += 1
-        tile_index = gl.atomic_add(pointers.next_tile, 1)
+        tile_index = gl.atomic_add(pointers.counters, 1)
     work_queue.put(queue, t, tile_index)
 
 
@@ -151,7 +160,7 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, s
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
     slot = q.wait(i)
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
-    s = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
+    s = gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
     s = product_of_rows(k_tile, q_tile, s, C.HEAD_DIM, False)
     s = warpgroup_mma_wait(0, deps=[s])
     s, softcap_grad = apply_score_mod(C, 0, s, m, work, slope, numbers, s_layout)
@@ -171,14 +180,14 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, s
 
 @gluon.jit
 def key_step(C: gl.constexpr, i, dk, q, do, v, weights, statistics):
-    """What the rows of step ``i`` add to dK."""
+    """Add the contribution of the rows of step ``i`` to dK."""
     dtype: gl.constexpr = v.tiles.dtype
     v_tile = v.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
-    chunks: gl.constexpr = in_chunks(gl.full([ROWS, C.BLOCK_M], 0.0, dtype, s_layout)).type.layout
+    chunks: gl.constexpr = in_chunks(gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, dtype, s_layout)).type.layout
     slot = do.wait(i)
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
-    dp = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
+    dp = gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
     dp = product_of_rows(v_tile, do_tile, dp, C.HEAD_DIM_V, False)
     neg_delta = row_of(statistics.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout)
     dp = warpgroup_mma_wait(0, deps=[dp])
@@ -199,7 +208,7 @@ def as_block_of(desc, tile):
     if desc.block_type.shape == tile.shape:
         return tile
     else:
-        NBYTES: gl.constexpr = ROWS * tile.shape[-1] * tile.dtype.primitive_bitwidth // 8
+        NBYTES: gl.constexpr = WARPGROUP_ROWS * tile.shape[-1] * tile.dtype.primitive_bitwidth // 8
         BLOCKS: gl.constexpr = NBYTES // desc.block_type.nbytes
         return reinterpret(tile, desc.dtype, [BLOCKS] + desc.block_type.shape, desc.layout).index(0)
 
@@ -229,7 +238,8 @@ def value_consumer(
         count = end - begin
         for j in range(count * C.GROUP):
             m = begin + (j % count if C.GROUP > 1 else j)
-            slope = slope_of(C, work, j // count if C.GROUP > 1 else 0, pointers, schedule)
+            g = j // count if C.GROUP > 1 else 0
+            slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
             cut = (m < full_begin) | (m >= full_end)
             dv = value_step(C, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers)
             i += 1
@@ -266,12 +276,10 @@ def key_consumer(
         tile_index = work_queue.take(queue, t, 4)
 
 
-@gluon_kernel(do_not_specialize=Schedule._fields)
+@gluon_kernel(do_not_specialize=("pointers", "schedule"))
 def dkv_kernel(
-    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc,
-    table, seqused_k, alibi_slopes, next_tile,
-    num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
-    alibi_stride, swizzle, scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, pointers, schedule,
+    numbers, C: gl.constexpr,
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most, which take work tiles as they come free."""
     dtype: gl.constexpr = q_desc.dtype
@@ -297,12 +305,6 @@ def dkv_kernel(
     queue = work_queue.make_work_queue(2)
     statistics = Statistics(neg_lse, neg_delta)
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
-    pointers = Pointers(table, seqused_k, alibi_slopes, next_tile)
-    schedule = Schedule(
-        num_tiles, num_blocks, num_heads, seqlen_q, seqlen_k, batch_rows_k, window_left, window_right,
-        alibi_stride, swizzle,
-    )  # fmt: skip
-    numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
     gl.warp_specialize(
         [
             (value_consumer, (

@@ -10,6 +10,8 @@ dS is, in the registers where it arises, already the left operand of dQ. A *prod
 scaled, cast and stored once, through the shared memory of q.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,9 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.hopper import config
 from flashtile.backends.hopper.backward.schedule import padded_row
-from flashtile.backends.hopper.backward.scores import LOG2_E, Numbers, soft_cap
+from flashtile.backends.hopper.backward.scores import soft_cap
 from flashtile.backends.hopper.channels import make_channel
 from flashtile.backends.hopper.columns import (
     add_products,
@@ -32,10 +33,9 @@ from flashtile.backends.hopper.columns import (
     product_of_rows,
     zero_sums,
 )
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.forward.rows import mask_rows
 from flashtile.backends.hopper.forward.schedule import (
-    Pointers,
-    Schedule,
     block_of_part,
     find_work_tile,
     num_own_tiles,
@@ -47,9 +47,19 @@ from flashtile.backends.hopper.forward.schedule import (
 from flashtile.backends.hopper.forward.scores import mask
 from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_rows
 from flashtile.backends.hopper.inline_asm import to_16_bit
-from flashtile.backends.hopper.work_tiles import key_range, num_work_tiles
+from flashtile.backends.hopper.work_tiles import key_range, num_work_tiles, slope_of
 
-ROWS = gl.constexpr(config.WARPGROUP_ROWS)
+
+class DqPointers(NamedTuple):
+    """Memory that the kernel addresses itself. What a call does not have is None."""
+
+    neg_lse: Any
+    """-lse and -delta of each padded row (``common.preprocess``), fp32."""
+    neg_delta: Any
+    table: Any
+    """The tile table of packed sequences, of blocks of rows; int32."""
+    seqused_k: Any
+    alibi_slopes: Any
 
 
 @gluon.jit
@@ -73,12 +83,12 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 @gluon.jit
 def step(C: gl.constexpr, i, n, cut, rows, neg_lse, neg_delta, dq, W: gl.constexpr, q, do, k, v, numbers):
-    """What the keys of block ``n`` add to dQ."""
+    """Add the contribution of the keys of block ``n`` to dQ."""
     dtype: gl.constexpr = q.tiles.dtype
-    q_tile = q.tiles.index(W + (i >> 30)).reshape([ROWS, C.BLOCK_D])
-    do_tile = do.tiles.index(W + (i >> 30)).reshape([ROWS, C.BLOCK_DV])
+    q_tile = q.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_D])
+    do_tile = do.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_DV])
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    zero = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
+    zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
     k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
     s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
     v_tile = v.tiles.index(v.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
@@ -110,8 +120,8 @@ def skip_blocks(count, i, k, v):
 
 @gluon.jit
 def differentiate_tile(
-    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, do, k, v, dq_desc, neg_lse_start, neg_delta_start,
-    padded_rows, pointers, schedule, numbers,
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, do, k, v, dq_desc, padded_rows, pointers,
+    schedule, numbers,
 ):  # fmt: skip
     """64 rows of block ``block`` of ``work``, from q, dO and the statistics to dQ.
 
@@ -119,8 +129,8 @@ def differentiate_tile(
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
-    first = block * C.BLOCK_M + W * ROWS
-    last = min(first + ROWS, work.seqlen_q) - 1
+    first = block * C.BLOCK_M + W * WARPGROUP_ROWS
+    last = min(first + WARPGROUP_ROWS, work.seqlen_q) - 1
     begin, end, full_begin, full_end = key_range(
         first,
         last,
@@ -137,20 +147,17 @@ def differentiate_tile(
     full_begin = (full_begin + C.BLOCK_N - 1) // C.BLOCK_N
     full_end = full_end // C.BLOCK_N
 
-    row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout))
+    row = first + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
     where = statistics_row(C, work, schedule, padded_rows) + row
-    neg_lse = gl.load(neg_lse_start + where)
-    neg_delta = gl.load(neg_delta_start + where)
-    slope = 0.0
-    if C.ALIBI:
-        slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + work.head) * LOG2_E
-    rows = mask_rows(C, work, row, slope, schedule)
+    neg_lse = gl.load(pointers.neg_lse + where)
+    neg_delta = gl.load(pointers.neg_delta + where)
+    rows = mask_rows(C, work, row, slope_of(C, work, work.head, pointers, schedule), schedule)
 
     dq = zero_sums(C.HEAD_DIM)
     i = skip_blocks(n_end - my_end, i, k, v)
     q.wait(2 * j + W)
     do.wait(2 * j + W)
-    q_tile = q.tiles.index(W).reshape([ROWS, C.BLOCK_D])
+    q_tile = q.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_D])
     for n in range(my_end - 1, my_begin - 1, -1):
         cut = (n < full_begin) | (n >= full_end)
         dq = step(C, i, n, cut, rows, neg_lse, neg_delta, dq, W, q, do, k, v, numbers)
@@ -168,7 +175,7 @@ def differentiate_tile(
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, W: gl.constexpr, q, do, k, v, dq_desc, neg_lse, neg_delta, padded_rows, pointers,
+    C: gl.constexpr, W: gl.constexpr, q, do, k, v, dq_desc, padded_rows, pointers,
     schedule, numbers,
 ):  # fmt: skip
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
@@ -181,7 +188,7 @@ def consumer(
         for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
             block = block_of_part(num_blocks, work.place, part, C.PAIRED)
             i = differentiate_tile(
-                C, W, work, block, i, j, q, do, k, v, dq_desc, neg_lse, neg_delta, padded_rows, pointers,
+                C, W, work, block, i, j, q, do, k, v, dq_desc, padded_rows, pointers,
                 schedule, numbers,
             )  # fmt: skip
             j += 1
@@ -228,33 +235,25 @@ def producer(C: gl.constexpr, q, do, k, v, q_desc, k_desc, v_desc, do_desc, poin
             j += 1
 
 
-@gluon_kernel(do_not_specialize=(*Schedule._fields, "padded_rows"))
+@gluon_kernel(do_not_specialize=("pointers", "schedule", "padded_rows"))
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, dq_desc, neg_lse, neg_delta, table, seqused_k, alibi_slopes, padded_rows,
-    num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
-    window_right, alibi_stride, scale, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most; work tiles are dealt out in ``snake_order``."""
     # Use 2 j + W of q and of dO: warpgroup W's rows of the program's block number j.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)
-    # Beside 128 rows of q and dO, 256 and 256 wide, three blocks of keys fit: only k's are needed for long.
+    # With 128 rows of q and dO, 256 and 256 wide, three blocks of keys fit: only k's are needed for long.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
-    pointers = Pointers(neg_lse, table, seqused_k, alibi_slopes, neg_lse)
-    schedule = Schedule(
-        num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
-        window_right, alibi_stride,
-    )  # fmt: skip
-    numbers = Numbers(scale, scale_log2, softcap_rate, softcap_log2, scale)
     gl.warp_specialize(
         [
             (consumer, (
-                C, 0, q, do, k, v, dq_desc, neg_lse, neg_delta, padded_rows, pointers, schedule, numbers
+                C, 0, q, do, k, v, dq_desc, padded_rows, pointers, schedule, numbers
             )),
             (consumer, (
-                C, 1, q, do, k, v, dq_desc, neg_lse, neg_delta, padded_rows, pointers, schedule, numbers
+                C, 1, q, do, k, v, dq_desc, padded_rows, pointers, schedule, numbers
             )),
             (producer, (C, q, do, k, v, q_desc, k_desc, v_desc, do_desc, pointers, schedule)),
         ],

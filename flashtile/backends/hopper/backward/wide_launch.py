@@ -21,12 +21,12 @@ from flashtile.backends.hopper.backward.config import (
 from flashtile.backends.hopper.backward.preprocess import Preprocess, statistics_shape
 from flashtile.backends.hopper.backward.splits import as_scheduled
 from flashtile.backends.hopper.backward.sum_parts import SumParts
-from flashtile.backends.hopper.backward.wide_dkv import dkv_kernel
-from flashtile.backends.hopper.backward.wide_dq import dq_kernel
+from flashtile.backends.hopper.backward.wide_dkv import DkvPointers, dkv_kernel
+from flashtile.backends.hopper.backward.wide_dq import DqPointers, dq_kernel
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS, WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
-from flashtile.backends.hopper.launch import arguments_of, num_programs
+from flashtile.backends.hopper.launch import num_programs
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.problems.attention import Extras, Problem
 from flashtile.problems.common import LOG2_E
@@ -34,14 +34,14 @@ from flashtile.problems.common import LOG2_E
 
 @dataclass(frozen=True)
 class DqVariant(ForwardVariant):
-    """What the kernel of dQ is compiled for."""
+    """Constants that the kernel of dQ is compiled for."""
 
     HEAD_DIM: int
     HEAD_DIM_V: int
 
 
 def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
-    """Of the kernel of dK and dV, and of that of dQ, which has the forward's tile scheduler."""
+    """Return the variants of the kernels of dK, dV and of dQ; dQ uses the tile scheduler of forward."""
     dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # it always is
     rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
     dq = replace(
@@ -50,7 +50,7 @@ def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVari
     return dkv, DqVariant(**vars(dq), HEAD_DIM=problem.head_dim, HEAD_DIM_V=problem.head_dim_v)
 
 
-class Kernels(NamedTuple):
+class WideKernels(NamedTuple):
     """The kernels of one signature, in the order of their launch."""
 
     preprocess: Preprocess
@@ -68,7 +68,7 @@ class WideBackwardLaunch:
         self._problem = problem
         self._parts = config.parts
         self._dkv, self._dq = variants(problem, config)
-        self._kernels: Kernels | None = None
+        self._kernels: WideKernels | None = None
 
     def __call__(
         self,
@@ -87,29 +87,28 @@ class WideBackwardLaunch:
             kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
         device = q.device
         # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
-        dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, next_tile, _ = kernels.preprocess(
+        dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, counters, _ = kernels.preprocess(
             kernels.dq, dout, dlse, q, k, v, out, lse, extras
         )
-        table_k = table_q = lse
+        table_k = table_q = None
         if kernels.fill_table_k is not None and kernels.fill_table_q is not None:
             table_k = kernels.fill_table_k(cu_seqlens_k, cu_seqlens_q, None)
             table_q = kernels.fill_table_q(cu_seqlens_q, cu_seqlens_k, seqused_k)
         written = dk, dv
         if kernels.sum_parts is not None:
             written = kernels.sum_parts.allocate(k, v)
-        used = lse if seqused_k is None else seqused_k
-        slopes = lse if alibi_slopes is None else alibi_slopes
-        kernels.dkv(device, q, k, v, dout, neg_lse, neg_delta, *written, table_k, used, slopes, next_tile)
-        kernels.dq(device, q, k, v, dout, dq, neg_lse, neg_delta, table_q, used, slopes)
+        read = seqused_k, alibi_slopes
+        kernels.dkv(device, q, k, v, dout, neg_lse, neg_delta, *written, table_k, *read, counters)
+        kernels.dq(device, q, k, v, dout, dq, neg_lse, neg_delta, table_q, *read)
         if kernels.sum_parts is not None:
             kernels.sum_parts(*written, dk, dv)
         return dq, dk, dv, dsink, None
 
     def _prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None
-    ) -> Kernels:
+    ) -> WideKernels:
         problem, dkv, dq = self._problem, self._dkv, self._dq
-        of, numbers = views(problem, dkv, q, k, v), backward.numbers_of(problem)._asdict()
+        of, numbers = views(problem, dkv, q, k, v), backward.numbers_of(problem)
         scheduled = as_scheduled(problem, dkv.HEAD_SPLITS)
         blocks_k = backward.schedule_of(scheduled, dkv.BLOCK_N, k, alibi_slopes)
         blocks_q = forward.schedule_of(problem, dq, k, alibi_slopes)
@@ -119,23 +118,24 @@ class WideBackwardLaunch:
         compute_dkv = KeptKernel(
             dkv_kernel,
             programs,
-            arguments_of(dkv_kernel, blocks_k._asdict() | numbers),
+            (blocks_k, numbers),
             (dkv,),
             None,
-            arguments_of(dkv_kernel, of),
+            tuple(view for name, view in of.items() if name != "dq_desc"),
+            DkvPointers,
             maxnreg=LAUNCH_REGISTERS[2],
         )
-        padded_rows = {"padded_rows": statistics_shape(problem)[1]}
         compute_dq = KeptKernel(
             dq_kernel,
             num_programs(blocks_q.num_tiles, q.device),
-            arguments_of(dq_kernel, padded_rows | blocks_q._asdict() | numbers),
+            (statistics_shape(problem)[1], blocks_q, numbers),
             (dq,),
             None,
-            arguments_of(dq_kernel, of),
+            tuple(of[name] for name in ("q_desc", "k_desc", "v_desc", "do_desc", "dq_desc")),
+            DqPointers,
             maxnreg=LAUNCH_REGISTERS[2],
         )
-        return Kernels(
+        return WideKernels(
             Preprocess(problem, dlse is not None, LOG2_E, counters=1),
             backward.key_tile_table(problem, dkv.BLOCK_N),
             forward.tile_table(problem, dq),
@@ -151,7 +151,7 @@ def gradient_columns(head_dim: int) -> int:
 
 
 def views(problem: Problem, dkv: BackwardVariant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
-    """Of each tensor that TMA moves, by the kernels' parameters; 64 rows at a time."""
+    """Return the view of each tensor that TMA moves, by the kernels' parameters; 64 rows at a time."""
     rows, dtype = WARPGROUP_ROWS, problem.dtype
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     view_q = ragged_view if problem.varlen else dense_view

@@ -17,12 +17,38 @@ from flashtile.backends.portable.decode.schedule import sequence_of
 
 
 @gluon.jit
+def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
+    """Normalise a part of a work tile, and write it where it belongs."""
+    factor = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, m.type.layout)
+    if C.SINK:  # it enters once: here, or where parts are combined
+        sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * (1 / LN_2)
+        top = gl.maximum(m, sink)
+        shift = gl.where(top == float("-inf"), 0.0, top)
+        with_sink = sums * gl.exp2(m - shift) + gl.exp2(sink - shift)
+        sums = gl.where(part.whole, with_sink, sums)
+        factor = gl.where(part.whole, gl.exp2(m - shift), factor)
+        m = gl.where(part.whole, top, m)
+    if C.DESCALE == "head" or C.DESCALE == "sequence":
+        factor = factor * v_scale
+    empty = sums == 0.0
+    total = gl.where(empty, 1.0, sums)
+    lse = gl.where(empty, float("-inf"), m + gl.log2(total))
+    o = scale_rows(o, factor / total)
+    if C.SPLIT:
+        if part.whole:
+            store_whole(C, o, lse, part.work, own, call)
+        else:
+            store_partial(C, o, lse, part.slot, own, call)
+    else:
+        store_whole(C, o, lse, part.work, own, call)
+
+
+@gluon.jit
 def attend_part(
-    C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, slot, whole, i, j, q, k, v, faults, call, numbers,
-    dtype: gl.constexpr,
-):  # fmt: skip
-    """n_blocks [n_begin, n_end) for the 64 rows of warpgroup W; to out and lse if they are the ``whole`` work
-    tile, else to partial result ``slot``.
+    C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, call, numbers, dtype: gl.constexpr
+):
+    """A part of a work tile for the 64 rows of warpgroup W; to out and lse if it is the whole work tile, else
+    to its partial result.
 
     ``i`` counts the program's n_blocks, ``j`` its parts of work tiles: the uses of their channels. Returns
     the new ``i``.
@@ -33,6 +59,7 @@ def attend_part(
     p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     ping_pong = make_ping_pong(1)
+    work, n_begin, n_end, _, _ = part
     lengths = call.lengths
 
     my_begin, my_end, full_begin, full_end = own_range(C, W, work, n_begin, n_end, lengths)
@@ -40,7 +67,7 @@ def attend_part(
     slope = 0.0
     if C.ALIBI:
         b, _ = sequence_of(work.m_block, lengths, C)
-        slope = gl.load(call.pointers.alibi_slopes + b * call.alibi_stride + own.head) * (1 / LN_2)
+        slope = gl.load(call.pointers.alibi_slopes + b * call.outer.alibi_stride + own.head) * (1 / LN_2)
     rows = mask_rows(C, work, own, slope, call)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
@@ -92,26 +119,5 @@ def attend_part(
 
     fault = work_queue.take(faults, j, 4) | work.sequence.fault
     sums = gl.where(fault == 0, sums, float("nan"))
-    factor = gl.full([ROWS], 1.0, gl.float32, row_layout)
-    if C.SINK:  # it enters once: here, or where parts are combined
-        sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * (1 / LN_2)
-        top = gl.maximum(m, sink)
-        shift = gl.where(top == float("-inf"), 0.0, top)
-        with_sink = sums * gl.exp2(m - shift) + gl.exp2(sink - shift)
-        sums = gl.where(whole, with_sink, sums)
-        factor = gl.where(whole, gl.exp2(m - shift), factor)
-        m = gl.where(whole, top, m)
-    if C.DESCALE == "head" or C.DESCALE == "sequence":
-        factor = factor * v_scale
-    empty = sums == 0.0
-    total = gl.where(empty, 1.0, sums)
-    lse = gl.where(empty, float("-inf"), m + gl.log2(total))
-    o = scale_rows(o, factor / total)
-    if C.SPLIT:
-        if whole:
-            store_whole(C, o, lse, work, own, call)
-        else:
-            store_partial(C, o, lse, slot, own, call)
-    else:
-        store_whole(C, o, lse, work, own, call)
+    store_part(C, o, m, sums, v_scale, part, own, call)
     return i

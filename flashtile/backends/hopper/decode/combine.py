@@ -13,11 +13,8 @@ import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.hopper.decode.work import behind_partials, load_row
-from flashtile.backends.portable.decode.combine import combine_rows
-from flashtile.backends.portable.decode.results import Splits
+from flashtile.backends.portable.decode.combine import Parts, combine_rows
 from flashtile.backends.portable.decode.schedule import (
-    Lengths,
-    Sequences,
     load_sequence,
     reach_of,
     sequence_of,
@@ -54,31 +51,21 @@ def write_note(partial, note, lengths, splits, C: tl.constexpr):
     tl.store(to + 5, note.start_q)
 
 
-@kernel(do_not_specialize=(*Lengths._fields, *Splits._fields, "row_blocks"))
-def combine_noted_kernel(
-    partial_ptr, out_ptr, lse_ptr, sink_ptr, cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new,
-    m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-    window_left, window_right, partial_rows, slots, num_splits, split_n_blocks, row_blocks, C: tl.constexpr,
-):  # fmt: skip
+@kernel(do_not_specialize=("lengths", "splits", "row_blocks"))
+def combine_noted_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr):
     """Grid: (row blocks * places of notes,). A row block is ROWS rows of a work tile."""
-    lengths = Lengths(
-        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-        window_left, window_right,
-    )  # fmt: skip
-    partial = Splits(partial_rows, slots, num_splits, split_n_blocks)
     first_row = tl.program_id(0) % row_blocks * C.ROWS
     place = tl.program_id(0) // row_blocks
     if C.PDL:
         tl.extra.cuda.gdc_wait()
-    note = behind_partials(partial_ptr, partial, C) + place * NOTE_WIDTH
-    splits = tl.load(note)
+    note = behind_partials(pointers.partial, splits, C) + place * NOTE_WIDTH
+    count = tl.load(note)
     first_program = tl.load(note + 1)
     if C.BY_WORK_TILE:
         # Nobody begins a work tile without rows, whose place holds anything.
-        b, m = sequence_of(place // num_heads_kv, lengths, C)
-        head_kv = place % num_heads_kv
-        sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
-        sequence = load_sequence(b, True, sequences, lengths, C)
+        b, m = sequence_of(place // lengths.num_heads_kv, lengths, C)
+        head_kv = place % lengths.num_heads_kv
+        sequence = load_sequence(b, True, pointers, lengths, C)
         num_rows, _, _ = reach_of(m, sequence, lengths, C)
         start_q = sequence.start_q
     else:
@@ -86,30 +73,20 @@ def combine_noted_kernel(
         head_kv = tl.load(note + 3)
         num_rows = tl.load(note + 4)
         start_q = tl.load(note + 5)
-        num_rows = tl.where(splits > 1, num_rows, 0)
+        num_rows = tl.where(count > 1, num_rows, 0)
     if first_row < num_rows:  # noqa: SIM102 - what a place without rows holds is not looked at
-        if splits > 1:
+        if count > 1:
             # The first part is in its program's second slot, the others are in their programs' first.
-            combine_rows(
-                partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, start_q, num_rows,
-                first_row, splits, 2 * first_program, 2, 1, lengths, partial, C,
-            )  # fmt: skip
+            parts = Parts(b, m, head_kv, start_q, num_rows, count, 2 * first_program, 2, 1)
+            combine_rows(parts, first_row, pointers, lengths, splits, C)
 
 
-@kernel(do_not_specialize=(*Lengths._fields, *Splits._fields, "row_blocks"))
-def combine_divided_kernel(
-    partial_ptr, out_ptr, lse_ptr, sink_ptr, m_blocks, m_blocks_per_sequence, num_heads_kv, group_size,
-    seqlen_q, seqlen_new, total_q, capacity, window_left, window_right, partial_rows, slots, num_splits,
-    split_n_blocks, row_blocks, C: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """What the table divides. Grid: any number of programs, which end at once where that is nothing. A row
-    block is ROWS rows of a work tile."""
-    lengths = Lengths(
-        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-        window_left, window_right,
-    )  # fmt: skip
-    partial = Splits(partial_rows, slots, num_splits, split_n_blocks)
-    table = behind_partials(partial_ptr, partial, C)
+@kernel(do_not_specialize=("lengths", "splits", "row_blocks"))
+def combine_divided_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Combine what the table divides. Grid: any number of programs, which end at once where that is nothing.
+    A row block is ROWS rows of a work tile."""
+    num_heads_kv = lengths.num_heads_kv
+    table = behind_partials(pointers.partial, splits, C)
     if C.PDL:
         tl.extra.cuda.gdc_wait()
     units = tl.load(table + 2) * num_heads_kv * row_blocks
@@ -117,14 +94,12 @@ def combine_divided_kernel(
         first_row = unit % row_blocks * C.ROWS
         head_kv = unit // row_blocks % num_heads_kv
         first = tl.load(table + (1 + unit // row_blocks // num_heads_kv) * WIDTH + 7)
-        m_block, sequence, _, parts = load_row(table + first * WIDTH)
+        m_block, sequence, _, divided = load_row(table + first * WIDTH)
         b, m = sequence_of(m_block, lengths, C)
         num_rows, _, n_blocks = reach_of(m, sequence, lengths, C)
-        each = (n_blocks + parts - 1) // parts
-        splits = (n_blocks + each - 1) // each
-        if (splits > 1) & (first_row < num_rows):
-            combine_rows(
-                partial_ptr, out_ptr, lse_ptr, sink_ptr, None, None, b, m, head_kv, sequence.start_q,
-                num_rows, first_row, splits, (first - 1) * num_heads_kv + head_kv, num_heads_kv, 0, lengths,
-                partial, C,
-            )  # fmt: skip
+        each = (n_blocks + divided - 1) // divided
+        count = (n_blocks + each - 1) // each
+        if (count > 1) & (first_row < num_rows):
+            start = (first - 1) * num_heads_kv + head_kv
+            parts = Parts(b, m, head_kv, sequence.start_q, num_rows, count, start, num_heads_kv, 0)
+            combine_rows(parts, first_row, pointers, lengths, splits, C)

@@ -8,23 +8,28 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.common.compile_report import CompileCase
+from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.common.device import Target
 from flashtile.backends.common.kept_kernel import NUM_WARPS
 from flashtile.backends.hopper.compile_cases import HOPPER, words
 from flashtile.backends.hopper.decode.combine import combine_divided_kernel, combine_noted_kernel
 from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
-from flashtile.backends.hopper.decode.kernel import attend_kernel
+from flashtile.backends.hopper.decode.kernel import CacheStrides, HopperDecodePointers, attend_kernel
 from flashtile.backends.hopper.decode.launch import (
-    STRIDES,
     divided_variant,
+    hopper_decode_variant,
     noted_variant,
     packed,
-    variant_of,
     views,
 )
-from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
+from flashtile.backends.hopper.decode.loads import CacheRows
+from flashtile.backends.hopper.decode.work import CHUNK, TablePointers, table_kernel
+from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.backends.portable.decode.arguments import OuterStrides
+from flashtile.backends.portable.decode.combine import CombinePointers
+from flashtile.backends.portable.decode.results import Splits
+from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.decode import FP8, DecodeProblem
 
 _PAGED = DecodeProblem(
@@ -70,16 +75,21 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 _E4M3 = ("e4m3 by head", "e4m3 by sequence", "e4m3 by block, page 1")
 _FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense")
 """Those that are compiled with at most 64 rows of a sequence, and with more."""
-_INT32 = (
-    "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table", "cu_seqlens_q",
-    "cu_seqlens_k_new",
-)  # fmt: skip
-_FLOAT_POINTERS = ("lse", "partial", "alibi_slopes", "sink", "k_descale", "v_descale")
-_FLOATS = ("scale_log2", "softcap_rate", "softcap_log2")
+
+
+_STRUCTURES = {"lengths": types_of(DecodeLengths, "i32"), "splits": types_of(Splits, "i32")}
+_COMBINED = {
+    "pointers": types_of(
+        CombinePointers, None, partial="*fp32", out="*bf16", lse="*fp32", cache_seqlens="*i32"
+    ),
+    **_STRUCTURES,
+    "row_blocks": "i32",
+}
+"""Types of the arguments of a kernel that combines parts."""
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table with every feature, those of equal head sizes plain, too, others at head_dim
+    """Each row of the table with every feature, those of equal head sizes also plain, others at head_dim
     128."""
     if arch != HOPPER:
         return
@@ -101,28 +111,30 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         yield _combine_case(problem, choose(problem))
     problem = replace(_PAGED, **_CHUNK)
     config = choose(problem)
-    constants = {"C": variant_of(problem, config), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
-    yield _small_case("hopper decode table", table_kernel, constants)
+    constants = {"C": hopper_decode_variant(problem, config), "WIDTH": TABLE_WIDTH.value, "CHUNK": CHUNK}
+    signature = {"pointers": TablePointers("*fp32", "*i32", None, None, None)}
+    signature |= {"batch": "i32", "programs": "i32"} | _STRUCTURES
+    yield _small_case("hopper decode table", table_kernel, signature, constants)
     variant, num_warps = divided_variant(packed(problem), config)
     constants = {"C": variant, "WIDTH": TABLE_WIDTH.value}
-    yield _small_case("hopper decode combine of a table", combine_divided_kernel, constants, num_warps)
+    name = "hopper decode combine of a table"
+    yield _small_case(name, combine_divided_kernel, _COMBINED, constants, num_warps)
 
 
 def _combine_case(problem: DecodeProblem, config: HopperDecodeConfig) -> CompileCase:
-    variant, num_warps = noted_variant(problem, config, variant_of(problem, config))
+    variant, num_warps = noted_variant(problem, config, hopper_decode_variant(problem, config))
     name = f"hopper decode combine by {'work tile' if variant.BY_WORK_TILE else 'program'}"
-    return _small_case(name, combine_noted_kernel, {"C": variant}, num_warps)
+    return _small_case(name, combine_noted_kernel, _COMBINED, {"C": variant}, num_warps)
 
 
-def _small_case(name: str, kernel: Any, constants: dict[str, Any], num_warps: int = NUM_WARPS) -> CompileCase:
+def _small_case(
+    name: str, kernel: Any, signature: dict[str, Any], constants: dict[str, Any], num_warps: int = NUM_WARPS
+) -> CompileCase:
     """A kernel without products, of sequences with ``cache_seqlens`` alone."""
-    absent = ("sink_ptr", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new")
-    constants = constants | {name: None for name in absent if name in kernel.arg_names}
-    types = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32"}
     return CompileCase(
         name=name,
         kernel=kernel,
-        signature=_signature(kernel, types, constants),
+        signature=signature,
         constants=constants,
         num_warps=num_warps,
         tensor_cores=False,
@@ -130,50 +142,53 @@ def _small_case(name: str, kernel: Any, constants: dict[str, Any], num_warps: in
 
 
 def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> CompileCase:
-    variant = variant_of(problem, config)
+    variant = hopper_decode_variant(problem, config)
     shape = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
     rows = (problem.num_blocks, problem.page_size or problem.capacity, problem.num_heads_kv)
     q = torch.empty(*shape, problem.num_heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
     k = torch.empty(*rows, problem.head_dim, dtype=problem.cache_dtype, device="meta")
     v = torch.empty(*rows, problem.head_dim_v, dtype=problem.cache_dtype, device="meta")
-    present = {
-        "k_cache": variant.GATHER,
-        "v_cache": variant.GATHER,
-        "cache_seqlens": problem.lengths,
-        "cache_leftpad": problem.leftpad,
-        "cache_batch_idx": problem.batch_idx,
-        "block_table": problem.page_size > 0,
-        "cu_seqlens_q": problem.varlen,
-        "cu_seqlens_k_new": problem.varlen_new,
-        "alibi_slopes": problem.alibi,
-        "sink": problem.sink,
-        "tree_mask": problem.tree,
-        "k_descale": problem.descale != "none",
-        "v_descale": problem.descale != "none",
-    }
-    constants: dict[str, Any] = {"C": variant} | {name: None for name, there in present.items() if not there}
     cache = "*fp8e4nv" if variant.E4M3 else "*bf16"
-    elements = {"out": "*bf16", "k_cache": cache, "v_cache": cache, "tree_mask": "*i1"}
-    types = elements | {name: view.type_name for name, view in views(problem, variant, q, k, v).items()}
+    gathered = cache if variant.GATHER else None
+    scales = "*fp32" if problem.descale != "none" else None
+    pointers = types_of(
+        HopperDecodePointers,
+        None,
+        k_cache=gathered,
+        v_cache=gathered,
+        out="*bf16",
+        lse="*fp32",
+        partial="*fp32",
+        cache_seqlens="*i32" if problem.lengths else None,
+        cache_leftpad="*i32" if problem.leftpad else None,
+        cache_batch_idx="*i32" if problem.batch_idx else None,
+        block_table="*i32" if problem.page_size else None,
+        cu_seqlens_q="*i32" if problem.varlen else None,
+        cu_seqlens_k_new="*i32" if problem.varlen_new else None,
+        alibi_slopes="*fp32" if problem.alibi else None,
+        sink="*fp32" if problem.sink else None,
+        tree_mask="*i1" if problem.tree else None,
+        k_descale=scales,
+        v_descale=scales,
+    )
+    descriptors = dict(zip(("q_desc", "k_desc", "v_desc"), views(problem, variant, q, k, v), strict=True))
     more = words({"balanced": variant.BALANCED, "queue": not variant.BALANCED})
     head = f"head_dim {variant.BLOCK_D}/{variant.BLOCK_DV} {variant.BLOCK_M}x{variant.BLOCK_N}"
     return CompileCase(
         name=" ".join(("hopper decode", head, name, *more)),
         kernel=attend_kernel,
-        signature=_signature(attend_kernel, types, constants),
-        constants=constants,
-        divisible_by_16=frozenset(STRIDES),
+        signature={name: view.type_name for name, view in descriptors.items()}
+        | {
+            "pointers": pointers,
+            "strides": types_of(CacheStrides, "i32"),
+            **_STRUCTURES,
+            "cache": types_of(CacheRows, "i32"),
+            "outer": types_of(OuterStrides, "i32"),
+            "numbers": types_of(Numbers, "fp32"),
+        },
+        constants={"C": variant},
+        divisible_by_16=frozenset(("strides",)),
         options={"maxnreg": config.registers[-1]},
         spill_budget=config.tile.features_spill_budget if "features" in name else config.tile.spill_budget,
         exhaustive=variant.E4M3 and (variant.HEAD_DIM != 128 or name not in ("e4m3", "e4m3 features")),
     )
-
-
-def _signature(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> dict[str, str]:
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            continue
-        pointer = "*i32" if name in _INT32 else "*fp32" if name in _FLOAT_POINTERS else None
-        signature[name] = types.get(name) or pointer or ("fp32" if name in _FLOATS else "i32")
-    return signature

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import DecodeConfig
 from flashtile.backends.portable.decode.schedule import Layout
@@ -20,8 +20,8 @@ COPY_ROWS = 16
 so few as for one of 16."""
 
 LEAST_FILLED = 0.85
-"""Of the programs, in rounds of whole work tiles of equal length. With less, programs take equal runs of
-n_blocks, wherever these begin."""
+"""The least share of the programs, in rounds of whole work tiles of equal length. With less, programs take
+equal runs of n_blocks, wherever these begin."""
 MOST_SHARED = 4
 """Work tiles a program up to which that is so."""
 DIVIDED_M_BLOCKS = 8
@@ -63,7 +63,7 @@ class HopperDecodeConfig(DecodeConfig):
 
 
 @dataclass(frozen=True)
-class Variant(Layout, WithoutFunctions):
+class HopperDecodeVariant(Layout, ModifierFlags):
     """Everything that the kernel is compiled for: one constant of the kernel."""
 
     TANH_APPROX: ClassVar[bool] = False
@@ -86,7 +86,7 @@ class Variant(Layout, WithoutFunctions):
     HAS_TREE: bool
     HAS_SCORE_MOD: bool
     E4M3: bool
-    """Of the cache: the consumer converts its tiles."""
+    """The cache is in e4m3: the consumer converts its tiles."""
     DESCALE: str
     """Scales of an FP8 cache: "none", "head", "sequence" or "block"."""
     KEY_SCALES: bool

@@ -20,16 +20,16 @@ from flashtile.backends.hopper.compat import aggregate, partition_barrier, reint
 from flashtile.backends.hopper.decode.gather import is_seen
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.inline_asm import to_16_bit
+from flashtile.backends.portable.decode.cache import in_cache
 from flashtile.backends.portable.decode.schedule import sequence_of
-from flashtile.backends.portable.decode.steps import in_cache
 
 ELEMENTS = gl.constexpr(8192)
-"""Of a tile that are converted at a time, 64 by each thread; more would not fit its registers."""
+"""Elements of a tile that are converted at a time, 64 by each thread; more would not fit its registers."""
 COLUMNS = gl.constexpr(64)
-"""Of queries, likewise."""
+"""Columns of queries that are converted at a time."""
 EXPONENT = gl.constexpr(0x7F800000)
 LARGEST = gl.constexpr(253 << 23)
-"""The bits of 2 ** 126: its inverse is a normal number, too."""
+"""The bits of 2 ** 126: its inverse is also a normal number."""
 ONE = gl.constexpr(127 << 23)
 INVERSE = gl.constexpr(254 << 23)
 """From this the bits of a power of two are subtracted."""
@@ -56,7 +56,7 @@ class KeyNumbers(NamedTuple):
     key_scales: Any
 
 
-class Scales(NamedTuple):
+class KeyScales(NamedTuple):
     """Scales of keys in shared memory, where blocks have them."""
 
     arrived: Any
@@ -84,7 +84,7 @@ def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use
             scale = arrived.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
             x = to_16_bit(x.to(gl.float32) * scale[:, None], tile.dtype)
         # All warps meet before the first of them writes: by itself, none knows whether the others are through
-        # with their rows of the last product, which read all of the tile. A release is a meeting, too. The
+        # with their rows of the last product, which read all of the tile. A release is also a meeting. The
         # fence keeps the copy that follows it behind these reads: TMA does not wait for what threads have
         # asked for.
         if part == PARTS - 1:
@@ -104,7 +104,7 @@ class ConvertedChannel:
     """A channel of e4m3 tiles as its only reader, a warpgroup, multiplies them: in ``tiles``, of which there
     is one. It is written when it is waited for, so all products with the last one have to be over.
 
-    ``arrived`` and ``in_use`` as in :class:`Scales`; where there are none, any memory.
+    ``arrived`` and ``in_use`` as in :class:`KeyScales`; where there are none, any memory.
     """
 
     raw: Channel
@@ -139,9 +139,9 @@ def make_scales(C: gl.constexpr):
     if C.KEY_SCALES:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         arrived = gl.allocate_shared_memory(gl.float32, [C.STAGES, C.BLOCK_N], layout)
-        return Scales(arrived, gl.allocate_shared_memory(gl.float32, [C.BLOCK_N], layout))
+        return KeyScales(arrived, gl.allocate_shared_memory(gl.float32, [C.BLOCK_N], layout))
     else:
-        return Scales(0, 0)
+        return KeyScales(0, 0)
 
 
 @gluon.jit
@@ -176,7 +176,7 @@ def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
 
 @gluon.jit
 def scales_of_head(C: gl.constexpr, work, call):
-    """What scores and outputs of a key head are multiplied by, that of one sequence or of all."""
+    """Factors of the scores and outputs of a key head, for one sequence or for all."""
     pointers = call.pointers
     head = work.head_kv // C.KV_GROUP
     if C.DESCALE == "head":
@@ -184,8 +184,8 @@ def scales_of_head(C: gl.constexpr, work, call):
     elif C.DESCALE == "sequence":
         b, _ = sequence_of(work.m_block, call.lengths, C)
         b = b.to(gl.int64)
-        k_scale = gl.load(pointers.k_descale + b * call.k_descale_stride + head)
-        return k_scale, gl.load(pointers.v_descale + b * call.v_descale_stride + head)
+        k_scale = gl.load(pointers.k_descale + b * call.outer.k_descale_stride + head)
+        return k_scale, gl.load(pointers.v_descale + b * call.outer.v_descale_stride + head)
     else:
         return 1.0, 1.0
 

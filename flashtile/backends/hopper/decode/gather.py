@@ -11,10 +11,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from flashtile.backends.portable.decode.steps import in_cache
+from flashtile.backends.portable.decode.cache import in_cache
 
 WARPS = gl.constexpr(2)
-"""Of a loader of k, or of v."""
+"""Warps of a loader of k, or of v."""
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
 ROWS = gl.constexpr(32)
 """Keys whose addresses a thread holds at a time."""

@@ -32,7 +32,6 @@ from flashtile.backends.hopper.decode.gather import (
     load_key_pages,
 )
 from flashtile.backends.hopper.decode.loads import (
-    CacheRows,
     faults_of,
     first_entry,
     load_n_block,
@@ -45,47 +44,69 @@ from flashtile.backends.hopper.decode.work import (
     start_dependents,
     wait_for_table,
 )
-from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS, Numbers
+from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import (
-    Lengths,
-    Sequences,
-    balanced_start,
-    sequence_of,
-    share_start,
-)
+from flashtile.backends.portable.decode.schedule import balanced_start, sequence_of, share_start
 
 
-class Pointers(NamedTuple):
-    """Memory that the kernel addresses itself. What a call has not is never followed."""
+class HopperDecodePointers(NamedTuple):
+    """Tensors of the call but q and the cache; None for each that it does not have."""
 
     out: Any
     lse: Any
     partial: Any
-    table: Any
-    """Of the work queue (``work``), behind the partial results."""
+    cache_seqlens: Any
+    cache_leftpad: Any
     cache_batch_idx: Any
     block_table: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k_new: Any
     alibi_slopes: Any
     sink: Any
-    tree_mask: Any
     k_descale: Any
     v_descale: Any
+    tree_mask: Any
+    prior_out: Any
+    prior_lse: Any
+    softmax_max: Any
+    qv: Any
+    k_cache: Any
+    """As is v_cache, only to GATHER; TMA has descriptors of them."""
+    v_cache: Any
 
 
-class Call(NamedTuple):
-    """What all partitions know of the launch."""
+class CacheStrides(NamedTuple):
+    """Elements from one page (row of a dense cache), token and head to the next."""
+
+    k_page: Any
+    k_token: Any
+    k_head: Any
+    v_page: Any
+    v_token: Any
+    v_head: Any
+
+
+class HopperDecodeCall(NamedTuple):
+    """The launch as all partitions know it."""
 
     pointers: Any
-    sequences: Any
+    table: Any
+    """The table of the work queue (``work``), behind the partial results."""
     lengths: Any
     splits: Any
     cache: Any
-    alibi_stride: Any
-    tree_stride: Any
-    k_descale_stride: Any
-    v_descale_stride: Any
+    outer: Any
+
+
+class Part(NamedTuple):
+    """n_blocks [n_begin, n_end) of a work tile, for ``out`` if they are the whole of it, else for a slot of
+    the partial results."""
+
+    work: Any
+    n_begin: Any
+    n_end: Any
+    slot: Any
+    whole: Any
 
 
 class Start(NamedTuple):
@@ -132,21 +153,22 @@ def load_queries(C: gl.constexpr, work, j, q, q_desc, call):
 
 @gluon.jit
 def load_part(
-    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, work, n_begin, n_end, i, j, q, keys, faults, q_desc,
-    desc, memory, call,
+    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, q, keys, faults, q_desc, desc, memory,
+    call,
 ):  # fmt: skip
-    """What :func:`attend_part` waits for, as far as loader PART of k, or of v, brings it; returns the new
-    ``i``. The first loader of k brings queries and finds faults, too."""
+    """Load what :func:`attend_part` waits for, as far as loader PART of k, or of v, brings it. Returns the
+    new ``i``. The first loader of k also brings queries and finds faults."""
     FIRST: gl.constexpr = not V and PART == 0
+    work, n_begin, n_end, _, _ = part
     cache = call.cache
     source, offsets, scales = memory
     b, _ = sequence_of(work.m_block, call.lengths, C)
-    entry, fault = first_entry(C, b, call.pointers, cache)
+    entry, fault = first_entry(C, b, call)
     head = work.head_kv // C.KV_GROUP
     page_rows = cache.v_rows if V else cache.k_rows
     outside = fault
     descale = call.pointers.v_descale if V else call.pointers.k_descale
-    descale_stride = call.v_descale_stride if V else call.k_descale_stride
+    descale_stride = call.outer.v_descale_stride if V else call.outer.k_descale_stride
     if FIRST and C.PAGE_SIZE != 0:
         if C.GATHER:
             outside = faults_of_keys(load_key_pages(C, entry, n_end - 1, work.keys), cache)
@@ -208,12 +230,11 @@ def consumer(
             write_note(call.pointers.partial, Note(0, program, 0, 0, 0, 0), call.lengths, call.splits, C)
         while position < start.end:
             work, n_begin, n_end, slot, splits, position, m_block, m_block_start = balanced_tile(
-                C, position, start, m_block, m_block_start, call.sequences, call.lengths
+                C, position, start, m_block, m_block_start, call.pointers, call.lengths
             )
             if n_begin < n_end:
-                i = attend_part(
-                    C, W, work, n_begin, n_end, slot, splits == 1, i, j, q, k, v, faults, call, numbers, dtype
-                )
+                part = Part(work, n_begin, n_end, slot, splits == 1)
+                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers, dtype)
                 j += 1
                 if W == 0:  # noqa: SIM102 - one is known to the compiler, the other is not
                     if splits > 0:
@@ -222,17 +243,16 @@ def consumer(
                         )
                         write_note(call.pointers.partial, note, call.lengths, call.splits, C)
     else:
-        num_tiles = gl.load(call.pointers.table) * call.lengths.num_heads_kv * call.splits.num_splits
+        num_tiles = gl.load(call.table) * call.lengths.num_heads_kv * call.splits.num_splits
         t = 0
         tile_index = work_queue.take(queue, t, 4)
         while tile_index < num_tiles:
             work, n_begin, n_end, slot, whole = queued_tile(
-                C, tile_index, call.pointers.table, call.lengths, call.splits, TABLE_WIDTH
+                C, tile_index, call.table, call.lengths, call.splits, TABLE_WIDTH
             )
             if n_begin < n_end:
-                i = attend_part(
-                    C, W, work, n_begin, n_end, slot, whole, i, j, q, k, v, faults, call, numbers, dtype
-                )
+                part = Part(work, n_begin, n_end, slot, whole)
+                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers, dtype)
                 j += 1
             t += 1
             tile_index = work_queue.take(queue, t, 4)
@@ -252,17 +272,16 @@ def loader(
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         while position < start.end:
             work, n_begin, n_end, _, _, position, m_block, m_block_start = balanced_tile(
-                C, position, start, m_block, m_block_start, call.sequences, call.lengths
+                C, position, start, m_block, m_block_start, call.pointers, call.lengths
             )
             if n_begin < n_end:
-                i = load_part(
-                    C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, memory, call
-                )
+                part = Part(work, n_begin, n_end, 0, False)
+                i = load_part(C, V, PART, part, i, j, q, keys, faults, q_desc, desc, memory, call)
                 j += 1
     else:
         FIRST: gl.constexpr = not V and PART == 0
         program, programs = gl.program_id(0), gl.num_programs(0)
-        num_tiles = gl.load(call.pointers.table) * call.lengths.num_heads_kv * call.splits.num_splits
+        num_tiles = gl.load(call.table) * call.lengths.num_heads_kv * call.splits.num_splits
         t = 0
         tile_index = program
         if FIRST:
@@ -271,29 +290,28 @@ def loader(
             tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
         while tile_index < num_tiles:
             work, n_begin, n_end, _, _ = queued_tile(
-                C, tile_index, call.pointers.table, call.lengths, call.splits, TABLE_WIDTH
+                C, tile_index, call.table, call.lengths, call.splits, TABLE_WIDTH
             )
             if n_begin < n_end:
-                i = load_part(
-                    C, V, PART, work, n_begin, n_end, i, j, q, keys, faults, q_desc, desc, memory, call
-                )
+                part = Part(work, n_begin, n_end, 0, False)
+                i = load_part(C, V, PART, part, i, j, q, keys, faults, q_desc, desc, memory, call)
                 j += 1
             t += 1
             if FIRST:
-                tile_index = programs + gl.atomic_add(call.pointers.table + 1, 1)
+                tile_index = programs + gl.atomic_add(call.table + 1, 1)
                 work_queue.put(queue, t, tile_index, C.LOADER_WARPS)
             else:
                 tile_index = work_queue.take(queue, t, C.LOADER_WARPS)
 
 
 @gluon.jit
-def find_start(C: gl.constexpr, sequences, lengths):
+def find_start(C: gl.constexpr, pointers, lengths):
     """The :class:`Start` of a balanced program."""
     if C.BALANCED:
         index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
         program, programs = gl.program_id(0), gl.num_programs(0)
         total, position, m_block, m_block_start = balanced_start(
-            index, program, programs, sequences, lengths, C
+            index, program, programs, pointers, lengths, C
         )
         return Start(total, position, share_start(program + 1, programs, total), m_block, m_block_start)
     else:
@@ -318,22 +336,10 @@ def make_memory(C: gl.constexpr, source):
         return 0, 0, scales
 
 
-RUNTIME_INTEGERS = (
-    *Lengths._fields, *Splits._fields, *CacheRows._fields, "alibi_stride", "tree_stride", "k_descale_stride",
-    "v_descale_stride",
-)  # fmt: skip
-
-
-@gluon_kernel(do_not_specialize=RUNTIME_INTEGERS)
+@gluon_kernel(do_not_specialize=("lengths", "splits", "cache", "outer"))
 def attend_kernel(
-    q_desc, k_desc, v_desc, k_cache, v_cache, out, lse, partial, cache_seqlens, cache_leftpad,
-    cache_batch_idx, block_table, cu_seqlens_q, cu_seqlens_k_new, alibi_slopes, sink, tree_mask,
-    k_descale, v_descale, k_page, k_token, k_head, v_page, v_token, v_head,
-    m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-    window_left, window_right, partial_rows, slots, num_splits, split_n_blocks, num_blocks, k_rows, v_rows,
-    table_stride, alibi_stride, tree_stride, scale_log2, softcap_rate, softcap_log2,
-    k_descale_stride, v_descale_stride, C: gl.constexpr,
-):  # fmt: skip
+    q_desc, k_desc, v_desc, pointers, strides, lengths, splits, cache, outer, numbers, C: gl.constexpr
+):
     """Grid: one program for each multiprocessor at most. Heads are those of the schedule: PACK query heads
     each."""
     if C.SPLIT:
@@ -341,33 +347,13 @@ def attend_kernel(
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_key_channel(C, k_desc, C.BLOCK_D)
     v = make_key_channel(C, v_desc, C.BLOCK_DV)
-    k_memory = make_memory(C, Source(k_cache, k_page, k_token, k_head))
-    v_memory = make_memory(C, Source(v_cache, v_page, v_token, v_head))
+    k_memory = make_memory(C, Source(pointers.k_cache, strides.k_page, strides.k_token, strides.k_head))
+    v_memory = make_memory(C, Source(pointers.v_cache, strides.v_page, strides.v_token, strides.v_head))
     faults = work_queue.make_work_queue(C.WARPGROUPS)
     queue = 0 if C.BALANCED else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
-    sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
-    lengths = Lengths(
-        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-        window_left, window_right,
-    )  # fmt: skip
-    start = find_start(C, sequences, lengths)
-    splits = Splits(partial_rows, slots, num_splits, split_n_blocks)
-    table = behind_partials(partial, splits, C)
-    call = Call(
-        Pointers(
-            out, lse, partial, table, cache_batch_idx, block_table, alibi_slopes, sink, tree_mask, k_descale,
-            v_descale,
-        ),
-        sequences,
-        lengths,
-        splits,
-        CacheRows(num_blocks, k_rows, v_rows, table_stride),
-        alibi_stride,
-        tree_stride,
-        k_descale_stride,
-        v_descale_stride,
-    )
-    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
+    start = find_start(C, pointers, lengths)
+    table = behind_partials(pointers.partial, splits, C)
+    call = HopperDecodeCall(pointers, table, lengths, splits, cache, outer)
     dtype: gl.constexpr = gl.float16 if C.E4M3 and not C.KEY_SCALES else q_desc.dtype  # of P
     k_read = make_reader(C, False, k, k_memory[2], gl.float16)
     v_read = make_reader(C, True, v, v_memory[2], dtype)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
-from flashtile.backends.common.launch import outer_stride
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.decode.combine import (
@@ -26,35 +25,37 @@ from flashtile.backends.hopper.decode.config import (
     LEAST_FILLED,
     MOST_LOADERS,
     HopperDecodeConfig,
-    Variant,
+    HopperDecodeVariant,
     gathers,
     heads_together,
 )
 from flashtile.backends.hopper.decode.gather import WARPS
-from flashtile.backends.hopper.decode.kernel import attend_kernel
+from flashtile.backends.hopper.decode.kernel import CacheStrides, HopperDecodePointers, attend_kernel
 from flashtile.backends.hopper.decode.loads import CacheRows
-from flashtile.backends.hopper.decode.work import CHUNK, table_kernel
-from flashtile.backends.hopper.launch import arguments_of, score_numbers
+from flashtile.backends.hopper.decode.work import CHUNK, TablePointers, table_kernel
+from flashtile.backends.hopper.forward.schedule import Numbers
+from flashtile.backends.hopper.launch import score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.decode.combine import CombineVariant, combine_kernel
-from flashtile.backends.portable.decode.launch import (
+from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant, combine_kernel
+from flashtile.backends.portable.decode.launch import DecodeLaunch
+from flashtile.backends.portable.decode.plan import (
     CombineTile,
-    DecodeLaunch,
     combine_tile,
     combine_variant,
-    effective_window,
     layout,
+    lengths_of,
     m_blocks_of,
+    num_splits_of,
+    outer_strides_of,
     round_up,
     row_strides,
 )
-from flashtile.backends.portable.decode.launch import is_balanced as shares_blocks
+from flashtile.backends.portable.decode.plan import is_balanced as shares_blocks
 from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import Lengths
+from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
-STRIDES = ("k_page", "k_token", "k_head", "v_page", "v_token", "v_head")
 FAR = 2**30
 """A window that hides no key."""
 COMBINE_TILES = {4: 2048, 8: 8192}
@@ -84,15 +85,6 @@ def is_balanced(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
     return shares_blocks(packed(problem), config)
 
 
-def num_splits_of(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[int, int]:
-    """(splits of a work tile, n_blocks of a split or 0) where the call decides."""
-    split_n_blocks = triton.cdiv(problem.split_size, config.tile.BLOCK_N)
-    if not split_n_blocks:
-        return max(problem.num_splits, 1), 0
-    n_blocks = triton.cdiv(problem.capacity, config.tile.BLOCK_N)
-    return max(1, triton.cdiv(n_blocks, split_n_blocks)), split_n_blocks
-
-
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """Keys that lie side by side, a power of two."""
     if gathers(problem):
@@ -101,7 +93,7 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
 
 
 def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Of a grid of equal runs."""
+    """Programs of a grid of equal runs."""
     problem = packed(problem)
     programs = multiprocessors(problem.device) * config.programs_per_sm
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
@@ -117,7 +109,7 @@ def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
     return few and not chosen and not is_balanced(problem, config)
 
 
-def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
+def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> HopperDecodeVariant:
     balanced = is_balanced(problem, config)
     divided = divides(problem, config)
     pack = pack_of(problem)
@@ -130,7 +122,7 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
     e4m3 = problem.cache_dtype == FP8
     # Each row of an FP8 call has a scale of its own, so it is not folded into the exponent.
     scaled = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3
-    return Variant(
+    return HopperDecodeVariant(
         **fields,
         PAGE_SIZE=problem.page_size,
         COPY_ROWS=copy_rows(problem, config),
@@ -169,7 +161,7 @@ def variant_of(problem: DecodeProblem, config: HopperDecodeConfig) -> Variant:
 
 
 def noted_variant(
-    problem: DecodeProblem, config: HopperDecodeConfig, variant: Variant
+    problem: DecodeProblem, config: HopperDecodeConfig, variant: HopperDecodeVariant
 ) -> tuple[CombineVariant, int]:
     """(variant, warps) of the kernel that combines what balanced programs leave."""
     programs = balanced_programs(problem, config)
@@ -193,16 +185,18 @@ def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple
     return combine_variant(problem, config, tile, True, pdl=True), num_warps
 
 
-def views(problem: DecodeProblem, variant: Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
-    """Of q, k and v, by the kernel's parameters."""
+def views(
+    problem: DecodeProblem, variant: HopperDecodeVariant, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[View, View, View]:
+    """Views of q, k and v."""
     shape = (1, *q.shape) if problem.varlen else q.shape
     strides = (0, *q.stride()) if problem.varlen else q.stride()
     rows = variant.COPY_ROWS
-    return {
-        "q_desc": packed_view(shape, strides, variant.PACK, WARPGROUP_ROWS, variant.BLOCK_D, problem.dtype),
-        "k_desc": ragged_view(k.shape, k.stride(), rows, variant.BLOCK_D, problem.cache_dtype),
-        "v_desc": ragged_view(v.shape, v.stride(), rows, variant.BLOCK_DV, problem.cache_dtype),
-    }
+    return (
+        packed_view(shape, strides, variant.PACK, WARPGROUP_ROWS, variant.BLOCK_D, problem.dtype),
+        ragged_view(k.shape, k.stride(), rows, variant.BLOCK_D, problem.cache_dtype),
+        ragged_view(v.shape, v.stride(), rows, variant.BLOCK_DV, problem.cache_dtype),
+    )
 
 
 class HopperDecodeLaunch(DecodeLaunch):
@@ -214,11 +208,64 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _prepare(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors) -> tuple[Any, Any]:
         problem, config = packed(self._problem), self._config
         assert isinstance(config, HopperDecodeConfig)
-        variant = variant_of(self._problem, config)
-        m_blocks = m_blocks_of(problem, config)
-        work_tiles = problem.batch * m_blocks * problem.num_heads_kv
+        variant = hopper_decode_variant(self._problem, config)
+        lengths = lengths_of(problem, config)
+        if variant.HAS_LEFT and lengths.window_left == UNLIMITED:  # padding on the left is an edge, too
+            lengths = lengths._replace(window_left=FAR)
+        programs, splits = self._shares(problem, config, variant, lengths)
+        attend = KeptKernel(
+            attend_kernel,
+            programs,
+            (
+                CacheStrides(*row_strides(k_cache), *row_strides(v_cache)),
+                lengths,
+                splits,
+                CacheRows(
+                    problem.num_blocks, rows_between_sequences(k_cache), rows_between_sequences(v_cache)
+                ),
+                outer_strides_of(tensors),
+                Numbers(**score_numbers(problem)),
+            ),
+            (variant,),
+            None,
+            views(problem, variant, q, k_cache, v_cache),
+            HopperDecodePointers,
+            launch_pdl=variant.PDL,
+            maxnreg=config.registers[-1],
+        )
+        floats = splits.slots * splits.partial_rows * (problem.head_dim_v + 1)
+        if variant.BALANCED:
+            places = programs
+            if variant.BY_WORK_TILE:
+                places = lengths.m_blocks * problem.num_heads_kv
+            self._partials = round_up(floats + places * NOTE_WIDTH.value, 64)
+            return Attend(attend, None, variant.GATHER), self._combine_noted(variant, lengths, splits, places)
+        rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
+        self._partials = round_up(floats + rows * TABLE_WIDTH.value, 64)
+        table = KeptKernel(
+            table_kernel,
+            problem.batch,
+            (problem.batch, programs, lengths, splits),
+            (variant, TABLE_WIDTH.value, min(CHUNK, triton.next_power_of_2(problem.batch))),
+            None,
+            pointers=TablePointers,
+        )
+        combine = None
+        if variant.DIVIDES:
+            combine = self._combine_divided(problem, config, lengths, splits)
+        elif variant.SPLIT:
+            combine = self._combine_splits(problem, config, lengths, splits)
+        return Attend(attend, table, variant.GATHER), combine
+
+    def _shares(
+        self,
+        problem: DecodeProblem,
+        config: HopperDecodeConfig,
+        variant: HopperDecodeVariant,
+        lengths: DecodeLengths,
+    ) -> tuple[int, Splits]:
+        """(programs, how they divide the work) of the packed problem."""
         num_splits, split_n_blocks = num_splits_of(problem, config)
-        rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
         programs = multiprocessors(self._device) * config.programs_per_sm
         if variant.BALANCED:
             programs = balanced_programs(self._problem, config)
@@ -226,129 +273,62 @@ class HopperDecodeLaunch(DecodeLaunch):
         elif variant.DIVIDES:
             slots = DIVIDED_SLOTS * programs
         else:
-            programs = min(programs, work_tiles * num_splits)
-            slots = work_tiles * num_splits if variant.SPLIT else 0
-        splits = Splits(rows, slots, num_splits, split_n_blocks)
-        left, right = effective_window(problem)
-        if variant.HAS_LEFT and left == UNLIMITED:  # padding on the left is an edge, too
-            left = FAR
-        lengths = Lengths(
-            m_blocks=problem.batch * m_blocks,
-            m_blocks_per_sequence=m_blocks,
-            num_heads_kv=problem.num_heads_kv,
-            group_size=problem.group_size,
-            seqlen_q=problem.seqlen_q,
-            seqlen_new=problem.seqlen_new,
-            total_q=problem.total_q,
-            capacity=problem.capacity,
-            window_left=left,
-            window_right=right,
+            units = lengths.m_blocks * problem.num_heads_kv * num_splits
+            programs = min(programs, units)
+            slots = units if variant.SPLIT else 0
+        rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+        return programs, Splits(rows, slots, num_splits, split_n_blocks)
+
+    def _combine_noted(
+        self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, places: int
+    ) -> KeptKernel:
+        """For what balanced programs leave, by the notes in so many places."""
+        assert isinstance(self._config, HopperDecodeConfig)
+        combining, num_warps = noted_variant(self._problem, self._config, variant)
+        row_blocks = triton.cdiv(splits.partial_rows, combining.ROWS)
+        return _combining(
+            combine_noted_kernel, places * row_blocks, (lengths, splits, row_blocks), (combining,), num_warps
         )
-        cache = CacheRows(
-            problem.num_blocks,
-            rows_between_sequences(k_cache),
-            rows_between_sequences(v_cache),
-            0 if tensors.block_table is None else tensors.block_table.stride(0),
-        )
-        strides = dict(zip(STRIDES, (*row_strides(k_cache), *row_strides(v_cache)), strict=True))
-        scalars = strides | lengths._asdict() | splits._asdict() | cache._asdict() | score_numbers(problem)
-        scalars["alibi_stride"] = outer_stride(tensors.alibi_slopes)
-        tree = tensors.tree_mask
-        scalars["tree_stride"] = 0 if tree is None or tree.shape[0] == 1 else tree.stride(0)
-        scalars["k_descale_stride"] = outer_stride(tensors.k_descale)
-        scalars["v_descale_stride"] = outer_stride(tensors.v_descale)
-        kernel = KeptKernel(
-            attend_kernel,
-            programs,
-            arguments_of(attend_kernel, scalars),
-            (variant,),
-            None,
-            arguments_of(attend_kernel, views(problem, variant, q, k_cache, v_cache)),
-            launch_pdl=variant.PDL,
-            maxnreg=config.registers[-1],
-        )
-        floats = slots * rows * (problem.head_dim_v + 1)
-        if not variant.BALANCED:
-            table_rows = 1 + lengths.m_blocks + (slots // problem.num_heads_kv if variant.DIVIDES else 0)
-            self._partials = round_up(floats + table_rows * TABLE_WIDTH.value, 64)
-            chunk = min(CHUNK, triton.next_power_of_2(problem.batch))
-            table = KeptKernel(
-                table_kernel,
-                problem.batch,
-                (problem.batch, programs, *lengths, *splits),
-                (variant, TABLE_WIDTH.value, chunk),
-                None,
-            )
-            attend = Attend(kernel, table, variant.GATHER)
-            if not variant.SPLIT:
-                return attend, None
-            if not variant.DIVIDES:
-                return attend, self._combine_splits(problem, config, lengths, splits)
-            return attend, self._combine_divided(problem, config, lengths, splits)
-        attend = Attend(kernel, None, variant.GATHER)
-        places = work_tiles if variant.BY_WORK_TILE else programs
-        self._partials = round_up(floats + places * NOTE_WIDTH.value, 64)
-        combining, num_warps = noted_variant(self._problem, config, variant)
-        row_blocks = triton.cdiv(rows, combining.ROWS)
-        combine = KeptKernel(
-            combine_noted_kernel,
-            places * row_blocks,
-            (*lengths, *splits, row_blocks),
-            (combining,),
-            None,
-            num_warps=num_warps,
-            launch_pdl=True,
-        )
-        return attend, Combine(combine)
 
     def _combine_splits(
-        self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: Lengths, splits: Splits
+        self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> KeptKernel:
         """The portable kernel, for splits by each work tile's own length."""
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
         work_tiles = lengths.m_blocks * problem.num_heads_kv
         combining = combine_variant(problem, config, combined, by_work_tile=True, pdl=True)
-        return KeptKernel(
+        return _combining(
             combine_kernel,
             work_tiles * row_blocks,
-            (*lengths, *splits, 0, row_blocks),
+            (lengths, splits, 0, row_blocks),
             (replace(combining, BALANCED=False),),
-            None,
-            num_warps=combined.num_warps,
-            launch_pdl=True,
+            combined.num_warps,
         )
 
     def _combine_divided(
-        self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: Lengths, splits: Splits
-    ) -> Combine:
+        self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
+    ) -> KeptKernel:
         """For what the table divides, mostly nothing: as many programs as are placed at once."""
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
-        kernel = KeptKernel(
-            combine_divided_kernel,
-            COMBINING_PROGRAMS * multiprocessors(self._device),
-            (*lengths, *splits, row_blocks),
-            (variant, TABLE_WIDTH.value),
-            None,
-            num_warps=num_warps,
-            launch_pdl=True,
-        )
-        return Combine(kernel, False)
+        programs = COMBINING_PROGRAMS * multiprocessors(self._device)
+        scalars = (lengths, splits, row_blocks)
+        return _combining(combine_divided_kernel, programs, scalars, (variant, TABLE_WIDTH.value), num_warps)
 
 
-class Combine:
-    """The kernel for what balanced programs left or the table divided, called as the portable one is."""
-
-    def __init__(self, kernel: KeptKernel, reads_lengths: bool = True) -> None:
-        self._kernel = kernel
-        self._reads_lengths = reads_lengths
-
-    def __call__(
-        self, device: torch.device, partial: Tensor, out: Tensor, lse: Any, sink: Tensor | None,
-        prior_out: None, prior_lse: None, *lengths: Tensor | None,
-    ) -> None:  # fmt: skip
-        self._kernel(device, partial, out, lse, sink, *(lengths if self._reads_lengths else ()))
+def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num_warps: int) -> KeptKernel:
+    """A kernel that combines parts, called as the portable one is."""
+    return KeptKernel(
+        kernel,
+        programs,
+        scalars,
+        constants,
+        None,
+        pointers=CombinePointers,
+        num_warps=num_warps,
+        launch_pdl=True,
+    )
 
 
 class Attend:
@@ -368,15 +348,11 @@ class Attend:
         self, device: torch.device, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Any, partial: Any,
         *tensors: Tensor | None,
     ) -> None:  # fmt: skip
-        given = CacheTensors(*tensors)
         if self._fill_table is not None:
+            given = CacheTensors(*tensors)
             self._fill_table(
                 device, partial, given.cache_seqlens, given.cache_leftpad, given.cu_seqlens_q,
                 given.cu_seqlens_k_new,
             )  # fmt: skip
         gathered = (k, v) if self._gathers else (None, None)
-        self._kernel(
-            device, q, k, v, *gathered, out, lse, partial, given.cache_seqlens, given.cache_leftpad,
-            given.cache_batch_idx, given.block_table, given.cu_seqlens_q, given.cu_seqlens_k_new,
-            given.alibi_slopes, given.sink, given.tree_mask, given.k_descale, given.v_descale,
-        )  # fmt: skip
+        self._kernel(device, q, k, v, out, lse, partial, *tensors, *gathered)

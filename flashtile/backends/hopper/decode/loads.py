@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from flashtile.backends.common import launch
 from flashtile.backends.hopper.compat import async_load
-from flashtile.backends.portable.decode.steps import in_cache
+from flashtile.backends.portable.decode.cache import in_cache
 
 RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 
@@ -26,20 +26,19 @@ class CacheRows(NamedTuple):
     k_rows: Any
     """From the beginning of one page of k to that of the next, in rows."""
     v_rows: Any
-    table_stride: Any
 
 
 @gluon.jit
-def first_entry(C: gl.constexpr, b, pointers, cache):
+def first_entry(C: gl.constexpr, b, call):
     """(where the block table of sequence ``b`` begins, or its row of a dense cache; its fault)."""
     fault = b * 0
     if C.PAGE_SIZE != 0:
-        return pointers.block_table + b.to(gl.int64) * cache.table_stride, fault
+        return call.pointers.block_table + b.to(gl.int64) * call.outer.table_stride, fault
     else:
         row = b
         if C.HAS_BATCH_IDX:
-            given = gl.load(pointers.cache_batch_idx + b)
-            row = in_cache(given, cache.num_blocks)
+            given = gl.load(call.pointers.cache_batch_idx + b)
+            row = in_cache(given, call.cache.num_blocks)
             fault = given ^ row
         return row, fault
 

@@ -71,7 +71,7 @@ def mask_rows(C: gl.constexpr, work, own, slope, call):
     if C.HAS_TREE:
         b, _ = sequence_of(work.m_block, lengths, C)
         row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
-        mask_of_sequence = call.pointers.tree_mask + b.to(gl.int64) * call.tree_stride
+        mask_of_sequence = call.pointers.tree_mask + b.to(gl.int64) * call.outer.tree_stride
         tree = Tree(mask_of_sequence, row, offset, sequence.len_q)  # type: ignore[assignment]
     first_key = in_keys - lengths.window_left
     if C.HAS_LEFTPAD:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import (
-    Lengths,
     Sequence,
-    Sequences,
     WorkTile,
     load_sequence,
     reach_of,
@@ -25,11 +24,21 @@ CHUNK = 256
 LIMITS = tl.constexpr(16)
 """Limits to the n_blocks of a part that are weighed."""
 PART_COST = tl.constexpr(3.0)
-"""Beginning and ending a part, in n_blocks: 4.6 us beside 1.6 for an n_block of 128 keys and rows."""
+"""Beginning and ending a part, in n_blocks: 4.6 us compared with 1.6 for an n_block of 128 keys and rows."""
 COMBINE_COST = tl.constexpr(8.0)
 """Leaving partial results and combining them, in n_blocks."""
 PARTS = tl.constexpr(65536)
 """A row of the table has parts and part in one number: PARTS to a part."""
+
+
+class TablePointers(NamedTuple):
+    """Tensors of the kernel that fills the table; None for each that a call does not have."""
+
+    partial: Any
+    cache_seqlens: Any
+    cache_leftpad: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k_new: Any
 
 
 @triton.jit
@@ -53,14 +62,14 @@ def wait_for_table():
 
 
 @triton.jit
-def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, sequences, lengths):
+def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths):
     """(work tile, its n_blocks [n_begin, n_end), slot, parts of the work tile, and where the next one is).
 
     Parts are 0 unless these n_blocks are the first. A work tile's first part is the last work of its program,
     any other part the first.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
-    work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, sequences, lengths, C)
+    work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
     count = min(work.n_blocks - nth, start.end - position)
     splits = 0
     if nth == 0:
@@ -121,7 +130,7 @@ def count_m_blocks(sequence, lengths, C: tl.constexpr):
 
 
 @triton.jit
-def part_limit(batch, programs, slots, sequences, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
+def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
     """The most n_blocks of a part: of LIMITS numbers, from those of the longest work tile down, the one with
     which ``programs`` that take the longest parts first are likely to end first.
 
@@ -133,7 +142,7 @@ def part_limit(batch, programs, slots, sequences, lengths, C: tl.constexpr, CHUN
     longest = tl.full([], 1, tl.int32)
     for first in range(0, batch, CHUNK):
         others = first + tl.arange(0, CHUNK)
-        sequence = load_sequence(others, others < batch, sequences, lengths, C)
+        sequence = load_sequence(others, others < batch, pointers, lengths, C)
         _, n_blocks = count_m_blocks(sequence, lengths, C)
         longest = tl.maximum(longest, tl.max(n_blocks, 0))
     shares = (2 + index % 2) << (index // 2)  # of half a tile: 2, 3, 4, 6, 8, 12 ...
@@ -143,7 +152,7 @@ def part_limit(batch, programs, slots, sequences, lengths, C: tl.constexpr, CHUN
     divided = tl.zeros([LIMITS], tl.int32)
     for first in range(0, batch, CHUNK):
         others = first + tl.arange(0, CHUNK)
-        sequence = load_sequence(others, others < batch, sequences, lengths, C)
+        sequence = load_sequence(others, others < batch, pointers, lengths, C)
         count, n_blocks = count_m_blocks(sequence, lengths, C)
         tiles = (count * lengths.num_heads_kv)[None, :]
         n_blocks = n_blocks[None, :]
@@ -158,13 +167,10 @@ def part_limit(batch, programs, slots, sequences, lengths, C: tl.constexpr, CHUN
     return tl.max(tl.where(-time == tl.max(-time, 0), limits, 0), 0)
 
 
-@kernel(do_not_specialize=("batch", "programs", *Lengths._fields, *Splits._fields))
+@kernel(do_not_specialize=("batch", "programs", "lengths", "splits"))
 def table_kernel(
-    partial, cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new, batch, programs,
-    m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-    window_left, window_right, partial_rows, slots, num_splits, split_n_blocks,
-    C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    pointers, batch, programs, lengths, splits, C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
+):
     """A row of the table, from row 1 on: an m_block, the :class:`schedule.Sequence` that it is of, and which
     of how many parts of its work tiles. Row 0: how many such rows there are, 0 for those that were taken from
     the queue, and how many m_blocks are divided. These come first, and the last number of row 1 + i is the
@@ -175,18 +181,13 @@ def table_kernel(
     """
     if C.PDL:
         start_dependents()
-    sequences = Sequences(cache_seqlens, cache_leftpad, cu_seqlens_q, cu_seqlens_k_new)
-    lengths = Lengths(
-        m_blocks, m_blocks_per_sequence, num_heads_kv, group_size, seqlen_q, seqlen_new, total_q, capacity,
-        window_left, window_right,
-    )  # fmt: skip
-    table = behind_partials(partial, Splits(partial_rows, slots, num_splits, split_n_blocks), C)
+    table = behind_partials(pointers.partial, splits, C)
     b = tl.program_id(0)
-    mine = load_sequence(b, True, sequences, lengths, C)
+    mine = load_sequence(b, True, pointers, lengths, C)
     count, my_n_blocks = count_m_blocks(mine, lengths, C)
-    limit = capacity
+    limit = lengths.capacity
     if C.DIVIDES:
-        limit = part_limit(batch, programs, slots, sequences, lengths, C, CHUNK)
+        limit = part_limit(batch, programs, splits.slots, pointers, lengths, C, CHUNK)
     my_parts = tl.maximum((my_n_blocks + limit - 1) // limit, 1)
     rank = 0
     first_row = 1
@@ -194,7 +195,7 @@ def table_kernel(
     divided = 0
     for first in range(0, batch, CHUNK):
         others = first + tl.arange(0, CHUNK)
-        sequence = load_sequence(others, others < batch, sequences, lengths, C)
+        sequence = load_sequence(others, others < batch, pointers, lengths, C)
         counts, n_blocks = count_m_blocks(sequence, lengths, C)
         parts = tl.maximum((n_blocks + limit - 1) // limit, 1)
         before = (n_blocks > my_n_blocks) | ((n_blocks == my_n_blocks) & (others < b))
@@ -210,7 +211,7 @@ def table_kernel(
         place = first + tl.arange(0, CHUNK)
         row = table + (first_row + place) * WIDTH
         inside = place < count * my_parts
-        tl.store(row, b * m_blocks_per_sequence + count - 1 - place // my_parts, mask=inside)
+        tl.store(row, b * lengths.m_blocks_per_sequence + count - 1 - place // my_parts, mask=inside)
         tl.store(row + 1, mine.start_q, mask=inside)
         tl.store(row + 2, mine.len_q, mask=inside)
         tl.store(row + 3, mine.len_k, mask=inside)

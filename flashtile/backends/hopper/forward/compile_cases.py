@@ -5,15 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashtile.backends.common.compile_report import CompileCase
-from flashtile.backends.hopper.compile_cases import HOPPER, PLAIN, attention_case, tensors, words
+from flashtile.backends.common.compile_report import CompileCase, types_of
+from flashtile.backends.hopper.compile_cases import (
+    HOPPER,
+    PLAIN,
+    attention_case,
+    bias_of,
+    modified,
+    modifier_pointers,
+    schedule_types,
+    tensors,
+    words,
+)
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant, choose, every_row
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.launch import launch_registers, variant_of, views
+from flashtile.backends.hopper.forward.launch import (
+    bias_view,
+    has_natural_scores,
+    launch_registers,
+    variant_of,
+    views,
+)
+from flashtile.backends.hopper.forward.schedule import ForwardNumbers, ForwardPointers, ForwardSchedule
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
 _CAUSAL = replace(PLAIN, window_right=0)
+_MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
+    "mods": {64: (0, 100, 0, 0, 16), 128: (4, 104, 76, 80, 48)},
+    "dropout": {64: (0, 0, 44), 128: (0, 72, 132)},
+    "bias": {64: (16, 0, 36), 128: (8, 84, 80)},
+}
+_TELLING = {("mods", "block mask", 64), ("dropout", "causal", 128), ("bias", "causal", 64)}
+"""Cases that are compiled in every run of the tests; others differ little from them."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Among which every row of the table finds its own."""
 
@@ -56,17 +80,44 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     yield _case(short_window, choose(short_window), choose(short_window).spill_budget)
     packed = replace(_CAUSAL, head_dim=128, head_dim_v=128, seqlen_q=4, total_q=8)
     yield _case(packed, ForwardConfig(2, 128), 0)
+    for kind, spills in _MODIFIED_SPILLS.items():
+        for name, problem, spill_budget in modified(kind, spills):
+            case = _case(problem, choose(problem), spill_budget, f"{kind} forward", name)
+            yield replace(case, exhaustive=(kind, name, problem.head_dim) not in _TELLING)
 
 
-def _case(problem: Problem, config: ForwardConfig, spill_budget: int) -> CompileCase:
-    variant = variant_of(problem, config)
+def _case(
+    problem: Problem, config: ForwardConfig, spill_budget: int, kind: str = "forward", name: str = ""
+) -> CompileCase:
+    bias = bias_of(problem)
+    variant = variant_of(problem, config, bias=bias)
+    described = bias_view(problem, variant, bias)
+    natural, dropped = (
+        "fp32" if given else None for given in (has_natural_scores(problem), variant.HAS_DROPOUT)
+    )
+    structures = {
+        "bias_desc": described and described.type_name,
+        "pointers": types_of(
+            ForwardPointers,
+            None,
+            lse="*fp32",
+            table="*i32" if variant.VARLEN or variant.QUEUED else None,
+            sink="*fp32" if variant.SINK else None,
+            **modifier_pointers(variant),
+        ),
+        "schedule": schedule_types(ForwardSchedule, variant),
+        "numbers": types_of(ForwardNumbers, "fp32", scale=natural, keep_scale=dropped),
+    }
+    if name:
+        name = f"head_dim {problem.head_dim} {variant.BLOCK_M}x{variant.BLOCK_N} {name}"
     return attention_case(
-        f"forward {_name(problem, variant)}",
+        f"{kind} {name or _name(problem, variant)}",
         forward_kernel,
         views(problem, variant, *tensors(problem)),
         variant,
         launch_registers(variant),
         spill_budget,
+        structures,
     )
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.hopper.compat import VIEWS_SPAN_TILES
-from flashtile.backends.hopper.config import WARPGROUP_ROWS, WithoutFunctions, padded
+from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, modifiers_of, padded
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
@@ -36,8 +36,11 @@ class ForwardConfig:
         PROGRAMS: programs that share a multiprocessor: one begins or ends a tile while another multiplies.
         paired_below: in keys. Under a mask with a right edge, shorter sequences take their blocks of queries
             in pairs (``schedule.num_parts``); in longer ones the longest blocks of all heads come first.
-        QUEUED: programs take the blocks of these longer sequences from the work queue. With a left edge, too,
+        QUEUED: programs take the blocks of these longer sequences from the work queue. Also with a left edge,
             most blocks cost the same, and they do not. Those of packed sequences always come from the queue.
+        BIAS_STAGES: tiles of a bias in shared memory.
+        LATE_BITS: the assembler may put dropout's random bits off until the exponentials; else they are made
+            under the products.
         spill_budget: bytes of register spills that were measured and accepted, none of them in the loop over
             uncut blocks; features_spill_budget: the same with every feature at once.
     """
@@ -55,6 +58,8 @@ class ForwardConfig:
     PROGRAMS: int = 1
     paired_below: int = 8192
     QUEUED: bool = False
+    BIAS_STAGES: int = 1
+    LATE_BITS: bool = False
     spill_budget: int = 0
     features_spill_budget: int = 0
 
@@ -64,7 +69,7 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True)
-class ForwardVariant(WithoutFunctions):
+class ForwardVariant(ModifierFlags):
     """Everything that the forward kernel is compiled for: one constant of the kernel."""
 
     HAS_TREE: ClassVar[bool] = False
@@ -98,7 +103,7 @@ class ForwardVariant(WithoutFunctions):
     D_PARTS: int
     """Tiles of q and k side by side, where BLOCK_D is no power of two; else 1."""
     DV_PARTS: int
-    """The same of v. O has two accumulators then, of O_WIDE columns and of O_COLUMNS."""
+    """Parts of v's columns. With two parts O has two accumulators, of O_WIDE columns and of O_COLUMNS."""
     O_WIDE: int
     O_COLUMNS: int
     QK_COLUMNS: int
@@ -167,15 +172,13 @@ _FIVE_PARTS = F(
 _NINETY_SIX = F(
     2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True, spill_budget=32, features_spill_budget=40
 )
-_PARTS = F(
-    2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
-)
+_PARTS = F(2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184)
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
-"""Of results in float32, head sizes up to 128: they leave in parts, for which there is room."""
+"""Configuration for results in float32 and head sizes up to 128: out is stored in parts that fit."""
 PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
-"""The same for q of 128 columns: in registers there is room for them."""
+"""PARTIAL for q of 128 columns, which fit in registers."""
 PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=160)
 ANY_LENGTH = 2**31
 
@@ -217,6 +220,30 @@ _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]
     (192, 192, False): ((1024, _NARROWER_SHORT), (ANY_LENGTH, _NARROWER)),
     (192, 192, True): ((1024, _NARROWER_SHORT), (ANY_LENGTH, _NARROWER_CAUSAL)),
 }
+MAX_MODIFIED_COLUMNS = 128
+"""Largest head size for which modifiers may change scores."""
+# Modifiers -> (padded head sizes -> config): two consumers, whose registers have room for a tile of a bias in
+# 16 bits, and as blocks of block masks consist of tiles of 128 rows. Other combinations are refused.
+_MODIFIED: dict[tuple[str, ...], dict[tuple[int, int], ForwardConfig]] = {
+    ("functions",): {
+        (64, 64): F(2, 128, Q_STAGES=2, QUEUED=True),
+        (128, 128): F(2, 128, QUEUED=True),
+        (64, 128): F(2, 128, QUEUED=True),
+        (128, 64): F(2, 128, QUEUED=True),
+    },
+    ("dropout",): {
+        (64, 64): F(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
+        (128, 128): F(2, 128, QUEUED=True, paired_below=4096),
+        (64, 128): F(2, 128, QUEUED=True, paired_below=4096),
+        (128, 64): F(2, 128, QUEUED=True, paired_below=4096),
+    },
+    ("bias",): {
+        (64, 64): F(2, 128, Q_STAGES=2, BIAS_STAGES=2, paired_below=4096, QUEUED=True),
+        (128, 128): F(2, 128, paired_below=4096, QUEUED=True),
+        (64, 128): F(2, 128, paired_below=4096, QUEUED=True),
+        (128, 64): F(2, 128, paired_below=4096, QUEUED=True),
+    },
+}
 PARTS_OF = {96: 3, 160: 5, 192: 3}
 """Columns that are no power of two: how many tiles side by side."""
 _FEWER_COLUMNS = (32, *PARTS_OF)
@@ -235,7 +262,7 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
     """Columns in shared memory of q and k, and of v: the fewest of those that the table has together, for as
     many keys. Those of v are a power of two where another table has the configuration, or Triton needs it."""
     windowed, keys = _is_windowed(problem), problem.seqlen_k
-    others = problem.mods is not None or problem.dropout_p > 0 or problem.bias or problem.partial
+    others = bool(modifiers_of(problem)) or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))
     if others or not VIEWS_SPAN_TILES:
         of_v = of_v[-1:]
@@ -266,6 +293,12 @@ def accumulators(block_dv: int, head_dim_v: int) -> tuple[int, int]:
 
 
 def choose(problem: Problem) -> ForwardConfig:
+    """The row of the table; of another one, where modifiers change the scores."""
+    modifiers = modifiers_of(problem)
+    if modifiers:
+        own = _MODIFIED[modifiers][padded(problem.head_dim), padded(problem.head_dim_v)]
+        # Under a mask a warpgroup waits more, and random bits fit in between.
+        return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed, seen = _is_windowed(problem), problem.seqlen_k
     sizes = tile_columns(problem)
@@ -275,9 +308,9 @@ def choose(problem: Problem) -> ForwardConfig:
         return PARTIAL_Q_WINDOWED if windowed else PARTIAL_Q
     if left != UNLIMITED and right != UNLIMITED:
         seen = min(seen, left + 1 + right)
-        for keys, own in _BOTH_EDGES.get(sizes, ()):
+        for keys, narrow in _BOTH_EDGES.get(sizes, ()):
             if seen < keys:
-                return own
+                return narrow
     config = _row(*sizes, windowed, seen)
     assert config is not None
     if config is _SHORT:

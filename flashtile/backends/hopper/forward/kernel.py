@@ -11,8 +11,9 @@ producer moves tiles of q, k and v to shared memory by TMA. A consumer multiplie
 Key blocks are walked from the last to the first: those that the mask's right edge cuts, those that every row
 sees, those that the left edge cuts. Only cut blocks pay for a mask.
 
-The partitions are here. ``attend`` is what a consumer does with a tile, in steps of ``products`` and
-``scores``; ``schedule`` says which tiles a program computes, ``tiles`` how they come and go.
+The partitions are here: producer, consumers, and the kernel that starts them. ``attend`` is what a consumer
+does with a tile, in steps of ``products`` and ``scores``; ``schedule`` says which tiles a program computes,
+``tiles`` how they come and go.
 
 Not served here: fp32, and head sizes whose rows TMA cannot address (multiples of 8 only).
 """
@@ -23,13 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import work_queue
-from flashtile.backends.hopper.bias import tiles as bias_tiles
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.forward.attend import attend_tile
 from flashtile.backends.hopper.forward.schedule import (
-    Numbers,
-    Pointers,
-    Schedule,
     block_of_part,
     find_work_tile,
     leave_queue,
@@ -41,13 +38,14 @@ from flashtile.backends.hopper.forward.schedule import (
     tile_blocks,
 )
 from flashtile.backends.hopper.forward.tiles import load_keys, load_queries
-from flashtile.backends.hopper.mods.visits import key_block, key_visits
+from flashtile.backends.hopper.modifiers import bias as bias_tiles
+from flashtile.backends.hopper.modifiers.block_lists import key_block, listed_keys
 from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 
 @gluon.jit
 def attend_work_tile(
-    C: gl.constexpr, W: gl.constexpr, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers,
+    C: gl.constexpr, W: gl.constexpr, tile_index, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers,
     schedule, numbers,
 ):  # fmt: skip
     """The blocks of query rows of a work tile; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
@@ -56,7 +54,7 @@ def attend_work_tile(
     for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
         block = block_of_part(num_blocks, work.place, part, C.PAIRED)
         i = attend_tile(
-            C, W, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+            C, W, work, block, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
         )
         j += 1
     return i, j
@@ -64,8 +62,9 @@ def attend_work_tile(
 
 @gluon.jit
 def consumer(
-    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-):
+    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule,
+    numbers,
+):  # fmt: skip
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
     num_tiles = num_work_tiles(C, pointers, schedule)
     i = 0
@@ -75,7 +74,7 @@ def consumer(
         tile_index = work_queue.take(queue, t, 4)
         while tile_index < num_tiles:
             i, j = attend_work_tile(
-                C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+                C, W, tile_index, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
             )
             t += 1
             tile_index = work_queue.take(queue, t, 4)
@@ -84,13 +83,15 @@ def consumer(
         for t in range(num_own_tiles(program, programs, num_tiles)):
             tile_index = snake_order(t, program, programs)
             i, j = attend_work_tile(
-                C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+                C, W, tile_index, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
             )
     tma.store_wait(0)
 
 
 @gluon.jit
-def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
+def load_block(
+    C: gl.constexpr, work, block, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
+):
     """All that the consumers need for one block of query rows; returns the new ``i``."""
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     PARTS: gl.constexpr = C.D_PARTS
@@ -99,12 +100,12 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
     V_COLUMNS: gl.constexpr = C.BLOCK_DV // V_PARTS
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     if C.LISTED:
-        visits = key_visits(C, 1, work, block, pointers.lists)
-        n_begin, n_end = 0, visits.count
+        listed = listed_keys(C, 1, work, block, pointers.lists)
+        n_begin, n_end = 0, listed.count
     for n in range(n_end - 1, n_begin - 1, -1):
         key_number = n
         if C.LISTED:
-            key_number, _ = key_block(C, visits, n)
+            key_number, _ = key_block(C, listed, n)
         slot = k.acquire(i)
         mbarrier.expect(k.full.index(slot), PARTS * k_desc.block_type.nbytes)
         for part in gl.static_range(PARTS):
@@ -118,7 +119,7 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
                     q_part = q.tiles.index((slot * WARPGROUPS + w) * PARTS + part)
                     load_queries(C, w, q_desc, work, block, q.full.index(slot), q_part, part * COLUMNS)
         if C.HAS_BIAS:
-            bias_tiles.load_rows(C, pointers.bias, work, block, key_number, i)
+            bias_tiles.load_rows(C, bias, bias_desc, work, block, key_number, i, schedule)
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), V_PARTS * v_desc.block_type.nbytes)
         for part in gl.static_range(V_PARTS):
@@ -129,19 +130,25 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, q_desc, k_desc, v_de
 
 
 @gluon.jit
-def load_work_tile(C: gl.constexpr, tile_index, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
-    """What :func:`attend_work_tile` waits for."""
+def load_work_tile(
+    C: gl.constexpr, tile_index, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
+):
+    """Load the tiles that :func:`attend_work_tile` waits for."""
     work = find_work_tile(C, tile_index, pointers, schedule)
     num_blocks = query_blocks(C, work, schedule)
     for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
         block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-        i = load_block(C, work, block, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
+        i = load_block(
+            C, work, block, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
+        )
         j += 1
     return i, j
 
 
 @gluon.jit
-def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule):
+def producer(
+    C: gl.constexpr, queue, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
+):  # fmt: skip
     """One warp that keeps the tiles of q, k and v coming."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     num_tiles = num_work_tiles(C, pointers, schedule)
@@ -152,7 +159,9 @@ def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, 
         tile_index = program
         work_queue.put(queue, t, tile_index)
         while tile_index < num_tiles:
-            i, j = load_work_tile(C, tile_index, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
+            i, j = load_work_tile(
+                C, tile_index, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
+            )
             t += 1
             # The atomic takes its time, while the consumers work on the tiles that are loaded.
             tile_index = next_tile(pointers, programs)
@@ -162,12 +171,21 @@ def producer(C: gl.constexpr, queue, q, k, v, q_desc, k_desc, v_desc, pointers, 
     else:
         for t in range(num_own_tiles(program, programs, num_tiles)):
             tile_index = snake_order(t, program, programs)
-            i, j = load_work_tile(C, tile_index, i, j, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)
+            i, j = load_work_tile(
+                C, tile_index, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
+            )
 
 
-@gluon.jit
-def run_partitions(C: gl.constexpr, q_desc, k_desc, v_desc, o_desc, pointers, schedule, numbers):
-    """All of a program: its shared memory, its consumers and its producer."""
+@gluon_kernel(do_not_specialize=("pointers", "schedule"))
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, bias_desc, pointers, schedule, numbers, C: gl.constexpr
+):  # fmt: skip
+    """Grid: one program for each multiprocessor at most.
+
+    Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
+    ``pointers.table``. What a call does not have (a bias, a table, slopes, a sink) is None.
+    """
+    bias = bias_tiles.make_row_tiles(C, bias_desc)
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, C.DV_PARTS)
@@ -181,41 +199,31 @@ def run_partitions(C: gl.constexpr, q_desc, k_desc, v_desc, o_desc, pointers, sc
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
-                (producer, (C, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
+                (consumer, (
+                    C, 0, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+                )),
+                (consumer, (
+                    C, 1, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+                )),
+                (producer, (C, queue, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule)),
             ],
             [4, 1],
             [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )
+        )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
-                (consumer, (C, 2, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers)),
-                (producer, (C, queue, q, k, v, q_desc, k_desc, v_desc, pointers, schedule)),
+                (consumer, (
+                    C, 0, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+                )),
+                (consumer, (
+                    C, 1, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+                )),
+                (consumer, (
+                    C, 2, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
+                )),
+                (producer, (C, queue, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule)),
             ],
             [4, 4, 1],
             [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )
-
-
-@gluon_kernel(do_not_specialize=Schedule._fields)
-def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, alibi_slopes, sink,
-    num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
-    window_right, alibi_stride, scale_log2, softcap_rate, softcap_log2, C: gl.constexpr,
-):  # fmt: skip
-    """Grid: one program for each multiprocessor at most.
-
-    Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
-    ``table``. A pointer to what a call has not (a table, used lengths, slopes, a sink) is never followed.
-    """
-    pointers = Pointers(lse, table, seqused_k, alibi_slopes, sink)
-    schedule = Schedule(
-        num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
-        window_right, alibi_stride,
-    )  # fmt: skip
-    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
-    run_partitions(C, q_desc, k_desc, v_desc, o_desc, pointers, schedule, numbers)
+        )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import (
     allocator,
@@ -17,13 +18,21 @@ from flashtile.backends.common.launch import (
     largest_divisor,
     outer_stride,
 )
-from flashtile.backends.common.tma import View, dense_view, packed_view, ragged_view, rows_between_sequences
+from flashtile.backends.common.tma import (
+    View,
+    cells_view,
+    dense_view,
+    packed_view,
+    ragged_view,
+    rows_between_sequences,
+)
 from flashtile.backends.hopper.config import (
     CONSUMER_REGISTERS,
     LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     SHARING_REGISTERS,
     WARPGROUP_ROWS,
+    modifiers_of,
     padded,
 )
 from flashtile.backends.hopper.forward.config import (
@@ -36,12 +45,25 @@ from flashtile.backends.hopper.forward.config import (
     tile_columns,
 )
 from flashtile.backends.hopper.forward.kernel import forward_kernel
-from flashtile.backends.hopper.forward.schedule import Numbers, Schedule, tiles_of_head
-from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.forward.schedule import (
+    ForwardNumbers,
+    ForwardPointers,
+    ForwardSchedule,
+    tiles_of_head,
+)
+from flashtile.backends.hopper.launch import num_programs, score_numbers
+from flashtile.backends.hopper.modifiers.launch import (
+    FunctionTensors,
+    is_shared,
+    modifier_flags,
+    modifier_integers,
+    own_sizes,
+)
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
+from flashtile.dropout import keep_share
 from flashtile.problems.attention import Extras, Problem
-from flashtile.problems.common import UNLIMITED
+from flashtile.problems.common import LOG2_E, UNLIMITED
 
 SWIZZLE_HEADS = 8
 """Heads that are interleaved where work tiles are pairs or come from the work queue."""
@@ -57,7 +79,7 @@ def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
     that they share.
     """
     group = problem.group_size
-    unpacked = problem.varlen or problem.mods is not None or problem.bias
+    unpacked = problem.varlen or bool(modifiers_of(problem))
     if unpacked or group & (group - 1) or group > WARPGROUP_ROWS:
         return 1
     apart = group * math.ceil(problem.seqlen_q / block_m)
@@ -78,7 +100,9 @@ def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
     return problem.varlen or (config.QUEUED and one_edge and problem.seqlen_k >= config.paired_below)
 
 
-def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) -> ForwardVariant:
+def variant_of(
+    problem: Problem, config: ForwardConfig, has_queue: bool = True, bias: Tensor | None = None
+) -> ForwardVariant:
     """``has_queue``: the kernel has a work queue. Those that share its steps have not: their packed sequences
     have pairs, their tiles are padded, and whatever changes scores gives them in log2 units."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
@@ -93,6 +117,17 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
     dv_parts = PARTS_OF.get(block_dv, 1)
     o_wide, o_columns = accumulators(block_dv, problem.head_dim_v) if dv_parts > 1 else (block_dv, 0)
     alone = has_queue and blocks_stand_alone(problem, config.BLOCK_M, pack)
+    even = not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0
+    queued = has_queue and takes_from_queue(problem, config)
+    paired = right != UNLIMITED and short and not alone
+    flags = modifier_flags(problem, fixed=False)
+    if has_natural_scores(problem):  # which the softmax scales
+        scaled = False
+    if problem.mods is not None:
+        size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
+        flags |= {"MASK_BLOCK": size_q, "TILES_PER_MASK_BLOCK": size_kv // config.BLOCK_N}
+        if flags["LISTED"]:  # blocks of rows cost what the block mask leaves them
+            even, queued, paired = problem.seqlen_k % size_kv == 0, True, False
     return ForwardVariant(
         VARLEN=problem.varlen,
         SEQUSED=problem.seqused_k,
@@ -102,9 +137,9 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
         TANH_APPROX=problem.softcap > 0 and problem.dtype == torch.bfloat16,
         ALIBI=problem.alibi,
         SINK=problem.sink,
-        EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
-        QUEUED=has_queue and takes_from_queue(problem, config),
-        PAIRED=right != UNLIMITED and short and not alone,
+        EVEN_N=even,
+        QUEUED=queued,
+        PAIRED=paired,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HAS_SCORE_MOD=scaled,
@@ -131,11 +166,20 @@ def variant_of(problem: Problem, config: ForwardConfig, has_queue: bool = True) 
             CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
         ),
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        BIAS_STAGES=config.BIAS_STAGES,
+        LATE_BITS=config.LATE_BITS,
+        SEQUENCES_FIRST=is_shared(problem, bias) and not problem.varlen,
+        **flags,
     )
 
 
+def has_natural_scores(problem: Problem) -> bool:
+    """Whether the forward has scores in natural units, as a bias and a score_mod are."""
+    return problem.bias or (problem.mods is not None and bool(problem.mods.score_mod))
+
+
 def launch_registers(variant: ForwardVariant) -> int:
-    """What each thread starts with."""
+    """Return the registers that each thread starts with."""
     return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
 
 
@@ -177,15 +221,19 @@ def tile_table(problem: Problem, variant: ForwardVariant) -> TileTable | None:
 
 
 def schedule_of(
-    problem: Problem, variant: ForwardVariant, k: Tensor, alibi_slopes: Tensor | None = None
-) -> Schedule:
+    problem: Problem,
+    variant: ForwardVariant,
+    k: Tensor,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> ForwardSchedule:
     """The integers of the launch."""
     num_blocks = query_blocks(problem, variant)
     num_heads = problem.num_heads_q // variant.PACK
     table = tile_table(problem, variant)
     tiles = problem.batch * tiles_of_head.fn(num_blocks, variant.PAIRED) if table is None else table.capacity
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return Schedule(
+    return ForwardSchedule(
         num_tiles=tiles * num_heads,
         num_blocks=num_blocks,
         num_heads=num_heads,
@@ -197,12 +245,18 @@ def schedule_of(
         window_left=left,
         window_right=right,
         alibi_stride=outer_stride(alibi_slopes),
+        **modifier_integers(problem, bias),
     )
 
 
-def numbers_of(problem: Problem) -> Numbers:
+def numbers_of(problem: Problem) -> ForwardNumbers:
     """The floats of the launch."""
-    return Numbers(**score_numbers(problem))
+    numbers = score_numbers(problem)
+    if has_natural_scores(problem):
+        numbers |= {"scale_log2": LOG2_E, "scale": problem.softcap or problem.softmax_scale}
+    if problem.dropout_p:
+        numbers["keep_scale"] = 1 / keep_share(problem.dropout_p)
+    return ForwardNumbers(**numbers)
 
 
 class Outputs:
@@ -230,42 +284,27 @@ class Outputs:
         return out, lse.fill_(-torch.inf)
 
 
-class Kernels(NamedTuple):
+class ForwardKernels(NamedTuple):
     """The kernels of one signature, in the order of their launch."""
 
     fill_table: TileTable | None
     attend: KeptKernel
+    functions: FunctionTensors | None = None
+    """Tensors that functions of scores and masks read."""
+    queued: bool = False
+    """Programs take work tiles from the work queue."""
 
 
-class ForwardLaunch:
+class HopperForwardLaunch:
     """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
 
     writes_into = True
-    kernel = forward_kernel
 
     def __init__(self, problem: Problem, config: ForwardConfig) -> None:
         self._problem = problem
         self._config = config
-        self._variant = self._variant_of(problem, config)
         self._allocate = Outputs(problem, problem.out_dtype)
-        self._kernels: Kernels | None = None
-
-    _variant_of: Callable[..., ForwardVariant] = staticmethod(variant_of)
-    _numbers_of: Callable[[Problem], Any] = staticmethod(numbers_of)
-
-    def _more_integers(self, extras: Any) -> dict[str, int]:
-        """Those of the kernels with dropout or a bias."""
-        return {}
-
-    def _more_tensors(self, extras: Any) -> tuple:
-        return ()
-
-    def _more_views(self, extras: Any) -> dict[str, View]:
-        """Of what TMA moves beside; its tensors are ``_moved_tensors``."""
-        return {}
-
-    def _moved_tensors(self, extras: Any) -> tuple:
-        return ()
+        self._kernels: ForwardKernels | None = None
 
     def __call__(
         self,
@@ -276,46 +315,63 @@ class ForwardLaunch:
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        seqused_k, alibi_slopes, sink = extras.seqused_k, extras.alibi_slopes, extras.sink
         out, lse = self._allocate(q, out, lse)
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(q, k, v, extras)
-        table = lse
+        attend, table, lists, captured = kernels.attend, None, None, None
         if kernels.fill_table is not None:
-            table = kernels.fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, seqused_k)
-        elif self._variant.QUEUED:
+            table = kernels.fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k)
+        elif kernels.functions is not None:
+            # Named, for as long as the kernel is launched that is given their addresses.
+            lists, captured, _tensors = kernels.functions(extras, lse, attend.takes_addresses)
+            if kernels.queued:  # the kernel leaves the counters as it finds them
+                table = zeroed_counters(q.device, TABLE_WIDTH.value)
+        elif kernels.queued:
             table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
-        kernels.attend(
+        attend(
             q.device,
             q,
             k,
             v,
             out,
-            *self._moved_tensors(extras),
+            *(() if extras.bias is None else (extras.bias,)),
             lse,
             table,
-            lse if seqused_k is None else seqused_k,
-            lse if alibi_slopes is None else alibi_slopes,
-            lse if sink is None else sink,
-            *self._more_tensors(extras),
+            extras.seqused_k,
+            extras.alibi_slopes,
+            extras.sink,
+            extras.rng_state,
+            lists,
+            captured,
         )
         return out, lse
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> Kernels:
-        problem, variant = self._problem, self._variant
-        schedule = schedule_of(problem, variant, k, extras.alibi_slopes)
-        scalars = schedule._asdict() | self._more_integers(extras) | self._numbers_of(problem)._asdict()
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> ForwardKernels:
+        problem = self._problem
+        variant = variant_of(problem, self._config, bias=extras.bias)
+        schedule = schedule_of(problem, variant, k, extras.alibi_slopes, extras.bias)
         attend = KeptKernel(
-            self.kernel,
+            forward_kernel,
             num_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
-            arguments_of(self.kernel, scalars),
+            (schedule, numbers_of(problem)),
             (variant,),
             None,
-            arguments_of(self.kernel, views(problem, variant, q, k, v) | self._more_views(extras)),
+            (*views(problem, variant, q, k, v).values(), bias_view(problem, variant, extras.bias)),
+            ForwardPointers,
             maxnreg=launch_registers(variant),
         )
-        return Kernels(tile_table(problem, variant), attend)
+        functions = None
+        if problem.mods is not None:
+            functions = FunctionTensors(problem.mods, extras, by_keys=False)
+        return ForwardKernels(tile_table(problem, variant), attend, functions, variant.QUEUED)
+
+
+def bias_view(problem: Problem, variant: ForwardVariant, bias: Tensor | None) -> View | None:
+    """A warpgroup's rows and a block of keys of the bias, if there is one."""
+    if bias is None:
+        return None
+    return cells_view(own_sizes(bias), bias.stride(), WARPGROUP_ROWS, variant.BLOCK_N, problem.dtype)
 
 
 def views(
@@ -326,7 +382,7 @@ def views(
     v: Tensor,
     out_dtype: torch.dtype | None = None,
 ) -> dict[str, View]:
-    """Of q, k, v and out, by the kernel's parameters; out is in the problem's dtype if no other is given."""
+    """Return the views of q, k, v and out by the kernel's parameters; out defaults to the problem's dtype."""
     out_dtype = problem.out_dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
     d, dv = variant.BLOCK_D // variant.D_PARTS, variant.BLOCK_DV // variant.DV_PARTS

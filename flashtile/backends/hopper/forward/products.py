@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from flashtile.backends.hopper.columns import column_parts, product_of_rows
 from flashtile.backends.hopper.compat import reinterpret
-from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.inline_asm import rescale
 
 
@@ -78,6 +78,25 @@ def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
         return (tiles[0].load(layout),)
     else:
         return load_parts(tiles, COUNT - 1, layout) + (tiles[COUNT - 1].load(layout),)
+
+
+@gluon.jit
+def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
+    """(number of the first tile, tile or tiles, the columns that stay in registers) of warpgroup W's rows of
+    use ``j`` of the channel of q, once they are there."""
+    part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
+    if C.D_PARTS == 1:
+        tile = q.tiles.index(part).reshape([WARPGROUP_ROWS, C.BLOCK_D])
+    else:
+        tile = parts_of(q.tiles, part, C.D_PARTS)
+    head = tile
+    if C.Q_IN_REGISTERS > 0:
+        layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+        if C.D_PARTS == 1:
+            head = tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(layout)
+        else:
+            head = load_parts(tile, C.Q_IN_REGISTERS * C.D_PARTS // C.BLOCK_D, layout)
+    return part, tile, head
 
 
 @gluon.jit

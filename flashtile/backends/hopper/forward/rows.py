@@ -1,11 +1,15 @@
-"""A warpgroup's query rows in the Hopper forward, as masks and ALiBi see them."""
+"""A warpgroup's query rows in the Hopper forward, as masks, ALiBi and modifiers of scores see them."""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.modifiers import Modifiers
+from flashtile.backends.hopper.modifiers.block_lists import listed_keys
+from flashtile.backends.hopper.modifiers.dropout import generator_of
+from flashtile.backends.hopper.modifiers.functions import function_arguments
 
 
 class Rows(NamedTuple):
@@ -19,11 +23,9 @@ class Rows(NamedTuple):
     slope: Any
     """ALiBi's, of the row's head, in log2 units."""
     tree: Any
-    """What a tree mask says, as a :class:`Tree`; 0 without one."""
-    mods: Any
-    """What functions of scores and masks need, as :class:`~flashtile.backends.hopper.mods.cells.CellMods`; or
-    dropout, as :class:`~flashtile.backends.hopper.dropout.cells.Generator`; or a bias, as
-    :class:`~flashtile.backends.hopper.bias.tiles.Bias`; 0 without any."""
+    """A tree mask, as a :class:`Tree`; 0 without one."""
+    modifiers: Any
+    """:class:`~flashtile.backends.hopper.modifiers.Modifiers`; 0 where the variant has none."""
 
 
 class Tree(NamedTuple):
@@ -46,18 +48,35 @@ def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
 
 
 @gluon.jit
-def mask_rows(C: gl.constexpr, work, positions, slope, schedule, mods=0):
+def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule):
+    """:class:`Modifiers` of a warpgroup's rows, from row ``first`` on, of a block; ``bias`` is its
+    channel."""
+    generator = 0
+    arguments = 0
+    blocks = 0
+    if C.LISTED:
+        blocks = listed_keys(C, 4, work, block, pointers.lists)
+    if C.HAS_MODS:
+        arguments = function_arguments(work, work.head, pointers.captured)
+    if C.HAS_DROPOUT:
+        head_of_batch = work.sequence * schedule.num_heads + work.head
+        generator = generator_of(head_of_batch, first, pointers, schedule)
+    return Modifiers(bias, generator, arguments, blocks)
+
+
+@gluon.jit
+def mask_rows(C: gl.constexpr, work, positions, slope, schedule, modifiers=0):
     """The rows at ``positions`` of a sequence, as :class:`Rows`."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:
         last_key = gl.minimum(in_keys + schedule.window_right, last_key)
-    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0, mods)
+    return Rows(in_keys, in_keys - schedule.window_left, last_key, slope, 0, modifiers)
 
 
 @gluon.jit
 def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
-    """The same rows in another layout."""
+    """Convert rows to another layout."""
     slope = rows.slope
     if C.ALIBI:
         slope = gl.convert_layout(slope, layout)
@@ -70,5 +89,5 @@ def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
         gl.convert_layout(rows.last_key, layout),
         slope,
         tree,
-        rows.mods,
+        rows.modifiers,
     )

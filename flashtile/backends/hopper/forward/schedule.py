@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper import config
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS as WARPGROUP_ROWS
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range
 
-WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 
-
-class Pointers(NamedTuple):
-    """Memory that the kernel addresses itself. What a call has not (all but lse) is never followed."""
+class ForwardPointers(NamedTuple):
+    """Memory that the kernel addresses itself. What a call does not have is None."""
 
     lse: Any
     """(batch, heads, seqlen_q) or (heads, total_q), fp32."""
@@ -25,10 +23,17 @@ class Pointers(NamedTuple):
     seqused_k: Any
     alibi_slopes: Any
     sink: Any
+    rng_state: Any
+    """Seed and offset of dropout, int64."""
+    lists: Any
+    """Lists of a block mask, :class:`~flashtile.backends.portable.mods.arguments.Lists`."""
+    captured: Any
+    """Tensors that functions of scores and masks read,
+    :class:`~flashtile.backends.hopper.modifiers.functions.CapturedTensors`."""
 
 
-class Schedule(NamedTuple):
-    """Integers of the launch; run-time arguments of the kernel, in this order."""
+class ForwardSchedule(NamedTuple):
+    """Integers of the launch that say which tiles there are, and what modifies their scores."""
 
     num_tiles: Any
     """Work tiles of all heads and sequences; packed sequences have theirs in the table."""
@@ -47,6 +52,11 @@ class Schedule(NamedTuple):
     window_right: Any
     alibi_stride: Any
     """Elements from one sequence's slopes to the next's; 0 if all share them."""
+    bias_batch: Any = None
+    """Sequences and query heads that a bias tells apart: all or 1."""
+    bias_heads: Any = None
+    drop_threshold: Any = None
+    """Dropout drops probabilities whose number of 15 bits is below it."""
 
 
 class Numbers(NamedTuple):
@@ -58,6 +68,19 @@ class Numbers(NamedTuple):
     """softmax_scale / softcap."""
     softcap_log2: Any
     """softcap * log2(e)."""
+
+
+class ForwardNumbers(NamedTuple):
+    """:class:`Numbers`, and what modifiers add. With a bias or SCORE_MOD scores are in natural units, from
+    which log2(e) as ``scale_log2`` leads to log2 units."""
+
+    scale_log2: Any
+    softcap_rate: Any
+    softcap_log2: Any
+    scale: Any = None
+    """softmax_scale, or the soft-cap: leads from raw products, or their tanh, to natural units."""
+    keep_scale: Any = None
+    """Factor of dropout, 1 / (1 - dropout_p) with the rounded dropout_p."""
 
 
 @gluon.jit

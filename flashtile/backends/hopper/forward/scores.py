@@ -1,5 +1,5 @@
-"""From raw products to probabilities in the Hopper forward, queries as rows: soft-cap, bias, ALiBi, functions
-of scores and masks, masks, the online softmax, dropout.
+"""From raw products to probabilities in the Hopper forward, queries as rows: soft-cap, functions of scores
+and masks, bias, ALiBi, masks, the online softmax, dropout.
 
 Scores are kept in log2 units, so that a probability is one FMA and one exp2.
 """
@@ -7,65 +7,65 @@ Scores are kept in log2 units, so that a probability is one FMA and one exp2.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.bias import tiles as bias_tiles
 from flashtile.backends.hopper.columns import plus_columns
-from flashtile.backends.hopper.dropout.cells import drop, make_here, words_of
-from flashtile.backends.hopper.mods.cells import hide_cells, modify_scores
-from flashtile.backends.hopper.mods.visits import key_block
+from flashtile.backends.hopper.constants import LN_2 as LN_2
+from flashtile.backends.hopper.inline_asm import to_fp32
+from flashtile.backends.hopper.modifiers import bias
+from flashtile.backends.hopper.modifiers.block_lists import key_block
+from flashtile.backends.hopper.modifiers.dropout import drop, random_bits, schedule_barrier
+from flashtile.backends.hopper.modifiers.functions import hide_scores, modify_scores
 from flashtile.backends.hopper.soft_cap import tanh_of
 
-LN_2 = gl.constexpr(0.6931471805599453)
 LAG_LOG2 = gl.constexpr(8.0)
 """With LAZY_RESCALE, P is at most 2 ** 8: as exact as one of at most 1, and far from fp16's end."""
 
 
 @gluon.jit
 def visited(C: gl.constexpr, rows, n):
-    """(block, whether it is full): what the lists of a block mask call block ``n`` of a tile, early enough to
-    arrive under a product."""
+    """(block, whether it is full): what the lists of a block mask call block ``n`` of a tile, asked for early
+    enough to arrive under a product."""
     if C.LISTED:
-        return key_block(C, rows.mods.visits, n)
+        return key_block(C, rows.modifiers.blocks, n)
     return n, False
 
 
 @gluon.jit
-def dropout_words(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.constexpr):
-    """What decides which probabilities of block ``n`` are dropped. It needs no score, so that the product may
-    be in flight; 0 without dropout."""
+def dropout_bits(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.constexpr):
+    """Random bits that decide which probabilities of block ``n`` are dropped. They need no score, so that the
+    product may be in flight; 0 without dropout."""
     if C.HAS_DROPOUT:
-        words = words_of(rows.mods, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
-        if not C.LATE_WORDS:
-            make_here(words)
-        return words
+        bits = random_bits(rows.modifiers.dropout, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
+        if not C.LATE_BITS:
+            schedule_barrier(bits)
+        return bits
     else:
         return 0
 
 
 @gluon.jit
 def load_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_layout: gl.constexpr):
-    """What use ``i`` of the channel of the bias adds to scores; asked for early enough to arrive under a
-    product."""
+    """Load the bias of use ``i`` of its channel, early enough to overlap with a product."""
     if C.HAS_BIAS:
-        return bias_tiles.read_rows(C, W, rows.mods, i, WIDTH, s_layout)
+        return bias.read_rows(C, W, rows.modifiers.bias, i, WIDTH, s_layout)
     else:
         return 0
 
 
 @gluon.jit
 def release_bias(C: gl.constexpr, rows, i, added):
-    """What :func:`load_bias` has asked for, arrived; the tile is free."""
+    """Return the values that :func:`load_bias` has requested, and release the tile."""
     if C.HAS_BIAS:
-        added = bias_tiles.release_rows(rows.mods, i, added)
+        added = bias.release_rows(rows.modifiers.bias, i, added)
     return added
 
 
 @gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
-    """Soft-cap, bias and ALiBi: raw products of block ``n`` to scores in log2 units.
+    """Soft-cap, SCORE_MOD, bias and ALiBi: raw products of block ``n`` to scores in log2 units.
 
-    Without HAS_SCORE_MOD products, the tanh of a soft-cap, or scores with a bias, which are in natural units,
-    stay as they are, and the softmax scales them. With KEY_SCALES each key has a scale of its own, in
-    shared memory.
+    Without HAS_SCORE_MOD products, the tanh of a soft-cap, or scores with SCORE_MOD or a bias, which are in
+    natural units, stay as they are, and the softmax scales them. With KEY_SCALES each key has a scale of its
+    own, in shared memory.
     """
     if C.KEY_SCALES:
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
@@ -75,10 +75,12 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
             s = s * numbers.softcap_log2
     elif C.HAS_SCORE_MOD:
         s = s * numbers.scale_log2
+    if C.SCORE_MOD is not None or C.HAS_BIAS:
+        s = s * numbers.scale
     if C.SCORE_MOD is not None:
-        s = modify_scores(C, s, n, rows, numbers, s_layout)
+        s = modify_scores(C, s, n, rows, s_layout)
     if C.HAS_BIAS:
-        s = bias_tiles.plus_bias(s, added, numbers.scale)
+        s = s + to_fp32(added)
     if C.ALIBI:
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
         s = s - rows.slope[:, None] * gl.abs(plus_columns(between, s.shape[1], s_layout))
@@ -91,7 +93,7 @@ def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
     unless the block mask says that it ``is_full``."""
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
     if C.MASK_MOD is not None:
-        s = hide_cells(C, s, n, is_full, rows, s_layout)
+        s = hide_scores(C, s, n, is_full, rows, s_layout)
     if C.MASK_MOD is None or not C.LISTED or not C.EVEN_N:
         s = gl.where(keys <= (rows.last_key - n * C.BLOCK_N)[:, None], s, float("-inf"))
     if C.HAS_LEFT:
@@ -141,9 +143,9 @@ def quad_sums(p):
 
 
 @gluon.jit
-def drop_cells(C: gl.constexpr, p, words, rows):
+def drop_probabilities(C: gl.constexpr, p, bits, rows):
     """P in 16 bits without what dropout drops."""
     if C.HAS_DROPOUT:
-        return drop(p, words, rows.mods, False)
+        return drop(p, bits, rows.modifiers.dropout, False)
     else:
         return p

@@ -28,6 +28,6 @@ def configure_fp8_attend(problem: Fp8Problem):
 
 
 def prepare_fp8_attend(problem: Fp8Problem, config):
-    from flashtile.backends.hopper.fp8.launch import ForwardLaunch
+    from flashtile.backends.hopper.fp8.launch import Fp8ForwardLaunch
 
-    return ForwardLaunch(problem, config)
+    return Fp8ForwardLaunch(problem, config)

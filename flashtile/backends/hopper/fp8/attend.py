@@ -3,6 +3,8 @@
 As in 16 bits (``forward.attend``), with each block's scales read one block ahead.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -21,6 +23,20 @@ from flashtile.backends.hopper.forward.tiles import store_lse, store_rows
 from flashtile.backends.hopper.fp8.scales import load_scales, score_factor, tile_scales, value_scale
 from flashtile.backends.hopper.fp8.softmax import P_LOG2, as_operand, by_byte, exponentials, pack, sums_of
 from flashtile.backends.hopper.inline_asm import copy_registers, rescale
+
+
+class Fp8Tile(NamedTuple):
+    """Inputs of the loops over blocks of keys, for 64 query rows."""
+
+    q: Any
+    """In shared memory; ``q_head``: its first columns, in registers if Q_IN_REGISTERS."""
+    q_head: Any
+    k: Any
+    v: Any
+    ping_pong: Any
+    rows: Any
+    scales: Any
+    numbers: Any
 
 
 @gluon.jit
@@ -52,26 +68,27 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
 
 @gluon.jit
 def attend_uncut(
-    C: gl.constexpr, W: gl.constexpr, o, l, m, packed, i, n_from, n_to, k_scale, v_scale, scales, q, q_head,
-    k, v, ping_pong, rows, numbers, s_layout: gl.constexpr,
+    C: gl.constexpr, W: gl.constexpr, tile, o, l, m, packed, i, n_from, n_to, k_scale, v_scale,
+    s_layout: gl.constexpr,
 ):  # fmt: skip
-    """Blocks n_from - 1 down to n_to, which no edge of the mask cuts: Q K^T of each beside P V of the last
+    """Blocks n_from - 1 down to n_to, which no edge of the mask cuts: Q K^T of each overlaps P V of the last
     one.
 
     ``k_scale`` and ``v_scale`` are those of block n_from - 1; returned are those of block n_to - 1.
     """
+    k, v, ping_pong, scales = tile.k, tile.v, tile.ping_pong, tile.scales
     o_layout: gl.constexpr = o.type.layout
     for n in range(n_from - 1, n_to - 1, -1):
         p = as_operand(packed, o_layout)  # here: between two products in flight, it would part them
         ping_pong.wait(W, i)
-        s = qk_product(C, C.BLOCK_N, q, q_head, k.tiles.index(k.wait(i)), s_layout)
+        s = qk_product(C, C.BLOCK_N, tile.q, tile.q_head, k.tiles.index(k.wait(i)), s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
         ping_pong.pass_on(W)
         next_scales = load_scales(C, scales, n - 1)
         s = warpgroup_mma_wait(1, deps=[s])
         k.release(i)
         fresh, m, l, alpha = fp8_softmax(
-            C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, False, s_layout
+            C, s, n, m, l, scales, k_scale, v_scale, tile.rows, tile.numbers, False, s_layout
         )
         o = warpgroup_mma_wait(0, deps=[o])
         packed = copy_registers(fresh)
@@ -84,9 +101,8 @@ def attend_uncut(
 
 @gluon.jit
 def attend_cut(
-    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, k_scale, v_scale, scales,
-    q, q_head, k, v, ping_pong, rows, numbers,
-):  # fmt: skip
+    C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, o, l, m, i, n_from, n_to, k_scale, v_scale
+):
     """Blocks n_from - 1 down to n_to under an edge of the mask, the first ``WIDTH`` keys of each.
 
     Without overlap, as in the 16-bit kernel. Scales as in :func:`attend_uncut`.
@@ -94,17 +110,19 @@ def attend_cut(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     o_layout: gl.constexpr = o.type.layout
     row: gl.constexpr = gl.SliceLayout(1, s_layout)
-    rows = rows_in(C, rows, row)
+    rows = rows_in(C, tile.rows, row)
+    k, v, ping_pong, scales = tile.k, tile.v, tile.ping_pong, tile.scales
     for n in range(n_from - 1, n_to - 1, -1):
         ping_pong.wait(W, i)
-        s = qk_product(C, WIDTH, q, q_head, k.tiles.index(k.wait(i)), s_layout)
+        s = qk_product(C, WIDTH, tile.q, tile.q_head, k.tiles.index(k.wait(i)), s_layout)
         ping_pong.pass_on(W)
         next_scales = load_scales(C, scales, n - 1)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(i)
         packed, m_new, l, alpha = fp8_softmax(
-            C, s, n, gl.convert_layout(m, row), l, scales, k_scale, v_scale, rows, numbers, True, s_layout
-        )
+            C, s, n, gl.convert_layout(m, row), l, scales, k_scale, v_scale, rows, tile.numbers, True,
+            s_layout,
+        )  # fmt: skip
         m = gl.convert_layout(m_new, m.type.layout)
         o = pv_product(C, as_operand(packed, o_layout), v.tiles.index(v.wait(i)), scale_rows(o, alpha))
         o = warpgroup_mma_wait(0, deps=[o])
@@ -116,9 +134,8 @@ def attend_cut(
 
 @gluon.jit
 def attend_tile(
-    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers,
-    schedule, numbers, arrays,
-):  # fmt: skip
+    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, call
+):
     """64 rows of block ``block`` of ``work``, from shared memory to out and lse.
 
     ``i`` counts the program's blocks of keys, ``j`` its blocks of queries: the uses of their channels.
@@ -128,13 +145,14 @@ def attend_tile(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 32])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    schedule = call.schedule
 
     first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end = own_range(
         C, W, work, block, schedule
     )
     positions, head = own_rows(C, work, first, row_layout)
     rows = mask_rows(C, work, positions, 0.0, schedule)
-    scales = tile_scales(C, work, positions, head, arrays, numbers)
+    scales = tile_scales(C, work, positions, head, call)
     k_scale, v_scale = load_scales(C, scales, my_end - 1)
 
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -150,21 +168,20 @@ def attend_tile(
     if C.Q_IN_REGISTERS > 0:
         q_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=4)
         q_head = q_tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(q_layout)
+    tile = Fp8Tile(q_tile, q_head, k, v, ping_pong, rows, scales, call.numbers)
     if C.HAS_RIGHT and C.BLOCK_N > ROWS:
         whole = whole_end(C, work, last, my_begin, my_end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
         o, l, m, i, k_scale, v_scale = attend_cut(
-            C, W, HALF, o, l, m, i, my_end, whole, k_scale, v_scale, scales, q_tile, q_head, k, v,
-            ping_pong, rows, numbers,
-        )  # fmt: skip
+            C, W, HALF, tile, o, l, m, i, my_end, whole, k_scale, v_scale
+        )
         my_end = whole
     n = my_end - 1
     if C.HAS_RIGHT:
         n = min(max(full_end, my_begin), my_end - 1)
         o, l, m, i, k_scale, v_scale = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, k_scale, v_scale, scales, q_tile, q_head, k, v,
-            ping_pong, rows, numbers,
-        )  # fmt: skip
+            C, W, C.BLOCK_N, tile, o, l, m, i, my_end, n + 1, k_scale, v_scale
+        )
 
     # The first block of the pipeline, the only one of it that may be cut.
     ping_pong.wait(W, i)
@@ -174,29 +191,29 @@ def attend_tile(
     s = warpgroup_mma_wait(0, deps=[s])
     k.release(i)
     CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
-    packed, m, l, alpha = fp8_softmax(C, s, n, m, l, scales, k_scale, v_scale, rows, numbers, CUT, s_layout)
+    packed, m, l, alpha = fp8_softmax(
+        C, s, n, m, l, scales, k_scale, v_scale, rows, call.numbers, CUT, s_layout
+    )
     k_scale, v_scale = next_scales
     if C.HAS_RIGHT:
         o = scale_rows(o, alpha)
     i += 1
     full_begin = min(full_begin, n)
     o, l, m, packed, i, k_scale, v_scale = attend_uncut(
-        C, W, o, l, m, packed, i, n, full_begin, k_scale, v_scale, scales, q_tile, q_head, k, v, ping_pong,
-        rows, numbers, s_layout,
-    )  # fmt: skip
+        C, W, tile, o, l, m, packed, i, n, full_begin, k_scale, v_scale, s_layout
+    )
     o = pv_product(C, as_operand(packed, o_layout), v.tiles.index(v.wait(i - 1)), o)
     o = warpgroup_mma_wait(0, deps=[o])
     v.release(i - 1)
     if C.HAS_LEFT:
         o, l, m, i, k_scale, v_scale = attend_cut(
-            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, k_scale, v_scale, scales, q_tile, q_head, k, v,
-            ping_pong, rows, numbers,
-        )  # fmt: skip
+            C, W, C.BLOCK_N, tile, o, l, m, i, full_begin, my_begin, k_scale, v_scale
+        )
     q.release(j)
 
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
-    store_lse(C, lse, work, head, positions, pointers, schedule)
+    store_lse(C, lse, work, head, positions, call.pointers, schedule)
     i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
     # A row without keys met what lies behind the last one, which may be NaN.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))

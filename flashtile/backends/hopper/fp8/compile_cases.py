@@ -8,13 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.compile_report import CompileCase
+from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.hopper import compile_cases as shared
-from flashtile.backends.hopper.compile_cases import HOPPER, attention_case, words
+from flashtile.backends.hopper.compile_cases import HOPPER, words
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
+from flashtile.backends.hopper.forward.schedule import ForwardSchedule, Numbers
 from flashtile.backends.hopper.fp8.config import Fp8Config, every_row
-from flashtile.backends.hopper.fp8.kernel import forward_kernel
-from flashtile.backends.hopper.fp8.launch import variant_of, views
+from flashtile.backends.hopper.fp8.kernel import Fp8ForwardPointers, forward_kernel
+from flashtile.backends.hopper.fp8.launch import fp8_forward_variant, views
+from flashtile.backends.hopper.fp8.scales import BlockScaleStrides
 from flashtile.problems.fp8 import Fp8Problem, Scales
 from flashtile.problems.fp8_layout import KEY_BLOCK, num_blocks, num_blocks_varlen
 
@@ -49,7 +51,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 def _case(
     problem: Fp8Problem, config: Fp8Config, spill_budget: int, scales: Scales = ALL_SCALES
 ) -> CompileCase:
-    variant = variant_of(problem, config, scales)
+    variant = fp8_forward_variant(problem, config, scales)
     q, k, v = shared.tensors(problem)
     v = _transposed(problem) if problem.v_transposed else v
     sizes, tile = f"{problem.head_dim}/{problem.head_dim_v}", f"{config.BLOCK_M}x{config.BLOCK_N}"
@@ -63,13 +65,23 @@ def _case(
             "without scales": scales == Scales(),
         }
     )
-    return attention_case(
-        " ".join((f"fp8 forward head_dim {sizes}", tile, features, *more)),
-        forward_kernel,
-        views(problem, variant, q, k, v),
-        variant,
-        LAUNCH_REGISTERS[variant.WARPGROUPS],
-        spill_budget,
+    descriptors = {name: view.type_name for name, view in views(problem, variant, q, k, v).items()}
+    return CompileCase(
+        name=" ".join((f"hopper fp8 forward head_dim {sizes}", tile, features, *more)),
+        kernel=forward_kernel,
+        signature=descriptors
+        | {
+            "pointers": types_of(Fp8ForwardPointers, "*fp32", table="*i32", seqused_k="*i32"),
+            "schedule": types_of(
+                ForwardSchedule, "i32", alibi_stride=None, bias_batch=None, bias_heads=None,
+                drop_threshold=None
+            ),
+            "numbers": types_of(Numbers, "fp32"),
+            "scale_strides": types_of(BlockScaleStrides, "i32"),
+        },
+        constants={"C": variant},
+        options={"maxnreg": LAUNCH_REGISTERS[variant.WARPGROUPS]},
+        spill_budget=spill_budget,
     )
 
 

@@ -6,6 +6,8 @@ which these products take only with its keys contiguous: either it lies in memor
 P's registers, or the producer transposes each tile (``fp8.transpose``).
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -15,9 +17,6 @@ from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.compat import async_load
 from flashtile.backends.hopper.forward.schedule import (
-    Numbers,
-    Pointers,
-    Schedule,
     block_of_part,
     find_work_tile,
     next_tile,
@@ -29,55 +28,71 @@ from flashtile.backends.hopper.forward.schedule import (
 )
 from flashtile.backends.hopper.forward.tiles import load_keys, load_queries
 from flashtile.backends.hopper.fp8.attend import attend_tile
-from flashtile.backends.hopper.fp8.scales import KEY_BLOCK, ScaleArrays, ScaleStrides
+from flashtile.backends.hopper.fp8.scales import KEY_BLOCK, ScaleArrays
 from flashtile.backends.hopper.fp8.transpose import transpose_tile, transposed_layout
 from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 
+class Fp8ForwardPointers(NamedTuple):
+    """Memory that the kernel addresses itself. Unused pointers are never dereferenced."""
+
+    lse: Any
+    table: Any
+    seqused_k: Any
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+
+
+class TilePointers(NamedTuple):
+    """Those of the pointers that find work tiles and store their results."""
+
+    lse: Any
+    table: Any
+    seqused_k: Any
+
+
+class Fp8Call(NamedTuple):
+    """The launch as all partitions know it, in the order in which they read it when they start."""
+
+    pointers: Any
+    schedule: Any
+    numbers: Any
+    scales: Any
+
+
 @gluon.jit
 def attend_work_tile(
-    C: gl.constexpr, W: gl.constexpr, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers,
-    schedule, numbers, arrays,
-):  # fmt: skip
+    C: gl.constexpr, W: gl.constexpr, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, call
+):
     """The blocks of query rows of a work tile; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
-    work = find_work_tile(C, tile_index, pointers, schedule)
-    num_blocks = query_blocks(C, work, schedule)
+    work = find_work_tile(C, tile_index, call.pointers, call.schedule)
+    num_blocks = query_blocks(C, work, call.schedule)
     for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
         block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-        i = attend_tile(
-            C, W, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers, arrays
-        )
+        i = attend_tile(C, W, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, call)
         j += 1
     return i, j
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
-    arrays,
-):  # fmt: skip
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, ping_pong, o_tiles, o_desc, call):
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
-    num_tiles = num_work_tiles(C, pointers, schedule)
+    num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     i = 0
     j = 0
     if C.QUEUED:
         t = 0
         tile_index = work_queue.take(queue, t, 4)
         while tile_index < num_tiles:
-            i, j = attend_work_tile(
-                C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
-                arrays,
-            )  # fmt: skip
+            i, j = attend_work_tile(C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, call)
             t += 1
             tile_index = work_queue.take(queue, t, 4)
     else:
         program, programs = gl.program_id(0), gl.num_programs(0)
         for t in range(num_own_tiles(program, programs, num_tiles)):
             tile_index = snake_order(t, program, programs)
-            i, j = attend_work_tile(
-                C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
-                arrays,
-            )  # fmt: skip
+            i, j = attend_work_tile(C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, call)
     tma.store_wait(0)
 
 
@@ -147,7 +162,7 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, v_rows, q_desc, k_de
 def load_work_tile(
     C: gl.constexpr, tile_index, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule
 ):
-    """What :func:`attend_work_tile` waits for."""
+    """Load what :func:`attend_work_tile` waits for."""
     work = find_work_tile(C, tile_index, pointers, schedule)
     num_blocks = query_blocks(C, work, schedule)
     for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
@@ -185,20 +200,16 @@ def producer(C: gl.constexpr, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, po
         transpose_values(C, i - 1, v, v_rows)
 
 
-@gluon_kernel(do_not_specialize=(*Schedule._fields, *ScaleStrides._fields))
+@gluon_kernel(do_not_specialize=("schedule", "scale_strides"))
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, lse, table, seqused_k, q_scale, k_scale, v_scale,
-    num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
-    window_right, scale_log2, softcap_rate, softcap_log2,
-    q_scale_batch, q_scale_head, q_scale_block, k_scale_batch, k_scale_head, k_scale_block,
-    v_scale_batch, v_scale_head, v_scale_block, C: gl.constexpr,
-):  # fmt: skip
+    q_desc, k_desc, v_desc, o_desc, pointers, schedule, numbers, scale_strides, C: gl.constexpr
+):
     """Grid: one program for each multiprocessor at most.
 
     Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
     ``table``.
 
-    A pointer to what a call has not (a table, used lengths, a scale) is never followed.
+    Unused pointers (a table, used lengths, a scale) are never dereferenced.
     """
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
@@ -211,40 +222,30 @@ def forward_kernel(
     ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
     queue = work_queue.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     o_tiles = gl.allocate_shared_memory(o_desc.dtype, [C.WARPGROUPS] + o_desc.block_type.shape, o_desc.layout)
-    pointers = Pointers(lse, table, seqused_k, lse, lse)
-    schedule = Schedule(
-        num_tiles, num_blocks, num_heads, swizzle, seqlen_q, seqlen_k, total_q, batch_rows_k, window_left,
-        window_right, 0,
-    )  # fmt: skip
-    numbers = Numbers(scale_log2, softcap_rate, softcap_log2)
-    strides = ScaleStrides(
-        q_scale_batch, q_scale_head, q_scale_block, k_scale_batch, k_scale_head, k_scale_block, v_scale_batch,
-        v_scale_head, v_scale_block,
-    )  # fmt: skip
-    arrays = ScaleArrays(q_scale, k_scale, v_scale, strides)
+    call = Fp8Call(
+        TilePointers(pointers.lse, pointers.table, pointers.seqused_k),
+        schedule,
+        numbers,
+        ScaleArrays(pointers.q_scale, pointers.k_scale, pointers.v_scale, scale_strides),
+    )
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
-                            arrays)),
-                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
-                            arrays)),
+                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
+                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
                 (producer, (C, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, C.PRODUCER_WARPS],
             [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
-                            arrays)),
-                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
-                            arrays)),
-                (consumer, (C, 2, queue, q, k, v, ping_pong, o_tiles, o_desc, pointers, schedule, numbers,
-                            arrays)),
+                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
+                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
+                (consumer, (C, 2, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
                 (producer, (C, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
             ],
             [4, 4, C.PRODUCER_WARPS],
             [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )

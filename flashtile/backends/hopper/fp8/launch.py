@@ -9,17 +9,17 @@ from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward import launch as forward
-from flashtile.backends.hopper.forward.launch import Kernels, Outputs, schedule_of, tile_table
+from flashtile.backends.hopper.forward.launch import ForwardKernels, Outputs, schedule_of, tile_table
 from flashtile.backends.hopper.forward.schedule import Numbers
 from flashtile.backends.hopper.fp8.config import PRODUCER_WARPS, REGISTERS, Fp8Config, Fp8Variant
-from flashtile.backends.hopper.fp8.kernel import forward_kernel
-from flashtile.backends.hopper.fp8.scales import ScaleStrides
-from flashtile.backends.hopper.launch import arguments_of, num_programs, score_numbers
+from flashtile.backends.hopper.fp8.kernel import Fp8ForwardPointers, forward_kernel
+from flashtile.backends.hopper.fp8.scales import BlockScaleStrides
+from flashtile.backends.hopper.launch import num_programs, score_numbers
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
 
-class ForwardLaunch:
+class Fp8ForwardLaunch:
     """``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Fp8Problem, config: Fp8Config) -> None:
@@ -27,7 +27,7 @@ class ForwardLaunch:
         self._config = config
         self._queued = forward.takes_from_queue(problem, config)
         self._allocate = Outputs(problem, problem.out_dtype)
-        self._kernels: Kernels | None = None
+        self._kernels: ForwardKernels | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
         q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = tensors
@@ -55,24 +55,24 @@ class ForwardLaunch:
         )
         return out, lse
 
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> Kernels:
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales) -> ForwardKernels:
         problem = self._problem
-        variant = variant_of(problem, self._config, scales)
-        schedule, numbers = schedule_of(problem, variant, k), Numbers(**score_numbers(problem))
-        scalars = schedule._asdict() | numbers._asdict() | scale_strides(problem, scales)._asdict()
+        variant = fp8_forward_variant(problem, self._config, scales)
+        schedule = schedule_of(problem, variant, k)._replace(alibi_stride=None)
         attend = KeptKernel(
             forward_kernel,
             num_programs(schedule.num_tiles, q.device),
-            arguments_of(forward_kernel, scalars),
+            (schedule, Numbers(**score_numbers(problem)), scale_strides(problem, scales)),
             (variant,),
             None,
-            arguments_of(forward_kernel, views(problem, variant, q, k, v)),
+            tuple(views(problem, variant, q, k, v).values()),
+            Fp8ForwardPointers,
             maxnreg=LAUNCH_REGISTERS[variant.WARPGROUPS],
         )
-        return Kernels(tile_table(problem, variant), attend)
+        return ForwardKernels(tile_table(problem, variant), attend)
 
 
-def variant_of(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Variant:
+def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Variant:
     """``scales``: which there are; None is 1 for all."""
     common = vars(forward.variant_of(problem, config, has_queue=False))
     queued = forward.takes_from_queue(problem, config)
@@ -95,8 +95,8 @@ def variant_of(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Var
     )
 
 
-def scale_strides(problem: Fp8Problem, scales: Scales) -> ScaleStrides:
-    """Of all three scales."""
+def scale_strides(problem: Fp8Problem, scales: Scales) -> BlockScaleStrides:
+    """Strides of all three scales."""
     strides: dict[str, int] = {}
     for name, scale in scales._asdict().items():
         batch = head = block = 0
@@ -107,11 +107,11 @@ def scale_strides(problem: Fp8Problem, scales: Scales) -> ScaleStrides:
         elif scale is not None:
             batch, head, block = scale.stride()
         strides |= {f"{name}_scale_batch": batch, f"{name}_scale_head": head, f"{name}_scale_block": block}
-    return ScaleStrides(**strides)
+    return BlockScaleStrides(**strides)
 
 
 def views(problem: Fp8Problem, variant: Fp8Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
-    """Of q, k, v and out, by the kernel's parameters."""
+    """Views of q, k, v and out, by the kernel's parameters."""
     if not problem.v_transposed:
         return forward.views(problem, variant, q, k, v, problem.out_dtype)
     of = forward.views(problem, variant, q, k, k, problem.out_dtype)

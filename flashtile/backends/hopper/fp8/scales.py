@@ -17,7 +17,7 @@ QUERY_BLOCK = gl.constexpr(layout.QUERY_BLOCK)
 KEY_BLOCK = gl.constexpr(layout.KEY_BLOCK)
 
 
-class ScaleStrides(NamedTuple):
+class BlockScaleStrides(NamedTuple):
     """Elements from the scale of one sequence, head and block to the next; 0 where they share a scale."""
 
     q_scale_batch: Any
@@ -32,7 +32,7 @@ class ScaleStrides(NamedTuple):
 
 
 class ScaleArrays(NamedTuple):
-    """Memory of the scales, fp32, and their strides. What a call has not is never followed."""
+    """Memory of the scales, fp32, and their strides. Unused pointers are never dereferenced."""
 
     q_scale: Any
     k_scale: Any
@@ -53,9 +53,9 @@ class TileScales(NamedTuple):
 
 
 @gluon.jit
-def tile_scales(C: gl.constexpr, work, positions, head, arrays, numbers):
+def tile_scales(C: gl.constexpr, work, positions, head, call):
     """Those of 64 rows at ``positions`` of query heads ``head`` ([rows] each)."""
-    strides = arrays.strides
+    arrays, strides, numbers = call.scales, call.scales.strides, call.numbers
     q_place = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
     first_q = 0
     first_k = 0

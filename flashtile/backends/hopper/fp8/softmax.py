@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 P_LOG2 = gl.constexpr(8.0)
 """The largest P of a row is 2 ** 8: e4m3 reaches from 2 ** -9 to 448."""
 LEAST = gl.constexpr(2.0**-90)
-"""Of value scales, and of the factors of scores, where an exact zero would make NaN of infinities."""
+"""The least value scale, and the least factor of scores, where an exact zero would make NaN of infinities."""
 
 
 @gluon.jit
@@ -71,7 +71,7 @@ def as_operand(packed, product_layout: gl.constexpr):
 
 @gluon.jit
 def log2(x):
-    """Of a positive number, in one instruction, to 22 bits."""
+    """log2 of a positive number, in one instruction, to 22 bits."""
     return gl.inline_asm_elementwise(
         "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )

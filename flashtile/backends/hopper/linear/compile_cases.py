@@ -10,8 +10,14 @@ from flashtile.backends.common.linear_launch import end_variant
 from flashtile.backends.hopper.compile_cases import HOPPER
 from flashtile.backends.hopper.linear.config import DEFAULT, MOST_ROWS, TILES, FlatConfig, make
 from flashtile.backends.hopper.linear.kernel import flat_kernel
-from flashtile.backends.hopper.linear.launch import variant_of
-from flashtile.backends.portable.linear.compile_cases import absent, everything, plain_problem, types_of
+from flashtile.backends.hopper.linear.launch import flat_variant
+from flashtile.backends.portable.linear.compile_cases import (
+    ALIGNED,
+    PRODUCT_TYPES,
+    everything,
+    plain_problem,
+    pointer_types,
+)
 from flashtile.problems.linear import LinearProblem
 
 
@@ -36,15 +42,12 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def _case(name: str, problem: LinearProblem, config: FlatConfig) -> CompileCase:
-    signature = types_of(flat_kernel, problem, True)
-    constants = {"C": variant_of(problem, config), "E": end_variant(problem)}
-    constants |= {name: None for name in absent(problem, False) if name in signature}
     tile = f"{config.BLOCK_M}x{config.BLOCK_N}x{config.BLOCK_K} stages {config.num_stages}"
     return CompileCase(
         name=f"hopper linear {name} {tile} warps {config.num_warps} x {config.programs_per_sm}",
         kernel=flat_kernel,
-        signature={name: kind for name, kind in signature.items() if name not in constants},
-        constants=constants,
-        divisible_by_16=frozenset(("K", "x_stride", "w_stride", "y_stride", "residual_stride")),
+        signature={"pointers": pointer_types(problem, True), **PRODUCT_TYPES},
+        constants={"C": flat_variant(problem, config), "E": end_variant(problem)},
+        divisible_by_16=ALIGNED,
         num_warps=config.num_warps,
     )

@@ -13,7 +13,7 @@ MOST_ROWS = 16
 
 @dataclass(frozen=True)
 class FlatConfig:
-    """What one call gets."""
+    """The configuration of a call."""
 
     kind: str
     BLOCK_M: int
@@ -26,9 +26,9 @@ class FlatConfig:
 
 
 SHARED_BYTES = 228 * 2**10
-"""Of a multiprocessor."""
+"""Shared memory of a multiprocessor."""
 PROGRAM_BYTES = 2**10
-"""Of a program, beside its ring and the sums of the warps: what CUDA takes."""
+"""Shared memory of a program in addition to its ring and the sums of the warps: what CUDA takes."""
 WARPS = 4
 Tile = tuple[int, ...]
 """(BLOCK_N, BLOCK_K, num_stages, programs_per_sm), and num_warps where it is not WARPS."""
@@ -56,7 +56,7 @@ TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         (64, 64, 4, 1, 8),
     ),
 }  # fmt: skip
-"""What ``flashtile profile`` measures."""
+"""Tiles that ``flashtile profile`` measures."""
 
 
 def padded_rows(rows: int) -> int:

@@ -22,8 +22,8 @@ from flashtile.backends.common.e4m3 import to_bfloat16
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.common.linear_ends import (
     PLAIN,
-    EndPointers,
-    EndSizes,
+    EndCall,
+    ProductDepth,
     load_destinations,
     load_squares,
     row_of,
@@ -35,16 +35,16 @@ from flashtile.backends.common.linear_ends import (
 from flashtile.backends.hopper.compat import partition_barrier
 
 COPY_BYTES = gl.constexpr(16)
-"""Of an asynchronous copy."""
+"""Bytes of an asynchronous copy."""
 PARTS_AT_ONCE = gl.constexpr(2048)
 """Sums of squares, of a program and a row of x each, that are added at a time."""
 BANK_BYTES = gl.constexpr(128)
-"""Of all banks of shared memory."""
+"""Bytes of a line through all banks of shared memory."""
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for, beside its end."""
+class FlatVariant:
+    """The constant of the product; its end has another."""
 
     HALVES: int
     """Rows of W to a place of the output."""
@@ -59,26 +59,10 @@ class Variant:
     AHEAD: bool
     """Whether weights may be asked for before the kernel before has ended."""
     K_WIDTH: int
-    """Of the operands' layout, neighbours in K that a thread has: 2, or 4 where W is e4m3."""
+    """Neighbours in K that a thread has in the operands' layout: 2, or 4 where W is e4m3."""
 
 
-class Operands(NamedTuple):
-    """Memory that the ring reads."""
-
-    x: Any
-    w: Any
-    norm_weight: Any
-
-
-class Depth(NamedTuple):
-    """Integers of the product."""
-
-    K: Any
-    x_stride: Any
-    w_stride: Any
-
-
-class Ring(NamedTuple):
+class FlatRing(NamedTuple):
     """Shared memory: STAGES slots of rows of W, of rows of x, and of weights of the norm."""
 
     w: Any
@@ -86,7 +70,7 @@ class Ring(NamedTuple):
     norm_weight: Any
 
 
-class Tiles(NamedTuple):
+class FlatTiles(NamedTuple):
     """A program's places, in ``count`` tiles of equal size, or one less."""
 
     begin: Any
@@ -110,8 +94,8 @@ def copy_layout(C, dtype):
 
 @gluon.constexpr_function
 def ring_layout(C, dtype):
-    """What four threads take of a row at a time, K_WIDTH neighbours each, lies in other banks than the next
-    rows' does."""
+    """Layout of a slot: what four threads take of a row at a time, K_WIDTH neighbours each, lies in other
+    banks than the next rows' does."""
     unit = 4 * C.K_WIDTH
     units = C.BLOCK_K // unit
     per_line = BANK_BYTES.value * 8 // (unit * dtype.primitive_bitwidth)
@@ -123,7 +107,7 @@ def tiles_of(program, programs, places, C: gl.constexpr):
     """The equal part of all places that a program computes."""
     begin = (places.to(gl.int64) * program // programs).to(gl.int32)
     end = (places.to(gl.int64) * (program + 1) // programs).to(gl.int32)
-    return Tiles(begin, end - begin, gl.cdiv(end - begin, C.BLOCK_N // C.HALVES))
+    return FlatTiles(begin, end - begin, gl.cdiv(end - begin, C.BLOCK_N // C.HALVES))
 
 
 @gluon.jit
@@ -142,14 +126,14 @@ def columns_of(C: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(tiles, t, operands, depth, sizes, C: gl.constexpr, E: gl.constexpr):
+def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
     """(offsets in W of a tile's first chunk [WARPS, BLOCK_N, BLOCK_K], which rows are its)."""
-    dtype: gl.constexpr = operands.w.dtype.element_ty
+    dtype: gl.constexpr = call.pointers.w.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
     i = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, layout)))
     place = edge_of(tiles, t) + i % STEP
-    row = row_of(place, i // STEP, sizes, E)[None, :, None]
+    row = row_of(place, i // STEP, call.places, E)[None, :, None]
     offsets = row.to(gl.int64) * depth.w_stride + columns_of(C, dtype)
     return offsets, (place < edge_of(tiles, t + 1))[None, :, None]
 
@@ -164,22 +148,22 @@ def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_weights(offsets, mine, chunk, slot, operands, ring, depth, C: gl.constexpr, E: gl.constexpr):
+def ask_for_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
     """A chunk of a tile's rows of W, and of the norm's weights for it."""
-    copy(operands.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
+    copy(pointers.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
     if E.NORM:
-        columns = columns_of(C, operands.norm_weight.dtype.element_ty)
-        copy(operands.norm_weight, columns, columns >= 0, chunk, ring.norm_weight.index(slot), depth, C)
+        columns = columns_of(C, pointers.norm_weight.dtype.element_ty)
+        copy(pointers.norm_weight, columns, columns >= 0, chunk, ring.norm_weight.index(slot), depth, C)
 
 
 @gluon.jit
-def ask_for_x(chunk, slot, operands, ring, depth, M, C: gl.constexpr):
-    """The same columns of x. Rows behind the last become 0."""
-    dtype: gl.constexpr = operands.x.dtype.element_ty
+def ask_for_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
+    """Ask for the same columns of x. Rows behind the last become 0."""
+    dtype: gl.constexpr = pointers.x.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     offsets = m.to(gl.int64) * depth.x_stride + columns_of(C, dtype)
-    copy(operands.x, offsets, m < M, chunk, ring.x.index(slot), depth, C)
+    copy(pointers.x, offsets, m < M, chunk, ring.x.index(slot), depth, C)
 
 
 @gluon.jit
@@ -193,13 +177,13 @@ def as_numbers(w, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def pairs_layout(C):
-    """Of a tile's sums [places, BLOCK_M, 2]: neighbouring places to neighbouring threads."""
+    """Layout of a tile's sums [places, BLOCK_M, 2]: neighbouring places to neighbouring threads."""
     lanes = min(C.BLOCK_N // C.HALVES, 32)
     return gl.BlockedLayout([1, 1, 2], [lanes, 32 // lanes, 1], [1, C.WARPS, 1], [2, 0, 1])
 
 
 @gluon.jit
-def finish(sums, factor, square, tiles, t, pointers, sizes, C: gl.constexpr, E: gl.constexpr):
+def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexpr):
     """The end of tile ``t``. sums [BLOCK_N, BLOCK_M], factor [BLOCK_M].
 
     ``square`` [BLOCK_M] comes back, with NEXT_NORM plus the sums of this tile's squares.
@@ -208,24 +192,24 @@ def finish(sums, factor, square, tiles, t, pointers, sizes, C: gl.constexpr, E: 
     pairs: gl.constexpr = pairs_layout(C)
     layout: gl.constexpr = gl.SliceLayout(2, pairs)
     place = edge_of(tiles, t) + gl.arange(0, STEP, gl.SliceLayout(1, layout))
-    place = gl.where(place < edge_of(tiles, t + 1), place, sizes.places)[:, None]
-    end = sizes.places
+    place = gl.where(place < edge_of(tiles, t + 1), place, call.places)[:, None]
+    end = call.places
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, layout))[None, :]
     factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
     if E.END == PLAIN:
-        y = store_sums(gl.convert_layout(sums, layout), place, end, m, factor, pointers, sizes, E)
+        y = store_sums(gl.convert_layout(sums, layout), place, end, m, factor, call, E)
         if E.NEXT_NORM:
-            square += gl.sum(store_scaled(y, place, end, m, pointers, sizes), 0)
+            square += gl.sum(store_scaled(y, place, end, m, call), 0)
     else:
         both = sums.reshape([2, STEP, C.BLOCK_M]).permute((1, 2, 0))
         first, second = gl.split(gl.convert_layout(both, pairs))
-        to = load_destinations(m, pointers, sizes, E)
-        store_pairs(first, second, place, end, m, factor, to, pointers, sizes, E)
+        to = load_destinations(m, call.pointers, call.sizes, E)
+        store_pairs(first, second, place, end, m, factor, to, call, E)
     return square
 
 
 @gluon.jit
-def leave_factor(square, arrived, pointers, sizes, C: gl.constexpr):
+def leave_factor(square, call, C: gl.constexpr):
     """Leave the sums of squares of a program's places; the last program to arrive adds up all, in their
     order."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -233,79 +217,89 @@ def leave_factor(square, arrived, pointers, sizes, C: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [C.WARPS, 1], [1, 0])
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     square = gl.convert_layout(square, gl.SliceLayout(0, layout))
-    gl.store(pointers.squares + gl.program_id(0) * BLOCK_M + m, square)
+    gl.store(call.pointers.squares + gl.program_id(0) * BLOCK_M + m, square)
     partition_barrier()
-    if gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
-        gl.store(arrived, 0)
+    if gl.atomic_add(call.pointers.arrived, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+        gl.store(call.pointers.arrived, 0)
         part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))[:, None]
         total = gl.zeros([BLOCK_M], gl.float32, gl.SliceLayout(0, layout))
         for first in range(0, gl.num_programs(0), PARTS):
-            parts = load_squares(part, m[None, :], first, gl.num_programs(0), BLOCK_M, pointers.squares)
+            parts = load_squares(part, m[None, :], first, gl.num_programs(0), BLOCK_M, call.pointers.squares)
             total += gl.sum(parts, 0)
-        store_factor(total, m, pointers, sizes)
+        store_factor(total, m, call)
 
 
-@gluon_kernel(do_not_specialize=("M", "places", "heads_q", "heads_kv", "angles", "num_blocks", "table_width"))
-def flat_kernel(
-    x, w, y, norm_weight, arrived,
-    bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache,
-    x_scale, next_norm_weight, scaled, squares, next_factor,
-    K, x_stride, w_stride, eps,
-    M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width,
-    k_block, k_token, k_head, v_block, v_token, v_head, next_eps, C: gl.constexpr, E: gl.constexpr,
-):  # fmt: skip
-    """Grid: as many programs as run at a time, but no more than there are places. ``arrived`` is 0 before
-    and after."""
-    operands = Operands(x, w, norm_weight)
-    # Copies are of whole vectors (``LinearProblem.aligned``), which the compiler can see so.
-    of_x: gl.constexpr = vector_of(x.dtype.element_ty)
-    of_w: gl.constexpr = vector_of(w.dtype.element_ty)
-    depth = Depth(K // of_w * of_w, x_stride // of_x * of_x, w_stride // of_w * of_w)
-    pointers = EndPointers(
-        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, x_scale,
-        next_norm_weight, scaled, squares, next_factor,
-    )  # fmt: skip
-    sizes = EndSizes(
-        M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width, k_block,
-        k_token, k_head, v_block, v_token, v_head, next_eps,
-    )  # fmt: skip
+@gluon.jit
+def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl.constexpr):
+    """The :class:`FlatRing`; weights of the norm take next to nothing where there is none."""
     STAGES: gl.constexpr = C.STAGES
     WARPS: gl.constexpr = C.WARPS
     BLOCK_M: gl.constexpr = C.BLOCK_M
     BLOCK_N: gl.constexpr = C.BLOCK_N
     BLOCK_K: gl.constexpr = C.BLOCK_K
     NORM_K: gl.constexpr = BLOCK_K if E.NORM else 4 * C.K_WIDTH
-    shared: gl.constexpr = ring_layout(C, x.dtype.element_ty)
-    of_weights: gl.constexpr = ring_layout(C, w.dtype.element_ty)
-    ring = Ring(
-        gl.allocate_shared_memory(w.dtype.element_ty, [STAGES, WARPS, BLOCK_N, BLOCK_K], of_weights),
-        gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, WARPS, BLOCK_M, BLOCK_K], shared),
-        gl.allocate_shared_memory(x.dtype.element_ty, [STAGES, WARPS, 1, NORM_K], shared),
+    of_x: gl.constexpr = ring_layout(C, x_type)
+    of_w: gl.constexpr = ring_layout(C, w_type)
+    return FlatRing(
+        gl.allocate_shared_memory(w_type, [STAGES, WARPS, BLOCK_N, BLOCK_K], of_w),
+        gl.allocate_shared_memory(x_type, [STAGES, WARPS, BLOCK_M, BLOCK_K], of_x),
+        gl.allocate_shared_memory(x_type, [STAGES, WARPS, 1, NORM_K], of_x),
     )
+
+
+@gluon.jit
+def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.constexpr, E: gl.constexpr):
+    """(tile, chunk, offsets, mine) of the chunk after this one: of the next tile behind the last."""
+    chunk += 1
+    if chunk == chunks:
+        chunk = 0
+        tile += 1
+        offsets, mine = rows_of(tiles, tile, depth, call, C, E)
+    return tile, chunk, offsets, mine
+
+
+@gluon_kernel(do_not_specialize=("places", "sizes"))
+def flat_kernel(
+    pointers, depth, eps, places, strides, cache_strides, sizes, C: gl.constexpr, E: gl.constexpr
+):
+    """Grid: as many programs as run at a time, but no more than there are places. ``arrived`` is 0 before
+    and after."""
+    STAGES: gl.constexpr = C.STAGES
+    WARPS: gl.constexpr = C.WARPS
+    BLOCK_M: gl.constexpr = C.BLOCK_M
+    BLOCK_N: gl.constexpr = C.BLOCK_N
+    BLOCK_K: gl.constexpr = C.BLOCK_K
+    K, M = depth.K, sizes.M
+    x_type: gl.constexpr = pointers.x.dtype.element_ty
+    w_type: gl.constexpr = pointers.w.dtype.element_ty
+    # Copies are of whole vectors (``LinearProblem.aligned``), which the compiler can see so.
+    of_x: gl.constexpr = vector_of(x_type)
+    of_w: gl.constexpr = vector_of(w_type)
+    depth = ProductDepth(K // of_w * of_w, depth.x_stride // of_x * of_x, depth.w_stride // of_w * of_w)
+    call = EndCall(pointers, places, strides, cache_strides, sizes)
+    ring = make_ring(x_type, w_type, C, E)
     tiles = tiles_of(gl.program_id(0), gl.num_programs(0), places, C)
     chunks = gl.cdiv(K, WARPS * BLOCK_K)
     count = tiles.count * chunks
 
-    # What is asked for next.
-    ahead_tile = 0
-    ahead_chunk = 0
-    offsets, mine = rows_of(tiles, ahead_tile, operands, depth, sizes, C, E)
+    # The chunk that is asked for next.
+    tile = 0
+    chunk = 0
+    offsets, mine = rows_of(tiles, tile, depth, call, C, E)
     if not C.AHEAD:
         wait_for_dependencies()
     for s in gl.static_range(STAGES - 1):
         if s < count:
-            ask_for_weights(offsets, mine, ahead_chunk, s, operands, ring, depth, C, E)
-            ahead_chunk += 1
-            if ahead_chunk == chunks:
-                ahead_chunk = 0
-                ahead_tile += 1
-                offsets, mine = rows_of(tiles, ahead_tile, operands, depth, sizes, C, E)
+            ask_for_weights(offsets, mine, chunk, s, pointers, ring, depth, C, E)
+            tile, chunk, offsets, mine = next_chunk(
+                tile, chunk, offsets, mine, chunks, tiles, depth, call, C, E
+            )
         async_copy.commit_group()
     if C.AHEAD:
         wait_for_dependencies()
     for s in gl.static_range(STAGES - 1):
         if s < count:
-            ask_for_x(s % chunks, s, operands, ring, depth, M, C)
+            ask_for_x(s % chunks, s, pointers, ring, depth, M, C)
         async_copy.commit_group()
     launch_dependents()
 
@@ -317,7 +311,7 @@ def flat_kernel(
     factor = gl.full([BLOCK_M], 1.0, gl.float32, gl.SliceLayout(0, of_sums))
     if E.X_SCALES:
         m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_sums))
-        factor = gl.load(x_scale + m, mask=m < M, other=0.0)
+        factor = gl.load(pointers.x_scale + m, mask=m < M, other=0.0)
     of_stored: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs_layout(C)))
     square = gl.zeros([BLOCK_M], gl.float32, of_stored)  # of what is stored
     i = 0
@@ -329,13 +323,11 @@ def flat_kernel(
             partition_barrier()  # all have their copies, and are done with the slot before
             if i + STAGES - 1 < count:
                 free = (i + STAGES - 1) % STAGES
-                ask_for_weights(offsets, mine, ahead_chunk, free, operands, ring, depth, C, E)
-                ask_for_x(ahead_chunk, free, operands, ring, depth, M, C)
-                ahead_chunk += 1
-                if ahead_chunk == chunks:
-                    ahead_chunk = 0
-                    ahead_tile += 1
-                    offsets, mine = rows_of(tiles, ahead_tile, operands, depth, sizes, C, E)
+                ask_for_weights(offsets, mine, chunk, free, pointers, ring, depth, C, E)
+                ask_for_x(chunk, free, pointers, ring, depth, M, C)
+                tile, chunk, offsets, mine = next_chunk(
+                    tile, chunk, offsets, mine, chunks, tiles, depth, call, C, E
+                )
             async_copy.commit_group()
             w_tile = ring.w.index(slot).load(w_operand)
             x_tile = ring.x.index(slot).permute((0, 2, 1)).load(x_operand)
@@ -350,6 +342,6 @@ def flat_kernel(
         if E.NORM and t == 0:
             of_x_rows = gl.convert_layout(gl.sum(gl.sum(x_squares, 1), 0), gl.SliceLayout(0, of_sums))
             factor = gl.rsqrt(of_x_rows / K + eps)
-        square = finish(gl.sum(acc, 0), factor, square, tiles, t, pointers, sizes, C, E)
+        square = finish(gl.sum(acc, 0), factor, square, tiles, t, call, C, E)
     if E.NEXT_NORM:
-        leave_factor(square, arrived, pointers, sizes, C)
+        leave_factor(square, call, C)

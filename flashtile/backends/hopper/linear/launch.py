@@ -9,20 +9,21 @@ from torch import Tensor
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.linear_ends import ProductDepth, ProductPointers
 from flashtile.backends.common.linear_launch import (
-    end_pointers,
-    end_sizes,
+    end_scalars,
     end_variant,
     new_next_norm,
     new_output,
+    product_pointers,
 )
 from flashtile.backends.hopper.linear.config import FlatConfig
-from flashtile.backends.hopper.linear.kernel import Variant, flat_kernel
+from flashtile.backends.hopper.linear.kernel import FlatVariant, flat_kernel
 from flashtile.problems.linear import E4M3, LinearProblem
 
 
-def variant_of(problem: LinearProblem, config: FlatConfig) -> Variant:
-    return Variant(
+def flat_variant(problem: LinearProblem, config: FlatConfig) -> FlatVariant:
+    return FlatVariant(
         HALVES=1 if problem.places == problem.N else 2,
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
@@ -50,9 +51,9 @@ class FlatLaunch:
         following = new_next_norm(self._problem, y, self._programs * self._config.BLOCK_M)
         if self._kernel is None:
             self._kernel = self._prepare(x, weight, tuple(caches), given)
-        pointers = end_pointers(y, given, tuple(caches), following)
         arrived = zeroed_counters(x.device, 1) if self._problem.next_norm else None
-        self._kernel(x.device, x, weight, y, given.norm_weight, arrived, *pointers[1:])
+        pointers = product_pointers(x, weight, y, given, tuple(caches), following, arrived=arrived)
+        self._kernel(x.device, *pointers)
         return (y, following.scaled, following.factor) if self._problem.next_norm else y
 
     def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
@@ -60,9 +61,14 @@ class FlatLaunch:
         return KeptKernel(
             flat_kernel,
             self._programs,
-            (problem.K, x.stride(0), weight.stride(0), problem.norm_eps, *end_sizes(problem, given, caches)),
-            (variant_of(problem, config), end_variant(problem)),
+            (
+                ProductDepth(problem.K, x.stride(0), weight.stride(0)),
+                problem.norm_eps,
+                *end_scalars(problem, given, caches),
+            ),
+            (flat_variant(problem, config), end_variant(problem)),
             None,
+            pointers=ProductPointers,
             num_warps=config.num_warps,
             launch_pdl=True,
         )

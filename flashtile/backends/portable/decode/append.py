@@ -1,8 +1,8 @@
-"""New keys and values into the cache, in place, in one launch with what goes with it: rotary embedding of
+"""Append of new keys and values to the cache, in place and in one launch, together with rotary embedding of
 the keys (and of the queries of the same call) and quantisation to FP8.
 
-Rotary embedding (Su et al. 2021, arXiv:2104.09864) turns pairs of columns, neighbours if interleaved, else
-one half apart, in float32, and rounds once. A program owns ROWS tokens of one head.
+Rotary embedding (Su et al. 2021, arXiv:2104.09864) rotates pairs of columns in float32 and rounds once. Pairs
+are adjacent columns if interleaved, else ROTARY_DIM / 2 apart. A program owns ROWS tokens of one head.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ from flashtile.backends.portable.decode.results import store_rows
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for."""
+class AppendVariant:
+    """Constants of the kernel."""
 
     HAS_SLOTS: bool
     HAS_LENGTHS: bool
@@ -26,7 +26,7 @@ class Variant:
     VARLEN: bool
     VARLEN_Q: bool
     PAGE_SIZE: int
-    """0 is a dense cache."""
+    """Tokens per page; 0 for a dense cache."""
     DESCALE: str
     """"none", "head", or "block": of each page, or of each row of a dense cache."""
     QUANTISED: bool
@@ -43,11 +43,11 @@ class Variant:
     BLOCK_DV: int
     ROWS: int
     SEQUENCES: int = 128
-    """Ends of packed sequences that are looked at together."""
+    """Number of ends of packed sequences that are read at a time."""
 
 
-class Pointers(NamedTuple):
-    """Tensors of the kernel; None for each that a call does not have."""
+class AppendPointers(NamedTuple):
+    """Tensors of the kernel; None for each that a call does not use."""
 
     k_cache: Any
     v_cache: Any
@@ -68,9 +68,8 @@ class Pointers(NamedTuple):
     q_out: Any
 
 
-class Strides(NamedTuple):
-    """In elements: of sequences (pages), tokens and heads; a stride of ``k_descale`` is that of a
-    page or sequence."""
+class AppendStrides(NamedTuple):
+    """Strides between sequences (or pages), tokens and heads, in elements."""
 
     k_cache_stride_b: Any
     k_cache_stride_s: Any
@@ -87,14 +86,15 @@ class Strides(NamedTuple):
     q_stride_b: Any
     q_stride_s: Any
     q_stride_h: Any
+
+
+class AppendLengths(NamedTuple):
+    """Integers of a launch. Kernels are not specialized on their values."""
+
     table_stride: Any
     k_descale_stride: Any
+    """From the scales of one page or sequence to the next."""
     v_descale_stride: Any
-
-
-class Lengths(NamedTuple):
-    """Integers of a launch. Their values lead to no new compilation."""
-
     seqlen_new: Any
     """New tokens of the longest sequence."""
     total_new: Any
@@ -103,19 +103,19 @@ class Lengths(NamedTuple):
     total_q: Any
     num_heads_q: Any
     capacity: Any
-    """The most keys that a sequence can have."""
+    """Maximum number of keys of a sequence."""
     num_blocks: Any
     """Pages, or rows of a dense cache."""
     rotary_rows: Any
-    """Positions that have a row in the tables of angles."""
+    """Rows (positions) of the tables of cos and sin."""
     batch: Any
     new_programs: Any
-    """Programs for the new keys and values; those behind them rotate queries."""
+    """Programs for the new keys and values; later programs rotate queries."""
 
 
 @triton.jit
 def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C: tl.constexpr):
-    """[ROWS, BLOCK_D] float32: rows of a tensor, their first ROTARY_DIM columns rotated by position."""
+    """Load rows [ROWS, BLOCK_D] in float32 and rotate their first ROTARY_DIM columns by position."""
     HALF: tl.constexpr = C.ROTARY_DIM // 2
     columns = tl.arange(0, C.BLOCK_D)
     inside = exists[:, None] & (columns < C.HEAD_DIM)[None, :]
@@ -142,7 +142,7 @@ def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C:
 
 @triton.jit
 def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
-    """Rounded to ``dtype``, that of the new tokens, then quantised if the cache is."""
+    """Round to ``dtype``, that of the new tokens, then quantise if the cache is in FP8."""
     x = x.to(dtype)
     if C.QUANTISED:
         x = x.to(tl.float32) / scale
@@ -154,12 +154,11 @@ def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
 
 @triton.jit
 def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.constexpr, C: tl.constexpr):
-    """Which tokens a program has: (head, sequence, number in the sequence, first row of the sequence in
-    memory, whether they exist).
+    """Return a program's tokens: (head, sequence, position in the sequence, first row of the sequence in
+    memory, whether the token exists).
 
-    The sequence and its first row are one number for all of them, but numbers of each token if VARLEN: packed
-    tokens are divided without regard to sequences, so that many short ones beside a long one leave no
-    program without tokens.
+    The sequence and its first row are scalars, or one number per token if VARLEN: packed tokens are divided
+    regardless of sequences, so that no program is idle where lengths are unequal.
     """
     ROWS: tl.constexpr = C.ROWS
     head = program % heads
@@ -185,8 +184,8 @@ def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.const
 
 
 @triton.jit
-def place_of(tokens, positions, exists, b, pointers, strides, lengths, C: tl.constexpr):
-    """(page, or row of a dense cache; place in it; whether that is in the cache) of each token, int64."""
+def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
+    """Return each token's (page or row of a dense cache, offset in it, whether both are valid), int64."""
     ROWS: tl.constexpr = C.ROWS
     if C.HAS_SLOTS:
         size = lengths.capacity if C.PAGE_SIZE == 0 else C.PAGE_SIZE
@@ -203,7 +202,7 @@ def place_of(tokens, positions, exists, b, pointers, strides, lengths, C: tl.con
             page = tl.zeros([ROWS], tl.int64) + row
             place = positions.to(tl.int64)
         else:
-            table = pointers.block_table + b.to(tl.int64) * strides.table_stride
+            table = pointers.block_table + b.to(tl.int64) * lengths.table_stride
             page = tl.load(table + positions // C.PAGE_SIZE, mask=written, other=-1).to(tl.int64)
             place = (positions % C.PAGE_SIZE).to(tl.int64)
     written = written & (page >= 0) & (page < lengths.num_blocks)
@@ -212,7 +211,7 @@ def place_of(tokens, positions, exists, b, pointers, strides, lengths, C: tl.con
 
 @triton.jit
 def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
-    """ROWS new tokens of one head into the cache. One whose place is not in the cache is dropped."""
+    """Write ROWS new tokens of one head to the cache. Tokens with an invalid page or offset are dropped."""
     head, b, tokens, first, exists = tokens_of(
         program, lengths.num_heads_kv, pointers.cu_seqlens_k_new, lengths.seqlen_new, lengths.total_new,
         lengths.batch, C.VARLEN, C,
@@ -223,7 +222,7 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     rotary_positions = positions
     if C.HAS_ROTARY_SEQLENS:
         rotary_positions = tl.load(pointers.rotary_seqlens + b) + tokens
-    page, place, written = place_of(tokens, positions, exists, b, pointers, strides, lengths, C)
+    page, place, written = place_of(tokens, positions, exists, b, pointers, lengths, C)
 
     k_scale = 1.0
     v_scale = 1.0
@@ -234,9 +233,9 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
         owner = page
         if C.DESCALE == "sequence":
             owner = page * 0 + b
-        k_scales = pointers.k_descale + owner * strides.k_descale_stride + head
+        k_scales = pointers.k_descale + owner * lengths.k_descale_stride + head
         k_scale = tl.load(k_scales, mask=written, other=1.0)[:, None]
-        v_scales = pointers.v_descale + owner * strides.v_descale_stride + head
+        v_scales = pointers.v_descale + owner * lengths.v_descale_stride + head
         v_scale = tl.load(v_scales, mask=written, other=1.0)[:, None]
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)
@@ -261,7 +260,7 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
 
 @triton.jit
 def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
-    """ROWS queries of one head, rotated, into a tensor of their own."""
+    """Rotate ROWS queries of one head into a separate tensor."""
     ROWS: tl.constexpr = C.ROWS
     head, b, tokens, first, exists = tokens_of(
         program, lengths.num_heads_q, pointers.cu_seqlens_q, lengths.seqlen_q, lengths.total_q, lengths.batch,
@@ -283,39 +282,17 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
     store_rows(pointers.q_out, offsets, exists, q, C.HEAD_DIM, C.BLOCK_D)
 
 
-@kernel(do_not_specialize=(*Lengths._fields, "table_stride", "k_descale_stride", "v_descale_stride"))
-def append_kernel(
-    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_seqlens, slot_mapping, cache_batch_idx, block_table,
-    cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale, q_in_ptr, cu_seqlens_q,
-    q_out_ptr,
-    k_cache_stride_b, k_cache_stride_s, k_cache_stride_h, v_cache_stride_b, v_cache_stride_s,
-    v_cache_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, q_stride_b,
-    q_stride_s, q_stride_h, table_stride, k_descale_stride, v_descale_stride,
-    seqlen_new, total_new, num_heads_kv, seqlen_q, total_q, num_heads_q, capacity, num_blocks, rotary_rows,
-    batch, new_programs, C: tl.constexpr,
-):  # fmt: skip
-    """Grid: (blocks of ROWS new tokens * heads_kv, of each sequence or of all packed ones; behind them the
-    same of the queries,).
+@kernel(do_not_specialize=("lengths",))
+def append_kernel(pointers, strides, lengths, C: tl.constexpr):
+    """Append new tokens and rotate queries. Grid: (programs of new tokens + programs of queries,).
+
+    Each part has (blocks of ROWS tokens * heads) programs per sequence, or for all packed tokens together.
 
     k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS (one sequence of
     total_new); q likewise, q_out as q and contiguous.
     """
-    pointers = Pointers(
-        k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, cache_seqlens, slot_mapping, cache_batch_idx, block_table,
-        cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens, k_descale, v_descale, q_in_ptr,
-        cu_seqlens_q, q_out_ptr,
-    )  # fmt: skip
-    strides = Strides(
-        k_cache_stride_b, k_cache_stride_s, k_cache_stride_h, v_cache_stride_b, v_cache_stride_s,
-        v_cache_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h, q_stride_b,
-        q_stride_s, q_stride_h, table_stride, k_descale_stride, v_descale_stride,
-    )  # fmt: skip
-    lengths = Lengths(
-        seqlen_new, total_new, num_heads_kv, seqlen_q, total_q, num_heads_q, capacity, num_blocks,
-        rotary_rows, batch, new_programs,
-    )  # fmt: skip
     program = tl.program_id(0)
-    if program < new_programs:
+    if program < lengths.new_programs:
         append_tokens(program, pointers, strides, lengths, C)
     elif C.ROTATE_Q:
-        rotate_queries(program - new_programs, pointers, strides, lengths, C)
+        rotate_queries(program - lengths.new_programs, pointers, strides, lengths, C)

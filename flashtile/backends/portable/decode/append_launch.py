@@ -1,4 +1,4 @@
-"""Launchers of what changes the cache: appending to it and copying its blocks."""
+"""Launchers of the kernels that change the cache: append and copy of blocks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import outer_stride, padded
-from flashtile.backends.portable.decode import copy_blocks
-from flashtile.backends.portable.decode.append import Lengths, Strides, Variant, append_kernel
-from flashtile.backends.portable.decode.copy_blocks import copy_kernel
-from flashtile.backends.portable.decode.launch import converts_e4m3, row_strides
+from flashtile.backends.portable.decode.append import (
+    AppendLengths,
+    AppendPointers,
+    AppendStrides,
+    AppendVariant,
+    append_kernel,
+)
+from flashtile.backends.portable.decode.copy_blocks import (
+    CopyLengths,
+    CopyPointers,
+    CopyStrides,
+    CopyVariant,
+    copy_kernel,
+)
+from flashtile.backends.portable.decode.plan import converts_e4m3, row_strides
 from flashtile.problems.decode import FP8, AppendProblem, AppendTensors, CopyProblem, CopyTensors
 
 APPEND_ROWS = 16
 COPY_TILE = 8192
-"""Elements that a copying program moves at a time, of keys and of values each."""
+"""Elements of keys, and of values, that a copying program moves at a time."""
 
 
 class AppendLaunch:
@@ -49,7 +60,7 @@ class AppendLaunch:
     ) -> KeptKernel:
         problem = self._problem
         q, block_table = tensors.q, tensors.block_table
-        variant = Variant(
+        variant = AppendVariant(
             HAS_SLOTS=problem.slots,
             HAS_LENGTHS=tensors.cache_seqlens is not None,
             HAS_BATCH_IDX=problem.batch_idx,
@@ -70,17 +81,17 @@ class AppendLaunch:
             BLOCK_DV=padded(problem.head_dim_v),
             ROWS=self._rows,
         )
-        strides = Strides(
+        strides = AppendStrides(
             *row_strides(k_cache),
             *row_strides(v_cache),
             *row_strides(k),
             *row_strides(v),
             *((0, 0, 0) if q is None else row_strides(q)),
-            0 if block_table is None else block_table.stride(0),
-            outer_stride(tensors.k_descale),
-            outer_stride(tensors.v_descale),
         )
-        lengths = Lengths(
+        lengths = AppendLengths(
+            table_stride=0 if block_table is None else block_table.stride(0),
+            k_descale_stride=outer_stride(tensors.k_descale),
+            v_descale_stride=outer_stride(tensors.v_descale),
             seqlen_new=problem.seqlen_new,
             total_new=problem.total_new,
             num_heads_kv=problem.num_heads_kv,
@@ -94,7 +105,9 @@ class AppendLaunch:
             new_programs=self._programs,
         )
         programs = self._programs + self._programs_q
-        return KeptKernel(append_kernel, programs, (*strides, *lengths), (variant,), None)
+        return KeptKernel(
+            append_kernel, programs, (strides, lengths), (variant,), None, pointers=AppendPointers
+        )
 
 
 class CopyLaunch:
@@ -104,9 +117,7 @@ class CopyLaunch:
         self._problem = problem
         self._kernel: KeptKernel | None = None
 
-    def __call__(
-        self, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors
-    ) -> None:
+    def __call__(self, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors) -> None:
         problem = self._problem
         if problem.num_pairs == 0 or 0 in k_cache.shape[:-1]:
             return
@@ -125,15 +136,26 @@ class CopyLaunch:
         rows = page_size * heads
         block = min(triton.next_power_of_2(rows), max(1, COPY_TILE // padded(max(head_dim, head_dim_v))))
         parts = triton.cdiv(rows, block)
-        strides = copy_blocks.Strides(
-            *k_cache.stride()[:-1],
-            *v_cache.stride()[:-1],
-            *block_pairs.stride(),
-            *((0, 0) if tensors.k_descale is None else tensors.k_descale.stride()[:2]),
-            *((0, 0) if tensors.v_descale is None else tensors.v_descale.stride()[:2]),
+        strides = CopyStrides(*k_cache.stride()[:-1], *v_cache.stride()[:-1])
+        pair_stride, pair_column_stride = block_pairs.stride()
+        k_scale_strides, v_scale_strides = (
+            (0, 0) if scales is None else scales.stride()[:2]
+            for scales in (tensors.k_descale, tensors.v_descale)
         )
-        lengths = copy_blocks.Lengths(problem.num_layers, num_blocks, page_size, heads, parts)
-        variant = copy_blocks.Variant(
+        lengths = CopyLengths(
+            pair_stride=pair_stride,
+            pair_column_stride=pair_column_stride,
+            k_descale_stride_l=k_scale_strides[0],
+            k_descale_stride_b=k_scale_strides[1],
+            v_descale_stride_l=v_scale_strides[0],
+            v_descale_stride_b=v_scale_strides[1],
+            num_layers=problem.num_layers,
+            num_blocks=num_blocks,
+            page_size=page_size,
+            num_heads=heads,
+            parts=parts,
+        )
+        variant = CopyVariant(
             HAS_DESCALES=problem.descales,
             HEAD_DIM=head_dim,
             HEAD_DIM_V=head_dim_v,
@@ -143,4 +165,4 @@ class CopyLaunch:
             BLOCK=block,
         )
         programs = parts * problem.num_layers * problem.num_pairs
-        return KeptKernel(copy_kernel, programs, (*strides, *lengths), (variant,), None)
+        return KeptKernel(copy_kernel, programs, (strides, lengths), (variant,), None, pointers=CopyPointers)

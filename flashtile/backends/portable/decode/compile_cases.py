@@ -9,17 +9,45 @@ from typing import Any
 import torch
 import triton
 
-from flashtile.backends.common.compile_report import CompileCase, architecture
+from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.kept_kernel import NUM_WARPS
 from flashtile.backends.portable.config import family_of_capability
-from flashtile.backends.portable.decode import append, combine, config, copy_blocks, launch
-from flashtile.backends.portable.decode import append_launch as launch_cache
-from flashtile.backends.portable.decode.append import append_kernel
+from flashtile.backends.portable.decode import config, plan
+from flashtile.backends.portable.decode.append import (
+    AppendLengths,
+    AppendPointers,
+    AppendStrides,
+    AppendVariant,
+    append_kernel,
+)
+from flashtile.backends.portable.decode.append_launch import APPEND_ROWS, COPY_TILE
+from flashtile.backends.portable.decode.arguments import (
+    DecodeNumbers,
+    DecodePointers,
+    DecodeStrides,
+    OuterStrides,
+)
 from flashtile.backends.portable.decode.attend import decode_kernel
-from flashtile.backends.portable.decode.combine import combine_given_kernel, combine_kernel
+from flashtile.backends.portable.decode.combine import (
+    CombineGivenVariant,
+    CombinePointers,
+    GivenPointers,
+    GivenSizes,
+    GivenStrides,
+    combine_given_kernel,
+    combine_kernel,
+)
 from flashtile.backends.portable.decode.config import DecodeConfig
-from flashtile.backends.portable.decode.copy_blocks import copy_kernel
-from flashtile.backends.portable.exchange import exchange_kernel, variant_of
+from flashtile.backends.portable.decode.copy_blocks import (
+    CopyLengths,
+    CopyPointers,
+    CopyStrides,
+    CopyVariant,
+    copy_kernel,
+)
+from flashtile.backends.portable.decode.results import Splits
+from flashtile.backends.portable.decode.schedule import DecodeLengths
+from flashtile.backends.portable.exchange import exchange_kernel, exchange_variant
 from flashtile.problems.decode import FP8, DecodeProblem
 
 _PAGED = DecodeProblem(
@@ -65,27 +93,24 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "unified max, features": _FEATURES | {"softmax_max_by_head": True},
     "features": _FEATURES,
 }
-"""Every tile is compiled for pages of 16, those of 16-bit heads of 128 for the rest, too."""
+"""Variants by name. Every tile is compiled for pages of 16; those of 16-bit heads of 128 for all variants."""
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 
 _LATENT_SPILLS = {("hopper", config.WIDE): 556, ("ampere", config.WIDE): 116}
-"""Bytes of spills with queries for the values, by family and rows: as they are, not timed."""
+"""Bytes of spills with queries for the values, by family and rows. They are accepted, not timed."""
 
 _TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.uint8: "u8",
-    torch.uint16: "u16",
-    FP8: "fp8e4nv",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.uint8: "*u8",
+    torch.uint16: "*u16",
+    FP8: "*fp8e4nv",
 }
-_INT32_TENSORS = ("cache_seqlens", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new", "block_table")
-_FLOAT_TENSORS = ("rotary_cos", "rotary_sin", "prior_out", "prior_lse")
-_FLOATS = ("softmax_scale", "scale_log2", "softcap", "softmax_max")
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table that serves ``arch``, variants of one, and the kernels beside attention."""
+    """Yield each row of the table that serves ``arch``, variants of one, and the other kernels of a call."""
     capability = architecture(arch).capability
     table_family = family_of_capability(*divmod(capability, 10))
     for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):
@@ -107,11 +132,11 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         descale="head" if dtype == FP8 else "none",
                         **_VARIANTS[variant],
                     )
-                    name = f"{_TYPES[dtype]} head_dim {head_dim} rows {BLOCK_M} {variant}"
+                    name = f"{_TYPES[dtype][1:]} head_dim {head_dim} rows {BLOCK_M} {variant}"
                     yield _attention_case(f"decode {name}", problem, chosen, capability, variant)
                     if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
                         yield _combine_case(f"decode combine {name}", problem, chosen, capability, True)
-                        if launch.is_balanced(problem, chosen):
+                        if plan.is_balanced(problem, chosen):
                             by_boundary = f"decode combine {name} by boundary"
                             yield _combine_case(by_boundary, problem, chosen, capability, False)
     latent = replace(_PAGED, num_heads_q=128, num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True)
@@ -141,37 +166,51 @@ def _attention_case(
         cache = torch.uint16
     elif cache == FP8 and not native:
         cache = torch.uint8
-    compiled_for = launch.variant_of(
+    compiled_for = plan.decode_variant(
         problem, chosen, native_e4m3=native, pairs=pairs, pdl=capability >= 90, wide=False, aligned=True
     )
-    present = {
-        "cache_leftpad": problem.leftpad,
-        "block_table": problem.page_size > 0,
-        "cu_seqlens_q": problem.varlen,
-        "cu_seqlens_k_new": problem.varlen_new,
-        "cache_batch_idx": False,
-        "alibi_slopes": problem.alibi,
-        "sink_ptr": problem.sink,
-        "k_descale": problem.descale != "none",
-        "v_descale": problem.descale != "none",
-        "tree_mask": problem.tree,
-        "prior_out": problem.prior,
-        "prior_lse": problem.prior,
-        "softmax_max_ptr": problem.softmax_max_by_head,
-        "softmax_max": problem.softmax_max is not None,
-        "qv_ptr": problem.qv,
-        "lse_ptr": problem.return_lse,
-    }
-    tensors = dict.fromkeys(("q_ptr", "qv_ptr"), problem.dtype)
-    tensors |= {"out_ptr": problem.out_dtype, "k_ptr": cache, "v_ptr": cache}
-    constants: dict[str, Any] = {"C": compiled_for}
-    constants |= {name: None for name, there in present.items() if not there}
+    elements = _TYPES[problem.dtype]
+    pointers = types_of(
+        DecodePointers,
+        None,
+        q=elements,
+        k=_TYPES[cache],
+        v=_TYPES[cache],
+        out=_TYPES[problem.out_dtype],
+        lse="*fp32" if problem.return_lse else None,
+        partial="*fp32",
+        cache_seqlens="*i32",
+        cache_leftpad="*i32" if problem.leftpad else None,
+        block_table="*i32" if problem.page_size else None,
+        cu_seqlens_q="*i32" if problem.varlen else None,
+        cu_seqlens_k_new="*i32" if problem.varlen_new else None,
+        alibi_slopes="*fp32" if problem.alibi else None,
+        sink="*fp32" if problem.sink else None,
+        k_descale="*fp32" if problem.descale != "none" else None,
+        v_descale="*fp32" if problem.descale != "none" else None,
+        tree_mask="*i1" if problem.tree else None,
+        prior_out="*fp32" if problem.prior else None,
+        prior_lse="*fp32" if problem.prior else None,
+        softmax_max="*fp32" if problem.softmax_max_by_head else None,
+        qv=elements if problem.qv else None,
+    )
+    softmax_max = None if problem.softmax_max is None else "fp32"
     tile = chosen.tile
     has_features = variant == "tree" or variant.endswith("features") or variant.startswith("unified")
     return CompileCase(
         name=name,
         kernel=decode_kernel,
-        **_arguments(decode_kernel, tensors, constants, ("q_stride", "k_stride", "v_stride")),
+        signature={
+            "pointers": pointers,
+            "strides": types_of(DecodeStrides, "i32"),
+            "outer": types_of(OuterStrides, "i32"),
+            "lengths": types_of(DecodeLengths, "i32"),
+            "numbers": types_of(DecodeNumbers, "fp32", softmax_max=softmax_max),
+            "num_blocks": "i32",
+            "splits": types_of(Splits, "i32"),
+        },
+        constants={"C": compiled_for},
+        divisible_by_16=frozenset(("strides",)),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         spill_budget=tile.features_spill_budget if has_features else tile.spill_budget,
@@ -182,17 +221,30 @@ def _attention_case(
 def _combine_case(
     name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, by_work_tile: bool
 ) -> CompileCase:
-    balanced = launch.is_balanced(problem, chosen)
-    tile = launch.combine_tile(problem, chosen, (33 if by_work_tile else 1) if balanced else None)
-    compiled_for = launch.combine_variant(problem, chosen, tile, by_work_tile, capability >= 90)
-    absent = ("sink_ptr", "prior_out", "prior_lse", "cache_leftpad", "cu_seqlens_q", "cu_seqlens_k_new")
-    constants = {"C": compiled_for} | dict.fromkeys(absent)
-    return _plain_case(name, combine_kernel, {"out_ptr": problem.out_dtype}, constants, tile.num_warps)
+    balanced = plan.is_balanced(problem, chosen)
+    tile = plan.combine_tile(problem, chosen, (33 if by_work_tile else 1) if balanced else None)
+    compiled_for = plan.combine_variant(problem, chosen, tile, by_work_tile, capability >= 90)
+    signature = {
+        "pointers": types_of(
+            CombinePointers, None, partial="*fp32", out=_TYPES[problem.out_dtype], lse="*fp32",
+            cache_seqlens="*i32",
+        ),
+        "lengths": types_of(DecodeLengths, "i32"),
+        "splits": types_of(Splits, "i32"),
+        "teams": "i32",
+        "row_blocks": "i32",
+    }  # fmt: skip
+    return _plain_case(name, combine_kernel, signature, compiled_for, num_warps=tile.num_warps)
 
 
 def _combine_given_case() -> CompileCase:
-    constants = {"C": combine.CombineGivenVariant(HEAD_DIM_V=128, BLOCK_DV=128, ROWS=2, SPLITS=16)}
-    return _plain_case("decode combine given", combine_given_kernel, {"out_ptr": torch.bfloat16}, constants)
+    signature = {
+        "pointers": types_of(GivenPointers, "*fp32", out="*bf16"),
+        "strides": types_of(GivenStrides, "i32"),
+        "sizes": types_of(GivenSizes, "i32"),
+    }
+    compiled_for = CombineGivenVariant(HEAD_DIM_V=128, BLOCK_DV=128, ROWS=2, SPLITS=16)
+    return _plain_case("decode combine given", combine_given_kernel, signature, compiled_for)
 
 
 def _exchange_case() -> CompileCase:
@@ -204,7 +256,7 @@ def _exchange_case() -> CompileCase:
         name="decode exchange",
         kernel=exchange_kernel,
         signature=signature,
-        constants={"C": variant_of(2, 2048, 128)},
+        constants={"C": exchange_variant(2, 2048, 128)},
         divisible_by_16=frozenset(),
         num_warps=NUM_WARPS,
         tensor_cores=False,
@@ -213,7 +265,7 @@ def _exchange_case() -> CompileCase:
 
 def _append_case(dtype: torch.dtype, capability: int, packed: bool) -> CompileCase:
     as_bits = dtype == FP8 and capability < 89
-    compiled_for = append.Variant(
+    compiled_for = AppendVariant(
         HAS_SLOTS=False,
         HAS_LENGTHS=True,
         HAS_BATCH_IDX=False,
@@ -232,22 +284,28 @@ def _append_case(dtype: torch.dtype, capability: int, packed: bool) -> CompileCa
         HEAD_DIM_V=128,
         BLOCK_D=128,
         BLOCK_DV=128,
-        ROWS=launch_cache.APPEND_ROWS,
+        ROWS=APPEND_ROWS,
     )
-    absent = ["slot_mapping", "cache_batch_idx", "rotary_seqlens"]
-    absent += [] if packed else ["cu_seqlens_k_new", "cu_seqlens_q"]
-    absent += [] if dtype == FP8 else ["k_descale", "v_descale"]
-    constants = {"C": compiled_for} | {name: None for name in absent}
-    cache = torch.uint8 if as_bits else dtype
-    tensors = {name: torch.bfloat16 for name in ("k_ptr", "v_ptr", "q_in_ptr", "q_out_ptr")}
-    tensors |= {"k_cache_ptr": cache, "v_cache_ptr": cache}
-    name = f"decode append {_TYPES[dtype]}{' packed' if packed else ''}"
-    return _plain_case(name, append_kernel, tensors, constants)
+    cache = "*u8" if as_bits else _TYPES[dtype]
+    offsets = "*i32" if packed else None
+    scales = "*fp32" if dtype == FP8 else None
+    pointers = types_of(
+        AppendPointers, "*bf16", k_cache=cache, v_cache=cache, cache_seqlens="*i32", slot_mapping=None,
+        cache_batch_idx=None, block_table="*i32", cu_seqlens_k_new=offsets, rotary_cos="*fp32",
+        rotary_sin="*fp32", rotary_seqlens=None, k_descale=scales, v_descale=scales, cu_seqlens_q=offsets,
+    )  # fmt: skip
+    signature = {
+        "pointers": pointers,
+        "strides": types_of(AppendStrides, "i32"),
+        "lengths": types_of(AppendLengths, "i32"),
+    }
+    name = f"decode append {_TYPES[dtype][1:]}{' packed' if packed else ''}"
+    return _plain_case(name, append_kernel, signature, compiled_for, {"strides"})
 
 
 def _copy_case() -> CompileCase:
-    rows = launch_cache.COPY_TILE // 128
-    compiled_for = copy_blocks.Variant(
+    rows = COPY_TILE // 128
+    compiled_for = CopyVariant(
         HAS_DESCALES=False,
         HEAD_DIM=128,
         HEAD_DIM_V=128,
@@ -256,48 +314,29 @@ def _copy_case() -> CompileCase:
         BLOCK_HEADS=8,
         BLOCK=triton.next_power_of_2(rows),
     )
-    constants = {"C": compiled_for, "k_descale": None, "v_descale": None}
-    tensors = {"k_ptr": torch.bfloat16, "v_ptr": torch.bfloat16}
-    return _plain_case("decode copy blocks", copy_kernel, tensors, constants)
+    signature = {
+        "pointers": CopyPointers("*bf16", "*bf16", "*i32", None, None),
+        "strides": types_of(CopyStrides, "i32"),
+        "lengths": types_of(CopyLengths, "i32"),
+    }
+    return _plain_case("decode copy blocks", copy_kernel, signature, compiled_for, {"strides"})
 
 
 def _plain_case(
     name: str,
     kernel: Any,
-    tensors: dict[str, torch.dtype],
-    constants: dict[str, Any],
+    signature: dict[str, Any],
+    compiled_for: Any,
+    divisible_by_16: Iterable[str] = (),
     num_warps: int = NUM_WARPS,
 ) -> CompileCase:
     """A kernel without products."""
     return CompileCase(
         name=name,
         kernel=kernel,
-        **_arguments(kernel, tensors, constants, ("k_", "v_")),
+        signature=signature,
+        constants={"C": compiled_for},
+        divisible_by_16=frozenset(divisible_by_16),
         num_warps=num_warps,
         tensor_cores=False,
     )
-
-
-def _arguments(
-    kernel: Any, tensors: dict[str, torch.dtype], constants: dict[str, Any], aligned: tuple[str, ...]
-) -> dict[str, Any]:
-    """Signature of a launch with contiguous tensors; strides whose names begin as ``aligned`` are multiples
-    of 16."""
-    signature = {}
-    for name in kernel.arg_names:
-        if name in constants:
-            continue
-        if name in tensors:
-            signature[name] = f"*{_TYPES[tensors[name]]}"
-        elif name in _INT32_TENSORS or name == "pairs_ptr":
-            signature[name] = "*i32"
-        elif name == "tree_mask":
-            signature[name] = "*i1"
-        elif name.endswith(("_ptr", "_slopes", "_descale")) or name in _FLOAT_TENSORS:
-            signature[name] = "*fp32"
-        else:
-            signature[name] = "fp32" if name in _FLOATS else "i32"
-    strides = frozenset(name for name in signature if name.startswith(aligned) and "_stride_" in name) - {
-        name for name in signature if "descale" in name
-    }
-    return {"signature": signature, "constants": constants, "divisible_by_16": strides}

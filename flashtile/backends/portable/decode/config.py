@@ -24,25 +24,25 @@ BALANCED_M_BLOCKS = 16
 grid."""
 
 WHOLE_BYTES = 192 * 1024
-"""Of keys and values: about what a program reads in the time that partial results take to be left and
+"""Bytes of keys and values: about what a program reads in the time that partial results take to be left and
 combined. Work tiles of no more are left whole."""
 MOST_WHOLE_BYTES = 512 * 1024
 """The most of a work tile that is left whole. Programs that share all n_blocks ask for the next one's keys
 early, and read the heads of a token side by side: with more bytes that is worth more."""
 MOST_UNEVEN_BYTES = 256 * 1024
-"""The same where lengths may differ, or keys lie in pages."""
+"""The most where lengths may differ, or keys lie in pages."""
 
 HEAD_DIMS = (64, 128, 256, 512)
-"""Of the table; smaller heads take the first."""
+"""Padded head sizes of the table; smaller heads take the first."""
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """What one call gets."""
+    """The configuration of a call."""
 
     tile: KernelConfig
     programs_per_sm: int
-    """Of a balanced grid, which has as many programs as run at a time."""
+    """Programs of a balanced grid, which has as many programs as run at a time."""
     precision: str
 
     def balances(
@@ -67,13 +67,13 @@ class DecodeConfig:
 
 
 def operand_bytes(problem: DecodeProblem) -> int:
-    """Of an element of the cache, as the products take it."""
+    """Bytes of an element of the cache, as the products take it."""
     return 4 if problem.dtype.itemsize == 4 else problem.cache_dtype.itemsize
 
 
 def bytes_to_read(keys: int, columns: int, element_bytes: int) -> float:
-    """Of so many keys and values, as far as they take time to read: FP8 is converted, which takes as long as
-    16 bits, and in float32 the products take longer."""
+    """Bytes of so many keys and values, as far as they take time to read: FP8 is converted, which takes as
+    long as 16 bits, and in float32 the products take longer."""
     return math.inf if element_bytes == 4 else keys * columns * max(element_bytes, 2)
 
 

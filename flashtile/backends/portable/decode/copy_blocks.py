@@ -14,8 +14,8 @@ from flashtile.backends.common.kernel_cache import kernel
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for."""
+class CopyVariant:
+    """The kernel's one constant."""
 
     HAS_DESCALES: bool
     HEAD_DIM: int
@@ -28,8 +28,18 @@ class Variant:
     """Rows that a program copies."""
 
 
-class Strides(NamedTuple):
-    """In elements: of layers, blocks, tokens and heads; of pairs and of the two columns of a pair."""
+class CopyPointers(NamedTuple):
+    """Tensors of the kernel; None for each that a call does not have."""
+
+    k: Any
+    v: Any
+    pairs: Any
+    k_descale: Any
+    v_descale: Any
+
+
+class CopyStrides(NamedTuple):
+    """Elements from one layer, block, token and head to the next."""
 
     k_stride_l: Any
     k_stride_b: Any
@@ -39,17 +49,17 @@ class Strides(NamedTuple):
     v_stride_b: Any
     v_stride_s: Any
     v_stride_h: Any
+
+
+class CopyLengths(NamedTuple):
+    """Integers of a launch. Their values lead to no new compilation."""
+
     pair_stride: Any
     pair_column_stride: Any
     k_descale_stride_l: Any
     k_descale_stride_b: Any
     v_descale_stride_l: Any
     v_descale_stride_b: Any
-
-
-class Lengths(NamedTuple):
-    """Integers of a launch. Their values lead to no new compilation."""
-
     num_layers: Any
     num_blocks: Any
     page_size: Any
@@ -83,47 +93,38 @@ def copy_scales(base, source, destination, num_heads, BLOCK_HEADS: tl.constexpr)
     tl.store(base + heads + destination, scale, mask=inside)
 
 
-@kernel(do_not_specialize=Lengths._fields)
-def copy_kernel(
-    k_ptr, v_ptr, pairs_ptr, k_descale, v_descale, k_stride_l, k_stride_b, k_stride_s, k_stride_h,
-    v_stride_l, v_stride_b, v_stride_s, v_stride_h, pair_stride, pair_column_stride, k_descale_stride_l,
-    k_descale_stride_b, v_descale_stride_l, v_descale_stride_b, num_layers, num_blocks, page_size, num_heads,
-    parts, C: tl.constexpr,
-):  # fmt: skip
+@kernel(do_not_specialize=("lengths",))
+def copy_kernel(pointers, strides, lengths, C: tl.constexpr):
     """Grid: (parts of BLOCK rows * layers * pairs,).
 
     Caches (layers, num_blocks, page_size, heads, HEAD_DIM), pairs (n, 2) of source and destination; a pair
     with a block that is not in the cache is left out.
     """
-    strides = Strides(
-        k_stride_l, k_stride_b, k_stride_s, k_stride_h, v_stride_l, v_stride_b, v_stride_s, v_stride_h,
-        pair_stride, pair_column_stride, k_descale_stride_l, k_descale_stride_b, v_descale_stride_l,
-        v_descale_stride_b,
-    )  # fmt: skip
-    lengths = Lengths(num_layers, num_blocks, page_size, num_heads, parts)
     program = tl.program_id(0)
-    part = program % parts
-    layer = (program // parts % num_layers).to(tl.int64)
-    pair = (program // parts // num_layers).to(tl.int64)
-    pair_at = pairs_ptr + pair * strides.pair_stride
+    part = program % lengths.parts
+    layer = (program // lengths.parts % lengths.num_layers).to(tl.int64)
+    pair = (program // lengths.parts // lengths.num_layers).to(tl.int64)
+    pair_at = pointers.pairs + pair * lengths.pair_stride
     source = tl.load(pair_at).to(tl.int64)
-    destination = tl.load(pair_at + strides.pair_column_stride).to(tl.int64)
+    destination = tl.load(pair_at + lengths.pair_column_stride).to(tl.int64)
+    num_blocks = lengths.num_blocks
     if (source >= 0) & (source < num_blocks) & (destination >= 0) & (destination < num_blocks):
+        k = pointers.k + layer * strides.k_stride_l
         copy_rows(
-            k_ptr + layer * strides.k_stride_l, source * strides.k_stride_b, destination * strides.k_stride_b,
-            strides.k_stride_s, strides.k_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM, C.BLOCK_D, C.BLOCK,
+            k, source * strides.k_stride_b, destination * strides.k_stride_b, strides.k_stride_s,
+            strides.k_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM, C.BLOCK_D, C.BLOCK,
         )  # fmt: skip
+        v = pointers.v + layer * strides.v_stride_l
         copy_rows(
-            v_ptr + layer * strides.v_stride_l, source * strides.v_stride_b, destination * strides.v_stride_b,
-            strides.v_stride_s, strides.v_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM_V, C.BLOCK_DV,
-            C.BLOCK,
+            v, source * strides.v_stride_b, destination * strides.v_stride_b, strides.v_stride_s,
+            strides.v_stride_h, part * C.BLOCK, lengths, C.HEAD_DIM_V, C.BLOCK_DV, C.BLOCK,
         )  # fmt: skip
         if C.HAS_DESCALES and part == 0:
             copy_scales(
-                k_descale + layer * strides.k_descale_stride_l, source * strides.k_descale_stride_b,
-                destination * strides.k_descale_stride_b, num_heads, C.BLOCK_HEADS,
+                pointers.k_descale + layer * lengths.k_descale_stride_l, source * lengths.k_descale_stride_b,
+                destination * lengths.k_descale_stride_b, lengths.num_heads, C.BLOCK_HEADS,
             )  # fmt: skip
             copy_scales(
-                v_descale + layer * strides.v_descale_stride_l, source * strides.v_descale_stride_b,
-                destination * strides.v_descale_stride_b, num_heads, C.BLOCK_HEADS,
+                pointers.v_descale + layer * lengths.v_descale_stride_l, source * lengths.v_descale_stride_b,
+                destination * lengths.v_descale_stride_b, lengths.num_heads, C.BLOCK_HEADS,
             )  # fmt: skip

@@ -8,7 +8,9 @@ largest 448, no infinities, NaN 0x7F.
 import triton
 import triton.language as tl
 
-E4M3_MAX = tl.constexpr(448.0)
+from flashtile.problems import fp8_layout
+
+E4M3_MAX = tl.constexpr(fp8_layout.E4M3_MAX)
 
 
 @triton.jit
@@ -18,6 +20,13 @@ def decode_bits(bits):
     # The exponent and mantissa as float16's, whose bias is 15: 2^8 too small, subnormals included.
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def decode_number(bits):
+    """uint8 bits -> float16, exact; NaN as NaN."""
+    half = decode_bits(bits)
+    return tl.where(tl.abs(half) == 480.0, float("nan"), half)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""How results are finished and written, whole or combined."""
+"""Normalisation and stores of results, complete or combined."""
 
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ class Rows(NamedTuple):
     """The packed rows of a work tile, each [rows]."""
 
     b: Any
-    """The sequence's number."""
+    """Number of the sequence."""
     start_q: Any
-    """Its first row of q in memory, where sequences are packed."""
+    """First row of the sequence in q, if sequences are packed."""
     tokens: Any
     heads: Any
     """Query heads."""
@@ -22,23 +22,21 @@ class Rows(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Integers that say where partial results lie."""
+    """Integers that describe the layout of partial results."""
 
     partial_rows: Any
-    """Of a partial result."""
+    """Rows per partial result."""
     slots: Any
-    """Partial results that there is room for."""
+    """Number of partial results that are allocated."""
     num_splits: Any
-    """Of each work tile, unless balanced."""
+    """Splits per work tile, if not balanced."""
     split_n_blocks: Any
-    """n_blocks of a split; 0: as many as make ``num_splits`` of the work tile."""
+    """n_blocks per split; 0: as many as give ``num_splits`` splits of the work tile."""
 
 
 @triton.jit
 def with_sink(acc, row_max, row_sum, sink):
-    """(acc, maximum, sum) with a virtual key of score ``sink`` [rows], in natural units, that has no
-    value.
-    """
+    """Add a virtual key of score ``sink`` [rows], in natural units, without a value."""
     sink = sink * LOG2_E
     new_max = tl.maximum(row_max, sink)
     shift = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -48,13 +46,13 @@ def with_sink(acc, row_max, row_sum, sink):
 
 @triton.jit
 def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl.constexpr):
-    """(acc, maximum, sum) with what attention over other keys gave, whose tokens are all packed."""
+    """Add the results of attention over other keys, with packed tokens, to (acc, maximum, sum)."""
     tokens = packed_tokens(rows, lengths, C)
     lse_rows = rows.heads.to(tl.int64) * lengths.total_q + tokens
     lse = tl.load(prior_lse + lse_rows, mask=rows.exists, other=-float("inf")) * LOG2_E
     columns = tl.arange(0, C.BLOCK_DV)
     offsets = (tokens * (lengths.num_heads_kv * lengths.group_size) + rows.heads) * C.HEAD_DIM_V
-    # Where there was no key, out may hold anything.
+    # Where there was no key, out is not initialised.
     inside = (rows.exists & (lse != -float("inf")))[:, None] & (columns < C.HEAD_DIM_V)[None, :]
     out = tl.load(prior_out + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
     new_max = tl.maximum(row_max, lse)
@@ -66,7 +64,7 @@ def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl
 
 @triton.jit
 def packed_tokens(rows, lengths, C: tl.constexpr):
-    """Where the tokens of rows stand among those of the batch, int64."""
+    """Return the index of each row's token among all tokens of the batch, int64."""
     if C.VARLEN:
         return rows.start_q.to(tl.int64) + rows.tokens
     else:
@@ -91,8 +89,7 @@ def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C: tl.constexpr):
-    """Write out [rows, BLOCK_DV] and, unless ``lse_ptr`` is None, lse [rows], in base 2, as the caller gets
-    them."""
+    """Write out [rows, BLOCK_DV] and, unless ``lse_ptr`` is None, lse [rows], given in base 2."""
     num_heads_q = lengths.num_heads_kv * lengths.group_size
     out_rows = packed_tokens(rows, lengths, C)
     if C.VARLEN:

@@ -1,21 +1,22 @@
-"""Who attends to which keys: the arithmetic by which decoding is shared out among programs, on the device.
+"""Work partitioning of decoding: which program attends to which keys, computed on the device.
 
 Query rows are packed: row ``r`` of a sequence is token ``r // group_size``, query head ``r % group_size``
-of its group, so that all query heads of a key/value head stand in one tile. BLOCK_M rows of a sequence are
-an *m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered through the batch. A *work tile* is an m_block
-and a key/value head: what one softmax is taken over.
+of its group, so that all query heads of a key/value head form one tile. BLOCK_M rows of a sequence are an
+*m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered through the batch. A *work tile* is an m_block and
+a key/value head.
 
-Balanced, programs work in *teams* of HEADS_PER_TEAM, each program for one of as many neighbouring heads:
-their keys lie side by side in memory and are read at about the same time. The n_blocks of all m_blocks stand
-in one line, m_block by m_block, within it team by team of heads, within it in the order of the keys. Every
-team takes an equal run of that line, whatever the lengths (as stream-K does for matrix products, Osama et al.
-2023, arXiv:2301.03598): one long sequence among short ones costs what its bytes cost. A run may begin within
-a work tile and end within another, so a program leaves at most two partial results: one of a work tile that
-an earlier team began, one of a work tile that a later team goes on with. Otherwise each work tile is cut into
-splits that depend on its own length only, which makes its result independent of the rest of the batch.
+If BALANCED, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads,
+whose keys are adjacent in memory and are read at about the same time. The n_blocks of all work tiles are
+flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
+equal, contiguous share of that sequence for any lengths, as stream-K does for matrix products (Osama et al.
+2023, arXiv:2301.03598). So one long sequence among short ones takes only the time of its bytes. A share may
+begin and end within work tiles, so a program leaves at most two partial results: for a tile that an earlier
+team began and for a tile that a later team continues. If not BALANCED, each work tile is cut into splits that
+depend on its own length only, so that its result is independent of the rest of the batch.
 
 Lengths are read from device memory by every program: no host synchronisation, and one captured CUDA graph
-serves growing sequences.
+serves growing sequences. They are int32 tensors in ``pointers``, None where a call does not use one:
+``cache_seqlens``, ``cache_leftpad``, ``cu_seqlens_q`` and ``cu_seqlens_k_new``.
 """
 
 from dataclasses import dataclass
@@ -25,38 +26,29 @@ import triton
 import triton.language as tl
 
 
-class Sequences(NamedTuple):
-    """int32 tensors that say where sequences begin and end; None for each that a call does not have."""
-
-    cache_seqlens: Any
-    cache_leftpad: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k_new: Any
-
-
-class Lengths(NamedTuple):
-    """Integers of a launch. Their values lead to no new compilation."""
+class DecodeLengths(NamedTuple):
+    """Integers of a launch. Kernels are not specialized on their values."""
 
     m_blocks: Any
-    """Of the batch."""
+    """Number of m_blocks of the batch."""
     m_blocks_per_sequence: Any
     num_heads_kv: Any
     group_size: Any
-    """Query heads of a key/value head."""
+    """Query heads per key/value head."""
     seqlen_q: Any
     """Tokens of the longest sequence of queries."""
     seqlen_new: Any
-    """Tokens behind ``cache_seqlens``."""
+    """New tokens after ``cache_seqlens``."""
     total_q: Any
     capacity: Any
-    """The most keys that a sequence can have."""
+    """Maximum number of keys of a sequence."""
     window_left: Any
     window_right: Any
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is known of the lengths when a kernel is compiled; what a call does not use costs it nothing."""
+    """Constants of a kernel about lengths. Features that a call does not use cost nothing."""
 
     HAS_LENGTHS: bool
     HAS_LEFTPAD: bool
@@ -69,15 +61,15 @@ class Layout:
     SCAN_BLOCK: int
     """m_blocks whose lengths a program reads at a time."""
     ONE_SCAN: bool
-    """Whether that is all of them."""
+    """Whether SCAN_BLOCK covers all m_blocks."""
     ONE_M_BLOCK: bool
     """Whether a sequence has one m_block."""
     ONE_TOKEN: bool
     """Whether a sequence has at most one query token."""
     HEADS_PER_TEAM: int
-    """Programs of a team; they divide num_heads_kv."""
+    """Programs per team; a divisor of num_heads_kv."""
     ONE_TEAM: bool
-    """Whether they are all heads."""
+    """Whether a team covers all heads."""
 
 
 class Sequence(NamedTuple):
@@ -85,12 +77,12 @@ class Sequence(NamedTuple):
     token i stands at position i + len_k - len_q."""
 
     start_q: Any
-    """Its first row of q in memory, where sequences are packed."""
+    """First row of the sequence in q, if sequences are packed."""
     len_q: Any
     len_k: Any
     leftpad: Any
     fault: Any
-    """int32, 0 if its lengths are within the capacity."""
+    """int32, 0 if the sequence's lengths are within the capacity."""
 
 
 class KeyRange(NamedTuple):
@@ -101,22 +93,22 @@ class KeyRange(NamedTuple):
 
 
 class WorkTile(NamedTuple):
-    """An m_block and a key/value head."""
+    """An m_block and a key/value head, over whose keys one softmax is taken."""
 
     m_block: Any
     head_kv: Any
     sequence: Any
     num_rows: Any
-    """Rows of the m_block that exist."""
+    """Number of valid rows of the m_block."""
     keys: Any
-    """The KeyRange that any of its rows sees."""
+    """KeyRange of the keys that at least one of its rows sees."""
     n_blocks: Any
-    """Of these keys; the first is ``keys.first // BLOCK_N``."""
+    """Number of n_blocks of these keys; the first is ``keys.first // BLOCK_N``."""
 
 
 @triton.jit
 def sequence_of(m_block, lengths, C: tl.constexpr):
-    """(sequence, its m_block) of m_blocks of the batch: a division less where there is nothing to divide."""
+    """Return (sequence, m_block within it) of m_blocks of the batch, without a division if ONE_M_BLOCK."""
     b = m_block
     m = m_block * 0
     if not C.ONE_M_BLOCK:
@@ -135,11 +127,11 @@ def heads_of_rows(row, head_kv, lengths, C: tl.constexpr):
 
 
 @triton.jit
-def load_sequence(b, exists, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """The :class:`Sequence` numbered ``b``, a number or a vector; len_q is 0 where not ``exists``.
+def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """Load the :class:`Sequence` number ``b``, a scalar or a vector; len_q is 0 where not ``exists``.
 
-    Within the tensors whatever the lengths say; lengths that are not leave a fault. EARLY: an earlier kernel
-    may still be writing them, so nothing of them must stay in the L1 cache.
+    Lengths are clamped to the tensors; invalid lengths set ``fault``. EARLY: an earlier kernel may still be
+    writing the lengths, so they must not be kept in the L1 cache.
     """
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     start_q = b * 0
@@ -148,7 +140,7 @@ def load_sequence(b, exists, sequences, lengths, C: tl.constexpr, EARLY: tl.cons
     len_q = tl.where(exists, lengths.seqlen_q, 0)
     len_k = b * 0 + lengths.capacity
     if C.VARLEN:
-        cu_seqlens_q = sequences.cu_seqlens_q + b
+        cu_seqlens_q = pointers.cu_seqlens_q + b
         start_q = tl.load(cu_seqlens_q, mask=exists, other=0, cache_modifier=CACHE)
         start_q = tl.minimum(tl.maximum(start_q, 0), lengths.total_q)
         end_q = tl.minimum(
@@ -156,10 +148,10 @@ def load_sequence(b, exists, sequences, lengths, C: tl.constexpr, EARLY: tl.cons
         )
         len_q = tl.minimum(tl.maximum(end_q - start_q, 0), lengths.seqlen_q)
     if C.HAS_LENGTHS:
-        cached = tl.load(sequences.cache_seqlens + b, mask=exists, other=0, cache_modifier=CACHE)
+        cached = tl.load(pointers.cache_seqlens + b, mask=exists, other=0, cache_modifier=CACHE)
         len_k = cached + lengths.seqlen_new
     if C.VARLEN_NEW:
-        cu_seqlens_k_new = sequences.cu_seqlens_k_new + b
+        cu_seqlens_k_new = pointers.cu_seqlens_k_new + b
         len_k += tl.load(cu_seqlens_k_new + 1, mask=exists, other=0, cache_modifier=CACHE)
         len_k -= tl.load(cu_seqlens_k_new, mask=exists, other=0, cache_modifier=CACHE)
     if C.HAS_LENGTHS or C.VARLEN_NEW:
@@ -167,7 +159,7 @@ def load_sequence(b, exists, sequences, lengths, C: tl.constexpr, EARLY: tl.cons
         len_k = tl.minimum(tl.maximum(given, 0), lengths.capacity)
         fault = given ^ len_k
     if C.HAS_LEFTPAD:
-        given = tl.load(sequences.cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE)
+        given = tl.load(pointers.cache_leftpad + b, mask=exists, other=0, cache_modifier=CACHE)
         leftpad = tl.minimum(tl.maximum(given, 0), lengths.capacity)
         fault = fault | (given ^ leftpad)
     return Sequence(start_q, len_q, len_k, leftpad, fault)
@@ -175,9 +167,9 @@ def load_sequence(b, exists, sequences, lengths, C: tl.constexpr, EARLY: tl.cons
 
 @triton.jit
 def reach_of(m, sequence, lengths, C: tl.constexpr):
-    """(rows, KeyRange that any of them sees, n_blocks) of m_block ``m`` of a sequence.
+    """Return (number of rows, KeyRange that they see, number of n_blocks) of m_block ``m`` of a sequence.
 
-    An m_block with rows has at least one n_block, so that rows without keys are written, too.
+    An m_block with rows has at least one n_block, so that rows without keys are written as well.
     """
     row = m * C.BLOCK_M
     num_rows = tl.minimum(sequence.len_q * lengths.group_size - row, C.BLOCK_M)
@@ -197,10 +189,10 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
 
 @triton.jit
-def count_n_blocks(m_blocks, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """[SCAN_BLOCK]: n_blocks of these m_blocks, over all teams of heads."""
+def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """Return the number of n_blocks of each m_block [SCAN_BLOCK], over all groups of heads."""
     b, m = sequence_of(m_blocks, lengths, C)
-    sequence = load_sequence(b, m_blocks < lengths.m_blocks, sequences, lengths, C, EARLY)
+    sequence = load_sequence(b, m_blocks < lengths.m_blocks, pointers, lengths, C, EARLY)
     _, _, n_blocks = reach_of(m, sequence, lengths, C)
     if not C.ONE_TEAM:
         n_blocks = n_blocks * (lengths.num_heads_kv // C.HEADS_PER_TEAM)
@@ -209,7 +201,7 @@ def count_n_blocks(m_blocks, sequences, lengths, C: tl.constexpr, EARLY: tl.cons
 
 @triton.jit
 def share_start(team, teams, total):
-    """First of ``total`` n_blocks that ``team`` takes; the first ``total % teams`` teams take one more."""
+    """First n_block of ``team``'s share of ``total``; the first ``total % teams`` teams take one more."""
     return team * (total // teams) + min(team, total % teams)
 
 
@@ -226,13 +218,13 @@ def share_of(position, teams, total):
 
 
 @triton.jit
-def locate_m_block(m_block, sequences, lengths, C: tl.constexpr):
-    """(all n_blocks, position of the first of ``m_block``)."""
+def locate_m_block(m_block, pointers, lengths, C: tl.constexpr):
+    """Return (number of all n_blocks, position of the first n_block of ``m_block``)."""
     total = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int32)
     for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
         m_blocks = start + tl.arange(0, C.SCAN_BLOCK)
-        n_blocks = count_n_blocks(m_blocks, sequences, lengths, C)
+        n_blocks = count_n_blocks(m_blocks, pointers, lengths, C)
         total += tl.sum(n_blocks)
         before += tl.sum(tl.where(m_blocks < m_block, n_blocks, 0))
     return total, before
@@ -240,7 +232,7 @@ def locate_m_block(m_block, sequences, lengths, C: tl.constexpr):
 
 @triton.jit
 def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths, C: tl.constexpr):
-    """Go on looking for the m_block that holds ``position`` among ``m_blocks``."""
+    """Continue the search for the m_block that holds ``position`` among ``m_blocks``."""
     ends = counted + tl.cumsum(n_blocks, 0)
     before = (ends <= position) & (m_blocks < lengths.m_blocks)
     m_block += tl.sum(before.to(tl.int32))
@@ -249,24 +241,24 @@ def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths,
 
 
 @triton.jit
-def balanced_start(index, team, teams, sequences, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+def balanced_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
     """Where ``team`` begins: (all n_blocks, position of its first, the m_block that holds it, position of
     that m_block's first). ``index``: 0 to SCAN_BLOCK, in whatever layout."""
     m_block = team * 0
     m_block_start = team * 0
     if C.ONE_SCAN:
-        n_blocks = count_n_blocks(index, sequences, lengths, C, EARLY)
+        n_blocks = count_n_blocks(index, pointers, lengths, C, EARLY)
         total = tl.sum(n_blocks)
         position = share_start(team, teams, total)
         m_block, m_block_start = scan(n_blocks, index, 0, position, m_block, m_block_start, lengths, C)
     else:
         total = team * 0
         for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
-            total += tl.sum(count_n_blocks(start + index, sequences, lengths, C, EARLY))
+            total += tl.sum(count_n_blocks(start + index, pointers, lengths, C, EARLY))
         position = share_start(team, teams, total)
         counted = team * 0
         for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
-            n_blocks = count_n_blocks(start + index, sequences, lengths, C, EARLY)
+            n_blocks = count_n_blocks(start + index, pointers, lengths, C, EARLY)
             m_block, m_block_start = scan(
                 n_blocks, start + index, counted, position, m_block, m_block_start, lengths, C
             )
@@ -276,7 +268,7 @@ def balanced_start(index, team, teams, sequences, lengths, C: tl.constexpr, EARL
 
 @triton.jit
 def work_tile_at(
-    program, position, m_block, m_block_start, sequences, lengths, C: tl.constexpr,
+    program, position, m_block, m_block_start, pointers, lengths, C: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """(work tile, which of its n_blocks is at ``position``, position behind the m_block's last n_block) for a
@@ -285,7 +277,7 @@ def work_tile_at(
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     m_block = tl.minimum(m_block, lengths.m_blocks - 1)
     b, m = sequence_of(m_block, lengths, C)
-    sequence = load_sequence(b, True, sequences, lengths, C, EARLY)
+    sequence = load_sequence(b, True, pointers, lengths, C, EARLY)
     num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
     # Behind a program's last work tile, and by lengths that change while they are read, it would lie before
     # the first, whose entry of the block table is the first there is.

@@ -1,9 +1,9 @@
 """The unified maximum of FlashDecoding++ (Hong et al. 2023, arXiv:2311.01282, section 3), on the card.
 
-What is subtracted from scores need not be their maximum. Any number phi gives the same quotient, as long as
-no sum overflows, and none is so small that it has lost bits. With phi known beforehand, no maximum is looked
-for and nothing is rescaled. Whether the sums are in order is checked once, at the end of a work tile; if not,
-the same program computes the tile again with the online softmax.
+The number subtracted from scores need not be their maximum. Any number phi gives the same quotient, as long
+as no sum overflows or is so small that it has lost bits. With phi given, no maximum is computed and nothing
+is rescaled. The sums are checked once, at the end of a work tile. If they are out of range, the same program
+computes the tile again with the online softmax.
 """
 
 import triton
@@ -12,20 +12,20 @@ import triton.language as tl
 from flashtile.backends.common.tiles import LOG2_E
 
 LEAST_SUM = tl.constexpr(2.0**-32)
-"""Of a row's exponentials: what exp2 flushes to zero is then 2^-94 of it a key."""
+"""Least accepted sum of a row's exponentials: a term that exp2 flushes to zero is below 2^-94 of it."""
 MOST_SUM = tl.constexpr(2.0**120)
 LEAST_MEAN_FLOAT16 = tl.constexpr(2.0**-10)
-"""Of a row's exponentials where they are rounded to float16, which has fewer bits below 2^-14. Above 2^16 it
-is infinite, and so are the sums of values."""
+"""Least accepted mean of the exponentials if they are rounded to float16, which has fewer bits below 2^-14.
+Above 2^16 float16 is infinite, and so are the sums of values."""
 MOST_FLOAT32 = tl.constexpr(2.0**16)
-"""Where sums must be right to float32's last bits, their logarithm must be as small as online sums'."""
+"""Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
 LEAST_VALUE = tl.constexpr(2.0**-60)
-"""Of the largest sum of values: in smaller ones terms may have been flushed to zero."""
+"""Least accepted magnitude of the largest sum of values: smaller sums may lack terms flushed to zero."""
 
 
 @triton.jit
 def load_shift(number, pointer, heads, exists, C: tl.constexpr):
-    """phi in log2 units, one for all rows or [BLOCK_M]: a whole number, so that exp2 of it is exact."""
+    """Load phi in log2 units, a scalar or [BLOCK_M], rounded to an integer so that its exp2 is exact."""
     phi = number
     if C.SOFTMAX_MAX == "head":
         phi = tl.load(pointer + heads, mask=exists, other=0.0)
@@ -40,7 +40,7 @@ def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.c
     if not C.HAS_SCORE_MOD:
         scores = scores * scale_log2
     if dtype == tl.float32:
-        # Of a score near zero, the difference to a large shift would lose bits.
+        # A score near zero would lose bits in the difference to a large shift.
         p = tl.exp2(scores) * tl.exp2(-shift)
     else:
         p = tl.exp2(scores - shift)
@@ -49,10 +49,10 @@ def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.c
 
 @triton.jit
 def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
-    """Whether acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] over this many keys are as good as online ones:
-    one number.
+    """Whether acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] over ``keys`` keys are as exact as online ones,
+    as one scalar.
 
-    A row that has seen no key is not, since its sum may also have been too small.
+    A row with a sum of 0 is not: it may have seen no key, or its terms may have been flushed to zero.
     """
     least = LEAST_SUM
     most = MOST_SUM
@@ -71,8 +71,8 @@ def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
 
 @triton.jit
 def as_online(acc, row_max, row_sum):
-    """(acc, row_max, row_sum) as the online softmax has them for one key: what is joined to them, a sink or
-    other keys, may be far from phi."""
+    """Return (acc, row_max, row_sum) normalised as after one key of the online softmax, since a sink or other
+    keys that are added later may be far from phi."""
     empty = row_sum == 0.0
     total = tl.where(empty, 1.0, row_sum)
     new_max = tl.where(empty, -float("inf"), row_max + tl.log2(total))

@@ -11,7 +11,7 @@ from flashtile.backends.common.device import Target, capability
 from flashtile.problems.fp8 import Fp8Problem, QuantizeProblem
 
 NATIVE_CAPABILITY = (8, 9)
-"""From Ada on GPUs convert to e4m3 and multiply it."""
+"""Compute capability (Ada) from which GPUs convert to e4m3 and multiply it in hardware."""
 
 
 def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str | None:
@@ -36,9 +36,9 @@ def configure_fp8_attend(problem: Fp8Problem) -> Any:
 
 
 def prepare_fp8_attend(problem: Fp8Problem, config: Any) -> Any:
-    from flashtile.backends.portable.fp8.launch import AttendLaunch
+    from flashtile.backends.portable.fp8.launch import Fp8AttendLaunch
 
-    return AttendLaunch(problem, config)
+    return Fp8AttendLaunch(problem, config)
 
 
 def prepare_fp8_quantize(problem: QuantizeProblem, config: bool) -> Any:

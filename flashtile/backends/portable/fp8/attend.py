@@ -1,11 +1,11 @@
 """FlashAttention-3's FP8 forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in portable Triton.
 
-The walk is that of :mod:`flashtile.backends.portable.forward`. Products are of e4m3 numbers; a tile of scores
-takes the scales of its rows and keys beside the softmax scale, and P is rounded to e4m3 times 2**8. Where
-scales are of blocks, the accumulator is kept in units of the current block's scale of v: the ratio to the
-block before joins the factor that the new maximum asks for, and P keeps all of e4m3's range.
+The loop is that of :mod:`flashtile.backends.portable.attention.forward`. Operands of the products are e4m3. A
+tile of scores is multiplied by the scales of its rows and keys and by the softmax scale; P is scaled by 2**8
+and rounded to e4m3. With scales per block, the accumulator is in units of the current block's scale of v: the
+correction for the new maximum includes the ratio of both scales, and P uses all of e4m3's range.
 
-Where v is stored transposed, keys come in its order, so that P's columns need no other; k's rows follow.
+Where v is stored transposed, k's rows are read in v's key order, so that P's columns need no permutation.
 """
 
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, sequence
-from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
-from flashtile.backends.portable.forward import sink_step
+from flashtile.backends.portable.decode.e4m3 import decode_number, encode_bits
 from flashtile.backends.portable.fp8.quantize import key_of_column
+from flashtile.backends.portable.softmax import sink_step
 from flashtile.backends.portable.tiles import (
     apply_score_mod,
     block_range,
@@ -29,16 +29,17 @@ from flashtile.backends.portable.tiles import (
     used_length,
     visible,
 )
+from flashtile.problems import fp8_layout
 
-QUERY_BLOCK = tl.constexpr(64)
-KEY_BLOCK = tl.constexpr(128)
+QUERY_BLOCK = tl.constexpr(fp8_layout.QUERY_BLOCK)
+KEY_BLOCK = tl.constexpr(fp8_layout.KEY_BLOCK)
 P_EXPONENT = tl.constexpr(8.0)
-SMALLEST_RATIO = tl.constexpr(2.0**-64)
+SMALLEST_RATIO = tl.constexpr(1 / fp8_layout.LARGEST_RATIO)
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for."""
+class Fp8AttendVariant:
+    """Constants of the kernel."""
 
     VARLEN: bool
     HAS_LEFT: bool
@@ -46,7 +47,7 @@ class Variant:
     HAS_SOFTCAP: bool
     HAS_ALIBI: bool
     BLOCK_SCALES: bool
-    """Whether scales are of blocks, else of heads."""
+    """Whether scales are per block, not per head."""
     TRANSPOSED: bool
     """Whether v is stored transposed."""
     HEAD_DIM: int
@@ -56,11 +57,11 @@ class Variant:
     BLOCK_M: int
     BLOCK_N: int
     NATIVE: bool
-    """Whether products are of e4m3, else of float16."""
+    """Whether products take e4m3 operands, not float16."""
 
 
-class Pointers(NamedTuple):
-    """Tensors of the kernel; None for each that a call does not have."""
+class Fp8AttendPointers(NamedTuple):
+    """Tensors of the kernel; None for each that a call does not use."""
 
     q: Any
     k: Any
@@ -77,8 +78,9 @@ class Pointers(NamedTuple):
     sink: Any
 
 
-class Strides(NamedTuple):
-    """In elements: of sequences, rows and heads. Of a transposed v, ``v_stride_s`` is that of a feature."""
+class Fp8Strides(NamedTuple):
+    """Elements from one sequence, row and head to the next. ``v_stride_s`` of a transposed v is that from one
+    feature to the next."""
 
     q_stride_b: Any
     q_stride_s: Any
@@ -89,6 +91,12 @@ class Strides(NamedTuple):
     v_stride_b: Any
     v_stride_s: Any
     v_stride_h: Any
+
+
+class Fp8ScaleStrides(NamedTuple):
+    """Elements from the scales of one sequence and head to the next. Their values lead to no new
+    compilation."""
+
     q_scale_stride_b: Any
     q_scale_stride_h: Any
     k_scale_stride_b: Any
@@ -97,15 +105,15 @@ class Strides(NamedTuple):
     v_scale_stride_h: Any
 
 
-class Lengths(NamedTuple):
-    """Integers of a launch. Their values lead to no new compilation."""
+class Fp8Lengths(NamedTuple):
+    """Integers of a launch. Kernels are not specialized on their values."""
 
     q_scale_group: Any
     """Query heads that share an entry of the scales of q."""
     alibi_stride_b: Any
     num_heads_q: Any
     group_size: Any
-    """Query heads of a key/value head."""
+    """Query heads per key/value head."""
     seqlen_q: Any
     seqlen_k: Any
     total_q: Any
@@ -114,14 +122,14 @@ class Lengths(NamedTuple):
     window_right: Any
 
 
-class Numbers(NamedTuple):
-    """Of the scores."""
+class Fp8Numbers(NamedTuple):
+    """Floating-point scalars of the call, applied to scores."""
 
     softmax_scale: Any
     softcap: Any
 
 
-class Operands(NamedTuple):
+class Fp8Operands(NamedTuple):
     """A tile of queries, and where the keys and values of its sequence and head begin."""
 
     q: Any
@@ -138,9 +146,8 @@ class Operands(NamedTuple):
     len_k: Any
 
 
-class Accumulator(NamedTuple):
-    """Running results of the rows; acc stands for itself times ``v_unit``, of which ``v_largest`` is the
-    largest so far."""
+class Fp8Accumulator(NamedTuple):
+    """Running results of the rows. acc is in units of ``v_unit``; ``v_largest``: the largest unit so far."""
 
     acc: Any
     row_max: Any
@@ -151,17 +158,16 @@ class Accumulator(NamedTuple):
 
 @triton.jit
 def as_operand(tile, NATIVE: tl.constexpr):
-    """e4m3, or its bits -> what the product takes: e4m3, or float16, in which e4m3 is exact."""
+    """Convert e4m3, or its bits, to the product's operand: e4m3, or float16, in which e4m3 is exact."""
     if NATIVE:
         return tile
     else:
-        half = decode_bits(tile)
-        return tl.where(tl.abs(half) == 480.0, float("nan"), half).to(tl.float16)
+        return decode_number(tile).to(tl.float16)
 
 
 @triton.jit
 def round_p(p, NATIVE: tl.constexpr):
-    """float32 up to 448 -> the nearest e4m3, as the product takes it."""
+    """Round float32 up to 448 to the nearest e4m3, as an operand of the product."""
     if NATIVE:
         return p.to(tl.float8e4nv)
     else:
@@ -218,7 +224,7 @@ def load_columns(
 
 @triton.jit
 def load_scale(base, offset):
-    """1.0 where there are no scales."""
+    """Load a scale; 1.0 without scales."""
     if base is None:
         return 1.0
     else:
@@ -229,7 +235,7 @@ def load_scale(base, offset):
 def attend_blocks(
     state, first, last, operands, strides, lengths, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """Key blocks ``first`` to ``last`` (exclusive) into the :class:`Accumulator`."""
+    """Key blocks ``first`` to ``last`` (exclusive) into the :class:`Fp8Accumulator`."""
     acc, row_max, row_sum, v_unit, v_largest = state
     for n in range(first, last):
         start = n * C.BLOCK_N
@@ -278,19 +284,37 @@ def attend_blocks(
                 operands.v_base, keys, operands.len_k, strides.v_stride_s, C.HEAD_DIM_V, C.BLOCK_DV, C.NATIVE
             )
         acc = tl.dot(round_p(p, C.NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]
-    return Accumulator(acc, row_max, row_sum, v_unit, v_largest)
+    return Fp8Accumulator(acc, row_max, row_sum, v_unit, v_largest)
 
 
-@kernel(do_not_specialize=(*Lengths._fields, "q_scale_stride_h", "k_scale_stride_h"))
-def attend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, cu_seqlens_q, cu_seqlens_k,
-    seqused_k, alibi_slopes, sink,
-    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
-    v_stride_h, q_scale_stride_b, q_scale_stride_h, k_scale_stride_b, k_scale_stride_h, v_scale_stride_b,
-    v_scale_stride_h,
-    q_scale_group, alibi_stride_b, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
-    window_left, window_right, softmax_scale, softcap, C: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointers, lengths, C: tl.constexpr):
+    """Normalise the rows of a block, and write them to out and lse."""
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    acc, row_max, row_sum, v_unit, _ = state
+    if not C.BLOCK_SCALES:
+        v_unit = load_scale(v_scale_base, 0)
+    row_max -= P_EXPONENT
+    if pointers.sink is not None:
+        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(pointers.sink + head).to(tl.float32))
+    empty = row_sum == 0.0
+    row_sum = tl.where(empty, 1.0, row_sum)
+    out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
+    lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
+    out_base, lse_base = result_bases(
+        pointers.out, pointers.lse, b, head, start_q, lengths.num_heads_q, lengths.seqlen_q,
+        lengths.total_q, C.HEAD_DIM_V, C.VARLEN,
+    )  # fmt: skip
+    store_tile(
+        out_base, row_start, len_q, lengths.num_heads_q * C.HEAD_DIM_V, out, C.BLOCK_M, C.HEAD_DIM_V,
+        C.BLOCK_DV,
+    )  # fmt: skip
+    rows = row_start + tl.arange(0, BLOCK_M)
+    tl.store(lse_base + rows, lse, mask=rows < len_q)
+
+
+@kernel(do_not_specialize=("scale_strides", "lengths"))
+def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.constexpr):
     """Grid: (blocks of rows * heads * batch,). q, k, v e4m3 (bits unless NATIVE), out and lse contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], without the batch
@@ -299,20 +323,6 @@ def attend_kernel(
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
-    pointers = Pointers(
-        q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, cu_seqlens_q,
-        cu_seqlens_k, seqused_k, alibi_slopes, sink,
-    )  # fmt: skip
-    strides = Strides(
-        q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s,
-        v_stride_h, q_scale_stride_b, q_scale_stride_h, k_scale_stride_b, k_scale_stride_h, v_scale_stride_b,
-        v_scale_stride_h,
-    )  # fmt: skip
-    lengths = Lengths(
-        q_scale_group, alibi_stride_b, num_heads_q, group_size, seqlen_q, seqlen_k, total_q, total_k,
-        window_left, window_right,
-    )  # fmt: skip
-    numbers = Numbers(softmax_scale, softcap)
     b, head, row_start = row_block(lengths.seqlen_q, lengths.num_heads_q, C.HAS_RIGHT, C.BLOCK_M)
     head_kv = head // lengths.group_size
 
@@ -346,17 +356,17 @@ def attend_kernel(
     k_scale_base = pointers.k_scale
     v_scale_base = pointers.v_scale
     if pointers.q_scale is not None:
-        first_scale = b64 * strides.q_scale_stride_b
-        first_scale += (head // lengths.q_scale_group) * strides.q_scale_stride_h
+        first_scale = b64 * scale_strides.q_scale_stride_b
+        first_scale += (head // lengths.q_scale_group) * scale_strides.q_scale_stride_h
         q_scale_base += first_scale
     if pointers.k_scale is not None:
-        k_scale_base += b64 * strides.k_scale_stride_b + head_kv * strides.k_scale_stride_h
+        k_scale_base += b64 * scale_strides.k_scale_stride_b + head_kv * scale_strides.k_scale_stride_h
     if pointers.v_scale is not None:
-        v_scale_base += b64 * strides.v_scale_stride_b + head_kv * strides.v_scale_stride_h
+        v_scale_base += b64 * scale_strides.v_scale_stride_b + head_kv * scale_strides.v_scale_stride_h
     if C.BLOCK_SCALES:
         k_scale_base += first_k
         v_scale_base += first_k
-        # A row behind the sequence's last takes its scale from the last block.
+        # Rows past the end of the sequence take the scale of the last block.
         block = tl.minimum(rows, len_q - 1) // QUERY_BLOCK
         q_scale = tl.load(q_scale_base + first_q + block)
     else:
@@ -364,10 +374,10 @@ def attend_kernel(
 
     slope = load_slope(pointers.alibi_slopes, lengths.alibi_stride_b, b, head, C.HAS_ALIBI)
     q = load_rows(q_base, rows, len_q, strides.q_stride_s, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
-    operands = Operands(
+    operands = Fp8Operands(
         q, q_scale, slope, k_base, v_base, k_scale_base, v_scale_base, row_start, offset, len_k
     )
-    state = Accumulator(
+    state = Fp8Accumulator(
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
         tl.full([BLOCK_M], -float("inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
@@ -386,21 +396,4 @@ def attend_kernel(
             end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
             state = attend_blocks(state, begin, end, operands, strides, lengths, numbers, RUN != 1, C)
 
-    acc, row_max, row_sum, v_unit, _ = state
-    if not C.BLOCK_SCALES:
-        v_unit = load_scale(v_scale_base, 0)
-    row_max -= P_EXPONENT
-    if pointers.sink is not None:
-        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(pointers.sink + head).to(tl.float32))
-    empty = row_sum == 0.0
-    row_sum = tl.where(empty, 1.0, row_sum)
-    out = tl.where(empty[:, None], 0.0, acc * (v_unit / row_sum)[:, None])
-    lse = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(row_sum))
-    out_base, lse_base = result_bases(
-        pointers.out, pointers.lse, b, head, start_q, lengths.num_heads_q, lengths.seqlen_q,
-        lengths.total_q, C.HEAD_DIM_V, C.VARLEN,
-    )  # fmt: skip
-    store_tile(
-        out_base, row_start, len_q, lengths.num_heads_q * C.HEAD_DIM_V, out, BLOCK_M, C.HEAD_DIM_V, BLOCK_DV
-    )
-    tl.store(lse_base + rows, lse, mask=rows < len_q)
+    store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointers, lengths, C)

@@ -8,14 +8,30 @@ from typing import Any
 
 import torch
 
-from flashtile.backends.common.compile_report import CompileCase, architecture
+from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
 from flashtile.backends.portable.fp8 import config as configurations
-from flashtile.backends.portable.fp8.attend import attend_kernel
-from flashtile.backends.portable.fp8.launch import variant_of as attend_variant
-from flashtile.backends.portable.fp8.quantize import LARGEST_GIVEN, LARGEST_ONLY, ONE_PASS, quantize_kernel
-from flashtile.backends.portable.fp8.quantize_launch import compile_options, spill_budget
-from flashtile.backends.portable.fp8.quantize_launch import variant_of as quantize_variant
+from flashtile.backends.portable.fp8.attend import (
+    Fp8AttendPointers,
+    Fp8Lengths,
+    Fp8Numbers,
+    Fp8ScaleStrides,
+    Fp8Strides,
+    attend_kernel,
+)
+from flashtile.backends.portable.fp8.launch import fp8_attend_variant
+from flashtile.backends.portable.fp8.quantize import (
+    LARGEST_GIVEN,
+    LARGEST_ONLY,
+    ONE_PASS,
+    QuantizeLengths,
+    QuantizeNumbers,
+    QuantizePointers,
+    QuantizeScaleStrides,
+    QuantizeStrides,
+    quantize_kernel,
+)
+from flashtile.backends.portable.fp8.quantize_launch import compile_options, quantize_variant, spill_budget
 from flashtile.problems.fp8 import Fp8Problem, QuantizeProblem
 from flashtile.problems.fp8_layout import E4M3
 
@@ -77,22 +93,6 @@ _ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
 }
 """Problems, and the head sizes that each is compiled for."""
 
-_FLOAT_ROWS = (
-    "scales_ptr", "largest_ptr", "cos_ptr", "sin_ptr", "lse_ptr", "q_scale_ptr", "k_scale_ptr", "v_scale_ptr",
-    "alibi_slopes", "sink",
-)  # fmt: skip
-_INTEGER_ROWS = ("cu_seqlens", "seqused", "rotary_offsets", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-_STORED_ROWS = ("values_ptr", "q_ptr", "k_ptr", "v_ptr")
-_TYPES = {
-    "x_ptr": "*bf16",
-    "out_ptr": "*bf16",
-    "normalizer": "fp32",
-    "softmax_scale": "fp32",
-    "softcap": "fp32",
-    **dict.fromkeys(_FLOAT_ROWS, "*fp32"),
-    **dict.fromkeys(_INTEGER_ROWS, "*i32"),
-}
-
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Quantisation of each role, and attention with each row of the table that serves ``arch``."""
@@ -129,37 +129,59 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def _quantize_arguments(problem: QuantizeProblem, number: int, native: bool) -> dict[str, Any]:
-    given = {
-        "largest_ptr": problem.method != "block",
-        "cu_seqlens": problem.varlen,
-        "seqused": problem.seqused,
-        "cos_ptr": problem.rotary_dim > 0,
-        "sin_ptr": problem.rotary_dim > 0,
-        "rotary_offsets": problem.varlen and problem.rotary_dim > 0,
+    rotary = problem.rotary_dim > 0
+    pointers = types_of(
+        QuantizePointers,
+        None,
+        x="*bf16",
+        quantized=_stored(native),
+        scales="*fp32",
+        largest="*fp32" if problem.method != "block" else None,
+        cu_seqlens="*i32" if problem.varlen else None,
+        seqused="*i32" if problem.seqused else None,
+        cos="*fp32" if rotary else None,
+        sin="*fp32" if rotary else None,
+        rotary_offsets="*i32" if problem.varlen and rotary else None,
+    )
+    signature = {
+        "pointers": pointers,
+        "strides": types_of(QuantizeStrides, "i32"),
+        "lengths": types_of(QuantizeLengths, "i32"),
+        "scale_strides": types_of(QuantizeScaleStrides, "i32"),
+        "numbers": types_of(QuantizeNumbers, "i32", normalizer="fp32"),
     }
-    variant = quantize_variant(problem, native, number)
-    divisible = frozenset(("x_stride_b", "x_stride_s", "x_stride_h", "columns"))
-    return _arguments(quantize_kernel, variant, given, native) | {"divisible_by_16": divisible}
+    return _arguments(signature, quantize_variant(problem, native, number))
 
 
 def _attend_arguments(problem: Fp8Problem, config: configurations.AttendConfig) -> dict[str, Any]:
-    given = {
-        "cu_seqlens_q": problem.varlen,
-        "cu_seqlens_k": problem.varlen,
-        "seqused_k": problem.seqused_k,
-        "alibi_slopes": problem.alibi,
-        "sink": problem.sink,
+    pointers = types_of(
+        Fp8AttendPointers,
+        "*fp32",
+        **dict.fromkeys(("q", "k", "v"), _stored(config.native)),
+        out="*bf16",
+        cu_seqlens_q="*i32" if problem.varlen else None,
+        cu_seqlens_k="*i32" if problem.varlen else None,
+        seqused_k="*i32" if problem.seqused_k else None,
+        alibi_slopes="*fp32" if problem.alibi else None,
+        sink="*fp32" if problem.sink else None,
+    )
+    signature = {
+        "pointers": pointers,
+        "strides": types_of(Fp8Strides, "i32"),
+        "scale_strides": types_of(Fp8ScaleStrides, "i32"),
+        "lengths": types_of(Fp8Lengths, "i32"),
+        "numbers": types_of(Fp8Numbers, "fp32"),
     }
-    arguments = _arguments(attend_kernel, attend_variant(problem, config), given, config.native)
-    strides = [name for name in arguments["signature"] if name[:4] in ("q_st", "k_st", "v_st")]
-    return arguments | {"divisible_by_16": frozenset(strides)}
+    return _arguments(signature, fp8_attend_variant(problem, config))
 
 
-def _arguments(
-    kernel: Any, variant: Any, given: dict[str, bool], native: bool
-) -> dict[str, Any]:
-    """Signature and constants of a launch; absent tensors are constants None."""
-    constants = {"C": variant} | {name: None for name, present in given.items() if not present}
-    types = _TYPES | dict.fromkeys(_STORED_ROWS, "*fp8e4nv" if native else "*u8")
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    return {"signature": signature, "constants": constants}
+def _stored(native: bool) -> str:
+    return "*fp8e4nv" if native else "*u8"
+
+
+def _arguments(signature: dict[str, Any], variant: Any) -> dict[str, Any]:
+    return {
+        "signature": signature,
+        "constants": {"C": variant},
+        "divisible_by_16": frozenset(("strides",)),
+    }

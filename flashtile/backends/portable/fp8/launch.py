@@ -1,4 +1,4 @@
-"""From tensors to the FP8 attention kernel's arguments."""
+"""Launcher of the FP8 attention kernel."""
 
 from __future__ import annotations
 
@@ -8,15 +8,23 @@ from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import outer_stride
-from flashtile.backends.portable.fp8.attend import Lengths, Numbers, Strides, Variant, attend_kernel
+from flashtile.backends.portable.fp8.attend import (
+    Fp8AttendPointers,
+    Fp8AttendVariant,
+    Fp8Lengths,
+    Fp8Numbers,
+    Fp8ScaleStrides,
+    Fp8Strides,
+    attend_kernel,
+)
 from flashtile.backends.portable.fp8.config import AttendConfig, padded
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem
 
 
-def variant_of(problem: Fp8Problem, config: AttendConfig) -> Variant:
+def fp8_attend_variant(problem: Fp8Problem, config: AttendConfig) -> Fp8AttendVariant:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-    return Variant(
+    return Fp8AttendVariant(
         VARLEN=problem.varlen,
         HAS_LEFT=left != UNLIMITED,
         HAS_RIGHT=right != UNLIMITED,
@@ -34,7 +42,7 @@ def variant_of(problem: Fp8Problem, config: AttendConfig) -> Variant:
     )
 
 
-class AttendLaunch:
+class Fp8AttendLaunch:
     """``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Fp8Problem, config: AttendConfig) -> None:
@@ -62,18 +70,14 @@ class AttendLaunch:
         self._kernel(q.device, q, k, v, out, lse, *tensors)
         return out, lse
 
-    def _prepare(
-        self, programs: int, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
-    ) -> KeptKernel:
+    def _prepare(self, programs: int, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> KeptKernel:
         problem = self._problem
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        strides = Strides(
-            *self._strides(q),
-            *self._strides(k),
-            *self._strides_of_v(v),
-            *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale)),
+        strides = Fp8Strides(*self._strides(q), *self._strides(k), *self._strides_of_v(v))
+        scale_strides = Fp8ScaleStrides(
+            *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale))
         )
-        lengths = Lengths(
+        lengths = Fp8Lengths(
             q_scale_group=problem.q_scale_group,
             alibi_stride_b=outer_stride(tensors.alibi_slopes),
             num_heads_q=problem.num_heads_q,
@@ -85,23 +89,25 @@ class AttendLaunch:
             window_left=left,
             window_right=right,
         )
-        numbers = Numbers(problem.softmax_scale, problem.softcap)
-        variant = variant_of(problem, self._config)
-        scalars = (*strides, *lengths, *numbers)
-        return KeptKernel(attend_kernel, programs, scalars, (variant,), self._config.tile)
+        numbers = Fp8Numbers(problem.softmax_scale, problem.softcap)
+        variant = fp8_attend_variant(problem, self._config)
+        scalars = (strides, scale_strides, lengths, numbers)
+        return KeptKernel(
+            attend_kernel, programs, scalars, (variant,), self._config.tile, pointers=Fp8AttendPointers
+        )
 
     def _strides(self, rows: Tensor) -> tuple[int, int, int]:
-        """Of a batch, a row and a head."""
+        """Strides of a batch, a row and a head."""
         return 0 if self._problem.varlen else rows.stride(0), rows.stride(-3), rows.stride(-2)
 
     def _strides_of_v(self, v: Tensor) -> tuple[int, int, int]:
-        """The same, or for v transposed of a batch, a feature and a head."""
+        """Strides of a batch, a row and a head, or for v transposed of a batch, a feature and a head."""
         if not self._problem.v_transposed:
             return self._strides(v)
         return 0 if self._problem.varlen else v.stride(0), v.stride(-2), v.stride(-3)
 
     def _strides_of_scale(self, scale: Tensor | None) -> tuple[int, int]:
-        """Of a batch and a head."""
+        """Strides of a batch and a head."""
         if scale is None:
             return 0, 0
         if self._problem.block_scales:

@@ -16,21 +16,21 @@ import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import sequence
-from flashtile.backends.portable.decode.e4m3 import encode_bits
+from flashtile.backends.portable.decode.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.portable.tiles import used_length
+from flashtile.problems import fp8_layout
 
-E4M3_MAX = tl.constexpr(448.0)
-SMALLEST_LARGEST = tl.constexpr(2.0**-100)
+SMALLEST_LARGEST = tl.constexpr(fp8_layout.SMALLEST_LARGEST)
 HEADROOM = tl.constexpr(2.0**-8)
-"""A sum of 256 numbers as large as there are stays finite after this factor."""
+"""Factor that keeps a sum of 256 numbers finite, however large they are."""
 
 ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
-"""A scale for each block, or the two passes of a scale for more than a block."""
+"""One pass with a scale per block, or the two passes of a scale for several blocks."""
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for."""
+class QuantizeVariant:
+    """Constants of the kernel."""
 
     PASS: int
     VARLEN: bool
@@ -41,7 +41,7 @@ class Variant:
     ROTARY_DIM: int
     INTERLEAVED: bool
     HALVES: bool
-    """All columns are rotated, by halves, which are loaded apart."""
+    """Whether all columns are rotated by halves, which are then loaded separately."""
     HEAD_DIM: int
     STORED_HEAD_DIM: int
     BLOCK_D: int
@@ -50,8 +50,8 @@ class Variant:
     """Whether the GPU converts to e4m3, else bits are encoded in software."""
 
 
-class Pointers(NamedTuple):
-    """Tensors of the kernel; None for each that a call does not have."""
+class QuantizePointers(NamedTuple):
+    """Tensors of the kernel; None for each that a call does not use."""
 
     x: Any
     quantized: Any
@@ -64,25 +64,25 @@ class Pointers(NamedTuple):
     rotary_offsets: Any
 
 
-class Strides(NamedTuple):
-    """In elements."""
+class QuantizeStrides(NamedTuple):
+    """Strides of x and of the values, in elements."""
 
     x_stride_b: Any
     x_stride_s: Any
     x_stride_h: Any
     columns: Any
-    """Of a feature of transposed values."""
+    """Stride between features of transposed values."""
 
 
-class ScaleStrides(NamedTuple):
-    """In elements: of sequences and heads."""
+class QuantizeScaleStrides(NamedTuple):
+    """Strides of the scales between sequences and heads, in elements."""
 
     scale_stride_b: Any
     scale_stride_h: Any
 
 
-class Lengths(NamedTuple):
-    """Of x. Their values lead to no new compilation, nor do those of :class:`Numbers`."""
+class QuantizeLengths(NamedTuple):
+    """Sizes of x. Their values lead to no new compilation, nor do those of :class:`QuantizeNumbers`."""
 
     num_heads: Any
     seqlen: Any
@@ -90,20 +90,20 @@ class Lengths(NamedTuple):
     total: Any
 
 
-class Numbers(NamedTuple):
-    """Of the Hadamard transform and of the rotary embedding."""
+class QuantizeNumbers(NamedTuple):
+    """Numbers of the Hadamard transform and of the rotary embedding."""
 
     seed: Any
     rotary_offset: Any
     rotary_rows: Any
-    """Positions that have a row in the tables of angles."""
+    """Rows (positions) of the tables of cos and sin."""
     normalizer: Any
-    """Of the transform, 1 without."""
+    """Factor of the Hadamard transform; 1 without it."""
 
 
 @triton.jit
 def key_of_column(column):
-    """Which key lies in ``column`` of a stored V^T (``flashtile.problems.fp8_layout.key_order``)."""
+    """Return the key in ``column`` of a stored V^T (``flashtile.problems.fp8_layout.key_order``)."""
     within = (column & 16) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
     return (column & -32) | within
 
@@ -121,7 +121,7 @@ def sign_of_column(column, seed):
 
 @triton.jit
 def swap_columns(x, APART: tl.constexpr):
-    """x [rows, columns] with columns that differ in the bit ``APART`` in each other's place, to the bit."""
+    """Swap columns of x [rows, columns] whose indices differ only in the bit ``APART``, without rounding."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
     # The sum of a pair minus one is the other, as integers: a reduction, which exchanges registers of a warp.
@@ -162,9 +162,9 @@ def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr)
 
 @triton.jit
 def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """The same of x, which lies at ``x_ptrs``, whose pairs are columns i and i + HALF.
+    """Rotary embedding of x, which lies at ``x_ptrs``, whose pairs are columns i and i + HALF.
 
-    Each number's other is read again: it is in the cache, and in another thread's registers.
+    The other element of each pair is loaded again from the cache, since another thread holds it.
     """
     rotated = inside & (column < 2 * HALF)[None, :]
     first = column < HALF
@@ -182,8 +182,8 @@ def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: t
 
 @triton.jit
 def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """The same where all columns are rotated; ``x_rows`` points to the first number of each row. One thread
-    has both numbers of a pair."""
+    """Rotary embedding by halves where all columns are rotated; ``x_rows`` points to the first number of each
+    row. One thread has both numbers of a pair."""
     ROWS: tl.constexpr = position.shape[0]
     pair = tl.arange(0, HALF)[None, :]
     angle = position[:, None] * HALF + pair
@@ -197,9 +197,9 @@ def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(x):
-    """Of the numbers of x, as float32; not finite if one of them is infinite.
+    """The largest magnitude in x, as float32; not finite if one of them is infinite.
 
-    Numbers of 16 bits are compared as the integers that their bits are, so that they stay in 16 bits: as
+    Those of 16 bits are compared as the integers that their bits are, so that they stay in 16 bits: as
     float32, a block of them would take twice the registers.
     """
     if x.dtype == tl.float32:
@@ -212,12 +212,12 @@ def largest_magnitude(x):
 
 @triton.jit
 def finite_or_nan(x):
-    """x with NaN in place of infinities."""
+    """Replace infinities of x by NaN."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
 class Place(NamedTuple):
-    """Of a block: its sequence, its number there, and the sequence's first row and length."""
+    """Where a block lies: its sequence, its number there, and the sequence's first row and length."""
 
     b: Any
     block: Any
@@ -270,12 +270,8 @@ def store_block(
             tl.store(out, values, mask=inside)
 
 
-@kernel(do_not_specialize=(*Lengths._fields, *ScaleStrides._fields, *Numbers._fields))
-def quantize_kernel(
-    x_ptr, values_ptr, scales_ptr, largest_ptr, cu_seqlens, seqused, cos_ptr, sin_ptr, rotary_offsets,
-    x_stride_b, x_stride_s, x_stride_h, columns, num_heads, seqlen, total, scale_stride_b, scale_stride_h,
-    seed, rotary_offset, rotary_rows, normalizer, C: tl.constexpr,
-):  # fmt: skip
+@kernel(do_not_specialize=("lengths", "scale_strides", "numbers"))
+def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr):
     """Grid: (heads * blocks * batch,), heads fastest, for they are neighbours in memory.
 
     x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN; values like x with STORED_HEAD_DIM
@@ -284,13 +280,6 @@ def quantize_kernel(
     which sequences of VARLEN are packed. seqused, cos, sin [rotary_rows, ROTARY_DIM / 2] and
     rotary_offsets [batch] may be None.
     """
-    pointers = Pointers(
-        x_ptr, values_ptr, scales_ptr, largest_ptr, cu_seqlens, seqused, cos_ptr, sin_ptr, rotary_offsets
-    )
-    strides = Strides(x_stride_b, x_stride_s, x_stride_h, columns)
-    lengths = Lengths(num_heads, seqlen, total)
-    scale_strides = ScaleStrides(scale_stride_b, scale_stride_h)
-    numbers = Numbers(seed, rotary_offset, rotary_rows, normalizer)
     num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
     pid = tl.program_id(0)
     head = pid % lengths.num_heads

@@ -1,4 +1,4 @@
-"""From tensors to the quantisation kernel's arguments."""
+"""Launcher of the quantisation kernel."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from flashtile.backends.portable.fp8.quantize import (
     LARGEST_GIVEN,
     LARGEST_ONLY,
     ONE_PASS,
-    Lengths,
-    Numbers,
-    Strides,
-    Variant,
+    QuantizeLengths,
+    QuantizeNumbers,
+    QuantizePointers,
+    QuantizeScaleStrides,
+    QuantizeStrides,
+    QuantizeVariant,
     quantize_kernel,
 )
 from flashtile.problems.fp8 import QuantizeProblem, QuantizeTensors
@@ -25,27 +27,27 @@ from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
 from flashtile.problems.hadamard import normalizer
 
 ELEMENTS_PER_THREAD = 32
-"""Of a tile, held in registers."""
+"""Elements of a tile that a thread holds in registers."""
 REGISTERS = 64
-"""Of a thread: enough for them, and few enough for two to four programs on a multiprocessor, of which one
-reads while another computes."""
+"""Registers per thread: enough for those elements, and few enough for two to four programs per
+multiprocessor, so that one loads while another computes."""
 ROTARY_REGISTERS = 128
-"""With rotary embedding, whose angles take registers, too; not with ``rotates_halves``."""
+"""Registers per thread with rotary embedding, whose angles need some; not with ``rotates_halves``."""
 MOST_WARPS = 16
-"""Which leave each thread as many."""
+"""Most warps of a program at which each thread can have that many registers."""
 
 
 def rotates_halves(problem: QuantizeProblem) -> bool:
-    """``Variant.HALVES``, for blocks that few enough threads hold for two programs on a multiprocessor."""
+    """``QuantizeVariant.HALVES``, for blocks that fit into so few threads that two programs share an SM."""
     columns = padded(problem.stored_head_dim)
     by_halves = problem.rotary_dim == columns and not problem.rotary_interleaved
     return by_halves and problem.rows * columns <= MOST_WARPS * 32 * ELEMENTS_PER_THREAD
 
 
-def variant_of(problem: QuantizeProblem, native: bool, number: int) -> Variant:
-    """``number``: of the pass."""
+def quantize_variant(problem: QuantizeProblem, native: bool, number: int) -> QuantizeVariant:
+    """Return the constants of the kernel; ``number``: the pass."""
     stored = problem.stored_head_dim
-    return Variant(
+    return QuantizeVariant(
         PASS=number,
         VARLEN=problem.varlen,
         TRANSPOSED=problem.role == "v",
@@ -73,7 +75,7 @@ def spill_budget(problem: QuantizeProblem) -> int:
 
 
 def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
-    """What a launch says to the compiler: bits are the CPU's, so that no product joins a sum."""
+    """Options that a launch gives the compiler: bits are the CPU's, so that no product joins a sum."""
     options = {"num_warps": num_warps(problem), "enable_fp_fusion": False}
     if torch.version.hip is None:  # AMD's compiler has no such option
         few = not problem.rotary_dim or rotates_halves(problem)
@@ -93,7 +95,7 @@ class QuantizeLaunch:
 
     def __call__(self, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
-        # Scales and columns of no sequence, and rows behind the last, are written by no program.
+        # No program writes scales and columns outside all sequences, nor rows after the last.
         allocate = x.new_zeros if problem.varlen else x.new_empty
         values = allocate(*self._values_shape, dtype=E4M3)
         scales = allocate(*self._scales_shape, dtype=torch.float32)
@@ -115,28 +117,29 @@ class QuantizeLaunch:
             "head": (heads, 1),
             "block": (0 if problem.varlen else heads * blocks, blocks),
         }[problem.method]
-        strides = Strides(
+        strides = QuantizeStrides(
             x_stride_b=0 if problem.varlen else x.stride(0),
             x_stride_s=x.stride(-3),
             x_stride_h=x.stride(-2),
             columns=blocks * problem.rows,
         )
-        lengths = Lengths(heads, problem.seqlen, problem.total)
-        numbers = Numbers(
+        lengths = QuantizeLengths(heads, problem.seqlen, problem.total)
+        numbers = QuantizeNumbers(
             seed=problem.seed or 0,
             rotary_offset=problem.rotary_offset,
             rotary_rows=1 if tensors.rotary_cos is None else tensors.rotary_cos.shape[0],
             normalizer=normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
         )
-        scalars = (*strides, *lengths, *scale_strides, *numbers)
+        scalars = (strides, lengths, QuantizeScaleStrides(*scale_strides), numbers)
         passes = (ONE_PASS,) if problem.method == "block" else (LARGEST_ONLY, LARGEST_GIVEN)
         return [
             KeptKernel(
                 quantize_kernel,
                 self._programs,
                 scalars,
-                (variant_of(problem, self._native, number.value),),
+                (quantize_variant(problem, self._native, number.value),),
                 None,
+                pointers=QuantizePointers,
                 **compile_options(problem),
             )
             for number in passes

@@ -1,4 +1,4 @@
-"""Products with a weight in Triton: GEMV and flat ones, and the library's with their ends behind it."""
+"""Products with a weight in Triton: GEMV, flat products, and torch's product with a separate epilogue."""
 
 from __future__ import annotations
 

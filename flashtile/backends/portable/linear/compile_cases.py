@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from flashtile.backends.common.compile_report import CompileCase, architecture
+from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import Target
+from flashtile.backends.common.linear_ends import (
+    EndCacheStrides,
+    EndSizes,
+    EndStrides,
+    ProductDepth,
+    ProductPointers,
+)
 from flashtile.backends.common.linear_launch import end_variant
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
 from flashtile.backends.portable.linear.config import (
@@ -20,31 +26,22 @@ from flashtile.backends.portable.linear.config import (
     candidates,
     default,
 )
-from flashtile.backends.portable.linear.kernel import end_kernel, product_kernel
-from flashtile.backends.portable.linear.launch import END_PLACES, END_ROWS, variant_of
+from flashtile.backends.portable.linear.kernel import Shares, end_kernel, product_kernel
+from flashtile.backends.portable.linear.launch import END_PLACES, END_ROWS, product_variant
 from flashtile.hardware.linear_table import FLAT, GEMV
 from flashtile.problems.linear import E4M3, QKV, SWIGLU, Heads, LinearProblem
 
 _HEADS = Heads(32, 8, 128, 128, False, 4096, 16, 1024, 0)
-FLOATS = (
-    "scales", "block_scale", "partial", "cos", "sin", "eps", "x_scale", "squares", "next_factor",
-    "next_eps",
-)  # fmt: skip
-INTEGERS = {"arrived": "*i32", "positions": "*i32", "block_table": "*i32", "slots": "*i64"}
-HALF_POINTERS = (
-    "x", "w", "y", "norm_weight", "bias", "residual", "k_cache", "v_cache", "sums", "next_norm_weight",
-    "scaled",
-)  # fmt: skip
 
 
 def plain_problem(rows: int, capability: tuple[int, int]) -> LinearProblem:
-    """A product of Llama-3-8B on a card of this capability."""
+    """Return a product of Llama-3-8B on a GPU of this compute capability."""
     target = Target("card", capability, 132)
     return LinearProblem(rows, 6144, 4096, torch.bfloat16, torch.bfloat16, target, prefetch=True)
 
 
 def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
-    """The problem with the ends that there are, by what a case is called."""
+    """Return the problem with each epilogue, by the name of the case."""
     return {
         "norm swiglu": replace(problem, end=SWIGLU, norm=True, bias=True, residual=True),
         "norm qkv": replace(problem, end=QKV, norm=True, heads=_HEADS),
@@ -53,37 +50,44 @@ def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
     }
 
 
-def types_of(kernel: Any, problem: LinearProblem, native: bool) -> dict[str, str]:
-    """Triton's type of each argument of a kernel with these ends; constants are left out."""
-    types = dict.fromkeys(HALF_POINTERS, "*bf16") | INTEGERS
-    types |= {name: "fp32" if name.endswith("eps") else "*fp32" for name in FLOATS}
-    if problem.weight_dtype == E4M3:
-        types["w"] = "*fp8e4nv" if native else "*u8"
-    return {name: types.get(name, "i32") for name in kernel.arg_names if name not in ("C", "E")}
-
-
-def absent(problem: LinearProblem, split: bool) -> dict[str, None]:
-    """Arguments that a call does not have."""
+def pointer_types(problem: LinearProblem, native: bool, split: bool = False) -> ProductPointers:
+    """Return the types of a call's tensors; ``split``: whether programs share K."""
     heads = problem.heads
+    weight = "*bf16" if problem.weight_dtype != E4M3 else "*fp8e4nv" if native else "*u8"
     given = {
-        "bias": problem.bias,
-        "residual": problem.residual,
-        "norm_weight": problem.norm,
-        "scales": problem.scales == "channel",
-        "block_scale": problem.scales == "block",
-        "partial": split,
-        "arrived": split or problem.next_norm,
-        "x_scale": problem.x_scale,
-        **dict.fromkeys(("next_norm_weight", "scaled", "squares", "next_factor"), problem.next_norm),
-        "slots": heads is not None and heads.table_width == 0,
-        "block_table": heads is not None and heads.table_width > 0,
-        **dict.fromkeys(("cos", "sin", "positions", "k_cache", "v_cache"), heads is not None),
+        "norm_weight": ("*bf16", problem.norm),
+        "block_scale": ("*fp32", problem.scales == "block"),
+        "partial": ("*fp32", split),
+        "arrived": ("*i32", split or problem.next_norm),
+        "bias": ("*bf16", problem.bias),
+        "residual": ("*bf16", problem.residual),
+        "scales": ("*fp32", problem.scales == "channel"),
+        **dict.fromkeys(("cos", "sin"), ("*fp32", heads is not None)),
+        "positions": ("*i32", heads is not None),
+        "slots": ("*i64", heads is not None and heads.table_width == 0),
+        "block_table": ("*i32", heads is not None and heads.table_width > 0),
+        **dict.fromkeys(("k_cache", "v_cache"), ("*bf16", heads is not None)),
+        "x_scale": ("*fp32", problem.x_scale),
+        **dict.fromkeys(("next_norm_weight", "scaled"), ("*bf16", problem.next_norm)),
+        **dict.fromkeys(("squares", "next_factor"), ("*fp32", problem.next_norm)),
     }
-    return {name: None for name, present in given.items() if not present}
+    present = {name: kind for name, (kind, there) in given.items() if there}
+    return types_of(ProductPointers, None, x="*bf16", w=weight, y="*bf16", **present)
+
+
+END_TYPES = {
+    "places": "i32",
+    "strides": types_of(EndStrides, "i32"),
+    "cache_strides": types_of(EndCacheStrides, "i32"),
+    "sizes": types_of(EndSizes, "i32", next_eps="fp32"),
+}
+"""Types of an epilogue's scalars."""
+PRODUCT_TYPES = {"depth": types_of(ProductDepth, "i32"), "eps": "fp32"} | END_TYPES
+ALIGNED = frozenset(("depth", "strides"))
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """The rule's tiles with every end, what ``flashtile profile`` tries on Hopper, and the end alone."""
+    """Yield default tiles with all epilogues, the candidates for Hopper, and epilogues on their own."""
     capability = divmod(architecture(arch).capability, 10)
     few = plain_problem(1, capability)
     for name, ended in {"plain": few, "norm qkv": everything(few)["norm qkv"]}.items():
@@ -105,31 +109,28 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     profiled = _case(f"profiled{waves} {problem.M} rows", problem, config)
                     yield replace(profiled, exhaustive=config.whole_waves)
     ended = everything(few)["norm qkv"]
-    signature = types_of(end_kernel, ended, True)
-    constants = {"BLOCK_M": END_ROWS, "BLOCK_P": END_PLACES, "E": end_variant(ended, norm=False)}
-    constants |= {name: None for name in absent(ended, False) if name in signature}
+    pointers = pointer_types(ended, True)._replace(w=None, norm_weight=None)
     yield CompileCase(
         name="linear end qkv",
         kernel=end_kernel,
-        signature={name: kind for name, kind in signature.items() if name not in constants},
-        constants=constants,
-        divisible_by_16=frozenset(("places", "sums_stride", "y_stride")),
+        signature={"pointers": pointers, "sums_stride": "i32", **END_TYPES},
+        constants={"BLOCK_M": END_ROWS, "BLOCK_P": END_PLACES, "E": end_variant(ended, norm=False)},
+        divisible_by_16=frozenset(("places", "sums_stride", "strides")),
         tensor_cores=False,
     )
 
 
 def _case(name: str, problem: LinearProblem, config: LinearConfig) -> CompileCase:
     native = problem.device.capability >= NATIVE_CAPABILITY
-    variant = variant_of(problem, config)
-    constants = {"C": variant, "E": end_variant(problem), **absent(problem, variant.SPLIT)}
-    signature = types_of(product_kernel, problem, native)
+    variant = product_variant(problem, config)
+    pointers = pointer_types(problem, native, variant.SPLIT)
     tile = f"{config.BLOCK_M}x{config.BLOCK_N}x{config.BLOCK_K} stages {config.num_stages}"
     return CompileCase(
         name=f"linear {config.kind} {name} {tile} warps {config.num_warps} splits {config.splits}",
         kernel=product_kernel,
-        signature={name: kind for name, kind in signature.items() if name not in constants},
-        constants=constants,
-        divisible_by_16=frozenset(("K", "x_stride", "w_stride", "y_stride", "residual_stride")),
+        signature={"pointers": pointers, "shares": types_of(Shares, "i32"), **PRODUCT_TYPES},
+        constants={"C": variant, "E": end_variant(problem)},
+        divisible_by_16=ALIGNED,
         num_warps=config.num_warps,
         spill_budget=SPILL_BUDGETS.get((config.kind, name), 0),
         tensor_cores=variant.DOT,
@@ -137,4 +138,4 @@ def _case(name: str, problem: LinearProblem, config: LinearConfig) -> CompileCas
 
 
 SPILL_BUDGETS: dict[tuple[str, str], int] = {}
-"""Bytes by (kind, case), beside a measurement."""
+"""Accepted bytes of spills, by (kind, case), each with the measurement that justifies them."""

@@ -1,4 +1,4 @@
-"""Which product a problem gets: by the measured table where it has the shape, else by rules.
+"""Choice of the product for a problem: from the measured table if it has the shape, else by rules.
 
 A row of the table names a kernel, its tile and its time for some numbers of rows of x. Tiles are those of the
 card that was measured; another card takes the kind of product from the nearest row and its tile from
@@ -20,18 +20,18 @@ from flashtile.problems.linear import PLAIN, LinearProblem
 MOST_GEMV_ROWS = 4
 GEMV_INSTEAD_ROWS = 2
 MOST_FLAT_ROWS = 64
-"""From where on two blocks of rows would read W twice."""
+"""Most rows of a flat product: with more, two blocks of rows would read W twice."""
 KERNEL_US = 2.5
-"""Of one kernel more around the library's product, less what a fused end costs the flat one: measured on
+"""Time of an additional kernel around the library's product, minus the cost of a fused epilogue: measured on
 H200 for O with a residual at 64 rows of Llama-3-8B, and for gate and up at 32 and 64."""
 KERNELS_BEFORE_NORM = 6
-"""That torch takes to prepare a result for a norm."""
+"""Number of torch kernels that prepare a result for a norm."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """What one call gets. The library's product has no tile."""
+    """The configuration of a call. The library's product has no tile."""
 
     kind: str
     BLOCK_M: int = 0
@@ -41,9 +41,9 @@ class LinearConfig:
     num_stages: int = 1
     splits: int = 1
     ahead: int = 0
-    """Blocks of W that are asked for before the kernel before has ended, where that is allowed."""
+    """Blocks of W to prefetch before the previous kernel has ended, where that is allowed."""
     whole_waves: bool = False
-    """Whether tiles are made smaller, so that every multiprocessor gets equally many programs."""
+    """Whether tiles are shrunk so that every multiprocessor gets the same number of programs."""
 
 
 DEFAULTS = {
@@ -58,13 +58,13 @@ DEFAULTS = {
 
 
 def padded_rows(rows: int, kind: str) -> int:
-    """BLOCK_M: a power of two, for the tensor cores at least 8."""
+    """Return BLOCK_M: a power of two, at least 8 for tensor cores."""
     power = 1 << max(rows - 1, 0).bit_length()
     return min(power, MOST_GEMV_ROWS) if kind == GEMV else min(max(power, 8), MOST_FLAT_ROWS)
 
 
 def device_name(device: torch.device | Target) -> str:
-    """As the tables call it; "" for what is no GPU."""
+    """Return the device's name in the tables; "" if it is not a GPU."""
     if isinstance(device, Target):
         from flashtile.hardware.cards import CARDS
 
@@ -73,13 +73,13 @@ def device_name(device: torch.device | Target) -> str:
 
 
 def found_row(problem: LinearProblem) -> table.Found | None:
-    """What the tables say about a problem's shape."""
+    """Look up the measurements of a problem's shape in the tables."""
     names = [str(dtype).removeprefix("torch.") for dtype in (problem.dtype, problem.weight_dtype)]
     return table.find(device_name(problem.device), problem.N, problem.K, *names)
 
 
 def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
-    """The kind of product, which the table decides where it can."""
+    """Return the kind of product, from the table where it has measurements."""
     if problem.dtype not in SIXTEEN_BIT:
         return LIBRARY
     if found is None:
@@ -100,8 +100,8 @@ def needs_end(problem: LinearProblem) -> bool:
 
 
 def kernels_around(problem: LinearProblem) -> int:
-    """Kernels that the library's product needs beside itself, for what a flat one has fused. A residual that
-    it adds itself is copied before."""
+    """Number of kernels that the library's product needs in addition, for steps that a flat kernel fuses. A
+    residual that the product adds itself is copied first."""
     return problem.norm + (needs_end(problem) or problem.residual) + KERNELS_BEFORE_NORM * problem.next_norm
 
 
@@ -112,7 +112,7 @@ def choose(problem: LinearProblem) -> LinearConfig:
     if kind == LIBRARY:
         return LinearConfig(LIBRARY)
     if found is not None and found.row.card == device_name(problem.device):
-        # Where the flat product is another backend's, which does not serve this call, GEMV may be the next.
+        # If the flat product belongs to another backend, which does not serve this call, try GEMV next.
         for name in (kind, GEMV) if problem.M <= GEMV_INSTEAD_ROWS else (kind,):
             measured = found.row.measured(problem.M, name)
             if measured is not None and measured["backend"] == "portable":
@@ -121,7 +121,7 @@ def choose(problem: LinearProblem) -> LinearConfig:
 
 
 def default(problem: LinearProblem, kind: str) -> LinearConfig:
-    """Without a measurement: split K until there are programs for every multiprocessor, or nearly."""
+    """Return an unmeasured configuration: K is split until (nearly) all multiprocessors have work."""
     from flashtile.backends.portable.config import family
 
     BLOCK_N, BLOCK_K, num_warps, num_stages = DEFAULTS[family(problem.device), kind]
@@ -136,7 +136,7 @@ def adapted(
     problem: LinearProblem, kind: str, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int,
     splits: int, ahead: int, whole_waves: int = False,
 ) -> LinearConfig:  # fmt: skip
-    """A tile for a problem that may be smaller or have more rows than the one it was measured with."""
+    """Adapt a tile to a problem that may be smaller or have more rows than the measured one."""
     if problem.scales == "block":
         BLOCK_K = min(BLOCK_K, 128)
     blocks = -(-problem.K // BLOCK_K)
@@ -147,7 +147,7 @@ def adapted(
 
 
 def tiles_of(problem: LinearProblem, config: LinearConfig) -> int:
-    """Of equally many places, BLOCK_N rows of W at most."""
+    """Return the number of tiles, which have equally many places and at most BLOCK_N rows of W."""
     tiles = -(-problem.places // (config.BLOCK_N // halves(problem)))
     if not config.whole_waves:
         return tiles
@@ -156,12 +156,12 @@ def tiles_of(problem: LinearProblem, config: LinearConfig) -> int:
 
 
 def halves(problem: LinearProblem) -> int:
-    """Rows of W to a place of the output."""
+    """Return the rows of W per place of the output."""
     return 1 if problem.places == problem.N else 2
 
 
 def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
-    """What ``flashtile profile`` measures."""
+    """Yield the configurations that ``flashtile profile`` measures."""
     if problem.M <= MOST_GEMV_ROWS:
         for tile in _GEMV_TILES:
             yield adapted(problem, GEMV, *tile)

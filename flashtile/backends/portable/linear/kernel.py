@@ -1,10 +1,10 @@
-"""Products for few rows of x, y [M, N] = x [M, K] W [N, K]^T, with their ends fused (FlashDecoding++, Hong et
+"""Products for few rows of x, y [M, N] = x [M, K] W [N, K]^T, with fused epilogues (FlashDecoding++, Hong et
 al. 2023, arXiv:2311.01282, section 4).
 
-A program multiplies BLOCK_N rows of W, of all of K or a split of it. *Flat* (DOT): rows of W are the first
-operand of the tensor cores and M, padded to 8 or 16 and not to 64, is the second. *GEMV*: products on the
-CUDA cores, kept apart by column and added at the end. Splits of a tile are added by the last program to
-arrive, in their order, so that sums are reproducible.
+A program multiplies BLOCK_N rows of W over all of K or a split of it. *Flat* (DOT): rows of W are the first
+operand of the tensor cores; M, padded to 8 or 16 instead of 64, is the second. *GEMV*: products on the CUDA
+cores, kept by column and summed at the end. The last program to arrive adds the splits of a tile in a fixed
+order, so that sums are reproducible.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ from flashtile.backends.common.e4m3 import to_bfloat16
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.linear_ends import (
     PLAIN,
-    EndPointers,
-    EndSizes,
+    EndCall,
     load_destinations,
     load_squares,
     row_of,
@@ -28,20 +27,21 @@ from flashtile.backends.common.linear_ends import (
     store_scaled,
     store_sums,
 )
-from flashtile.backends.portable.decode.e4m3 import decode_bits
+from flashtile.backends.portable.decode.e4m3 import decode_number
+from flashtile.problems import linear as problem
 
-SCALE_BLOCK = tl.constexpr(128)
+SCALE_BLOCK = tl.constexpr(problem.SCALE_BLOCK)
 LINE = tl.constexpr(128)
 """Bytes of a line of the L2 cache."""
 
 
 @dataclass(frozen=True)
-class Variant:
-    """What the kernel is compiled for, beside its end."""
+class ProductVariant:
+    """Constants of the product; its epilogue has its own."""
 
     DOT: bool
     HALVES: int
-    """Rows of W to a place of the output."""
+    """Rows of W per place of the output."""
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
@@ -49,55 +49,43 @@ class Variant:
     SPLIT: bool
     """Whether programs share K."""
     EVEN_K: bool
-    """Whether K is whole blocks, of every split."""
+    """Whether every split of K consists of whole blocks."""
     BLOCK_SCALES: bool
     E4M3_BITS: bool
-    """Whether W is bits of e4m3, to be decoded in software."""
+    """Whether W is e4m3 bits that are decoded in software."""
     DEPENDENT: bool
-    """Whether it is launched before the kernel before it has ended."""
+    """Whether the kernel uses programmatic dependent launch: it may start before its predecessor ends."""
     AHEAD: int
-    """Blocks of W to ask for before that kernel has ended."""
+    """Blocks of W to prefetch before the previous kernel has ended."""
     UNIT: int
-    """Places that a tile has a multiple of, so that ends load and store them together."""
+    """Divisor of the number of places in a tile, so that epilogues load and store vectors."""
 
 
-class Operands(NamedTuple):
-    """Memory that the product reads."""
+class Shares(NamedTuple):
+    """Integers of the product's partition. The kernel is not specialized on their values."""
 
-    x: Any
-    w: Any
-    norm_weight: Any
-    scales: Any
-    """Of the blocks of W."""
-
-
-class Depth(NamedTuple):
-    """Integers of the product. Values of those but strides lead to no new compilation."""
-
-    K: Any
-    x_stride: Any
-    w_stride: Any
     scale_stride: Any
+    """Row stride of the scales of W's blocks, in elements."""
     splits: Any
+    """Number of splits of K."""
     tiles: Any
 
 
 @triton.jit
-def load_weights(operands, row, mine, k, depth, C: tl.constexpr):
-    """[BLOCK_N, BLOCK_K] of W, as it is stored."""
-    pointers = operands.w + row.to(tl.int64)[:, None] * depth.w_stride + k[None, :]
+def load_weights(pointers, row, mine, k, depth, C: tl.constexpr):
+    """Load [BLOCK_N, BLOCK_K] of W as stored."""
+    addresses = pointers.w + row.to(tl.int64)[:, None] * depth.w_stride + k[None, :]
     mask = mine[:, None]
     if not C.EVEN_K:
         mask = mask & (k < depth.K)[None, :]
-    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(addresses, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
 def as_numbers(w, dtype: tl.constexpr, C: tl.constexpr):
-    """W in ``dtype``, in which e4m3 is exact."""
+    """Convert W to ``dtype``, which represents e4m3 exactly."""
     if C.E4M3_BITS:
-        half = decode_bits(w)
-        return tl.where(tl.abs(half) == 480.0, float("nan"), half).to(dtype)
+        return decode_number(w).to(dtype)
     elif w.dtype == tl.float8e4nv and dtype == tl.bfloat16:
         return to_bfloat16(w)
     else:
@@ -105,24 +93,24 @@ def as_numbers(w, dtype: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def block_scales(operands, row, mine, k_start, depth):
-    """[BLOCK_N]: of the block of W that each row is in."""
-    at = (row // SCALE_BLOCK).to(tl.int64) * depth.scale_stride + k_start // SCALE_BLOCK
-    return tl.load(operands.scales + at, mask=mine, other=0.0)
+def block_scales(pointers, row, mine, k_start, shares):
+    """Load, for each row [BLOCK_N], the scale of its block of W."""
+    at = (row // SCALE_BLOCK).to(tl.int64) * shares.scale_stride + k_start // SCALE_BLOCK
+    return tl.load(pointers.block_scale + at, mask=mine, other=0.0)
 
 
 @triton.jit
-def multiply_flat(row, mine, m, first, last, operands, depth, M, C: tl.constexpr, E: tl.constexpr):
-    """(sums [BLOCK_N, BLOCK_M], sums of squares of x [BLOCK_M]) over blocks ``first`` to ``last`` of K."""
+def multiply_flat(row, mine, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr):
+    """Return (sums [BLOCK_N, BLOCK_M], squares of x summed [BLOCK_M]) over K blocks ``first`` to ``last``."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_K: tl.constexpr = C.BLOCK_K
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_K, BLOCK_M], tl.float32)
-    x_rows = operands.x + m.to(tl.int64)[None, :] * depth.x_stride
+    x_rows = pointers.x + m.to(tl.int64)[None, :] * depth.x_stride
     for block in tl.range(first, last, num_stages=C.STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        w = load_weights(operands, row, mine, k, depth, C)
+        w = load_weights(pointers, row, mine, k, depth, C)
         inside = (m < M)[None, :]
         if not C.EVEN_K:
             inside = inside & (k < depth.K)[:, None]
@@ -130,10 +118,10 @@ def multiply_flat(row, mine, m, first, last, operands, depth, M, C: tl.constexpr
         if E.NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
-            weight = tl.load(operands.norm_weight + k, mask=k < depth.K, other=0.0).to(tl.float32)
+            weight = tl.load(pointers.norm_weight + k, mask=k < depth.K, other=0.0).to(tl.float32)
             x = (wide * weight[:, None]).to(x.dtype)
         if C.BLOCK_SCALES:
-            scale = block_scales(operands, row, mine, block * BLOCK_K, depth)
+            scale = block_scales(pointers, row, mine, block * BLOCK_K, shares)
             acc += tl.dot(as_numbers(w, x.dtype, C), x) * scale[:, None]
         else:
             acc = tl.dot(as_numbers(w, x.dtype, C), x, acc)
@@ -141,64 +129,62 @@ def multiply_flat(row, mine, m, first, last, operands, depth, M, C: tl.constexpr
 
 
 @triton.jit
-def multiply_gemv(row, mine, m, first, last, operands, depth, M, C: tl.constexpr, E: tl.constexpr):
-    """The same on the CUDA cores."""
+def multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr):
+    """Compute the results of :func:`multiply_flat` on the CUDA cores."""
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_K: tl.constexpr = C.BLOCK_K
     acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    x_rows = operands.x + m.to(tl.int64)[:, None] * depth.x_stride
+    x_rows = pointers.x + m.to(tl.int64)[:, None] * depth.x_stride
     for block in tl.range(first, last, num_stages=C.STAGES):
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        w = as_numbers(load_weights(operands, row, mine, k, depth, C), tl.float32, C)
+        w = as_numbers(load_weights(pointers, row, mine, k, depth, C), tl.float32, C)
         inside = (m < M)[:, None]
         if not C.EVEN_K:
             inside = inside & (k < depth.K)[None, :]
         x = tl.load(x_rows + k[None, :], mask=inside, other=0.0).to(tl.float32)
         if E.NORM:
             squares += x * x
-            weight = tl.load(operands.norm_weight + k, mask=k < depth.K, other=0.0).to(tl.float32)
+            weight = tl.load(pointers.norm_weight + k, mask=k < depth.K, other=0.0).to(tl.float32)
             x = x * weight[None, :]
         if C.BLOCK_SCALES:
-            w = w * block_scales(operands, row, mine, block * BLOCK_K, depth)[:, None]
+            w = w * block_scales(pointers, row, mine, block * BLOCK_K, shares)[:, None]
         acc += w[:, None, :] * x[None, :, :]
     return tl.sum(acc, 2), tl.sum(squares, 1)
 
 
 @triton.jit
 def edge_of(tile, tiles, places, C: tl.constexpr):
-    """The first place of a tile; all have equally many, or a UNIT less."""
+    """Return the first place of a tile; tiles have equally many places, or one UNIT less."""
     return (places.to(tl.int64) // C.UNIT * tile // tiles).to(tl.int32) * C.UNIT
 
 
 @triton.jit
-def finish(
-    sums, factor, to, start, stop, m, tile, tiles, arrived, pointers, sizes, C: tl.constexpr, E: tl.constexpr
-):
-    """The end of a tile. ``arrived`` counts the tiles of each block of rows of x; ``to``: their
+def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.constexpr, E: tl.constexpr):
+    """Apply the epilogue to a tile. ``arrived`` counts the tiles of each block of rows of x; ``to``: their
     :class:`Destinations`."""
     STEP: tl.constexpr = C.BLOCK_N // C.HALVES
     BLOCK_M: tl.constexpr = C.BLOCK_M
     factor = factor[None, :]
     place = (start + tl.arange(0, STEP))[:, None]
     if E.END == PLAIN:
-        y = store_sums(sums, place, stop, m[None, :], factor, pointers, sizes, E)
+        y = store_sums(sums, place, stop, m[None, :], factor, call, E)
         if E.NEXT_NORM:
-            square = tl.sum(store_scaled(y, place, stop, m[None, :], pointers, sizes), 0)
-            leave_factor(square, m, tile, tiles, arrived, pointers, sizes, BLOCK_M)
+            square = tl.sum(store_scaled(y, place, stop, m[None, :], call), 0)
+            leave_factor(square, m, tile, tiles, arrived, call, BLOCK_M)
     else:
         first, second = tl.split(sums.reshape([2, STEP, BLOCK_M]).permute((1, 2, 0)))
-        store_pairs(first, second, place, stop, m[None, :], factor, to, pointers, sizes, E)
+        store_pairs(first, second, place, stop, m[None, :], factor, to, call, E)
 
 
 @triton.jit
-def leave_factor(square, m, tile, tiles, arrived, pointers, sizes, BLOCK_M: tl.constexpr):
+def leave_factor(square, m, tile, tiles, arrived, call, BLOCK_M: tl.constexpr):
     """Leave the sums of squares of a tile's places; the last tile of these rows of x to arrive adds up all,
     in their order."""
     PARTS: tl.constexpr = 4096 // BLOCK_M
     index = tl.arange(0, BLOCK_M)
-    squares = pointers.squares + tile // tiles * tiles * BLOCK_M
+    squares = call.pointers.squares + tile // tiles * tiles * BLOCK_M
     tl.store(squares + tile % tiles * BLOCK_M + index, square)
     tl.debug_barrier()
     if tl.atomic_add(arrived + tile // tiles, 1, sem="acq_rel", scope="gpu") == tiles - 1:
@@ -207,30 +193,37 @@ def leave_factor(square, m, tile, tiles, arrived, pointers, sizes, BLOCK_M: tl.c
         total = tl.zeros([BLOCK_M], tl.float32)
         for first in range(0, tiles, PARTS):
             total += tl.sum(load_squares(part, index[None, :], first, tiles, BLOCK_M, squares), 0)
-        store_factor(total, m, pointers, sizes)
+        store_factor(total, m, call)
 
 
-@kernel(
-    do_not_specialize=(
-        "M",
-        "places",
-        "heads_q",
-        "heads_kv",
-        "angles",
-        "num_blocks",
-        "table_width",
-        "tiles",
-        "splits",
-    )
-)
+@triton.jit
+def split_at(parts, p, C: tl.constexpr):
+    """Return pointers for the sums [BLOCK_N, BLOCK_M] and squares [BLOCK_M] of split ``p`` of a tile."""
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
+    at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    return parts + p * PART + at, parts + p * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
+
+
+@triton.jit
+def add_splits(parts, splits, C: tl.constexpr):
+    """Add (sums, squares) of all splits of a tile, in order."""
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    square = tl.zeros([BLOCK_M], tl.float32)
+    for p in range(splits):
+        its_sums, its_square = split_at(parts, p, C)
+        sums += tl.load(its_sums, cache_modifier=".cg")
+        square += tl.load(its_square, cache_modifier=".cg")
+    return sums, square
+
+
+@kernel(do_not_specialize=("shares", "places", "sizes"))
 def product_kernel(
-    x, w, y, norm_weight, block_scale, partial, arrived,
-    bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache,
-    x_scale, next_norm_weight, scaled, squares, next_factor,
-    K, x_stride, w_stride, scale_stride, splits, tiles, eps,
-    M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width,
-    k_block, k_token, k_head, v_block, v_token, v_head, next_eps, C: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+    pointers, depth, shares, eps, places, strides, cache_strides, sizes, C: tl.constexpr, E: tl.constexpr
+):
     """Grid: (tiles of places * blocks of BLOCK_M rows of x * splits of K,), splits fastest.
 
     ``partial`` has room for the sums of every split of every tile; ``arrived`` is a 0 for every tile, and
@@ -239,16 +232,8 @@ def product_kernel(
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_M: tl.constexpr = C.BLOCK_M
     STEP: tl.constexpr = BLOCK_N // C.HALVES
-    operands = Operands(x, w, norm_weight, block_scale)
-    depth = Depth(K, x_stride, w_stride, scale_stride, splits, tiles)
-    pointers = EndPointers(
-        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, x_scale,
-        next_norm_weight, scaled, squares, next_factor,
-    )  # fmt: skip
-    sizes = EndSizes(
-        M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width, k_block,
-        k_token, k_head, v_block, v_token, v_head, next_eps,
-    )  # fmt: skip
+    call = EndCall(pointers, places, strides, cache_strides, sizes)
+    K, M, splits, tiles = depth.K, sizes.M, shares.splits, shares.tiles
     part = tl.program_id(0)
     split = part % splits
     tile = part // splits
@@ -258,89 +243,74 @@ def product_kernel(
     i = tl.arange(0, BLOCK_N)
     place = start + i % STEP
     mine = place < stop
-    row = row_of(place, i // STEP, sizes, E)
+    row = row_of(place, i // STEP, places, E)
     blocks = tl.cdiv(K, C.BLOCK_K)
     first = blocks * split // splits
     last = blocks * (split + 1) // splits
     if C.AHEAD > 0:
-        PER_LINE: tl.constexpr = LINE // (w.dtype.element_ty.primitive_bitwidth // 8)
+        PER_LINE: tl.constexpr = LINE // (pointers.w.dtype.element_ty.primitive_bitwidth // 8)
         lines = first * C.BLOCK_K + tl.arange(0, C.AHEAD * C.BLOCK_K // PER_LINE) * PER_LINE
         lines = tl.minimum(lines, K - 1)
         safe = tl.where(mine, row, 0).to(tl.int64)
-        prefetch(w + safe[:, None] * w_stride + lines[None, :])
+        prefetch(pointers.w + safe[:, None] * depth.w_stride + lines[None, :])
     if C.DEPENDENT:
         wait_for_dependencies()
         launch_dependents()
-    # What the end needs beside its sums is asked for here, not when memory rests.
+    # Prefetch the epilogue's inputs while memory is busy.
     factor = tl.zeros([BLOCK_M], tl.float32)
     if E.X_SCALES:
-        factor = tl.load(x_scale + m, mask=m < M, other=0.0)
+        factor = tl.load(pointers.x_scale + m, mask=m < M, other=0.0)
     to = load_destinations(m[None, :], pointers, sizes, E)
     if C.DOT:
-        sums, square = multiply_flat(row, mine, m, first, last, operands, depth, M, C, E)
+        sums, square = multiply_flat(row, mine, m, first, last, pointers, depth, shares, M, C, E)
     else:
-        sums, square = multiply_gemv(row, mine, m, first, last, operands, depth, M, C, E)
-    blocks_arrived = arrived
+        sums, square = multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C, E)
+    blocks_arrived = pointers.arrived
     if E.NEXT_NORM:
         blocks_arrived += tl.num_programs(0) // splits
     if not C.SPLIT:
         if E.NORM:
             factor = tl.rsqrt(square / K + eps)
-        finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, pointers, sizes, C, E)
+        finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, call, C, E)
     else:
         PART: tl.constexpr = (BLOCK_N + 1) * BLOCK_M
-        at = i[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-        parts = partial + tile.to(tl.int64) * splits * PART
-        tl.store(parts + split * PART + at, sums)
-        tl.store(parts + split * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M), square)
+        parts = pointers.partial + tile.to(tl.int64) * splits * PART
+        own_sums, own_square = split_at(parts, split, C)
+        tl.store(own_sums, sums)
+        tl.store(own_square, square)
         tl.debug_barrier()
-        before = tl.atomic_add(arrived + tile, 1, sem="acq_rel", scope="gpu")
+        before = tl.atomic_add(pointers.arrived + tile, 1, sem="acq_rel", scope="gpu")
         if before == splits - 1:
-            tl.store(arrived + tile, 0)
-            sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            square = tl.zeros([BLOCK_M], tl.float32)
-            for p in range(splits):
-                sums += tl.load(parts + p * PART + at, cache_modifier=".cg")
-                its_square = parts + p * PART + BLOCK_N * BLOCK_M + tl.arange(0, BLOCK_M)
-                square += tl.load(its_square, cache_modifier=".cg")
+            tl.store(pointers.arrived + tile, 0)
+            sums, square = add_splits(parts, splits, C)
             if E.NORM:
                 factor = tl.rsqrt(square / K + eps)
-            finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, pointers, sizes, C, E)
+            finish(sums, factor, to, start, stop, m, tile, tiles, blocks_arrived, call, C, E)
 
 
-@kernel(do_not_specialize=("M", "heads_q", "heads_kv", "angles", "num_blocks", "table_width"))
+@kernel(do_not_specialize=("sizes",))
 def end_kernel(
-    sums, y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, x_scale,
-    next_norm_weight, scaled, squares, next_factor, sums_stride,
-    M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width,
-    k_block, k_token, k_head, v_block, v_token, v_head, next_eps,
-    BLOCK_M: tl.constexpr, BLOCK_P: tl.constexpr, E: tl.constexpr,
+    pointers, sums_stride, places, strides, cache_strides, sizes, BLOCK_M: tl.constexpr,
+    BLOCK_P: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The end alone, behind the library's product. Grid: (blocks of places * blocks of rows,).
+    """Apply the epilogue after the library's product. Grid: (blocks of places * blocks of rows,).
 
-    ``places`` is specialised: only if it is known to be a multiple of 16 are 16 bytes loaded and stored at a
-    time, since their eight elements must share a mask.
+    The kernel is specialized on ``places``: 16 bytes are loaded and stored at a time only if it is known to
+    be a multiple of 16, since their eight elements must share a mask.
     """
-    pointers = EndPointers(
-        y, bias, residual, scales, cos, sin, positions, slots, block_table, k_cache, v_cache, x_scale,
-        next_norm_weight, scaled, squares, next_factor,
-    )  # fmt: skip
-    sizes = EndSizes(
-        M, places, y_stride, residual_stride, heads_q, heads_kv, angles, num_blocks, table_width, k_block,
-        k_token, k_head, v_block, v_token, v_head, next_eps,
-    )  # fmt: skip
+    call = EndCall(pointers, places, strides, cache_strides, sizes)
     blocks = tl.cdiv(places, BLOCK_P)
     place = (tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
     m = (tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
-    inside = (place < places) & (m < M)
-    rows = sums + m.to(tl.int64) * sums_stride
-    first = tl.load(rows + row_of(place, 0, sizes, E), mask=inside, other=0.0).to(tl.float32)
+    inside = (place < places) & (m < sizes.M)
+    rows = pointers.x + m.to(tl.int64) * sums_stride
+    first = tl.load(rows + row_of(place, 0, places, E), mask=inside, other=0.0).to(tl.float32)
     factor = 1.0
     if E.X_SCALES:
-        factor = tl.load(x_scale + m, mask=m < M, other=0.0)
+        factor = tl.load(pointers.x_scale + m, mask=m < sizes.M, other=0.0)
     if E.END == PLAIN:
-        store_sums(first, place, places, m, factor, pointers, sizes, E)
+        store_sums(first, place, places, m, factor, call, E)
     else:
-        second = tl.load(rows + row_of(place, 1, sizes, E), mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(rows + row_of(place, 1, places, E), mask=inside, other=0.0).to(tl.float32)
         to = load_destinations(m, pointers, sizes, E)
-        store_pairs(first, second, place, places, m, factor, to, pointers, sizes, E)
+        store_pairs(first, second, place, places, m, factor, to, call, E)

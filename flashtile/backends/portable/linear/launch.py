@@ -1,4 +1,4 @@
-"""From tensors to the products' arguments; prepared once for each signature."""
+"""Launchers of the products, prepared once for each signature of tensors."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import capability
 from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.linear_ends import ProductDepth, ProductPointers
 from flashtile.backends.common.linear_launch import (
-    end_pointers,
-    end_sizes,
+    end_scalars,
     end_variant,
     new_next_norm,
     new_output,
+    product_pointers,
 )
 from flashtile.backends.portable.fp8 import is_native
 from flashtile.backends.portable.linear.config import LinearConfig, halves, needs_end, tiles_of
-from flashtile.backends.portable.linear.kernel import Variant, end_kernel, product_kernel
+from flashtile.backends.portable.linear.kernel import ProductVariant, Shares, end_kernel, product_kernel
 from flashtile.hardware.linear_table import GEMV, LIBRARY
 from flashtile.problems.linear import E4M3, LinearProblem
 from flashtile.reference.linear import before_norm, scaled_weight
 
 END_PLACES, END_ROWS = 128, 8
-"""Of a program of the end behind the library's product."""
+"""Places and rows per program of the epilogue after the library's product."""
 END_UNIT = 8
 
 
 def prepare(problem: LinearProblem, config: LinearConfig) -> Callable[..., Any]:
-    """``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
+    """Return ``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
     return LibraryLaunch(problem) if config.kind == LIBRARY else ProductLaunch(problem, config)
 
 
-def variant_of(problem: LinearProblem, config: LinearConfig) -> Variant:
+def product_variant(problem: LinearProblem, config: LinearConfig) -> ProductVariant:
     dependent = capability(problem.device) >= CAPABILITY
-    return Variant(
+    return ProductVariant(
         DOT=config.kind != GEMV,
         HALVES=halves(problem),
         BLOCK_M=config.BLOCK_M,
@@ -58,17 +59,17 @@ def variant_of(problem: LinearProblem, config: LinearConfig) -> Variant:
 
 
 def unit_of(problem: LinearProblem, config: LinearConfig) -> int:
-    """16 bytes of what a flat product leaves, where they are whole tiles."""
+    """Return the elements in 16 bytes of a flat product's results, if its tiles are multiples of them."""
     fits = config.BLOCK_N // halves(problem) % END_UNIT == 0 and problem.places % END_UNIT == 0
     return END_UNIT if fits and config.kind != GEMV else 1
 
 
 class ProductLaunch:
-    """GEMV or the flat product, in one kernel with its end."""
+    """Launch of GEMV or the flat product, in one kernel with its epilogue."""
 
     def __init__(self, problem: LinearProblem, config: LinearConfig) -> None:
         self._problem, self._config = problem, config
-        self._variant = variant_of(problem, config)
+        self._variant = product_variant(problem, config)
         self._tiles = tiles_of(problem, config)
         row_blocks = triton.cdiv(problem.M, config.BLOCK_M)
         self._blocks = self._tiles * row_blocks
@@ -94,30 +95,34 @@ class ProductLaunch:
             partial = x.new_empty(self._blocks * self._config.splits * self._part, dtype=torch.float32)
         if self._counters:
             arrived = zeroed_counters(x.device, self._counters)
-        pointers = end_pointers(y, given, tuple(caches), following)
         block_scale = given.weight_scale if self._variant.BLOCK_SCALES else None
-        self._kernel(x.device, x, weight, y, given.norm_weight, block_scale, partial, arrived, *pointers[1:])
+        pointers = product_pointers(
+            x, weight, y, given, tuple(caches), following, block_scale, partial, arrived
+        )
+        self._kernel(x.device, *pointers)
         return results
 
     def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
         problem, config = self._problem, self._config
-        scale = given.weight_scale
-        strides = (x.stride(0), weight.stride(0), scale.stride(0) if self._variant.BLOCK_SCALES else 0)
-        scalars = (problem.K, *strides, config.splits, self._tiles, problem.norm_eps)
+        shares = Shares(
+            given.weight_scale.stride(0) if self._variant.BLOCK_SCALES else 0, config.splits, self._tiles
+        )
+        depth = ProductDepth(problem.K, x.stride(0), weight.stride(0))
         options: dict[str, Any] = {"launch_pdl": True} if self._variant.DEPENDENT else {}
         return KeptKernel(
             product_kernel,
             self._blocks * config.splits,
-            (*scalars, *end_sizes(problem, given, caches)),
+            (depth, shares, problem.norm_eps, *end_scalars(problem, given, caches)),
             (self._variant, end_variant(problem)),
             None,
+            pointers=ProductPointers,
             num_warps=config.num_warps,
             **options,
         )
 
 
 class LibraryLaunch:
-    """torch's product, and the end in a kernel behind it."""
+    """Launch of torch's product and, after it, a kernel with the epilogue."""
 
     def __init__(self, problem: LinearProblem) -> None:
         self._problem, self._has_end = problem, needs_end(problem)
@@ -146,8 +151,7 @@ class LibraryLaunch:
             return y
         if self._kernel is None:
             self._kernel = self._prepare(sums, tuple(caches), given)
-        pointers = end_pointers(y, given, tuple(caches))
-        self._kernel(x.device, sums, *pointers)
+        self._kernel(x.device, *product_pointers(sums, None, y, given, tuple(caches)))
         return y
 
     def _prepare(self, sums: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
@@ -156,7 +160,8 @@ class LibraryLaunch:
         return KeptKernel(
             end_kernel,
             programs,
-            (sums.stride(0), *end_sizes(problem, given, caches)),
+            (sums.stride(0), *end_scalars(problem, given, caches)),
             (END_ROWS, END_PLACES, replace(end_variant(problem, norm=False), NEXT_NORM=False)),
             None,
+            pointers=ProductPointers,
         )

@@ -1,23 +1,16 @@
-"""What the kernels with functions take beside what those without take."""
+"""Structures of a kernel's tensors for a user's functions and for a block mask."""
 
 from typing import Any, NamedTuple
 
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
 
 CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
-GRADIENTS = tuple(f"gradient_{i}" for i in range(MAX_CAPTURED))
-LISTS = ("num_blocks", "indices", "full_num_blocks", "full_indices")
 SIZES = tuple(f"size_{i}" for i in range(MAX_SIZES))
-INTEGERS = (
-    "list_batch", "list_heads", *SIZES, "alibi_stride", "num_heads_q", "group_size", "seqlen_q", "seqlen_k",
-    "window_left", "window_right",
-)  # fmt: skip
-"""Arguments whose value must not lead to another compilation."""
 
 
 class Captured(NamedTuple):
-    """Tensors that functions read, contiguous, their gradients in fp32, and the sizes of all their dimensions
-    in turn; from the last size on, numbers of the programs. None and 0 stand for those that there are not."""
+    """Contiguous tensors that functions read, their fp32 gradients, and the sizes of all their dimensions in
+    order. The last sizes hold integer constants of the programs. Unused fields are None and 0."""
 
     tensor_0: Any
     tensor_1: Any
@@ -54,8 +47,8 @@ class Captured(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Of a block mask, for blocks of rows or of keys. ``batch`` and ``heads`` are its own, 1 if all share
-    it."""
+    """Block lists of a block mask, by blocks of rows or of keys. ``batch`` and ``heads`` are the mask's own
+    sizes: 1 if all sequences or heads share it."""
 
     num_blocks: Any
     indices: Any

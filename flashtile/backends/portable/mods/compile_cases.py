@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from flashtile.backends.common.compile_report import CompileCase, architecture
+from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.portable.compile_cases import PLAIN
-from flashtile.backends.portable.config import Config, family_of_capability
-from flashtile.backends.portable.mods import functions, kernels
-from flashtile.backends.portable.mods.arguments import CAPTURED, GRADIENTS, LISTS
+from flashtile.backends.portable.attention import backward_dkdv, backward_dq, forward
+from flashtile.backends.portable.attention.arguments import AttentionVariant
+from flashtile.backends.portable.attention.launch import attention_variant
+from flashtile.backends.portable.compile_cases import PLAIN, STRIDES, signature_of
+from flashtile.backends.portable.config import family_of_capability
+from flashtile.backends.portable.mods.arguments import SIZES, Captured, Lists
 from flashtile.backends.portable.mods.config import of_row
-from flashtile.backends.portable.mods.launch import variants_of
+from flashtile.backends.portable.mods.functions import gradient_function
+from flashtile.backends.portable.mods.launch import with_functions
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
 
@@ -39,8 +42,6 @@ _VARIANTS = {
     "mask_mod": replace(WITH_MODS, mods=replace(_MODS, score_mod="", learned=(), block_size=None)),
     "score_mod": replace(WITH_MODS, window_right=0, mods=Mods(_SCORE, learned=(0,), ranks=(2,))),
 }
-_STRIDES = frozenset(f"{tensor}_stride_{of}" for tensor in "qkv" for of in "bsh")
-_FLOAT_ROWS = ("lse", "neg_lse", "neg_delta")
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
@@ -55,15 +56,19 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         for variant, any_head_dim in _VARIANTS.items():
             problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
             config = of_row(problem, table_family, element_bytes, head_dim)
-            for name, kernel, tile in (
-                ("forward", kernels.forward_kernel, config.forward),
-                ("dkdv", kernels.dkdv_kernel, config.dkdv),
-                ("dq", kernels.dq_kernel, config.dq),
+            for name, kernel, pointers, tile in (
+                ("forward", forward.forward_kernel, forward.ForwardPointers, config.forward),
+                ("dkdv", backward_dkdv.dkdv_kernel, backward_dkdv.DkdvPointers, config.dkdv),
+                ("dq", backward_dq.dq_kernel, backward_dq.DqPointers, config.dq),
             ):
                 yield CompileCase(
                     name=f"{name} {dtype} head_dim {head_dim} {variant}",
                     kernel=kernel,
-                    **_arguments(kernel, dtype, problem, tile, config),
+                    signature=signature_of(
+                        kernel, pointers, dtype, problem, **function_types(problem.mods, name == "dq")
+                    ),
+                    constants={"C": _variant(name, problem, tile, config.precision)},
+                    divisible_by_16=STRIDES,
                     num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
                     spill_budget=max(
@@ -75,7 +80,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 _BUDGETS: dict[tuple[str, str, int, str], int] = {
-    ("hopper", "bf16", 64, "dkdv"): 12,
+    ("hopper", "bf16", 64, "dkdv"): 64,
     ("hopper", "bf16", 64, "dq"): 4,
     ("hopper", "bf16", 128, "dkdv"): 164,
     ("hopper", "fp32", 64, "dkdv"): 16,
@@ -90,26 +95,21 @@ _BUDGETS: dict[tuple[str, str, int, str], int] = {
 """Bytes of spills, the most of Triton 3.6 and 3.7; none of these kernels was timed."""
 
 
-def _arguments(
-    kernel: Any, dtype: str, problem: Problem, tile: KernelConfig, config: Config
-) -> dict[str, Any]:
-    mods = problem.mods
+def _variant(name: str, problem: Problem, tile: KernelConfig, precision: str) -> AttentionVariant:
+    assert problem.mods is not None
+    plain = attention_variant(problem, tile, precision, wide=False, aligned=True)
+    if name == "dq":
+        plain = replace(plain, ADD_GRADIENTS=gradient_function(problem.mods))
+    return with_functions(plain, problem, tile, owns_keys=name == "dkdv")
+
+
+def function_types(mods: Mods | None, gradients: bool = True) -> dict[str, Any]:
+    """Types of the pointers that functions and a block mask add."""
     assert mods is not None
-    constants: dict[str, Any] = {"alibi_slopes": None, "sink": None}
-    constants |= dict.fromkeys(CAPTURED[len(mods.ranks) :])
-    constants |= {name: None for i, name in enumerate(GRADIENTS) if i not in mods.learned}
-    if mods.block_size is None:
-        constants |= dict.fromkeys(LISTS)
-    by_keys = kernel is kernels.dkdv_kernel
-    both = variants_of(problem, tile, config.precision, wide=False, aligned=True, by_keys=by_keys)
-    if kernel is kernels.dq_kernel:
-        add = functions.gradient_function(mods)
-        both = (replace(both[0], ADD_GRADIENTS=add), replace(both[1], ADD_GRADIENTS=add))
-    constants["C"], constants["FULL"] = both
-    types = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), f"*{dtype}")
-    types |= dict.fromkeys((*_FLOAT_ROWS, *GRADIENTS), "*fp32") | dict.fromkeys(LISTS, "*i32")
-    types |= {CAPTURED[i]: "*fp32" if mods.score_mod and i == 0 else "*i32" for i in range(len(mods.ranks))}
-    types |= dict.fromkeys(("softmax_scale", "scale_log2", "softcap"), "fp32")
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
-    return {"signature": signature, "constants": constants, "divisible_by_16": _STRIDES}
+    captured = {f"tensor_{i}": "*i32" for i in range(len(mods.ranks))}
+    if mods.score_mod:
+        captured["tensor_0"] = "*fp32"
+    captured |= {f"gradient_{i}": "*fp32" for i in mods.learned if gradients}
+    captured |= dict.fromkeys(SIZES, "i32")
+    lists = None if mods.block_size is None else types_of(Lists, "*i32", batch="i32", heads="i32")
+    return {"captured": types_of(Captured, None, **captured), "lists": lists}

@@ -1,6 +1,6 @@
-"""Tiles of the kernels with functions: those of the kernels without, with fewer stages and more warps.
+"""Tiles of the kernels with functions: those of the plain kernels, with fewer stages and more warps.
 
-On Hopper they are those that compile without spills, or with few; none was timed.
+On Hopper they are tiles that compile with few spills or none. None was timed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _HOPPER: dict[int, tuple[KernelConfig, KernelConfig, KernelConfig]] = {
     512: (K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
     1024: (K(32, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
-"""Of 16-bit inputs, by padded head_dim: forward, dkdv, dq."""
+"""Configurations for 16-bit inputs, by padded head_dim: forward, dkdv, dq."""
 
 
 def choose(problem: Problem) -> Config:
-    """The configuration of a call with functions."""
+    """Return the configuration of a call with score or mask functions."""
     width = padded(max(problem.head_dim, problem.head_dim_v))
     return of_row(problem, family(problem.device), problem.dtype.itemsize, width)
 
 
 def of_row(problem: Problem, table_family: str, element_bytes: int, width: int) -> Config:
-    """The same of a row of the table. Tiles divide the blocks of a block mask."""
+    """Return the configuration for a row of the table. Tiles divide the blocks of a block mask."""
     assert problem.mods is not None
     plain = row(table_family, element_bytes, width, windowed=True)
     kernels = (plain.forward, plain.dkdv, plain.dq)

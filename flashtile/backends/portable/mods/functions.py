@@ -7,8 +7,8 @@ cache on disk. Python finds the text of a function that has no file in ``linecac
 Gluon kernels call the same functions, which take the layouts of the tiles that they are given. Only a tile
 that a function makes itself would need one, so that for Gluon (``gluon=True``) it makes none.
 
-Numbers that are added or compared are arguments of the kernel (``Mods.numbers``): a window of another length
-needs no other kernel. With ``fixed`` they stand in the text, for a kernel that has no registers to spare.
+Numbers that are added or compared are arguments of the kernel (``Mods.numbers``), so that a window of another
+length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CALLS = {
 _BY_NUMBER = ("div", "floordiv", "mod")
 
 _kept: BoundedCache = BoundedCache(4 * 2**20)
-"""Functions by their text."""
+"""Compiled functions by their source text."""
 
 
 def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
@@ -74,8 +74,8 @@ def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
 
 
 def guards(mods: Mods) -> dict[str, Any]:
-    """What the backward pass has to expect of ``score_mod``, as fields of a variant. A function that stays
-    finite needs no guard, which would cost registers."""
+    """Return the variant's GUARD fields: whether ``score_mod`` or its derivative may be NaN or infinite. A
+    function that stays finite gets no guard, which saves registers."""
     program = mods.score_program
     if program is None:
         return {"GUARD_SCORES": False, "GUARD_FACTORS": False}
@@ -135,7 +135,7 @@ def gradient_function(mods: Mods) -> Any:
 
 
 class _Writer:
-    """The body of a function."""
+    """Writer of a function's body."""
 
     def __init__(self, program: Program, mods: Mods, gluon: bool = False, fixed: bool = False) -> None:
         self.program = program

@@ -41,6 +41,6 @@ def configure_weights(problem: WeightsProblem):
 
 def prepare_weights(problem: WeightsProblem, config):
     """A launch ``(q, k, lse, extras) -> (weights, indices)``, indices None but for the top of each row."""
-    from flashtile.backends.portable.weights.launch import Launch
+    from flashtile.backends.portable.weights.launch import WeightsLaunch
 
-    return Launch(problem, config)
+    return WeightsLaunch(problem, config)

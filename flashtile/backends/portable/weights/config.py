@@ -1,4 +1,4 @@
-"""Tiles of the kernel of attention weights: those of the forward pass, of which none was timed for it."""
+"""Tiles of the attention weights kernel: those of the forward pass. None was timed for this kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashtile.backends.portable.config import Config
 from flashtile.problems.attention import WeightsProblem
 
 KEYS_A_THREAD = 16
-"""Of a tile from which the top of each row is taken: each is a number of 64 bits, which sorting moves."""
+"""Keys per thread in a tile whose rows are sorted for their top weights. Each is a 64-bit number."""
 
 
 @dataclass(frozen=True)

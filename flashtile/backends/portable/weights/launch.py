@@ -10,25 +10,26 @@ from torch import Tensor
 
 from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import padded
-from flashtile.backends.portable.launch import attention_kernel
-from flashtile.backends.portable.mods.launch import Arguments, captured_of, kv_lists_of, q_lists_of
+from flashtile.backends.portable.attention.launch import attention_kernel, optional_pointers
+from flashtile.backends.portable.mods.launch import FunctionPointers, captured_of
 from flashtile.backends.portable.weights.config import WeightsConfig
-from flashtile.backends.portable.weights.kernel import weights_kernel
-from flashtile.backends.portable.weights.modified import modified_weights_kernel
+from flashtile.backends.portable.weights.kernel import WeightsPointers, weights_kernel
 from flashtile.problems.attention import WeightsProblem
 
 
 def constants_of(problem: WeightsProblem) -> dict[str, Any]:
-    """Constants that attention itself does not have."""
-    return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": padded(problem.top) if problem.top else 0}
+    """Constants other than those of attention itself. All blocks take a mask, in one run."""
+    block_top = padded(problem.top) if problem.top else 0
+    return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "HIDES": True}
 
 
-class Launch:
+class WeightsLaunch:
     """``(q, k, lse, extras) -> (weights, indices)`` for tensors of one signature."""
 
     def __init__(self, problem: WeightsProblem, config: WeightsConfig) -> None:
         self._problem, self._config = problem, config
         self._kernel: KeptKernel | None = None
+        self._functions: FunctionPointers | None = None
 
     def __call__(self, q: Tensor, k: Tensor, lse: Tensor, extras: Any) -> tuple[Tensor, Tensor | None]:
         problem, tile = self._problem, self._config.tile
@@ -46,27 +47,22 @@ class Launch:
         if programs == 0 or problem.seqlen_q == 0 or problem.seqlen_k == 0:
             return weights, indices
         lse = lse.contiguous()
-        if problem.mods is not None:
-            tensors = (
-                extras.alibi_slopes, *captured_of(extras), *(q_lists_of if by_keys else kv_lists_of)(extras)
-            )  # fmt: skip
+        kernel = self._kernel
+        if kernel is None:
+            kernel = self._kernel = self._prepare(q, k, extras, programs, by_keys)
+        if self._functions is None:
+            optional = optional_pointers(extras)
         else:
-            tensors = (
-                extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k, extras.alibi_slopes, extras.mask,
-                extras.key_padding_mask, extras.bias, extras.seqused_q,
-            )  # fmt: skip
-        if self._kernel is None:
-            self._kernel = self._prepare(q, k, extras, programs)
-        self._kernel(q.device, q, k, lse, weights, indices, *tensors)
+            captured = captured_of(extras)  # which lives until the launch
+            optional = self._functions(kernel, extras, captured, owns_keys=by_keys)
+        kernel(q.device, q, k, lse, weights, indices, *optional)
         return weights, indices
 
-    def _prepare(self, q: Tensor, k: Tensor, extras: Any, programs: int) -> KeptKernel:
-        problem, tile, precision = self._problem, self._config.tile, self._config.precision
-        more = constants_of(problem)
-        if problem.mods is None:
-            return attention_kernel(
-                weights_kernel, programs, tile, problem, precision, (q, k, k), extras, **more
-            )
-        arguments = Arguments(problem, q, k, k, extras)
-        by_keys = problem.form == "columns"
-        return arguments.kernel(modified_weights_kernel, programs, tile, precision, by_keys, **more)
+    def _prepare(self, q: Tensor, k: Tensor, extras: Any, programs: int, by_keys: bool) -> KeptKernel:
+        problem, config = self._problem, self._config
+        if problem.mods is not None:
+            self._functions = FunctionPointers(problem, extras)
+        return attention_kernel(
+            weights_kernel, WeightsPointers, programs, config.tile, problem, config.precision, (q, k, k),
+            extras, owns_keys=by_keys, **constants_of(problem),
+        )  # fmt: skip

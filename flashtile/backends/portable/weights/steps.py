@@ -1,28 +1,29 @@
-"""Step functions of the kernels of attention weights, with and without functions of the user's."""
+"""Step functions of the kernel of attention weights."""
 
 import triton
 import triton.language as tl
 
 from flashtile.backends.common.tiles import LOG2_E, load_tile
-from flashtile.backends.portable.tiles import cells_of, modify_scores, seen_cells, walked_block
+from flashtile.backends.portable.attention.program import walked_block
+from flashtile.backends.portable.attention.scores import cells_of, modify_scores, seen_cells
 
 
 @triton.jit
 def load_shifts(lse, rows, length):
-    """What the scores of ``rows`` are lowered by, in log2 units: inf where a row sees no key."""
+    """Load the lse of ``rows`` in log2 units, to subtract from scores: inf where a row sees no key."""
     shifts = tl.load(lse + rows, mask=rows < length, other=-float("inf")) * LOG2_E
     return tl.where(shifts == -float("inf"), float("inf"), shifts)
 
 
 @triton.jit
-def probabilities(scores, shifts, cells, len_q, len_k, block, lengths, numbers, mods, C: tl.constexpr):
-    """([BLOCK_M, BLOCK_N] from raw products, which of them are of keys that their row sees)."""
+def probabilities(scores, shifts, cells, sequence, block, call, C: tl.constexpr):
+    """Return (probabilities [BLOCK_M, BLOCK_N] from raw products, which of them belong to visible keys)."""
     if C.HAS_SCORE_MOD:
-        scores, _ = modify_scores(scores, cells, block, lengths, numbers, mods, C)
+        scores, _ = modify_scores(scores, cells, block, call, C)
     else:
-        scores = scores * numbers.scale_log2
-    seen = seen_cells(cells, block, lengths, mods, C) & (scores != -float("inf"))
-    seen = seen & (cells.rows < len_q) & (cells.keys < len_k)
+        scores = scores * call.numbers.scale_log2
+    seen = seen_cells(cells, call, C) & (scores != -float("inf"))
+    seen = seen & (cells.rows < sequence.len_q) & (cells.keys < sequence.len_k)
     return tl.where(seen, tl.exp2(scores - shifts[:, None]), 0.0), seen
 
 
@@ -49,42 +50,45 @@ def join_top(best, p, seen, key_start, C: tl.constexpr):
 
 
 @triton.jit
-def walk_keys(
-    best, q_tile, shifts, k, weights, len_q, first, last, block, lengths, numbers, mods, C: tl.constexpr
-):
+def weigh_keys(
+    best, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
     """Blocks of keys ``first`` to ``last`` (exclusive) for the rows of ``block``: their tiles of weights
     written, or the top of each row.
 
-    ``weights`` is the address of the sequence's first row in what keeps all of them.
+    The last of the inputs is the address of the sequence's first row in what keeps all weights.
     """
+    q_tile, shifts, k, sequence, weights = inputs
     for n in range(first, last):
-        start = walked_block(block, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
+        start = walked_block(listed, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         cells = cells_of(block, block.start + tl.arange(0, C.BLOCK_M), start + tl.arange(0, C.BLOCK_N), False)
-        p, seen = probabilities(scores, shifts, cells, len_q, k.length, block, lengths, numbers, mods, C)
+        p, seen = probabilities(scores, shifts, cells, sequence, block, call, C)
         if C.FORM == "top":
             best = join_top(best, p, seen, start, C)
         else:
             rows = (block.start + tl.arange(0, C.BLOCK_M)).to(tl.int64)[:, None]
             keys = start + tl.arange(0, C.BLOCK_N)[None, :]
-            place = weights + rows * lengths.seqlen_k + keys
-            tl.store(place, p.to(weights.dtype.element_ty), mask=(rows < len_q) & (keys < k.length))
+            place = weights + rows * call.lengths.seqlen_k + keys
+            inside = (rows < sequence.len_q) & (keys < k.length)
+            tl.store(place, p.to(weights.dtype.element_ty), mask=inside)
     return best
 
 
 @triton.jit
-def walk_rows(
-    sums, q, k_tile, lse, len_k, first, last, block, lengths, numbers, mods, C: tl.constexpr
+def sum_rows(
+    sums, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Blocks of rows ``first`` to ``last`` (exclusive) into the sums of the keys of ``block``."""
+    q, k_tile, lse, sequence = inputs
     for m in range(first, last):
-        start = walked_block(block, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
+        start = walked_block(listed, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
         q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
         shifts = load_shifts(lse, start + tl.arange(0, C.BLOCK_M), q.length)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
         cells = cells_of(block, start + tl.arange(0, C.BLOCK_M), block.start + tl.arange(0, C.BLOCK_N), False)
-        p, _ = probabilities(scores, shifts, cells, q.length, len_k, block, lengths, numbers, mods, C)
+        p, _ = probabilities(scores, shifts, cells, sequence, block, call, C)
         sums += tl.sum(p, 0)
     return sums
 

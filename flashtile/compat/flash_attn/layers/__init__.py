@@ -1,1 +1,1 @@
-"""FlashAttention-2's layers, of which there is rotary embedding."""
+"""FlashAttention-2's layers. Only rotary embedding is provided."""

@@ -1,6 +1,6 @@
 """``flash_attn.layers.rotary``: rotary embedding (Su et al. 2021, arXiv:2104.09864) in plain torch.
 
-Within ``flash_attn_with_kvcache`` and ``flashtile.fp8`` it is fused. Here a model rotates before.
+``flash_attn_with_kvcache`` and ``flashtile.fp8`` fuse the rotation. These functions rotate before attention.
 """
 
 from __future__ import annotations
@@ -8,8 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.checks.arguments import check_dense, check_device, check_dtype
-from flashtile.checks.conversions import check_flag
+from flashtile.checks.arguments import (
+    ERRORS,
+    check_dense,
+    check_device,
+    check_dtype,
+    check_int,
+    check_offsets,
+    renamed,
+)
+from flashtile.checks.conversions import as_int, as_offsets, check_flag
+from flashtile.problems.common import MAX_LENGTH
 from flashtile.reference.rotary import turn
 
 __all__ = [
@@ -47,43 +56,44 @@ def apply_rotary_emb(
         TypeError: an argument is of another type.
         ValueError: cos and sin differ in shape, are too wide, or have too few rows for an int offset.
     """
-    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        check_dense(name, tensor)
-        check_dtype(name, tensor)
-        check_device(name, tensor, x)
-    check_flag("interleaved", interleaved)
+    _check_tables(x, cos, sin, interleaved, 4 if cu_seqlens is None else 3)
     check_flag("inplace", inplace)
-    rank = 4 if cu_seqlens is None else 3
-    if x.dim() != rank:
-        raise ValueError(f"x must have {rank} dimensions, got shape {tuple(x.shape)}")
-    for name, numbers in (("cu_seqlens", cu_seqlens), ("seqlen_offsets", seqlen_offsets)):
-        if numbers is not None and not isinstance(numbers, int):
-            check_dense(name, numbers)
-            check_dtype(name, numbers, (torch.int32, torch.int64))
-            check_device(name, numbers, x)
-    half = cos.shape[-1] if cos.dim() else 0
-    rows = cos.shape[0] if cos.dim() else 0
-    if cos.dim() != 2 or sin.shape != cos.shape or 2 * half > x.shape[-1]:
-        raise ValueError(
-            f"cos and sin must have shape (positions, rotary_dim / 2), rotary_dim at most {x.shape[-1]}, "
-            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
+    if inplace:
+        _check_writable("x", x)
+    if cos.dim() != 2:
+        raise ValueError(f"cos and sin must have shape (positions, rotary_dim / 2), got {tuple(cos.shape)}")
+    rows, batch = cos.shape[0], x.shape[0]
+    cu_seqlens = as_offsets(cu_seqlens)
+    if cu_seqlens is not None:
+        check_offsets("cu_seqlens", cu_seqlens, x)
+        batch = cu_seqlens.shape[0] - 1
+    if isinstance(seqlen_offsets, Tensor):
+        check_dense("seqlen_offsets", seqlen_offsets)
+        check_dtype("seqlen_offsets", seqlen_offsets, (torch.int32, torch.int64))
+        check_device("seqlen_offsets", seqlen_offsets, x)
+        if tuple(seqlen_offsets.shape) != (batch,):
+            shape = tuple(seqlen_offsets.shape)
+            raise ValueError(f"seqlen_offsets must have shape (batch,) = ({batch},), got {shape}")
+    else:
+        first: int = as_int("seqlen_offsets", seqlen_offsets)
+        check_int("seqlen_offsets", first, 0, MAX_LENGTH)
+        seqlen_offsets = first
     tokens = torch.arange(x.shape[-3], device=x.device)
     if cu_seqlens is not None:
         sequence = torch.bucketize(tokens, cu_seqlens[1:].long(), right=True)
         offsets = seqlen_offsets
-        if isinstance(offsets, Tensor):
-            offsets = offsets[sequence.clamp_max(offsets.shape[0] - 1)]
-        positions = tokens - cu_seqlens.long()[sequence.clamp_max(cu_seqlens.shape[0] - 1)] + offsets
+        if isinstance(offsets, Tensor) and batch:
+            offsets = offsets[sequence.clamp_max(batch - 1)]
+        positions = tokens - cu_seqlens.long()[sequence.clamp_max(batch)] + (offsets if batch else 0)
     elif isinstance(seqlen_offsets, Tensor):
         positions = tokens + seqlen_offsets[:, None]
     else:
-        if not 0 <= seqlen_offsets <= rows - x.shape[-3]:
+        if seqlen_offsets + x.shape[-3] > rows:
             raise ValueError(
                 f"cos and sin must have rows for positions to {seqlen_offsets + x.shape[-3]}, got {rows}"
             )
         positions = tokens + seqlen_offsets
-    # A last row that turns nothing, for positions without a row.
+    # Positions without a row use an appended last row, which rotates by 0.
     positions = torch.where((positions < 0) | (positions > rows), rows, positions)
     cos, sin = torch.cat([cos, torch.ones_like(cos[:1])]), torch.cat([sin, torch.zeros_like(sin[:1])])
     out = turn(x, cos[positions].unsqueeze(-2), sin[positions].unsqueeze(-2), interleaved)
@@ -95,7 +105,34 @@ apply_rotary_emb_func = apply_rotary_emb
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate x (batch, seqlen, heads, head_dim) by cos and sin ([batch,] seqlen, rotary_dim / 2)."""
+    _check_tables(x, cos, sin, interleaved, 4)
+    if tuple(cos.shape[:-1]) not in ((x.shape[1],), (1, x.shape[1]), (x.shape[0], x.shape[1])):
+        raise ValueError(
+            f"cos and sin must have shape ([batch,] seqlen, rotary_dim / 2) for x {tuple(x.shape)}, "
+            f"got {tuple(cos.shape)}"
+        )
     return turn(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
+
+
+def _check_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rank: int) -> None:
+    """Raise unless cos and sin are tables of angles for the heads of x, which has ``rank`` dimensions."""
+    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
+        check_dense(name, tensor)
+        check_dtype(name, tensor)
+        check_device(name, tensor, x)
+    check_flag("interleaved", interleaved)
+    if x.dim() != rank:
+        raise ValueError(f"x must have {rank} dimensions, got shape {tuple(x.shape)}")
+    if cos.dim() < 2 or sin.shape != cos.shape or 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(
+            f"cos and sin must have shape (positions, rotary_dim / 2), rotary_dim at most {x.shape[-1]}, "
+            f"got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
+        raise ValueError(f"{name} must not be a leaf that requires a gradient: it is written in place")
 
 
 def apply_rotary_emb_qkv_(
@@ -112,25 +149,39 @@ def apply_rotary_emb_qkv_(
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 heads_kv, head_dim).
-        cos_k, sin_k: those of the keys where they differ (XPos).
-        num_heads_q: of the second form.
+        cos_k, sin_k: tables of the keys, if they differ (XPos).
+        num_heads_q: number of query heads in the second form of qkv.
 
     Raises:
         ValueError: qkv has another shape, or its heads cannot be told apart.
     """
-    cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
+    check_dense("qkv", qkv)
+    _check_writable("qkv", qkv)
+    queries: int = 0 if num_heads_q is None else as_int("num_heads_q", num_heads_q)
+    names = {"x": "qkv"}
+    if cos_k is None:
+        cos_k = cos
+    else:
+        names["cos"] = "cos_k"
+    if sin_k is None:
+        sin_k = sin
+    else:
+        names["sin"] = "sin_k"
     if qkv.dim() == 5 and qkv.shape[2] == 3:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
-    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
-        heads_kv = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_kv]
+    elif qkv.dim() == 4 and queries in range(qkv.shape[2] - 2, 0, -2):
+        heads_kv = (qkv.shape[2] - queries) // 2
+        q, k = qkv[:, :, :queries], qkv[:, :, queries : queries + heads_kv]
     else:
         raise ValueError(
             "qkv must have shape (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
             f"(batch, seqlen, num_heads_q + 2 heads_kv, head_dim), got {tuple(qkv.shape)} and {num_heads_q}"
         )
-    apply_rotary_emb(q, cos, sin, interleaved, True, seqlen_offsets)
-    apply_rotary_emb(k, cos_k, sin_k, interleaved, True, seqlen_offsets)
+    for part, tables, known_as in ((q, (cos, sin), {"x": "qkv"}), (k, (cos_k, sin_k), names)):
+        try:
+            apply_rotary_emb(part, *tables, interleaved, True, seqlen_offsets)
+        except ERRORS as error:
+            raise renamed(error, known_as) from None
     return qkv
 
 
@@ -138,7 +189,14 @@ def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
     """Rotate the keys within kv (batch, seqlen, 2, heads, head_dim), in place."""
-    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    check_dense("kv", kv)
+    _check_writable("kv", kv)
+    if kv.dim() != 5 or kv.shape[2] != 2:
+        raise ValueError(f"kv must have shape (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}")
+    try:
+        apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    except ERRORS as error:
+        raise renamed(error, {"x": "kv"}) from None
     return kv
 
 
@@ -146,10 +204,10 @@ class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding of packed queries, keys and values, with its tables of cos and sin.
 
     Args:
-        dim: rotary_dim.
-        base: of the geometric series of frequencies.
+        dim: rotary_dim, the number of rotated elements of a head.
+        base: base of the geometric series of frequencies.
         interleaved: as for :func:`apply_rotary_emb`.
-        scale_base: XPos (Sun et al. 2022, arXiv:2212.10554), with 512 for one; None is none.
+        scale_base: scale base of XPos (Sun et al. 2022, arXiv:2212.10554), for example 512; None: no XPos.
     """
 
     def __init__(
@@ -176,7 +234,8 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Tables for positions below ``seqlen``, computed in float32 (whatever the module was cast to)."""
+        """Make tables for positions below ``seqlen``. They are computed in float32, even in a module cast to
+        another dtype."""
         kept = self._cos_cached
         if (
             kept is not None
@@ -206,13 +265,15 @@ class RotaryEmbedding(torch.nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """qkv with its queries and keys rotated in place; with ``kv``, qkv is q: (q, kv).
+        """Rotate queries and keys in place. Return qkv, or (q, kv) if ``kv`` is given.
 
         Args:
-            qkv: as for :func:`apply_rotary_emb_qkv_`; (batch, seqlen, heads, head_dim) beside kv.
+            qkv: as for :func:`apply_rotary_emb_qkv_`; with ``kv``, the queries (batch, seqlen, heads,
+                head_dim).
             kv: (batch, seqlen, 2, heads, head_dim).
             seqlen_offset: int or (batch,), the position of a sequence's first token.
-            max_seqlen: the most positions, needed where ``seqlen_offset`` is a tensor.
+            max_seqlen: number of positions, required if ``seqlen_offset`` is a tensor.
+            num_heads_q: as for :func:`apply_rotary_emb_qkv_`.
         """
         seqlen = qkv.shape[1]
         if max_seqlen is not None:
@@ -221,7 +282,7 @@ class RotaryEmbedding(torch.nn.Module):
             self._update_cos_sin_cache(seqlen + seqlen_offset, qkv.device, qkv.dtype)
         cos, sin = self._cos_cached, self._sin_cached
         if cos is None or sin is None:
-            raise ValueError("max_seqlen must be given where seqlen_offset is a tensor, got None")
+            raise ValueError("max_seqlen must be given if seqlen_offset is a tensor, got None")
         cos_k = cos if self._cos_k_cached is None else self._cos_k_cached
         sin_k = sin if self._sin_k_cached is None else self._sin_k_cached
         if kv is None:

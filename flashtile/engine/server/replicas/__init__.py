@@ -1,1 +1,1 @@
-"""Data parallelism: several servers of the same model in processes of their own, behind one address."""
+"""Data parallelism: several server processes with the same model, behind one address."""

@@ -1,7 +1,7 @@
-"""The address before the replicas: each call goes to one of them, and its answer comes back as it is made.
+"""The front of the replicas: a proxy that passes each call to one of them and streams its answer back.
 
-A call whose replica dies or hangs before anything of the answer was sent is given to another one. A stream
-that has begun ends with an error, as it does where the engine fails.
+If a replica dies or hangs before the first byte of an answer was sent, the call is given to another one. A
+stream that has begun ends with an error, as after a failure of the engine.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ HOP = (
     "connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host", "te",
     "trailer", "upgrade", "proxy-authorization", "proxy-authenticate", "expect", "date", "server",
 )  # fmt: skip
-"""Headers that are between two ends of one connection alone, or that each end writes itself."""
+"""Headers that are not passed on: they apply to one connection, or are written anew."""
 
 HEAD = 2**16
-"""Bytes of a body that its replica is chosen by."""
+"""Bytes at the beginning of a body by which its replica is chosen."""
 KEPT = 2**20
-"""Bytes of a body that are kept until its answer begins, so that another replica can be asked."""
+"""Bytes of a body that are kept until its answer begins, so that the call can be given to another replica."""
 
 ANSWERS_IN = 3.0
-"""Seconds in which a replica answers what takes no time, such as ``/health``."""
+"""Seconds in which a replica must answer quick calls, such as ``/health``."""
 CHECK_EVERY, HANGS_AFTER = 1.0, 3
-"""Seconds between two checks of a replica; one that has not answered so many of them hangs."""
+"""Seconds between two health checks of a replica; failed checks in a row after which it counts as hanging."""
 
 Gone = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
 
@@ -49,14 +49,14 @@ logger = logging.getLogger("flashtile.server")
 
 
 class Incoming:
-    """The body of a call, on its way to a replica: never more of it in memory than ``KEPT``.
+    """The body of a call, streamed to a replica with at most about ``KEPT`` bytes in memory.
 
     Args:
-        request: whose body is read.
-        limits: of its size and time.
+        request: the client's request.
+        limits: limits of the body's size and time.
 
     Attributes:
-        error: why it could not be read to its end.
+        error: why the body could not be read to its end, or None.
     """
 
     def __init__(self, request: web.Request, limits: Limits):
@@ -72,25 +72,25 @@ class Incoming:
 
     @property
     def can_be_sent(self) -> bool:
-        """Whether it is still there from its beginning."""
+        """Whether the body is still available from its beginning."""
         return not self._forgotten and self.error is None
 
     def to_send(self) -> tuple[bytes | AsyncIterator[bytes] | None, dict[str, str]]:
-        """(what a client sends, headers about it)."""
+        """Return (data for an HTTP client to send, headers that describe it)."""
         if self._ended:
             return b"".join(self._kept) or None, {}
         length = self.request.headers.get("Content-Length")
-        is_coded = "Content-Encoding" in self.request.headers  # what is read here is not, and longer
+        is_coded = "Content-Encoding" in self.request.headers  # decoded here, so the length changes
         return self._chunks(), {} if length is None or is_coded else {"Content-Length": length}
 
     async def head(self) -> bytes:
-        """Its first bytes."""
+        """Return the first bytes of the body, at most ``HEAD``."""
         while self._size < HEAD and not self._ended:
             await self._read()
         return b"".join(self._kept)[:HEAD]
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        """All of it; what cannot be read ends it, and is ``error`` then."""
+        """Yield the whole body. A failure to read it is stored in ``error`` and raised."""
         sent = 0
         while True:
             while sent < len(self._kept):
@@ -123,18 +123,20 @@ class Incoming:
             self._kept.append(chunk)
 
     def _too_large(self) -> ApiError:
-        text = f"the body is too large: at most {self.limits.max_body_bytes} bytes are taken"
+        text = f"the body is too large: expected at most {self.limits.max_body_bytes} bytes"
         return ApiError(text, status=413, code="body_too_large")
 
 
 class Front:
-    """Answers with the replicas' answers.
+    """A proxy in front of the replicas.
 
     Args:
-        limits: of connections, bodies, keys and times, which hold here; all others hold in each replica.
+        replicas: the replicas.
+        limits: limits of connections, bodies, keys and times are enforced here; each replica enforces the
+            others.
 
     Attributes:
-        draining: the replicas are being shut down.
+        draining: whether the replicas are being shut down.
     """
 
     def __init__(self, replicas: Sequence[Replica], limits: Limits):
@@ -170,7 +172,7 @@ class Front:
             await asyncio.gather(*checks, return_exceptions=True)
 
     async def _watch(self, replica: Replica) -> None:
-        """Ask whether it is well, again and again: a process may be there and not answer."""
+        """Check a replica's health repeatedly, because a process may hang without ending."""
         unanswered = 0
         while True:
             await asyncio.sleep(CHECK_EVERY)
@@ -194,7 +196,7 @@ class Front:
     async def _get(
         self, url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """(status, body) of what takes a replica no time; one of ``Gone`` if it takes more."""
+        """Make a quick call and return (status, body). Raise one of ``Gone`` after ``ANSWERS_IN`` seconds."""
         assert self._session is not None
         async with self._session.request(
             method, url + path, headers=headers, timeout=aiohttp.ClientTimeout(ANSWERS_IN)
@@ -208,7 +210,7 @@ class Front:
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
         self._check_open()
         if self._in_flight >= self.door.max_calls:
-            text = f"the server answers {self.door.max_calls} calls at a time, try again later"
+            text = f"the server answers at most {self.door.max_calls} calls at a time: try again later"
             raise ApiError(text, status=429, code="rate_limit_exceeded")
         patience = self.limits.body_timeout + self.limits.request_timeout + 2 * SLOW_READER
         assert request.transport is not None
@@ -245,10 +247,10 @@ class Front:
                 replica.in_flight -= 1
 
     async def _ask(self, request: web.Request, body: Incoming, replica: Replica) -> web.StreamResponse:
-        """The replica's answer; one of ``Gone`` if it has died or hangs before anything was sent."""
+        """Pass on a replica's answer. Raise one of ``Gone`` if it dies or hangs before the first byte."""
         assert self._session is not None
         assert replica.url is not None
-        # A target may be of any form; what goes on is its path.
+        # The request target may be a full URL; only its path and query are passed on.
         url = URL(replica.url + request.rel_url.raw_path_qs, encoded=True)
         data, headers = body.to_send()
         with replica.while_it_answers():
@@ -278,10 +280,10 @@ class Front:
             return response
 
     async def _ask_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
-        """The replicas that answer, with their answers.
+        """Make a call of every replica, and return (replica, body) of those that answer.
 
         Raises:
-            ApiError: none answers.
+            ApiError: no replica answers.
         """
         self._check_open()
         up = [replica for replica in self.replicas if replica.is_up]
@@ -334,12 +336,12 @@ class Front:
 
 
 def _kept(headers: Any) -> dict[str, str]:
-    """Those that go on from one connection to the next."""
+    """Return the headers that are passed on from one connection to the other."""
     return {name: value for name, value in headers.items() if name.lower() not in HOP}
 
 
 def joined(texts: Sequence[tuple[int, str]]) -> str:
-    """Prometheus's text of several replicas as one: each sample says which one it is of.
+    """Merge the Prometheus texts of several replicas, with a label ``replica`` on each sample.
 
     Examples:
         >>> print(joined([(0, '# TYPE a counter\\na{b="c"} 1'), (1, '# TYPE a counter\\na{b="c"} 2')]))
@@ -368,13 +370,16 @@ def serve_replicas(
     shutdown_timeout: float,
     on_start: Callable[[int], None],
 ) -> int:
-    """Serve until SIGTERM or SIGINT, which the replicas get, too; a second one hurries them. The exit code: 1
-    if the replicas could not be started, or have all been given up; 2 if their arguments are wrong.
+    """Serve until SIGTERM or SIGINT, which are passed on to the replicas. A second signal aborts their calls.
 
     Args:
-        shutdown_timeout: seconds that replicas take for their calls after the signal; those that do not end
-            soon after are killed.
-        on_start: called with the port when calls are taken.
+        shutdown_timeout: seconds for calls to finish after the signal. Replicas that do not end soon
+            afterwards are killed.
+        on_start: called with the port once calls are accepted.
+
+    Returns:
+        The exit code: 0; 1 if replicas could not be started or all of them have failed for good; 2 if their
+        arguments are wrong.
     """
 
     async def run() -> int:

@@ -1,4 +1,4 @@
-"""A replica: a server in a process of its own, started again when it dies."""
+"""A replica: a server in its own process, which is restarted when it dies."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
-"""Seconds before a replica is started again; twice as long each time that it did not come up."""
+"""Seconds before a replica is restarted, doubled after each failure."""
 MOST_FAILURES = 3
-"""Starts in a row that end before the replica serves; then it is given up."""
+"""A replica is given up after so many starts in a row that end before it serves."""
 BAD_ARGUMENTS = 2
-"""The exit code of a command line that is wrong: it will not be right the next time."""
+"""Exit code of an invalid command line, after which a restart is useless."""
 
 ORPHAN = "FLASHTILE_END_WITH_STDIN"
-"""In the environment of a replica: :func:`end_with_stdin`."""
+"""Environment variable of a replica that enables :func:`end_with_stdin`."""
 
 logger = logging.getLogger("flashtile.server")
 
 
 def end_with_stdin() -> None:
-    """In a replica: SIGTERM when the process that started it is gone, however it ended."""
+    """Make this replica receive SIGTERM when its parent process has ended, for whatever reason."""
     if not os.environ.pop(ORPHAN, None):
         return
 
     descriptor = sys.stdin.fileno()
 
     def watch() -> None:
-        # Not by sys.stdin: Python aborts at its end while a thread waits there.
+        # Do not read sys.stdin: Python aborts at exit while a thread waits for it.
         while os.read(descriptor, 2**16):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -44,21 +44,22 @@ def end_with_stdin() -> None:
 
 
 class Replica:
-    """A process that says where it serves when it does.
+    """A server process, restarted when it dies.
 
     Args:
-        number: for messages.
-        command, environment: of the process. What it writes to stderr comes out of ours.
+        number: number of the replica in messages.
+        command, environment: command line and environment of the process. Its stderr is copied to this
+            process's stderr.
 
     Attributes:
-        url: where it serves; None while it does not.
-        hangs: its process is there and does not answer.
-        in_flight: calls that have been given to it.
-        restarts: how often it was started again.
-        given_up: it did not come up and is not tried any more.
-        exit_code: of the last time that it has ended by itself.
-        said: lines that replicas have written before they served, and which one each: replicas that share it
-            say the same only once.
+        url: address of the server; None while it does not serve.
+        hangs: whether its process runs but does not answer.
+        in_flight: number of calls that it is answering.
+        restarts: how often it was restarted.
+        given_up: whether it failed to start too often and is not restarted any more.
+        exit_code: exit code of its last process.
+        said: maps each line written before a replica served to the replica that wrote it first. Replicas that
+            share this dict print such a line only once.
     """
 
     def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]):
@@ -79,33 +80,33 @@ class Replica:
         return self.url is not None and not self.hangs and not self._stopping.is_set()
 
     def start(self) -> None:
-        """Start it and keep it running."""
+        """Start the process and keep it running."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def wait_until_up(self) -> bool:
-        """Whether it serves; False if it was given up."""
+        """Wait until the replica serves. Return False if it was given up."""
         while self.url is None and not self.given_up:
             self._changed.clear()
             await self._changed.wait()
         return self.url is not None
 
     def signal(self, number: int) -> None:
-        """Send a signal that ends it: it is not started again."""
+        """Send a signal that ends the process. It is not restarted."""
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
-                self._process.send_signal(signal.SIGCONT)  # one that is stopped would never see it
+                self._process.send_signal(signal.SIGCONT)  # a stopped process would not handle the signal
 
     def set_hanging(self, hangs: bool) -> None:
-        """Say whether it answers. Where it does not, :meth:`while_it_answers` ends."""
+        """Set whether the replica hangs. If it does, every :meth:`while_it_answers` is interrupted."""
         self.hangs = hangs
         for interrupt in list(self._interrupts) if hangs else ():
             interrupt()
 
     @contextlib.contextmanager
     def while_it_answers(self) -> Iterator[None]:
-        """Wait for something of it inside: asyncio.TimeoutError if it hangs meanwhile."""
+        """Context in which to await the replica. Raises asyncio.TimeoutError if the replica hangs."""
         task, interrupted = asyncio.current_task(), False
         assert task is not None
 
@@ -122,12 +123,12 @@ class Replica:
                 raise
             if sys.version_info >= (3, 11):
                 task.uncancel()
-            raise asyncio.TimeoutError("it has stopped answering") from None
+            raise asyncio.TimeoutError("the replica has stopped answering") from None
         finally:
             self._interrupts.discard(interrupt)
 
     async def wait(self) -> None:
-        """Until it has ended after :meth:`signal`, or was given up."""
+        """Wait until the process has ended after :meth:`signal`, or was given up."""
         if self._task is not None:
             await self._task
 
@@ -138,7 +139,7 @@ class Replica:
             self.exit_code = code = await self._serve_once()
             if self._stopping.is_set():
                 return
-            if code != BAD_ARGUMENTS:  # which it has said itself
+            if code != BAD_ARGUMENTS:  # the process has printed its own message then
                 logger.error("replica %d has ended with code %d", self.number, code)
             if time.monotonic() - begun > LONGEST_PAUSE:
                 pause = FIRST_PAUSE
@@ -152,11 +153,11 @@ class Replica:
             self.restarts += not self._stopping.is_set()
 
     async def _serve_once(self) -> int:
-        """Its exit code."""
+        """Run the process once and return its exit code."""
         self._process = process = await asyncio.create_subprocess_exec(
             *self.command, env={**self.environment, ORPHAN: "1"}, stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, limit=2**20,
-            start_new_session=True,  # a terminal's SIGINT is ours to pass on
+            start_new_session=True,  # keeps the terminal's SIGINT from replicas; the front passes it on
         )  # fmt: skip
         if self._stopping.is_set():
             process.terminate()

@@ -1,4 +1,4 @@
-"""Which replica a call goes to: where its beginning was computed, unless that one has too much to do."""
+"""Routing of calls: to the replica that has computed the same prefix, unless that one is too busy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 PIECE = 256
-"""Bytes of a prompt, as it is written, that are looked up together."""
+"""Prefixes are compared in pieces of so many bytes of the prompt's JSON text."""
 SLACK = 8
-"""Calls that a replica may have more than the idlest one before others take what it has the beginning of."""
+"""A replica with more calls than this above the idlest one gets no calls for the sake of its prefixes."""
 REMEMBERED = 2**16
-"""Beginnings, the most recently used ones."""
+"""Number of remembered prefixes; the least recently used ones are dropped."""
 
 
 class Place(Protocol):
-    """A replica, as far as choosing goes: calls that it answers now, and whether it takes another."""
+    """Interface of a replica to be chosen: calls that it is answering, and whether it accepts another."""
 
     in_flight: int
 
@@ -28,7 +28,7 @@ AnyPlace = TypeVar("AnyPlace", bound=Place)
 
 
 class Routing:
-    """Remembers where the beginnings of prompts went.
+    """Chooses replicas, and remembers which one computed each prefix.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -44,7 +44,7 @@ class Routing:
         self._homes: OrderedDict[bytes, Any] = OrderedDict()
 
     def choose(self, places: Sequence[AnyPlace], prompt: bytes) -> AnyPlace | None:
-        """The replica for a prompt; None if none takes calls."""
+        """Return the replica for a prompt, or None if no replica accepts calls."""
         up = [place for place in places if place.is_up]
         if not up:
             return None
@@ -63,17 +63,17 @@ class Routing:
 
 
 def prompt_of(head: bytes) -> bytes:
-    """What the prompt of a call begins with, from the first bytes of its body, which are not parsed.
+    """Return the beginning of the prompt of a call, from the first bytes of its body, which are not parsed.
 
-    A client writes the same prompt in the same way each time. Where a body begins otherwise than clients
-    write it, only the choice of a replica is worse.
+    A client writes the same prompt in the same way each time. For a body in an unusual form, only the choice
+    of a replica is worse.
     """
     starts = [start for name in (b'"messages"', b'"prompt"') if (start := head.find(name)) >= 0]
     return head[min(starts) :] if starts else b""
 
 
 def _beginnings(prompt: bytes) -> list[bytes]:
-    """A hash of each of the prompt's beginnings of whole pieces, the shortest first."""
+    """Return a hash of each prefix of whole pieces, the shortest first."""
     found, state = [], hashlib.blake2b(digest_size=16)
     for end in range(PIECE, len(prompt) + 1, PIECE):
         state.update(prompt[end - PIECE : end])

@@ -1,0 +1,198 @@
+"""The gradient of an additive bias: dS as the backward makes it if no two scores share an element of the
+bias. Else it comes from a kernel of its own (``bias_gradient``), which recomputes the probabilities; for
+packed sequences and the like from the portable backend's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import contiguous_strides
+from flashtile.backends.common.tma import View, cells_view, dense_view
+from flashtile.backends.hopper.backward.bias_gradient import BiasSizes, gradient_kernel
+from flashtile.backends.hopper.backward.config import BackwardVariant
+from flashtile.backends.hopper.backward.preprocess import statistics_shape
+from flashtile.backends.hopper.backward.scores import BackwardNumbers
+from flashtile.backends.hopper.backward.zero_hidden import ZeroHidden
+from flashtile.backends.hopper.columns import count_products
+from flashtile.backends.hopper.config import (
+    CONSUMER_REGISTERS,
+    LAUNCH_REGISTERS,
+    PRODUCER_REGISTERS,
+    WARPGROUP_ROWS,
+    padded,
+)
+from flashtile.backends.hopper.launch import num_programs, score_numbers
+from flashtile.backends.hopper.modifiers.launch import own_sizes
+from flashtile.problems.attention import Problem
+from flashtile.problems.common import LOG2_E, UNLIMITED
+
+GRADIENT_STAGES = {64: 5, 128: 3}
+"""By columns of the operands."""
+
+
+@dataclass(frozen=True)
+class BiasGradientVariant:
+    """Everything that the kernel of the bias's gradient is compiled for."""
+
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    SOFTCAP: bool
+    HAS_SCORE_MOD: bool
+    """Scores are more than raw products times a positive scale, as in the backward."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    """Columns of all operands in shared memory."""
+    STAGES: int
+    """Operands of a product, of both its sides, in shared memory."""
+    PRODUCTS: int
+    """Instructions' groups that dO V^T takes."""
+    CONSUMER_REGISTERS: int
+    PRODUCER_REGISTERS: int
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+
+
+def writes_ds(problem: Problem, bias: Tensor) -> bool:
+    """Whether the gradient of the bias is wanted, and is dS: each score has an element of the bias of its
+    own, and no soft-cap makes dS the gradient of something else."""
+    scores = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
+    dense = not (problem.varlen or problem.seqused_k) and own_sizes(bias) == scores
+    return problem.bias_grad and dense and not problem.softcap and problem.seqlen_k % 8 == 0
+
+
+def has_own_gradient(problem: Problem) -> bool:
+    """Whether the kernel of the bias's gradient serves the call; the portable one serves all others."""
+    dense = not (problem.varlen or problem.seqused_k)
+    return dense and padded(problem.head_dim) == padded(problem.head_dim_v) and problem.seqlen_k % 8 == 0
+
+
+class BiasGradient:
+    """``(dbias, dout, q, k, v, statistics, extras)`` for tensors of one signature, once the backward has
+    run."""
+
+    def __init__(self, problem: Problem, variant: BackwardVariant) -> None:
+        self._problem, self._variant = problem, variant
+        self._kernel: KeptKernel | None = None
+        self._zero_hidden: ZeroHidden | None = None
+
+    def allocate(self, bias: Tensor) -> Tensor:
+        """dbias, zero where the backward meets no scores if it writes dS."""
+        dbias = bias.new_empty(bias.shape)
+        variant = self._variant
+        if variant.STORES_DS and (variant.HAS_LEFT or variant.HAS_RIGHT):
+            if self._zero_hidden is None:
+                self._zero_hidden = ZeroHidden(self._problem)
+            self._zero_hidden(dbias)
+        return dbias
+
+    def __call__(
+        self, dbias: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
+    ) -> None:
+        """``statistics`` begins with neg_lse and neg_delta."""
+        problem, variant, bias = self._problem, self._variant, extras.bias
+        if variant.STORES_DS:
+            return
+        heads, rows = statistics_shape(problem)
+        neg_lse, neg_delta = statistics[: 2 * heads * rows].view(2, heads, rows)
+        if has_own_gradient(problem) and own_sizes(bias) == bias.shape:
+            if self._kernel is None:
+                self._kernel = gradient_launch(problem, variant.HAS_SCORE_MOD, q, k, v, bias)
+            self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, bias, dbias)
+            return
+        from flashtile.backends.portable import configure_backward
+        from flashtile.backends.portable.attention.launch import dbias_kernel_of, optional_pointers
+
+        if self._kernel is None:
+            config = configure_backward(problem)
+            self._kernel = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
+        if not variant.HAS_SCORE_MOD:  # its units are those of raw products
+            neg_lse = neg_lse * (problem.softmax_scale * LOG2_E)
+        self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *optional_pointers(extras))
+
+
+def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVariant:
+    """Return the variant of the kernel of the bias's gradient, which runs after this backward."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    columns = padded(problem.head_dim)
+    return BiasGradientVariant(
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        SOFTCAP=problem.softcap > 0,
+        HAS_SCORE_MOD=has_score_mod,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=columns,
+        STAGES=GRADIENT_STAGES[columns],
+        PRODUCTS=count_products.fn(problem.head_dim_v),
+        CONSUMER_REGISTERS=CONSUMER_REGISTERS[2],
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+    )
+
+
+def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor) -> BiasSizes:
+    """The integers of the gradient's kernel."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    batch, heads, rows, keys = bias.shape
+    blocks = math.ceil(rows / variant.BLOCK_M), math.ceil(keys / variant.BLOCK_N)
+    return BiasSizes(
+        num_tiles=batch * heads * blocks[0] * blocks[1],
+        row_blocks=blocks[0],
+        key_blocks=blocks[1],
+        batch=problem.batch,
+        num_heads=problem.num_heads_q,
+        group=problem.group_size,
+        bias_batch=batch,
+        bias_heads=heads,
+        window_left=left,
+        window_right=right,
+        offset=problem.seqlen_k - problem.seqlen_q,
+    )
+
+
+def gradient_views(
+    problem: Problem, variant: BiasGradientVariant, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> dict[str, View]:
+    """Return the view of each tensor that TMA moves, by the parameters of the gradient's kernel."""
+    dtype, columns = problem.dtype, variant.BLOCK_D
+    heads, rows = statistics_shape(problem)
+    statistics = View([heads, rows], [rows, 1], [1, variant.BLOCK_M], torch.float32, swizzled=False)
+    block = WARPGROUP_ROWS, variant.BLOCK_N
+    return {
+        "q_desc": dense_view(q.shape, q.stride(), variant.BLOCK_M, columns, dtype),
+        "k_desc": dense_view(k.shape, k.stride(), variant.BLOCK_N, columns, dtype),
+        "v_desc": dense_view(v.shape, v.stride(), variant.BLOCK_N, columns, dtype),
+        "do_desc": dense_view(
+            problem.out_shape, contiguous_strides(problem.out_shape), variant.BLOCK_M, columns, dtype
+        ),
+        "neg_lse_desc": statistics,
+        "neg_delta_desc": statistics,
+        "bias_desc": cells_view(bias.shape, bias.stride(), *block, dtype),
+        "dbias_desc": cells_view(bias.shape, contiguous_strides(bias.shape), *block, dtype),
+    }
+
+
+def gradient_launch(
+    problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
+) -> KeptKernel:
+    """The kernel of the bias's gradient for tensors of one signature."""
+    variant = gradient_variant_of(problem, has_score_mod)
+    sizes = gradient_sizes(problem, variant, bias)
+    numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
+    lse_scale = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E
+    return KeptKernel(
+        gradient_kernel,
+        num_programs(sizes.num_tiles, q.device),
+        (sizes, numbers, lse_scale),
+        (variant,),
+        None,
+        tuple(gradient_views(problem, variant, q, k, v, bias).values()),
+        maxnreg=LAUNCH_REGISTERS[2],
+    )

@@ -1,0 +1,162 @@
+"""Tiles of an additive bias, from TMA to the scores that they are added to.
+
+A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last of stride 1. TMA brings a tile of it
+for each tile of scores; keys and rows behind the end arrive as zeros. In the forward tiles have shared memory
+of their own. In the backward they lie where dS of the same step will be: a warpgroup reads its part of the
+bias, then writes dS over it. Where each cell of the bias belongs to one score, dS is the bias's gradient, and
+leaves by TMA from there.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from flashtile.backends.hopper.channels import make_channel, make_ring
+from flashtile.backends.hopper.compat import async_load, async_store, reinterpret
+from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS
+from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
+
+SQUARE = gl.constexpr(64)
+"""Rows and columns of a tile in the backward: 128 bytes a row, whichever of the two sequences is rows."""
+
+
+@gluon.jit
+def make_row_tiles(C: gl.constexpr, desc):
+    """The channel of the forward; 0 without a bias."""
+    if C.HAS_BIAS:
+        return make_channel(desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
+    else:
+        return 0
+
+
+@gluon.jit
+def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
+    """Producer of the forward: the tile of block ``n`` of keys for all warpgroups, as use ``i``."""
+    slot = bias.acquire(i)
+    barrier = bias.full.index(slot)
+    mbarrier.expect(barrier, C.WARPGROUPS * desc.block_type.nbytes)
+    sequence, head = min(work.sequence, schedule.bias_batch - 1), min(work.head, schedule.bias_heads - 1)
+    WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    for w in gl.static_range(WARPGROUPS):
+        row = block * C.BLOCK_M + w * WARPGROUP_ROWS
+        tile = bias.tiles.index(slot * C.WARPGROUPS + w)
+        async_load(desc, [sequence, head, row, n * C.BLOCK_N], barrier, tile)
+
+
+@gluon.jit
+def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """Consumer W of the forward: the first WIDTH keys of its part of use ``i``, [64, WIDTH] in 16 bits.
+
+    They are on their way; :func:`release_rows` waits for them.
+    """
+    slot = bias.wait(i)
+    tile = bias.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
+    if WIDTH < C.BLOCK_N:
+        tile = tile.slice(0, WIDTH, dim=1)
+    return tile.load(layout)
+
+
+@gluon.jit
+def release_rows(bias, i, added):
+    """Return the values that :func:`read_rows` has read, and release use ``i``."""
+    added = wait_for_loads(added)
+    bias.release(i)
+    return added
+
+
+@gluon.jit
+def over_ds(C: gl.constexpr, desc, ds):
+    """The channel of the backward: the memory of dS, which has two slots. 0 without a bias."""
+    if C.HAS_BIAS:
+        SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
+        squares = reinterpret(ds, ds.dtype, [SQUARES] + desc.block_type.shape, desc.layout)
+        READERS: gl.constexpr = 3 if C.STORES_DS else 2
+        return make_ring(squares, 2, READERS)
+    else:
+        return 0
+
+
+@gluon.jit
+def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
+    """The tile of the ``c``-th 64 rows and of the keys of warpgroup W, [1, 1, 64 rows, 64 keys].
+
+    It has the bytes of the same 64 keys by 64 rows of dS, which is stored 64 columns of all keys at a time;
+    with STORES_DS of the same 64 rows by 64 keys, 64 keys of all rows at a time.
+    """
+    SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
+    if C.STORES_DS:
+        return bias.tiles.index((slot * 2 + W) * SQUARES + c)
+    else:
+        return bias.tiles.index((slot * SQUARES + c) * 2 + W)
+
+
+@gluon.jit
+def read_square(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot, layout: gl.constexpr):
+    """Read a square of the bias with keys as rows, in registers."""
+    return square_of(C, W, c, bias, slot).reshape([SQUARE, SQUARE]).permute((1, 0)).load(layout)
+
+
+@gluon.jit
+def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
+    """Producer of the backward: the tile of BLOCK_M rows from ``row`` on, as use ``i``."""
+    slot = bias.acquire(i)
+    barrier = bias.full.index(slot)
+    SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
+    mbarrier.expect(barrier, 2 * SQUARES * desc.block_type.nbytes)
+    sequence, head = min(work.sequence, schedule.bias_batch - 1), min(head, schedule.bias_heads - 1)
+    for w in gl.static_range(2):
+        for c in gl.static_range(SQUARES):
+            key = work.place * C.BLOCK_N + w * SQUARE
+            tile = square_of(C, w, c, bias, slot)
+            async_load(desc, [sequence, head, row + c * SQUARE, key], barrier, tile)
+
+
+@gluon.jit
+def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
+    """Consumer W of the backward: its part of use ``i`` with keys as rows, [64, BLOCK_M] in 16 bits."""
+    slot = bias.wait(i)
+    if C.BLOCK_M == SQUARE:
+        return read_square(C, W, 0, bias, slot, layout)
+    else:
+        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SQUARE, 16])
+        left = read_square(C, W, 0, bias, slot, half)
+        right = read_square(C, W, 1, bias, slot, half)
+        both = gl.join(left, right).permute((0, 2, 1)).reshape([SQUARE, 2 * SQUARE])
+        return gl.convert_layout(both, layout, assert_trivial=True)
+
+
+@gluon.jit
+def release_keys(bias, i):
+    """Consumer of the backward: dQ has been made of dS of step ``i``, so that its memory is free."""
+    bias.release(i)
+
+
+@gluon.jit
+def store_ds(C: gl.constexpr, bias, gradient_desc, ds_full, work, head, row, i):
+    """dS of step ``i`` and of BLOCK_M rows from ``row`` on to the bias's gradient, once both consumers have
+    written it. Returns when its memory has been read."""
+    slot = i & 1
+    mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
+    SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
+    for w in gl.static_range(2):
+        for c in gl.static_range(SQUARES):
+            key = work.place * C.BLOCK_N + w * SQUARE
+            tile = square_of(C, w, c, bias, slot)
+            async_store(gradient_desc, [work.sequence, head, row + c * SQUARE, key], tile)
+    tma.store_wait(0)
+    bias.release(i)
+
+
+@gluon.jit
+def in_log2(added):
+    """Convert the values of :func:`read_keys` to log2 units."""
+    return to_fp32(added) * LOG2_E
+
+
+@gluon.jit
+def hide_rows(C: gl.constexpr, p, m, work, layout: gl.constexpr):
+    """P of block ``m``, 0 for rows behind the last of a packed sequence, where the bias may be anything."""
+    if C.VARLEN:
+        rows = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, layout))
+        p = gl.where((rows < work.seqlen_q)[None, :], p, 0.0)
+    return p

@@ -1,0 +1,125 @@
+"""The blocks that a block mask leaves to a tile, in the order in which a Hopper kernel visits them.
+
+The lists are a block mask's own (``flashtile.masks.BlockMask``), read on the device by every partition that
+needs them. An *entry* of a list is TILES_PER_MASK_BLOCK blocks of the kernel next to each other. Partial
+entries, which are under the mask, come first, as blocks at an edge of the mask do in the kernels' pipelines.
+Full ones follow.
+
+The functions on integers are the kernels' own; Python calls them through ``.fn``.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+SEARCHED = gl.constexpr(128)
+"""Entries of a list that are compared at a time."""
+
+
+class BlockList(NamedTuple):
+    """The ``count`` blocks that a tile visits, the first ``masked_count`` of them under a mask."""
+
+    count: Any
+    masked_count: Any
+    partial: Any
+    """Pointer to the list of partial entries, of which there are ``num_partial``."""
+    full: Any
+    """Number of unmasked blocks."""
+    num_partial: Any
+    first_full: Any
+    """Place in its list of the full entry that comes first: the one that the sequence ends in, if any."""
+    num_others: Any
+    """Entries that a list may name: 0 to num_others - 1."""
+    is_empty: Any
+    """Nothing is listed; the one visit is to the block behind the last, which is masked as a whole."""
+
+
+@gluon.jit
+def list_place(lists, sequence, head, own, num_own):
+    """Which list of a block mask is that of ``own`` of ``num_own`` blocks; batch and heads may be shared."""
+    return ((sequence % lists.batch) * lists.heads + head % lists.heads).to(gl.int64) * num_own + own
+
+
+@gluon.jit
+def place_of(listed, count, entry, WARPS: gl.constexpr):
+    """Where ``entry`` stands among the first ``count`` of a list; -1 if it does not."""
+    layout: gl.constexpr = gl.BlockedLayout([SEARCHED // 32], [32], [WARPS], [0])
+    found = count * 0 - 1
+    for first in range(0, count, SEARCHED):
+        places = first + gl.arange(0, SEARCHED, layout=layout)
+        entries = gl.load(listed + places, mask=places < count, other=-1)
+        found = gl.maximum(found, gl.max(gl.where(entries == entry, places, -1), 0))
+    return found
+
+
+@gluon.jit
+def read_lists(lists, place, num_others):
+    """(partial entries, how many, full entries, how many); within the lists whatever they say."""
+    num_partial = min(max(gl.load(lists.num_blocks + place), 0), num_others)
+    num_full = min(max(gl.load(lists.full_num_blocks + place), 0), num_others)
+    return lists.indices + place * num_others, num_partial, lists.full_indices + place * num_others, num_full
+
+
+@gluon.jit
+def listed_keys(C: gl.constexpr, WARPS: gl.constexpr, work, block, lists):
+    """The blocks of keys of a block of query rows, at least one, by a partition of WARPS warps."""
+    ENTRY: gl.constexpr = C.BLOCK_N * C.TILES_PER_MASK_BLOCK
+    num_others = (work.seqlen_k + ENTRY - 1) // ENTRY
+    num_own = (work.seqlen_q + C.MASK_BLOCK - 1) // C.MASK_BLOCK
+    place = list_place(lists, work.sequence, work.head, block * C.BLOCK_M // C.MASK_BLOCK, num_own)
+    partial, num_partial, full, num_full = read_lists(lists, place, num_others)
+    ends_full = num_partial * 0
+    first_full = ends_full
+    if not C.EVEN_N:
+        found = place_of(full, num_full, num_others - 1, WARPS)
+        ends_full = 1 if found >= 0 else 0
+        first_full = max(found, 0)
+    count = max((num_partial + num_full) * C.TILES_PER_MASK_BLOCK, 1)
+    masked = (num_partial + ends_full) * C.TILES_PER_MASK_BLOCK
+    is_empty = num_partial + num_full == 0
+    return BlockList(count, masked, partial, full, num_partial, first_full, num_others, is_empty)
+
+
+@gluon.jit
+def listed_rows(C: gl.constexpr, work, lists):
+    """The blocks of query rows of a block of keys, perhaps none: the same for all query heads of its head."""
+    ENTRY: gl.constexpr = C.BLOCK_M * C.TILES_PER_MASK_BLOCK
+    num_others = (work.seqlen_q + ENTRY - 1) // ENTRY
+    num_own = (work.seqlen_k + C.MASK_BLOCK - 1) // C.MASK_BLOCK
+    own = work.place * C.BLOCK_N // C.MASK_BLOCK
+    place = list_place(lists, work.sequence, work.head * C.GROUP, own, num_own)
+    partial, num_partial, full, num_full = read_lists(lists, place, num_others)
+    count = (num_partial + num_full) * C.TILES_PER_MASK_BLOCK
+    masked = num_partial * C.TILES_PER_MASK_BLOCK
+    if not C.EVEN_N:  # what the sequence ends in takes a mask throughout
+        masked = count if (work.place + 1) * C.BLOCK_N > work.seqlen_k else masked
+    return BlockList(count, masked, partial, full, num_partial, num_partial * 0, num_others, num_partial < 0)
+
+
+@gluon.jit
+def entry_of_visit(listed, i, TILES: gl.constexpr):
+    """(whether its entry is full, the entry's place in its list, the part of it) of the ``i``-th visit.
+
+    The first full entry and the one that the sequence ends in change places.
+    """
+    entry = i // TILES
+    place = entry - listed.num_partial
+    is_full = place >= 0
+    swapped = listed.first_full if place == 0 else (0 if place == listed.first_full else place)
+    return is_full, swapped if is_full else entry, i % TILES
+
+
+@gluon.jit
+def visited_block(C: gl.constexpr, listed, i):
+    """(block, whether its entry is full) of the ``i``-th visit; within the tensor whatever the lists say."""
+    is_full, place, part = entry_of_visit(listed, i, C.TILES_PER_MASK_BLOCK)
+    entry = gl.load((listed.full if is_full else listed.partial) + place)
+    block = min(max(entry, 0), listed.num_others - 1) * C.TILES_PER_MASK_BLOCK + part
+    return listed.num_others * C.TILES_PER_MASK_BLOCK if listed.is_empty else block, is_full
+
+
+@gluon.jit
+def key_block(C: gl.constexpr, listed, n):
+    """:func:`visited_block` of the forward, whose blocks of keys are numbered downwards."""
+    return visited_block(C, listed, listed.count - 1 - n)

@@ -1,0 +1,164 @@
+"""Dropout on a warpgroup's tile of scores: the numbers of ``flashtile.dropout``, and what they drop.
+
+Of wgmma's accumulator a thread holds rows r and r + 8 and columns c, c + 1, c + 8 and c + 9: the eight
+probabilities that share two words. In S^T, where keys are rows, a warp makes the same words for its keys and
+exchanges them by transposing matrices of 8 x 8 halves.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+
+DROP = gl.constexpr(
+    "{ .reg .b32 x<4>, a<4>, m<4>; "
+    "prmt.b32 x2, $12, 0, 0x2301; prmt.b32 x3, $14, 0, 0x2301; "
+    "abs.f16x2 a0, $8; abs.f16x2 a1, $10; abs.f16x2 a2, x2; abs.f16x2 a3, x3; "
+    "set.lt.u32.f16x2 m0, a0, $16; set.lt.u32.f16x2 m1, a1, $16; "
+    "set.lt.u32.f16x2 m2, a2, $16; set.lt.u32.f16x2 m3, a3, $16; "
+    "lop3.b32 $0, $4, m0, 0, 0x30; lop3.b32 $1, $5, m1, 0, 0x30; "
+    "lop3.b32 $2, $6, m2, 0, 0x30; lop3.b32 $3, $7, m3, 0, 0x30; }"
+)
+"""Masks of pairs of probabilities in 16 bits, at (row, column) of (0, 0), (8, 0), (0, 8) and (8, 8), of their
+words, one for each, and of a limit. Numbers of 15 bits, with a sign that ``abs`` takes away, are in the order
+of the fp16 numbers with the same bits, so that one instruction compares two; the limit is infinity at most.
+Columns 8 have the bytes of their halves exchanged. 0x30 is a & ~b."""
+DROP_KEYS_FIRST = gl.constexpr(
+    DROP.value.replace("x2, $12", "x2, $10").replace("a1, $10", "a1, x2").replace("a2, x2", "a2, $12")
+)
+"""Masks of a transposed tile, in which rows 8 have the bytes of their halves exchanged."""
+DROP_CONSTRAINTS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 20)
+MADE_TOGETHER = gl.constexpr(32)
+
+
+@gluon.constexpr_function
+def made_asm(count):
+    """A scheduling barrier for the words of ``count`` probabilities of a thread; see ``inline_asm.pin``."""
+    words = [f"${count + 8 * (n // 2) + n % 2 * 2}" for n in range(count // 4)]
+    either = [f"or.b32 all, {words[0]}, {words[1]};", *(f"or.b32 all, all, {word};" for word in words[2:])]
+    outputs = [f"mov.b32 ${n}, 0;" for n in range(count)]
+    head = "{ .reg .pred never; .reg .b32 all; " + " ".join(either)
+    return head + " setp.eq.u32 never, all, 0; @never nanosleep.u32 0; " + " ".join(outputs) + " }"
+
+
+@gluon.constexpr_function
+def made_constraints(count):
+    return ",".join(["=r"] * count + ["r"] * count)
+
+
+class Generator(NamedTuple):
+    """The state from which the words of a warpgroup's tiles are made, for a sequence, a head and rows."""
+
+    key: Any
+    first_query: Any
+    first_key: Any
+    """First key of the tile, combined with the pairs of queries and of keys."""
+    start: Any
+    """The first of the warpgroup's rows: queries in the forward, keys in the backward."""
+    limit: Any
+    """In both halves of a word: numbers of 15 bits below it drop their probability."""
+
+
+@gluon.jit
+def wide_product(word, FACTOR: gl.constexpr):
+    """(upper, lower) 32 bits of a product."""
+    product = word.to(gl.uint64) * FACTOR
+    return (product >> 32).to(gl.uint32), product.to(gl.uint32)
+
+
+@gluon.jit
+def philox(k0, k1, c0, c1):
+    """Philox-4x32-10 of a key and a counter (c0, c1, 0, 0): its first three words, uint32."""
+    c2 = c0 * 0
+    c3 = c0 * 0
+    for _ in gl.static_range(10):
+        high_0, low_0 = wide_product(c0, 0xD2511F53)
+        high_2, low_2 = wide_product(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high_2 ^ c1 ^ k0, low_2, high_0 ^ c3 ^ k1, low_0
+        k0 = (k0 + 0x9E3779B9) & 0xFFFFFFFF
+        k1 = (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c0, c1, c2
+
+
+@gluon.jit
+def generator_of(head_of_batch, start, pointers, schedule):
+    """The :class:`Generator` of a query head, counted through the batch, for rows from ``start`` on."""
+    seed = gl.load(pointers.rng_state)
+    offset = gl.load(pointers.rng_state + 1)
+    low, high = (seed & 0xFFFFFFFF).to(gl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(gl.uint32)
+    counter = (offset & 0xFFFFFFFF).to(gl.uint32)
+    key, first_query, first_key = philox(low, high, head_of_batch.to(gl.uint32), counter)
+    limit = schedule.drop_threshold.to(gl.uint32) * 0x10001
+    return Generator(key, first_query, first_key, start, limit)
+
+
+@gluon.jit
+def two_words(key, word, other):
+    """Philox-2x32-7 of a key and a counter."""
+    for _ in gl.static_range(7):
+        high, low = wide_product(word, 0xD256D193)
+        word, other = high ^ key ^ other, low
+        key = (key + 0x9E3779B9) & 0xFFFFFFFF
+    return word, other
+
+
+@gluon.jit
+def random_bits(
+    generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, FINE: gl.constexpr, s_layout: gl.constexpr
+):
+    """[64, N] uint32, the words of a tile with columns from ``start`` on, a multiple of N, ready for
+    :func:`drop`.
+
+    Each probability computes its words as if they were its own; the compiler sees which are the same.
+    """
+    rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
+    columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
+    # Numbers of pairs and fours have no bits in common with their tile's. So all is combined by exclusive or,
+    # what more words share first. With keys as rows, threads have the roles that they have without.
+    if KEYS_FIRST:
+        pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)
+        four = (rows // 16 * 4).to(gl.uint32) ^ (columns % 8 // 2).to(gl.uint32)
+        pair_start, four_start = start // 2, generator.start // 4
+        second_query, second_key = columns // 8 % 2, rows // 8 % 2
+    else:
+        pair = (rows // 16 * 8 + rows % 8).to(gl.uint32)
+        four = (columns // 16 * 4 + columns % 8 // 2).to(gl.uint32)
+        pair_start, four_start = generator.start // 2, start // 4
+        second_query, second_key = rows // 8 % 2, columns // 8 % 2
+    pair ^= pair_start.to(gl.uint32) ^ generator.first_query
+    four ^= four_start.to(gl.uint32) ^ generator.first_key
+    first, second = two_words(generator.key, pair, four)
+    words = gl.where(second_query == 0, first, second)
+    if FINE:
+        first, second = two_words(generator.key, pair, four ^ 0x80000000)
+        low_bits = gl.where(second_query == 0, first, second)
+        own = gl.where(second_key == 0, 0xFF00FF00, 0x00FF00FF).to(gl.uint32)
+        words = (words & own) | (low_bits & ~own)
+    if KEYS_FIRST:
+        words = gl.inline_asm_elementwise(
+            "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=gl.uint32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
+    return words
+
+
+@gluon.jit
+def schedule_barrier(words):
+    """Words are made before what needs nothing of them: the assembler would put them off until a wait for
+    products is over, under which they are to be made."""
+    gl.inline_asm_elementwise(
+        made_asm(MADE_TOGETHER), made_constraints(MADE_TOGETHER), [words], dtype=gl.uint32, is_pure=False,
+        pack=MADE_TOGETHER,
+    )  # fmt: skip
+
+
+@gluon.jit
+def drop(p, words, generator, KEYS_FIRST: gl.constexpr):
+    """P in 16 bits, [64, N], 0 where dropout drops it."""
+    ASM: gl.constexpr = DROP_KEYS_FIRST if KEYS_FIRST else DROP
+    return gl.inline_asm_elementwise(
+        ASM, DROP_CONSTRAINTS, [p, words, generator.limit],
+        dtype=p.dtype, is_pure=True, pack=8,
+    )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Functions of scores and masks on a warpgroup's tile of scores, where the kernels modify and hide them.
+
+Queries are rows of a tile, as in the forward; the backward has keys as rows (``backward.scores``).
+"""
+
+from collections import namedtuple
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
+
+COLUMNS = gl.constexpr(16)
+"""Keys of a block on which MASK_MOD is called at a time."""
+
+KEEP_SEEN = gl.constexpr(
+    "{ .reg .pred seen; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 seen, bit, 0; "
+    "selp.f32 $0, $1, 0fFF800000, seen; }"
+)
+"""From (score, bits, bit): the score if the bit is set, else -inf. Each test stands next to its choice: the
+compiler would make all tests first and pack their results."""
+
+
+CapturedTensors = namedtuple(  # type: ignore[misc]
+    "CapturedTensors",
+    [f"tensor_{i}" for i in range(MAX_CAPTURED)] + [f"size_{i}" for i in range(MAX_SIZES)],
+)
+"""Tensors that functions read, contiguous, and the sizes of all their dimensions in turn; from the last size
+on, numbers of the programs. Any pointer stands for a tensor that there is not."""
+
+
+class FunctionArguments(NamedTuple):
+    """Arguments of functions in addition to scores, rows and keys."""
+
+    sequence: Any
+    head: Any
+    """The query head."""
+    offset: Any
+    """Where the first row stands among the keys."""
+    captured: Any
+
+
+@gluon.jit
+def function_arguments(work, head, captured):
+    """:class:`FunctionArguments` of a work tile and a query head."""
+    return FunctionArguments(work.sequence, head, work.seqlen_k - work.seqlen_q, captured)
+
+
+@gluon.jit
+def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
+    """SCORE_MOD of scores of block ``n`` of keys, in natural units."""
+    own = rows.modifiers.functions
+    keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
+    queries = rows.positions - own.offset
+    s, _ = C.SCORE_MOD(s, own.sequence, own.head, queries[:, None], keys[None, :], own.captured)
+    return s
+
+
+@gluon.jit
+def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
+    """Return the keys of block ``n`` that MASK_MOD shows, all if it ``is_full``: [rows, COLUMNS] ints.
+
+    Bit a of column c is key a * COLUMNS + c, of ``WIDTH`` keys.
+
+    A loop has the instructions of MASK_MOD once. Written out they would be there for each of a thread's
+    scores and for each consumer, more than the instruction cache holds.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    own, blocks = rows.modifiers.functions, rows.modifiers.blocks
+    queries = gl.convert_layout(rows.positions - own.offset, gl.SliceLayout(1, layout))[:, None]
+    keys = n * C.BLOCK_N + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]
+    bits = gl.full([rows.positions.shape[0], COLUMNS], 0, gl.int32, layout)
+    steps = n * 0 + WIDTH // COLUMNS
+    if C.LISTED:
+        bits = gl.where(is_full, 0 if blocks.is_empty else -1, bits)
+        steps = 0 if is_full or blocks.is_empty else steps
+    # A number of steps that the compiler knew would make it write the loop out.
+    steps = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [steps], gl.int32, True, 1)
+    for a in range(steps):
+        seen = C.MASK_MOD(own.sequence, own.head, queries, keys + a * COLUMNS, own.captured)
+        bits = bits | gl.where(seen, 1 << a, bits * 0)
+    return bits
+
+
+@gluon.jit
+def hide_scores(C: gl.constexpr, s, n, is_full, rows, s_layout: gl.constexpr):
+    """-inf for the keys of block ``n`` that MASK_MOD hides, unless the block is full."""
+    M: gl.constexpr = s.shape[0]
+    N: gl.constexpr = s.shape[1]
+    bits = seen_bits(C, n, is_full, rows, N)
+    s = s.reshape([M, N // COLUMNS, COLUMNS])
+    layout: gl.constexpr = s.type.layout
+    bits = gl.convert_layout(bits, gl.SliceLayout(1, layout))[:, None, :]
+    bit = 1 << gl.arange(0, N // COLUMNS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    s = gl.inline_asm_elementwise(KEEP_SEEN, "=f,f,r,r", [s, bits, bit[None, :, None]], gl.float32, True, 1)
+    return gl.convert_layout(s.reshape([M, N]), s_layout)

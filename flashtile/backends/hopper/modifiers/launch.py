@@ -1,0 +1,80 @@
+"""Launch arguments of both passes for the modifiers of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from flashtile.backends.hopper.modifiers.functions import CapturedTensors
+from flashtile.backends.portable.mods.arguments import Lists
+from flashtile.dropout import is_fine, threshold
+from flashtile.problems.attention import Problem
+from flashtile.problems.masks import Mods
+
+
+def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
+    """Fields of :class:`ModifierFlags`, both passes'. ``fixed`` numbers of functions take no registers, of
+    which a SCORE_MOD never leaves any."""
+    dropout, mods = problem.dropout_p > 0, problem.mods
+    flags = {
+        "HAS_BIAS": problem.bias,
+        "HAS_DROPOUT": dropout,
+        "FINE_DROPOUT": dropout and is_fine(problem.dropout_p),
+    }
+    if mods is None:
+        return flags
+    from flashtile.backends.portable.mods import functions
+
+    mask, listed = functions.mask_function(mods, True, fixed), mods.block_size is not None
+    return {
+        **flags,
+        "HAS_MODS": True,
+        "HAS_CUTS": mask is not None or listed,
+        "SCORE_MOD": functions.score_function(mods, True, fixed=True),
+        "MASK_MOD": mask,
+        "LISTED": listed,
+        **functions.guards(mods),
+    }
+
+
+def modifier_integers(problem: Problem, bias: Tensor | None) -> dict[str, int]:
+    """The fields of both passes' schedules that modifiers read."""
+    integers = {}
+    if problem.dropout_p:
+        integers["drop_threshold"] = threshold(problem.dropout_p)
+    if bias is not None:
+        integers["bias_batch"], integers["bias_heads"], _, _ = own_sizes(bias)
+    return integers
+
+
+def own_sizes(bias: Tensor) -> tuple[int, ...]:
+    """Its shape, 1 for sequences or heads that share it by a stride of 0."""
+    return tuple(size if step else 1 for size, step in zip(bias.shape, bias.stride(), strict=True))
+
+
+def is_shared(problem: Problem, bias: Tensor | None) -> bool:
+    """Whether several sequences have the bias of a head."""
+    return bias is not None and own_sizes(bias)[0] == 1 < problem.batch
+
+
+class FunctionTensors:
+    """(lists, captured) of a signature's calls, as the kernels' pointers have them. ``by_keys``: the lists
+    are those of a block mask's blocks of keys."""
+
+    def __init__(self, mods: Mods, extras: Any, by_keys: bool) -> None:
+        from flashtile.backends.portable.mods.launch import captured_of, kv_lists_of, q_lists_of
+
+        self._captured_of, self._lists_of = captured_of, q_lists_of if by_keys else kv_lists_of
+        self._sizes = mods.kernel_sizes(captured_of(extras))
+        self._listed = None if mods.block_size is None else extras.kv_num_blocks.shape[:2]
+
+    def __call__(self, extras: Any, missing: Tensor, by_address: bool) -> tuple[Any, Any, list]:
+        """The last are the tensors, to be kept until the launch. ``missing`` stands for absent ones."""
+        captured: list[Any] = [missing if t is None else t for t in self._captured_of(extras)]
+        listed: list[Any] = [missing if t is None else t for t in self._lists_of(extras)]
+        tensors = [*captured, *listed]
+        if by_address:
+            captured, listed = ([t.data_ptr() for t in some] for some in (captured, listed))
+        lists = None if self._listed is None else Lists(*listed, *self._listed)
+        return lists, CapturedTensors(*captured, *self._sizes), tensors

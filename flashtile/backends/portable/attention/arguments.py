@@ -1,0 +1,198 @@
+"""Structures that the attention kernels take and their step functions pass on."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from flashtile.problems.attention import Extras
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """Constants of a kernel, passed as one argument. Features that a call does not use cost nothing."""
+
+    VARLEN: bool
+    HAS_LEFT: bool
+    HAS_RIGHT: bool
+    HAS_SOFTCAP: bool
+    HAS_ALIBI: bool
+    HAS_MASK: bool
+    MASK_HAS_ROWS: bool
+    """Whether the mask differs from row to row."""
+    HAS_BIAS: bool
+    BIAS_HAS_ROWS: bool
+    HAS_PADDING: bool
+    HAS_SCORE_MOD: bool
+    """Whether scores are more than raw products times a positive scale."""
+    EVEN_M: bool
+    """Whether all sequences consist of whole blocks of rows."""
+    EVEN_N: bool
+    """Whether all sequences consist of whole blocks of keys."""
+    HEAD_DIM: int
+    HEAD_DIM_V: int
+    BLOCK_D: int
+    """Columns of a tile of q or k: HEAD_DIM padded to a power of two."""
+    BLOCK_DV: int
+    BLOCK_M: int
+    BLOCK_N: int
+    WIDE: bool
+    """Whether offsets within a tile need 64 bits."""
+    WIDE_CELLS: bool
+    """Whether offsets within the mask or bias of one head need 64 bits."""
+    HAS_CHUNK: bool
+    HAS_DROPOUT: bool
+    FINE_DROPOUT: bool
+    """Whether dropout compares 15 random bits with its threshold, instead of 7."""
+    HIDES: bool
+    """Whether any block may hold hidden keys, so that one loop masks all of them."""
+    PRECISION: str
+    """Triton's ``input_precision`` of the matrix products."""
+    SEQUENCES_FIRST: bool = False
+    """Whether programs of one head are consecutive over the batch, which shares that head's bias."""
+    SCORE_MOD: Any = None
+    """``score_mod`` as a ``@triton.jit`` function (``mods.functions``). MASK_MOD is ``mask_mod``;
+    ADD_GRADIENTS adds to the gradients of the tensors that ``score_mod`` reads."""
+    MASK_MOD: Any = None
+    ADD_GRADIENTS: Any = None
+    GUARD_SCORES: bool = False
+    """Whether SCORE_MOD may return NaN for hidden scores; GUARD_FACTORS: whether its derivative may."""
+    GUARD_FACTORS: bool = False
+    OWN: int = 0
+    """Size of a mask block along the side that a program owns (rows or keys); 0 without a block mask."""
+    FULL: Any = None
+    """With a block mask: the variant for its full blocks, which have no MASK_MOD."""
+    PARTS: int = 1
+    """Tiles per mask block along the side that a program loops over."""
+    FORM: str = ""
+    """Form of the attention weights (``WeightsProblem.form``); "" in other kernels."""
+    TOP: int = 0
+    """Number of weights kept per row; BLOCK_TOP is that number padded to a power of two."""
+    BLOCK_TOP: int = 0
+
+
+OPTIONAL = (*Extras._fields, "key_bounds", "captured", "lists")
+"""Optional pointers that all kernels take after their own; None where a call does not use one.
+
+``key_bounds`` [batch, 2] holds the first key that padding leaves each sequence, and the end of its last.
+``captured`` holds the tensors that a user's functions read, ``lists`` the block mask (``mods.arguments``).
+"""
+
+
+def attention_pointers(name: str, own: str) -> Any:
+    """Return a NamedTuple type for a kernel's tensors: its ``own``, then :data:`OPTIONAL`."""
+    return namedtuple(name, (*own.split(), *OPTIONAL))
+
+
+class TokenStrides(NamedTuple):
+    """Strides of q, k or v, in elements. ``batch`` is 0 for packed sequences."""
+
+    batch: Any
+    token: Any
+    head: Any
+
+
+class CellStrides(NamedTuple):
+    """Strides, in elements, of a mask or bias that broadcasts to all scores."""
+
+    batch: Any
+    head: Any
+    row: Any
+    key: Any
+
+
+class PaddingStrides(NamedTuple):
+    """Strides of a padding mask, in elements."""
+
+    batch: Any
+    key: Any
+
+
+class AttentionStrides(NamedTuple):
+    """Strides of the inputs."""
+
+    q: TokenStrides
+    k: TokenStrides
+    v: TokenStrides
+    mask: CellStrides
+    padding: PaddingStrides
+    bias: CellStrides
+
+
+class AttentionLengths(NamedTuple):
+    """Integers of a call. Kernels are not specialized on their values."""
+
+    alibi_stride: Any
+    """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
+    num_heads_q: Any
+    group_size: Any
+    """Query heads per key/value head."""
+    seqlen_q: Any
+    """Length of the longest sequence of queries; ``seqlen_k``: of keys."""
+    seqlen_k: Any
+    total_q: Any
+    total_k: Any
+    window_left: Any
+    window_right: Any
+    attention_chunk: Any
+    """Positions per chunk; 0 without chunks."""
+    drop_threshold: Any
+    """Dropout's threshold: a probability whose 15 random bits are below it is dropped."""
+
+
+class AttentionNumbers(NamedTuple):
+    """Floating-point scalars of a call, applied to scores and probabilities."""
+
+    softmax_scale: Any
+    scale_log2: Any
+    """softmax_scale * log2(e)."""
+    softcap: Any
+    keep_scale: Any
+    """1 / (1 - dropout_p), with dropout_p rounded as the threshold is."""
+
+
+class AttentionCall(NamedTuple):
+    """All arguments of a launch except the constants, as the step functions take them."""
+
+    pointers: Any
+    strides: AttentionStrides
+    lengths: AttentionLengths
+    numbers: AttentionNumbers
+    seed: Any
+    """Seed of dropout's generator, with ``rng_offset``; 0 without dropout."""
+    rng_offset: Any
+
+
+class Sequence(NamedTuple):
+    """A sequence of the batch: its number, its first query and key tokens in memory, and its lengths."""
+
+    b: Any
+    start_q: Any
+    start_k: Any
+    len_q: Any
+    len_k: Any
+
+
+class Block(NamedTuple):
+    """A program's rows or keys: sequence, query head, the first row or key, ``offset`` (row i stands at key
+    i + offset) and the ALiBi slope."""
+
+    b: Any
+    head: Any
+    start: Any
+    offset: Any
+    slope: Any
+
+
+class Cells(NamedTuple):
+    """Where the scores of a tile lie. ``rows`` and ``keys``, positions in their sequence, broadcast against
+    each other to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]. No field may be
+    None: Triton 3.6 cannot return a tuple that holds None."""
+
+    b: Any
+    head: Any
+    rows: Any
+    keys: Any
+    positions: Any
+    """Positions of the rows among the keys."""
+    distance: Any
+    """Key minus the row's own position, in the tile's shape."""

@@ -1,0 +1,164 @@
+"""The gradient of an additive bias, dS = P * (dP - delta), summed over what the bias is broadcast along.
+
+One program owns BLOCK_M by BLOCK_N cells of the bias and walks the sequences, query heads and, if the bias is
+the same for all rows, blocks of rows that share them. It recomputes P and dP, two products more than the
+gradients of q, k and v take, and buys a sum in one order, without atomics and without dS in memory. Its part
+of the bias is loaded once.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.tiles import Matrix, load_tile
+from flashtile.backends.portable.attention.arguments import (
+    AttentionCall,
+    Cells,
+    Sequence,
+    attention_pointers,
+)
+from flashtile.backends.portable.attention.program import (
+    block_at,
+    find_sequence,
+    keys_of,
+    own_row,
+    queries_of,
+    statistics_of,
+    values_of,
+)
+from flashtile.backends.portable.attention.scores import (
+    cells_of,
+    kept_cells,
+    load_cells,
+    load_state,
+    modify_scores,
+    seen_cells,
+)
+from flashtile.backends.portable.tiles import chunk_range
+
+DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delta dbias")
+
+
+class BiasSizes(NamedTuple):
+    """Sequences of the call; sequences, heads and rows of the bias, 1 where it is broadcast."""
+
+    batch: Any
+    bias_batch: Any
+    bias_heads: Any
+    bias_rows: Any
+
+
+@triton.jit
+def is_reached(row_start, key_start, sequence, call, C: tl.constexpr):
+    """Whether any of a block's rows reaches any of its keys."""
+    lengths = call.lengths
+    offset = sequence.len_k - sequence.len_q
+    reached = (row_start < sequence.len_q) & (key_start < sequence.len_k)
+    if C.HAS_RIGHT:
+        reached = reached & (key_start <= row_start + C.BLOCK_M - 1 + offset + lengths.window_right)
+    if C.HAS_LEFT:
+        reached = reached & (key_start + C.BLOCK_N > row_start + offset - lengths.window_left)
+    if C.HAS_CHUNK:
+        chunk_start, chunk_end = chunk_range(
+            row_start + offset, row_start + C.BLOCK_M + offset, lengths.attention_chunk
+        )
+        reached = reached & (key_start < chunk_end) & (key_start + C.BLOCK_N > chunk_start)
+    return reached
+
+
+@triton.jit
+def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call, C: tl.constexpr):
+    """Return dS [BLOCK_M, BLOCK_N] of one head; ``bias`` is a tile."""
+    head_kv = head // call.lengths.group_size
+    block = block_at(row_start, sequence, head, call, C)
+    rows = row_start + tl.arange(0, C.BLOCK_M)
+    keys = key_start + tl.arange(0, C.BLOCK_N)
+    q = queries_of(sequence, head, call)
+    row = own_row(sequence, call, C) + head
+    dout = Matrix(
+        call.pointers.dout + row * C.HEAD_DIM_V, call.lengths.num_heads_q * C.HEAD_DIM_V, sequence.len_q
+    )
+    k, v = keys_of(sequence, head_kv, call), values_of(sequence, head_kv, call)
+    statistics = statistics_of(sequence, head, padded_rows, call, C) + rows
+    q_tile = load_tile(q, row_start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
+    k_tile = load_tile(k, key_start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)
+    v_tile = load_tile(v, key_start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_N, C.WIDE)
+    dout_tile = load_tile(dout, row_start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
+    neg_lse = tl.load(call.pointers.neg_lse + statistics)
+    neg_delta = tl.load(call.pointers.neg_delta + statistics)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+    dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=C.PRECISION)
+    cells = cells_of(block, rows, keys, KEYS_FIRST=False)
+    scores, _ = modify_scores(scores, cells, block, call, C, bias)
+    p = tl.exp2(scores + neg_lse[:, None])
+    p = tl.where(seen_cells(cells, call, C), p, 0.0)
+    if C.HAS_DROPOUT:
+        kept = kept_cells(block, row_start, key_start, call, False, C)
+        dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
+    ds = p * (dp + neg_delta[:, None])
+    if not C.EVEN_N:
+        ds = tl.where((keys < sequence.len_k)[None, :], ds, 0.0)
+    return ds
+
+
+@kernel(do_not_specialize=("pointers", "sizes", "padded_rows", "lengths"))
+def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.constexpr):
+    """Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,). dbias [bias_batch, bias_heads,
+    bias_rows, seqlen_k] contiguous. The others as in the kernel of dQ."""
+    seed, rng_offset = load_state(pointers.rng_state, C)
+    call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
+    BLOCK_N: tl.constexpr = C.BLOCK_N
+    key_blocks = tl.cdiv(lengths.seqlen_k, BLOCK_N)
+    row_blocks = tl.cdiv(sizes.bias_rows, BLOCK_M)
+    pid = tl.program_id(0)
+    key_start = (pid % key_blocks) * BLOCK_N
+    own_block = (pid // key_blocks) % row_blocks
+    own_head = (pid // (key_blocks * row_blocks)) % sizes.bias_heads
+    own_sequence = pid // (key_blocks * row_blocks * sizes.bias_heads)
+    # What the bias has of its own is this program's; what it is broadcast along, all of it.
+    sequences = sizes.batch // sizes.bias_batch
+    heads = lengths.num_heads_q // sizes.bias_heads
+    blocks = 1
+    if not C.BIAS_HAS_ROWS:
+        blocks = tl.cdiv(lengths.seqlen_q, BLOCK_M)
+
+    # One loop over sequences and heads where sequences are alike: of its rounds several are loaded at once.
+    ALIKE: tl.constexpr = not C.VARLEN and pointers.seqused_q is None and pointers.seqused_k is None
+    rounds = heads
+    if ALIKE:
+        rounds = heads * sequences
+        sequences = 1
+
+    ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    keys = key_start + tl.arange(0, BLOCK_N)
+    own_rows = own_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    # All rows that are summed over share this bias, since it is broadcast along them.
+    own = Cells(own_sequence, own_head, own_rows[:, None], keys[None, :], 0, 0)
+    own_bias = load_cells(pointers.bias, strides.bias, own, lengths, C.BIAS_HAS_ROWS, 0.0, C)
+    for i in range(sequences):
+        first = find_sequence(own_sequence + i, call, C)
+        for m in range(blocks):
+            row_start = (own_block + m) * BLOCK_M
+            # A loop without rounds rather than a branch: the accumulator stays where it is.
+            for n in range(tl.where(is_reached(row_start, key_start, first, call, C), rounds, 0)):
+                b = own_sequence + i + n // heads
+                sequence = Sequence(b, first.start_q, first.start_k, first.len_q, first.len_k)
+                ds += bias_gradient(
+                    own_bias, row_start, key_start, sequence, own_head + n % heads, padded_rows, call, C
+                )
+
+    row_stride = lengths.seqlen_k
+    if C.EVEN_N:
+        row_stride = tl.multiple_of(row_stride, 16)
+    first_row = (own_sequence.to(tl.int64) * sizes.bias_heads + own_head) * sizes.bias_rows
+    cells = pointers.dbias + first_row * row_stride + keys
+    dtype: tl.constexpr = pointers.dbias.dtype.element_ty
+    if C.BIAS_HAS_ROWS:
+        inside = (own_rows < sizes.bias_rows)[:, None] & (keys < lengths.seqlen_k)[None, :]
+        places = cells[None, :] + own_rows.to(tl.int64)[:, None] * row_stride
+        tl.store(places, ds.to(dtype), mask=inside)
+    else:
+        tl.store(cells, tl.sum(ds, 0).to(dtype), mask=keys < lengths.seqlen_k)

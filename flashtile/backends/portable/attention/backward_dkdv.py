@@ -1,0 +1,143 @@
+"""dK and dV of FlashAttention-2's backward pass (Dao 2023, arXiv:2307.08691, Algorithm 2) in portable Triton.
+
+One program owns BLOCK_N keys of one key/value head and walks the rows that reach them, of every query head of
+its group (so GQA sums in registers), recomputing probabilities transposed: S^T = K Q^T, P^T = exp(S^T - lse),
+dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q. No atomics: one program sums each
+gradient, in one order.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.tiles import Matrix, load_tile, row_of_token
+from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
+from flashtile.backends.portable.attention.program import (
+    block_at,
+    keys_of,
+    own_keys,
+    own_row,
+    reaching_rows,
+    statistics_of,
+    values_of,
+    walk,
+    walked_block,
+)
+from flashtile.backends.portable.attention.scores import (
+    cells_of,
+    kept_cells,
+    kept_or_zero,
+    load_state,
+    modify_scores,
+    seen_cells,
+)
+from flashtile.backends.portable.tiles import first_token, store_tile
+
+DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta dk dv")
+
+
+@triton.jit
+def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
+    """Load a statistic of the rows from ``start`` on; rows of a block list may lie past the last one."""
+    if listed is None:  # the start is added to the pointer: with Triton 3.6 a sum of rows spills
+        return tl.load(pointer + start + tl.arange(0, C.BLOCK_M))
+    else:
+        rows = start + tl.arange(0, C.BLOCK_M)
+        return tl.load(pointer + rows, mask=rows < length, other=other)
+
+
+@triton.jit
+def dkdv_blocks(
+    state, inputs, first, last, listed, block, call, WINDOWED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Row blocks ``first`` to ``last`` (exclusive) of one query head into dk, dv of the keys of ``block``.
+
+    Of the inputs k and v are tiles; q and dout are matrices in memory, neg_lse and neg_delta the addresses of
+    their first row's. Rows past the end load as zeros that no key reaches, so only the window needs a mask
+    (WINDOWED).
+    """
+    dk, dv = state
+    k, v, q, dout, neg_lse, neg_delta = inputs
+    for m in range(first, last):
+        start = walked_block(listed, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
+        q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
+        neg_lse_rows = load_statistics(neg_lse, start, q.length, -float("inf"), listed, C)
+        scores = tl.dot(k, tl.trans(q_tile), input_precision=C.PRECISION)  # S^T [BLOCK_N, BLOCK_M]
+        if C.HAS_SCORE_MOD or WINDOWED:
+            keys = block.start + tl.arange(0, C.BLOCK_N)
+            rows = start + tl.arange(0, C.BLOCK_M)
+            cells = cells_of(block, rows, keys, KEYS_FIRST=True)
+        if C.HAS_SCORE_MOD:
+            scores, score_grad = modify_scores(scores, cells, block, call, C)
+            p = tl.exp2(scores + neg_lse_rows[None, :])
+        else:
+            p = tl.exp2(scores * call.numbers.scale_log2 + neg_lse_rows[None, :])
+        if WINDOWED:
+            p = tl.where(seen_cells(cells, call, C), p, 0.0)
+        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
+            p = tl.where(neg_lse_rows[None, :] == -float("inf"), 0.0, p)
+        dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
+        kept_p = p
+        if C.HAS_DROPOUT:
+            kept = kept_cells(block, start, block.start, call, True, C)
+            kept_p = kept_or_zero(p, kept, call)
+        kept_p = kept_p.to(dout_tile.dtype)
+        dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
+        # Loaded late: it lies along the columns, so each thread holds many values of it.
+        neg_delta_rows = load_statistics(neg_delta, start, q.length, 0.0, listed, C)
+        dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
+        if C.HAS_DROPOUT:
+            dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
+        ds = p * (dp + neg_delta_rows[None, :])
+        if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
+            ds = ds * score_grad
+        if C.GUARD_FACTORS:  # score_grad need not be finite where a score is hidden
+            ds = tl.where(p == 0.0, 0.0, ds)
+        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_D]
+    return dk, dv
+
+
+@kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
+def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
+    """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
+    contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Keys that are not used are not
+    written. The lists of a block mask are those of blocks of keys."""
+    seed, rng_offset = load_state(pointers.rng_state, C)
+    call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
+    sequence, head_kv, start = own_keys(call, C)
+    if start >= sequence.len_k:
+        return
+    num_heads_q, num_heads_kv = lengths.num_heads_q, lengths.num_heads_q // lengths.group_size
+    q_token = first_token(pointers.q, strides.q, sequence.b, sequence.start_q)
+    k = keys_of(sequence, head_kv, call)
+    v = values_of(sequence, head_kv, call)
+    dout_row = pointers.dout + own_row(sequence, call, C) * C.HEAD_DIM_V
+    key = row_of_token(sequence.b, sequence.start_k, num_heads_kv, lengths.seqlen_k, C.VARLEN) + head_kv
+
+    BLOCK_N: tl.constexpr = C.BLOCK_N  # a shape is made of constants, not of their fields
+    BLOCK_D: tl.constexpr = C.BLOCK_D
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)
+    v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_N, C.WIDE)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    reaching = reaching_rows(start, sequence, call, C)
+    for g in range(lengths.group_size):
+        head = head_kv * lengths.group_size + g
+        block = block_at(start, sequence, head, call, C)
+        q = Matrix(q_token + head.to(tl.int64) * strides.q.head, strides.q.token, sequence.len_q)
+        dout = Matrix(dout_row + head * C.HEAD_DIM_V, num_heads_q * C.HEAD_DIM_V, sequence.len_q)
+        statistics = statistics_of(sequence, head, padded_rows, call, C)
+        inputs = (k_tile, v_tile, q, dout, pointers.neg_lse + statistics, pointers.neg_delta + statistics)
+        dk, dv = walk(dkdv_blocks, (dk, dv), inputs, reaching, block, call, True, C)
+
+    if C.HAS_DROPOUT:
+        dv = dv * numbers.keep_scale
+    store_tile(
+        pointers.dk + key * C.HEAD_DIM, start, sequence.len_k, num_heads_kv * C.HEAD_DIM,
+        dk * numbers.softmax_scale, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D,
+    )  # fmt: skip
+    store_tile(
+        pointers.dv + key * C.HEAD_DIM_V, start, sequence.len_k, num_heads_kv * C.HEAD_DIM_V, dv, C.BLOCK_N,
+        C.HEAD_DIM_V, C.BLOCK_DV,
+    )  # fmt: skip

@@ -1,0 +1,122 @@
+"""FlashAttention-2's forward pass (Dao 2023, arXiv:2307.08691, Algorithm 1) in portable Triton.
+
+One program owns BLOCK_M rows of one query head and walks the keys that they reach in blocks of BLOCK_N:
+blocks at the window's edges or the sequence's end with a mask, the blocks between them without. The
+accumulator stays unscaled until the end and only the log-sum-exp is kept for the backward pass.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.tiles import LN_2, load_tile
+from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
+from flashtile.backends.portable.attention.program import (
+    block_at,
+    keys_of,
+    own_rows,
+    queries_of,
+    reached_keys,
+    values_of,
+    walk,
+    walked_block,
+)
+from flashtile.backends.portable.attention.scores import (
+    cells_of,
+    kept_cells,
+    kept_or_zero,
+    load_state,
+    modify_scores,
+    seen_cells,
+)
+from flashtile.backends.portable.softmax import sink_step, softmax_step
+from flashtile.backends.portable.tiles import result_bases, store_tile
+
+ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse")
+
+
+@triton.jit
+def attend_blocks(
+    state, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Key blocks ``first`` to ``last`` (exclusive) into each row's running accumulator, maximum and sum.
+
+    The inputs are q [BLOCK_M, BLOCK_D], the rows of ``block``, and k and v, matrices in memory.
+    """
+    acc, row_max, row_sum = state
+    q, k, v = inputs
+    PAST_END: tl.constexpr = MASKED and not C.EVEN_N
+    for n in range(first, last):
+        start = walked_block(listed, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
+        k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, PAST_END, C.WIDE)
+        scores = tl.dot(q, tl.trans(k_tile), input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_N]
+        if C.HAS_SCORE_MOD or MASKED:
+            keys = start + tl.arange(0, C.BLOCK_N)
+            rows = block.start + tl.arange(0, C.BLOCK_M)
+            cells = cells_of(block, rows, keys, KEYS_FIRST=False)
+            if C.HAS_SCORE_MOD:
+                scores, _ = modify_scores(scores, cells, block, call, C)
+            if MASKED:
+                seen = seen_cells(cells, call, C)
+                if PAST_END:
+                    seen = seen & (keys < k.length)[None, :]
+                scores = tl.where(seen, scores, -float("inf"))
+        MAY_BE_EMPTY: tl.constexpr = MASKED or C.HAS_BIAS or C.SCORE_MOD is not None
+        p, row_max, alpha = softmax_step(
+            scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, MAY_BE_EMPTY
+        )  # fmt: skip
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if C.HAS_DROPOUT:
+            p = kept_or_zero(p, kept_cells(block, block.start, start, call, False, C), call)
+        v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_DV]
+    return acc, row_max, row_sum
+
+
+@kernel(do_not_specialize=("pointers", "lengths"))
+def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
+    """Grid: (blocks of rows * heads * batch,). q, k, v as given; out and lse contiguous.
+
+    q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V],
+    without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
+    seqused_k [batch], sink [num_heads_q], masks and bias may be None.
+    """
+    seed, rng_offset = load_state(pointers.rng_state, C)
+    call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
+    sequence, head, head_kv, start = own_rows(call, C)
+    if start >= sequence.len_q:
+        return
+    q = queries_of(sequence, head, call)
+    k = keys_of(sequence, head_kv, call)
+    v = values_of(sequence, head_kv, call)
+    block = block_at(start, sequence, head, call, C)
+
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
+    BLOCK_DV: tl.constexpr = C.BLOCK_DV
+    q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    reached = reached_keys(start, sequence, call, C)
+    acc, row_max, row_sum = walk(
+        attend_blocks, (acc, row_max, row_sum), (q_tile, k, v), reached, block, call, False, C
+    )
+
+    if pointers.sink is not None:
+        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, tl.load(pointers.sink + head).to(tl.float32))
+    empty = row_sum == 0.0
+    out_tile = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    if C.HAS_DROPOUT:
+        out_tile = out_tile * numbers.keep_scale
+    lse_rows = tl.where(empty, -float("inf"), row_max * LN_2 + tl.log(tl.where(empty, 1.0, row_sum)))
+    out_base, lse_base = result_bases(
+        pointers.out, pointers.lse, sequence.b, head, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q,
+        lengths.total_q, C.HEAD_DIM_V, C.VARLEN,
+    )  # fmt: skip
+    store_tile(
+        out_base, start, sequence.len_q, lengths.num_heads_q * C.HEAD_DIM_V, out_tile, C.BLOCK_M,
+        C.HEAD_DIM_V, C.BLOCK_DV,
+    )  # fmt: skip
+    rows = tl.arange(0, C.BLOCK_M)
+    tl.store(lse_base + start + rows, lse_rows, mask=start + rows < sequence.len_q)

@@ -1,0 +1,366 @@
+"""Launchers of the attention kernels: conversion of tensors to kernel arguments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.launch import allocator, has_score_mod, outer_stride, padded
+from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
+from flashtile.backends.portable.attention.arguments import (
+    AttentionLengths,
+    AttentionNumbers,
+    AttentionStrides,
+    AttentionVariant,
+    CellStrides,
+    PaddingStrides,
+    TokenStrides,
+)
+from flashtile.backends.portable.attention.backward_dbias import BiasSizes, DbiasPointers, dbias_kernel
+from flashtile.backends.portable.attention.backward_dkdv import DkdvPointers, dkdv_kernel
+from flashtile.backends.portable.attention.backward_dq import DqPointers, dq_kernel
+from flashtile.backends.portable.attention.forward import ForwardPointers, forward_kernel
+from flashtile.backends.portable.config import Config, dbias_tile
+from flashtile.backends.portable.key_bounds import KeyBounds
+from flashtile.backends.portable.mods.functions import gradient_function
+from flashtile.backends.portable.mods.launch import (
+    FunctionPointers,
+    captured_of,
+    with_functions,
+    zero_gradients,
+)
+from flashtile.dropout import is_fine, keep_share, threshold
+from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.common import LOG2_E, UNLIMITED
+
+
+def attention_variant(
+    problem: Problem,
+    config: KernelConfig,
+    precision: str,
+    wide: bool,
+    aligned: bool,
+    cells: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> AttentionVariant:
+    """``wide`` and ``aligned`` describe q, k and v (:func:`attention_kernel`); ``cells`` are mask
+    and bias."""
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if not aligned:
+        # Tiles of k and v that cannot be loaded asynchronously share one address. Where their widths differ,
+        # Triton 3.6 on sm_90 then multiplies by what lies outside it (docs/measured/compilers.md).
+        block_d = block_dv = max(block_d, block_dv)
+    return AttentionVariant(
+        VARLEN=problem.varlen,
+        HAS_LEFT=left != UNLIMITED,
+        HAS_RIGHT=right != UNLIMITED,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_ALIBI=problem.alibi,
+        HAS_MASK=problem.mask,
+        MASK_HAS_ROWS=_has_rows(cells[0]),
+        HAS_BIAS=problem.bias,
+        BIAS_HAS_ROWS=_has_rows(cells[1]),
+        HAS_PADDING=problem.key_padding_mask,
+        HAS_SCORE_MOD=has_score_mod(problem),
+        EVEN_M=not (problem.varlen or problem.seqused_q) and problem.seqlen_q % config.BLOCK_M == 0,
+        EVEN_N=not (problem.varlen or problem.seqused_k) and problem.seqlen_k % config.BLOCK_N == 0,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        WIDE=wide,
+        WIDE_CELLS=any(map(_is_wide, cells)),
+        HAS_CHUNK=problem.attention_chunk > 0,
+        HAS_DROPOUT=problem.dropout_p > 0,
+        FINE_DROPOUT=problem.dropout_p > 0 and is_fine(problem.dropout_p),
+        HIDES=problem.mask
+        or problem.key_padding_mask
+        or problem.attention_chunk > 0
+        or problem.mods is not None,
+        PRECISION=precision,
+        SEQUENCES_FIRST=cells[1] is not None and cells[1].shape[0] == 1 < cells[1].shape[1],
+    )
+
+
+def _strides(tensor: Tensor, packed: bool) -> TokenStrides:
+    return TokenStrides(0 if packed else tensor.stride(0), tensor.stride(-3), tensor.stride(-2))
+
+
+def _cell_strides(cells: Tensor | None) -> CellStrides:
+    """Return the strides of a mask or bias that broadcasts to all scores: 0 along dimensions of size 1."""
+    if cells is None:
+        return CellStrides(0, 0, 0, 0)
+    pairs = zip(cells.shape, cells.stride(), strict=True)
+    return CellStrides(*(stride if size > 1 else 0 for size, stride in pairs))
+
+
+def _has_rows(cells: Tensor | None) -> bool:
+    return cells is not None and cells.shape[2] > 1
+
+
+def _is_wide(cells: Tensor | None) -> bool:
+    """Whether offsets within one head of a mask or bias need 64 bits."""
+    if cells is None:
+        return False
+    _, _, row, key = _cell_strides(cells)
+    return (cells.shape[2] + 128) * row + (cells.shape[3] + 128) * key >= 2**31
+
+
+def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
+    left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
+    return AttentionLengths(
+        alibi_stride=outer_stride(alibi_slopes),
+        num_heads_q=problem.num_heads_q,
+        group_size=problem.group_size,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        total_q=problem.total_q,
+        total_k=problem.total_k,
+        window_left=left,
+        window_right=right,
+        # No position lies after the last key, so longer chunks are equivalent to one of that length.
+        attention_chunk=min(problem.attention_chunk, max(problem.seqlen_k, 1)),
+        drop_threshold=threshold(problem.dropout_p),
+    )
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether Triton loads rows of ``tensor`` asynchronously: 16-byte pointers, strides of 16 elements."""
+    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+
+
+def attention_kernel(
+    kernel: Any,
+    pointers: Any,
+    programs: int,
+    config: KernelConfig,
+    problem: Problem,
+    precision: str,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    extras: Extras,
+    *first: Any,
+    owns_keys: bool = False,
+    **more: Any,
+) -> KeptKernel:
+    """One of the kernels of a call with these tensors.
+
+    Args:
+        pointers: the type of its structure of tensors.
+        inputs: q, k and v.
+        first: its first scalars: the backward pass takes ``padded_rows``.
+        owns_keys: whether its programs own keys, not rows.
+        more: constants that attention itself does not have.
+    """
+    block = max(config.BLOCK_M, config.BLOCK_N)
+    wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
+    aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
+    variant = attention_variant(problem, config, precision, wide, aligned, (extras.mask, extras.bias))
+    variant = replace(variant, **more)
+    if problem.mods is not None:
+        variant = with_functions(variant, problem, config, owns_keys)
+    padding = (0, 0) if extras.key_padding_mask is None else extras.key_padding_mask.stride()
+    q, k, v = (_strides(tensor, problem.varlen) for tensor in inputs)
+    strides = AttentionStrides(
+        q=q,
+        k=k,
+        v=v,
+        mask=_cell_strides(extras.mask),
+        padding=PaddingStrides(*padding),
+        bias=_cell_strides(extras.bias),
+    )
+    lengths = _lengths(problem, extras.alibi_slopes)
+    scale, keep_scale = problem.softmax_scale, 1 / keep_share(problem.dropout_p)
+    numbers = AttentionNumbers(scale, scale * LOG2_E, problem.softcap, keep_scale)
+    scalars = (*first, strides, lengths, numbers)
+    return KeptKernel(kernel, programs, scalars, (variant,), config, pointers=pointers)
+
+
+def dbias_kernel_of(
+    problem: Problem,
+    config: Config,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    extras: Extras,
+    padded_rows: int,
+) -> KeptKernel:
+    """Return the kernel of the bias's gradient; ``inputs`` are q, k and v."""
+    assert extras.bias is not None
+    tile = dbias_tile(config)
+    batch, heads, rows, keys = extras.bias.shape
+    programs = batch * heads * triton.cdiv(rows, tile.BLOCK_M) * triton.cdiv(keys, tile.BLOCK_N)
+    sizes = BiasSizes(problem.batch, batch, heads, rows)
+    return attention_kernel(
+        dbias_kernel, DbiasPointers, programs, tile, problem, config.precision, inputs, extras, sizes,
+        padded_rows,
+    )  # fmt: skip
+
+
+def optional_pointers(extras: Extras, key_bounds: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Return the optional tensors, which come last in each kernel's arguments, without functions."""
+    return (*extras, key_bounds, None, None)
+
+
+class PortableForwardLaunch:
+    """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
+
+    writes_into = True
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        self._problem = problem
+        self._config = config
+        self._out_shape, self._out_dtype = problem.out_shape, problem.out_dtype
+        self._all_written = not (problem.varlen or problem.seqused_q)
+        self._lse_shape = problem.lse_shape
+        self._new_out: Any = None
+        self._key_bounds: Any = None
+        self._functions: FunctionPointers | None = None
+        self._kernel: KeptKernel | None = None
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        extras: Any,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if self._all_written:
+            if out is None:
+                if self._new_out is None:
+                    self._new_out = allocator(q, self._out_shape, self._out_dtype)
+                out = self._new_out(q)
+            if lse is None:
+                lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
+        else:  # tokens that no sequence has or uses are written by no program
+            out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
+            if lse is None:
+                lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
+            else:
+                lse.fill_(-torch.inf)
+        kernel = self._kernel
+        if kernel is None:
+            problem, config = self._problem, self._config.forward
+            programs = triton.cdiv(problem.seqlen_q, config.BLOCK_M) * problem.num_heads_q * problem.batch
+            if out.numel() == 0 or programs == 0:
+                return out, lse
+            kernel = self._kernel = self._prepare(programs, q, k, v, extras)
+        if self._functions is None:
+            bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
+            kernel(q.device, q, k, v, out, lse, *extras, bounds, None, None)
+        else:
+            captured = captured_of(extras)
+            kernel(q.device, q, k, v, out, lse, *self._functions(kernel, extras, captured))
+        return out, lse
+
+    def _prepare(self, programs: int, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> KeptKernel:
+        problem, config = self._problem, self._config
+        if problem.mods is not None:
+            self._functions = FunctionPointers(problem, extras)
+        elif extras.key_padding_mask is not None:
+            self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
+        return attention_kernel(
+            forward_kernel, ForwardPointers, programs, config.forward, problem, config.precision, (q, k, v),
+            extras,
+        )  # fmt: skip
+
+
+class PortableBackwardLaunch:
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature; with
+    functions ``(dq, dk, dv, dsink, *those of captured tensors)``."""
+
+    def __init__(self, problem: Problem, config: Config) -> None:
+        self._problem = problem
+        self._config = config
+        self._padded_rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
+        sequences = 1 if problem.varlen else problem.batch
+        self.statistics_shape = (sequences, problem.num_heads_q, self._padded_rows)
+        self._key_bounds: Any = None
+        self._functions: FunctionPointers | None = None
+        self._dbias: KeptKernel | None = None
+        self.kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
+
+    def __call__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        extras: Any,
+    ) -> tuple[Tensor | None, ...]:
+        problem, sink = self._problem, extras.sink
+        no_rows = problem.batch * problem.seqlen_q == 0
+        no_keys = problem.batch * problem.seqlen_k == 0
+        # No program writes tokens outside all sequences or unused ones, nor results without rows or keys.
+        some_unwritten = problem.varlen or problem.seqused_q or problem.seqused_k or no_rows or no_keys
+        allocate = partial(q.new_zeros if some_unwritten else q.new_empty, dtype=problem.out_dtype)
+        dq, dk, dv = allocate(q.shape), allocate(k.shape), allocate(v.shape)
+        if no_rows or (no_keys and sink is None):
+            dsink = None if sink is None else torch.zeros_like(sink)
+            return dq, dk, dv, dsink, *self._zero_gradients(extras)
+        if self.kernels is None:
+            self.kernels = self.prepare(dlse, q, k, v, extras)
+        preprocess, compute_dkdv, compute_dq = self.kernels
+        neg_lse = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        neg_delta = q.new_empty(*self.statistics_shape, dtype=torch.float32)
+        dsink = preprocess_rows(preprocess, neg_lse, neg_delta, out, dout, lse, dlse, extras)
+        if no_keys:
+            return dq, dk, dv, dsink, *self._zero_gradients(extras)
+        inputs = (q, k, v, dout, neg_lse, neg_delta)
+        functions = self._functions
+        if functions is not None:
+            captured = captured_of(extras)
+            gradients = functions.new_gradients(captured)
+            compute_dkdv(
+                q.device, *inputs, dk, dv, *functions(compute_dkdv, extras, captured, owns_keys=True)
+            )
+            compute_dq(q.device, *inputs, dq, *functions(compute_dq, extras, captured, gradients))
+            return dq, dk, dv, dsink, *functions.cast(gradients, captured)
+        bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
+        others = optional_pointers(extras, bounds)
+        compute_dkdv(q.device, *inputs, dk, dv, *others)
+        compute_dq(q.device, *inputs, dq, *others)
+        dbias, bias = None, extras.bias
+        if problem.bias_grad and bias is not None:
+            if self._dbias is None:
+                self._dbias = dbias_kernel_of(problem, self._config, (q, k, v), extras, self._padded_rows)
+            dbias = bias.new_empty(bias.shape)
+            self._dbias(q.device, *inputs, dbias, *others)
+        return dq, dk, dv, dsink, dbias
+
+    def _zero_gradients(self, extras: Any) -> tuple[Tensor | None, ...]:
+        """Return zero gradients of the bias or of captured tensors, for calls in which no row sees a key."""
+        problem = self._problem
+        if problem.mods is not None:
+            return zero_gradients(problem.mods, extras)
+        wanted = problem.bias_grad and extras.bias is not None
+        return (torch.zeros_like(extras.bias) if wanted else None,)
+
+    def prepare(
+        self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any
+    ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
+        problem, config = self._problem, self._config
+        more: dict[str, Any] = {}
+        if problem.mods is not None:
+            self._functions = FunctionPointers(problem, extras)
+            more["ADD_GRADIENTS"] = gradient_function(problem.mods)
+        elif extras.key_padding_mask is not None:
+            self._key_bounds = KeyBounds(problem, extras.key_padding_mask)
+        preprocess = preprocess_launch(problem, dlse is not None, LOG2_E)
+        common = (problem, config.precision, (q, k, v), extras, self._padded_rows)
+        programs = triton.cdiv(problem.seqlen_k, config.dkdv.BLOCK_N) * problem.num_heads_kv * problem.batch
+        dkdv = attention_kernel(dkdv_kernel, DkdvPointers, programs, config.dkdv, *common, owns_keys=True)
+        programs = triton.cdiv(problem.seqlen_q, config.dq.BLOCK_M) * problem.num_heads_q * problem.batch
+        dq = attention_kernel(dq_kernel, DqPointers, programs, config.dq, *common, **more)
+        return preprocess, dkdv, dq

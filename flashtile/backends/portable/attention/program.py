@@ -1,0 +1,228 @@
+"""A program's own rows or keys, where they lie in memory, and which blocks of the other sequence it visits.
+
+A *row* is a query position and a *key* a key position within one sequence; ``offset = seqlen_k - seqlen_q``
+aligns them at the bottom right: row ``i`` stands at key ``i + offset``.
+"""
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.common.preprocess import statistics_offset
+from flashtile.backends.common.tiles import row_of_token, sequence
+from flashtile.backends.portable.attention.arguments import Block, Sequence
+from flashtile.backends.portable.tiles import (
+    block_range,
+    chunk_range,
+    head_of,
+    load_slope,
+    row_block,
+    sequence_and_head,
+    used_length,
+)
+
+
+@triton.jit
+def find_sequence(b, call, C: tl.constexpr):
+    """Load sequence ``b`` of the batch; ``cu_seqlens`` and ``seqused_k`` are clamped to the tensors."""
+    pointers, lengths = call.pointers, call.lengths
+    start_q, len_q = sequence(pointers.cu_seqlens_q, b, lengths.seqlen_q, lengths.total_q, C.VARLEN)
+    start_k, len_k = sequence(pointers.cu_seqlens_k, b, lengths.seqlen_k, lengths.total_k, C.VARLEN)
+    len_q = used_length(pointers.seqused_q, b, len_q)
+    len_k = used_length(pointers.seqused_k, b, len_k)
+    return Sequence(b, start_q, start_k, len_q, len_k)
+
+
+@triton.jit
+def own_rows(call, C: tl.constexpr):
+    """(sequence, query head, its key/value head, first row) of a program.
+
+    Grid: (blocks of rows * query heads * batch,).
+    """
+    lengths = call.lengths
+    b, head, start = row_block(
+        lengths.seqlen_q, lengths.num_heads_q, C.HAS_RIGHT, C.BLOCK_M, C.SEQUENCES_FIRST
+    )  # fmt: skip
+    head_kv = head // lengths.group_size
+    return find_sequence(b, call, C), head, head_kv, start
+
+
+@triton.jit
+def own_keys(call, C: tl.constexpr):
+    """(sequence, key/value head, first key) of a program.
+
+    Grid: (blocks of keys * key/value heads * batch,).
+    """
+    num_blocks = tl.cdiv(call.lengths.seqlen_k, C.BLOCK_N)
+    num_heads_kv = call.lengths.num_heads_q // call.lengths.group_size
+    pid = tl.program_id(0)
+    start = (pid % num_blocks) * C.BLOCK_N
+    b, head_kv = sequence_and_head(pid // num_blocks, num_blocks, num_heads_kv, C.SEQUENCES_FIRST)
+    return find_sequence(b, call, C), head_kv, start
+
+
+@triton.jit
+def block_at(start, sequence, head, call, C: tl.constexpr):
+    """The rows or keys from ``start`` on, under query head ``head``."""
+    slope = load_slope(call.pointers.alibi_slopes, call.lengths.alibi_stride, sequence.b, head, C.HAS_ALIBI)
+    return Block(sequence.b, head, start, sequence.len_k - sequence.len_q, slope)
+
+
+@triton.jit
+def queries_of(sequence, head, call):
+    """The queries of ``head``, in memory."""
+    return head_of(call.pointers.q, call.strides.q, sequence.b, sequence.start_q, head, sequence.len_q)
+
+
+@triton.jit
+def keys_of(sequence, head_kv, call):
+    return head_of(call.pointers.k, call.strides.k, sequence.b, sequence.start_k, head_kv, sequence.len_k)
+
+
+@triton.jit
+def values_of(sequence, head_kv, call):
+    return head_of(call.pointers.v, call.strides.v, sequence.b, sequence.start_k, head_kv, sequence.len_k)
+
+
+@triton.jit
+def own_row(sequence, call, C: tl.constexpr):
+    """Index of the sequence's first row, for head 0, in contiguous tensors shaped like q."""
+    lengths = call.lengths
+    return row_of_token(sequence.b, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q, C.VARLEN)
+
+
+@triton.jit
+def statistics_of(sequence, head, padded_rows, call, C: tl.constexpr):
+    """Offset of the rows of ``head`` in the statistics that ``common.preprocess`` wrote."""
+    return statistics_offset(
+        sequence.b, head, sequence.start_q, call.lengths.num_heads_q, padded_rows, C.VARLEN
+    )  # fmt: skip
+
+
+@triton.jit
+def within_chunks(first, last, start, end, offset, lengths, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Narrow key blocks ``first`` to ``last`` to those that share a chunk with rows ``start`` to ``end``."""
+    if C.HAS_CHUNK:
+        chunk_start, chunk_end = chunk_range(start + offset, end + offset, lengths.attention_chunk)
+        first = max(first, chunk_start // BLOCK)
+        last = min(last, (chunk_end + BLOCK - 1) // BLOCK)
+    return first, last
+
+
+@triton.jit
+def bounded(first, last, call, b, BLOCK: tl.constexpr):
+    """Narrow key blocks ``first`` to ``last`` to the range with keys that are not padding."""
+    if call.pointers.key_bounds is not None:
+        start = tl.load(call.pointers.key_bounds + 2 * b)
+        end = tl.load(call.pointers.key_bounds + 2 * b + 1)
+        first = max(first, start // BLOCK)
+        last = min(last, (end + BLOCK - 1) // BLOCK)
+    return first, last
+
+
+@triton.jit
+def reached_keys(start, sequence, call, C: tl.constexpr):
+    """Blocks of keys that the rows from ``start`` on reach, as :func:`block_range` numbers them.
+
+    If C.HIDES they are one run, the last, which takes a mask throughout.
+    """
+    lengths = call.lengths
+    offset = sequence.len_k - sequence.len_q
+    first, full_first, full_last, last = block_range(
+        start, min(start + C.BLOCK_M, sequence.len_q), offset, sequence.len_k, lengths.window_left,
+        lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
+    )  # fmt: skip
+    if C.HIDES:
+        first, last = bounded(first, last, call, sequence.b, C.BLOCK_N)
+        first, last = within_chunks(
+            first, last, start, start + C.BLOCK_M, offset, lengths, C.BLOCK_N, C
+        )  # fmt: skip
+        full_last = first
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def reaching_rows(start, sequence, call, C: tl.constexpr):
+    """Blocks of rows that reach the keys from ``start`` on; the last run is as long as it can be.
+
+    Seen from the keys, the window is mirrored: a key reaches window_right rows back and window_left ahead.
+    """
+    lengths = call.lengths
+    offset = sequence.len_k - sequence.len_q
+    end = min(start + C.BLOCK_N, sequence.len_k)
+    first, full_first, full_last, last = block_range(
+        start, end, -offset, sequence.len_q, lengths.window_right, lengths.window_left, C.HAS_RIGHT,
+        C.HAS_LEFT, C.BLOCK_M,
+    )  # fmt: skip
+    if C.HIDES:
+        if C.HAS_CHUNK:
+            chunk_start, chunk_end = chunk_range(start, end, lengths.attention_chunk)
+            first = max(first, (chunk_start - offset) // C.BLOCK_M)
+            last = min(last, (max(chunk_end - offset, 0) + C.BLOCK_M - 1) // C.BLOCK_M)
+        full_last = first
+        if call.pointers.key_bounds is not None:  # a block without a key that takes part has nothing to do
+            own = start // C.BLOCK_N
+            first_keys, last_keys = bounded(own, own + 1, call, sequence.b, C.BLOCK_N)
+            last = first if first_keys >= last_keys else last
+    elif not C.HAS_LEFT:  # rows past the end load as zeros that no key reaches
+        full_last = last
+    return first, full_first, full_last, last
+
+
+@triton.jit
+def listed_blocks(block, call, IS_FULL: tl.constexpr, OWNS_KEYS: tl.constexpr, C: tl.constexpr):
+    """Return (number of blocks to visit, clamped to the list's length; list) for ``block``."""
+    lists, lengths = call.pointers.lists, call.lengths
+    if OWNS_KEYS:
+        num_own = tl.cdiv(lengths.seqlen_k, C.OWN)
+        num_others = tl.cdiv(lengths.seqlen_q, C.BLOCK_M * C.PARTS)
+    else:
+        num_own = tl.cdiv(lengths.seqlen_q, C.OWN)
+        num_others = tl.cdiv(lengths.seqlen_k, C.BLOCK_N * C.PARTS)
+    of_head = ((block.b % lists.batch) * lists.heads + block.head % lists.heads).to(tl.int64)
+    place = of_head * num_own + block.start // C.OWN
+    if IS_FULL:
+        count, listed = tl.load(lists.full_num_blocks + place), lists.full_indices
+    else:
+        count, listed = tl.load(lists.num_blocks + place), lists.indices
+    return min(max(count, 0), num_others) * C.PARTS, listed + place * num_others
+
+
+@triton.jit
+def walked_block(listed, i, length, BLOCK: tl.constexpr, C: tl.constexpr):
+    """Number of the ``i``-th block to visit in the other sequence: ``i`` itself, or taken from a list."""
+    if listed is None:
+        return i
+    else:
+        most = tl.cdiv(length, BLOCK * C.PARTS) - 1
+        return min(max(tl.load(listed + i // C.PARTS), 0), most) * C.PARTS + i % C.PARTS
+
+
+@triton.jit
+def walk(STEP: tl.constexpr, state, inputs, reached, block, call, OWNS_KEYS: tl.constexpr, C: tl.constexpr):
+    """``state`` after ``STEP`` has taken all blocks that ``block`` visits, in runs.
+
+    ``STEP(state, inputs, first, last, listed, block, call, MASKED, C)`` takes blocks ``first`` to ``last``
+    (exclusive) of those that are ``reached``, or of a block mask's list. ``reached`` come in three runs: one
+    edge of the window, blocks within it, the other edge or the end of the sequence. Of a block mask, full
+    blocks come first, with a variant that has no MASK_MOD.
+    """
+    FIRST_EDGE: tl.constexpr = C.HAS_RIGHT if OWNS_KEYS else C.HAS_LEFT
+    LAST_EDGE: tl.constexpr = C.HAS_LEFT if OWNS_KEYS else (C.HAS_RIGHT or not C.EVEN_N)
+    if C.OWN > 0:
+        FULL: tl.constexpr = C.FULL  # which is no constant to Triton 3.6 as a field
+        count, listed = listed_blocks(block, call, True, OWNS_KEYS, C)
+        state = STEP(state, inputs, 0, count, listed, block, call, FIRST_EDGE or LAST_EDGE, FULL)
+        count, listed = listed_blocks(block, call, False, OWNS_KEYS, C)
+        state = STEP(state, inputs, 0, count, listed, block, call, True, C)
+    else:
+        first, full_first, full_last, last = reached
+        for RUN in tl.static_range(3):
+            if (
+                (RUN == 0 and FIRST_EDGE and not C.HIDES)
+                or (RUN == 1 and not C.HIDES)
+                or (RUN == 2 and (LAST_EDGE or C.HIDES))
+            ):
+                begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
+                end = full_first if RUN == 0 else (full_last if RUN == 1 else last)
+                state = STEP(state, inputs, begin, end, None, block, call, RUN != 1, C)
+    return state

@@ -1,0 +1,231 @@
+"""Loads and prefetches of a sequence's keys and values, by its block table or from a dense cache.
+
+A *page* is a block of a paged cache, an *n_block* a tile of BLOCK_N keys of one sequence. Entries of the
+block table are read only for visible keys.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashtile.backends.common.tiles import tile_index
+from flashtile.backends.portable.decode.schedule import sequence_of
+
+
+class Cache(NamedTuple):
+    """One sequence's keys and values of one head. Fields that the call does not use hold a dummy number,
+    since tuples that are carried through a loop must not hold None."""
+
+    k: Any
+    """Pointer to the head in the first page, or in the first row of a dense cache."""
+    v: Any
+    row: Any
+    """The sequence's row of a dense cache."""
+    block_table: Any
+    """Pointer to the sequence's row."""
+    pages: Any
+    """Pages of the first two n_blocks, as :func:`load_pages` returns them."""
+    k_descale: Any
+    """Pointer to the head's factor in the first page."""
+    v_descale: Any
+    num_blocks: Any
+    """Pages, or rows of a dense cache."""
+    fault: Any
+    """int32, 0 if the sequence lies within the cache; its pages are not checked yet."""
+
+
+@triton.jit
+def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """The :class:`Cache` of a work tile whose n_blocks are attended to from ``n`` on. EARLY as for
+    :func:`schedule.load_sequence`."""
+    pointers, strides, outer = call.pointers, call.strides, call.outer
+    b, _ = sequence_of(work.m_block, call.lengths, C)
+    b = b.to(tl.int64)
+    row = b
+    fault = work.sequence.fault
+    if C.HAS_BATCH_IDX:
+        given = tl.load(pointers.cache_batch_idx + b, cache_modifier=".cg" if EARLY else "")
+        row = in_cache(given, call.num_blocks)
+        fault = fault | (given ^ row)
+        row = row.to(tl.int64)
+    block_table = b
+    pages = (b, b)
+    k_descale = b
+    v_descale = b
+    if C.PAGE_SIZE != 0:
+        block_table = pointers.block_table + b * outer.table_stride
+        pages = (
+            load_pages(block_table, n, work.keys, C, EARLY),
+            load_pages(block_table, n + 1, work.keys, C, EARLY),
+        )
+    if C.DESCALE == "block":
+        k_descale = pointers.k_descale + work.head_kv
+        v_descale = pointers.v_descale + work.head_kv
+    head64 = work.head_kv.to(tl.int64)
+    k = pointers.k + head64 * strides.k_stride_h
+    v = pointers.v + head64 * strides.v_stride_h
+    return Cache(k, v, row, block_table, pages, k_descale, v_descale, call.num_blocks, fault)
+
+
+@triton.jit
+def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = False):
+    """Load the pages of n_block ``n``: a scalar if it lies within one page, one number per page if pages
+    divide it, else one number per key.
+
+    Entries of keys that are not visible are not read. EARLY as for :func:`schedule.load_sequence`.
+    """
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    start = n * C.BLOCK_N
+    if PAGE_SIZE % C.BLOCK_N == 0:
+        return tl.load(block_table + start // PAGE_SIZE, mask=start < keys.end, other=0, cache_modifier=CACHE)
+    elif C.BLOCK_N % PAGE_SIZE == 0:
+        columns = n * (C.BLOCK_N // PAGE_SIZE) + tl.arange(0, C.BLOCK_N // PAGE_SIZE)
+        held = columns * PAGE_SIZE < keys.end
+        if C.HAS_LEFT or C.HAS_LEFTPAD:
+            held = held & ((columns + 1) * PAGE_SIZE > keys.first)
+        return tl.load(block_table + columns, mask=held, other=0, cache_modifier=CACHE)
+    else:
+        positions = start + tl.arange(0, C.BLOCK_N)
+        seen = is_seen(positions, keys, C)
+        return tl.load(block_table + positions // PAGE_SIZE, mask=seen, other=0, cache_modifier=CACHE)
+
+
+@triton.jit
+def page_of_keys(page, C: tl.constexpr):
+    """Expand the result of :func:`load_pages` to the page of the n_block, or of each key [BLOCK_N]."""
+    ONE_PAGE: tl.constexpr = C.PAGE_SIZE % C.BLOCK_N == 0
+    if C.PAGE_SIZE != 0:
+        if ONE_PAGE or C.WIDE:
+            page = page.to(tl.int64)
+        if C.BLOCK_N % C.PAGE_SIZE == 0 and not ONE_PAGE:
+            PAGES: tl.constexpr = C.BLOCK_N // C.PAGE_SIZE
+            page = tl.broadcast_to(page[:, None], [PAGES, C.PAGE_SIZE])
+            page = tl.reshape(page, [C.BLOCK_N])
+    return page
+
+
+@triton.jit
+def in_cache(pages, num_blocks):
+    """Clamp pages to the cache. An invalid page is the caller's mistake; the last page is read instead.
+
+    An unsigned comparison also catches negative numbers.
+    """
+    last = (num_blocks - 1).to(tl.uint32, bitcast=True)
+    return tl.minimum(pages.to(tl.uint32, bitcast=True), last).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def find_faults(cache, first, last, keys, C: tl.constexpr):
+    """int32, one number or [BLOCK_N], all 0 if the sequence is in the cache, and with faults_ahead also the
+    pages of its ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
+    """
+    faults = cache.fault
+    if C.faults_ahead:
+        # Tiles of more rows have no registers for more.
+        ROUNDS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
+        BLOCK_N: tl.constexpr = C.BLOCK_N
+        start = first * BLOCK_N
+        if C.HAS_LEFT or C.HAS_LEFTPAD:
+            start = tl.maximum(start, keys.first)
+        end = tl.minimum(last * BLOCK_N, keys.end)
+        column = start // C.PAGE_SIZE
+        end_column = tl.where(start < end, (end + C.PAGE_SIZE - 1) // C.PAGE_SIZE, column)
+        outside = tl.zeros([BLOCK_N], tl.int32)
+        while column < end_column:
+            # Rounds of loads that are on their way together.
+            columns = column + tl.arange(0, ROUNDS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            pages = tl.load(cache.block_table + columns, mask=columns < end_column, other=0)
+            outside |= tl.max((pages != in_cache(pages, cache.num_blocks)).to(tl.int32), 0)
+            column += ROUNDS * BLOCK_N
+        faults = faults | outside
+    return faults
+
+
+@triton.jit
+def is_seen(positions, keys, C: tl.constexpr):
+    """Whether positions are among the keys that at least one row of a work tile sees."""
+    seen = positions < keys.end
+    if C.HAS_LEFT or C.HAS_LEFTPAD:
+        seen = seen & (positions >= keys.first)
+    return seen
+
+
+@triton.jit
+def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
+    """(pointers into k and v, offsets [BLOCK_N] of their rows) of the n_block of keys from ``start`` on."""
+    k = cache.k
+    v = cache.v
+    PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
+    position = tile_index(C.BLOCK_N, C.WIDE)
+    if PAGE_SIZE == 0:
+        k += page * strides.k_stride_b + start.to(tl.int64) * strides.k_stride_s
+        v += page * strides.v_stride_b + start.to(tl.int64) * strides.v_stride_s
+        k_offsets = position * strides.k_stride_s
+        v_offsets = position * strides.v_stride_s
+    elif PAGE_SIZE % C.BLOCK_N == 0:
+        within = (start % PAGE_SIZE).to(tl.int64)
+        k += page * strides.k_stride_b + within * strides.k_stride_s
+        v += page * strides.v_stride_b + within * strides.v_stride_s
+        k_offsets = position * strides.k_stride_s
+        v_offsets = position * strides.v_stride_s
+    else:
+        if C.BLOCK_N % PAGE_SIZE != 0:
+            position += start
+        position = position % PAGE_SIZE
+        k_offsets = page * strides.k_stride_b + position * strides.k_stride_s
+        v_offsets = page * strides.v_stride_b + position * strides.v_stride_s
+    return k, v, k_offsets, v_offsets
+
+
+@triton.jit
+def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows [BLOCK_N, BLOCK_D] of a cache at ``offsets``; zeros where not ``seen``."""
+    columns = tl.arange(0, BLOCK_D)
+    inside = seen[:, None]
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (columns < HEAD_DIM)[None, :]
+    return tl.load(base + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def prefetch_n_block(cache, page, n, keys, strides, C: tl.constexpr):
+    """Ask for the keys and values of n_block ``n``; ``page`` is its row of a dense cache, or as
+    :func:`load_pages` has it."""
+    PER_ELEMENT: tl.constexpr = 2 if C.E4M3_PAIRS else 1
+    start = not_hoisted(n) * C.BLOCK_N
+    seen = is_seen(start + tl.arange(0, C.BLOCK_N), keys, C)
+    if C.PAGE_SIZE != 0:
+        page = page_of_keys(in_cache(not_hoisted(page), cache.num_blocks), C)
+    k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, strides, C)
+    prefetch_rows(k, k_offsets, seen, C.HEAD_DIM // PER_ELEMENT, C.BLOCK_D // PER_ELEMENT)
+    prefetch_rows(v, v_offsets, seen, C.HEAD_DIM_V // PER_ELEMENT, C.BLOCK_DV // PER_ELEMENT)
+
+
+@triton.jit
+def prefetch_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Prefetch the rows of a cache at ``offsets`` to the L2 cache, where ``seen``."""
+    SECTOR: tl.constexpr = 256 // base.dtype.element_ty.primitive_bitwidth
+    SECTORS: tl.constexpr = max(BLOCK_D // SECTOR, 1)
+    columns = tl.arange(0, SECTORS) * SECTOR
+    inside = seen[:, None] & (columns < HEAD_DIM)[None, :]
+    addresses = (base + offsets[:, None] + columns[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred inside;
+        setp.ne.b32 inside, $2, 0;
+        @inside prefetch.global.L2 [$1];
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r", [addresses, inside.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def not_hoisted(number):
+    """int32 as it is, but the compiler moves nothing that is made of it out of a loop, where it would hold
+    registers."""
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
+    )

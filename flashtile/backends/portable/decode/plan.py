@@ -1,0 +1,315 @@
+"""Plan of a call over a cache: operands, grids, variants and tiles of its kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from flashtile.backends.common.device import capability, multiprocessors
+from flashtile.backends.common.launch import largest_divisor, outer_stride, padded
+from flashtile.backends.portable.decode.arguments import DecodeStrides, DecodeVariant, OuterStrides
+from flashtile.backends.portable.decode.combine import CombineVariant
+from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read, operand_bytes
+from flashtile.backends.portable.decode.schedule import DecodeLengths
+from flashtile.problems.common import UNLIMITED
+from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
+
+MAX_SCAN_BLOCK = 1024
+MAX_HEADS_PER_TEAM = 8
+"""With 256 bytes per token, this many heads fill two pages of DRAM."""
+
+COMBINE_TILE = 4096
+"""Elements of partial results that four warps of a combining program load at a time. Its registers must fit
+on a multiprocessor together with two attention programs, since it waits there for their end."""
+LEAST_SPLITS = 8
+"""Fewest splits that a combining program loads at a time: with unequal lengths, some work tiles have many."""
+LEAST_PAIRED_WIDTH = 32
+PREFETCH = 2
+"""n_blocks to prefetch: as many as are in flight, so that prefetched blocks follow without a gap."""
+FEW_N_BLOCKS = 4
+"""n_blocks per multiprocessor up to which one program runs on each, if work tiles are as few. The programs of
+the next call then fit next to them. With more n_blocks, two programs keep more bytes in flight."""
+MAX_BLOCK_N = 256
+LEAST_UNIFIED_N_BLOCKS = 8
+"""n_blocks of the longest sequence: with fewer, the check of a work tile costs more than a unified maximum
+saves."""
+
+
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch (compute capability 9.0 and up)."""
+    return capability(device) >= (9, 0)
+
+
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether the device converts e4m3 in hardware (compute capability 8.9 and up)."""
+    return capability(device) >= (8, 9)
+
+
+def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple[Tensor, Tensor]:
+    """View the caches in the dtype that the kernel is compiled for.
+
+    FP8 is viewed as pairs of elements where rows consist of pairs and products take operands from registers.
+    Tiles with more rows take operands from shared memory, to which converted elements are written anyway.
+    """
+    if k_cache.dtype != FP8:
+        return k_cache, v_cache
+    if config.tile.BLOCK_M == NARROW and has_pairs(k_cache) and has_pairs(v_cache):
+        return k_cache.view(torch.uint16), v_cache.view(torch.uint16)
+    if not converts_e4m3(k_cache.device):
+        return k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    return k_cache, v_cache
+
+
+def has_pairs(cache: Tensor) -> bool:
+    """Whether each row of an FP8 cache is a row of aligned pairs.
+
+    Of its address a signature knows only whether 16 divides it, so the launch must ask for no less.
+    """
+    return not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
+
+
+def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
+    """Return the number of m_blocks of the longest sequence."""
+    return -(-problem.seqlen_q * problem.group_size // config.tile.BLOCK_M)  # triton.cdiv takes 2 us
+
+
+def is_balanced(problem: DecodeProblem, config: DecodeConfig) -> bool:
+    """Whether programs share all n_blocks equally; else the splits of a work tile depend on its own length
+    only."""
+    if problem.num_splits != 0 or problem.split_size != 0:
+        return False
+    m_blocks = m_blocks_of(problem, config)
+    most = problem.total_q * problem.group_size // config.tile.BLOCK_M + problem.batch
+    work_tiles = min(problem.batch * m_blocks, most) * problem.num_heads_kv
+    columns = problem.head_dim + problem.head_dim_v
+    tile_bytes = bytes_to_read(keys_seen(problem), columns, operand_bytes(problem))
+    even = not (problem.page_size or problem.lengths or problem.leftpad or problem.varlen)
+    return config.balances(m_blocks, work_tiles, multiprocessors(problem.device), tile_bytes, even)
+
+
+def keys_seen(problem: DecodeProblem) -> int:
+    """Return the most keys that the rows of a work tile can see."""
+    left, _ = effective_window(problem)
+    return problem.capacity if left == UNLIMITED else min(problem.capacity, left + problem.seqlen_q)
+
+
+def layout(problem: DecodeProblem, config: DecodeConfig) -> dict[str, Any]:
+    """The fields of :class:`schedule.Layout`, by name."""
+    left, right = effective_window(problem)
+    m_blocks = problem.batch * m_blocks_of(problem, config)
+    scan = min(MAX_SCAN_BLOCK, max(16, triton.next_power_of_2(m_blocks))) if m_blocks > 1 else 1
+    heads = heads_per_team(problem, config)
+    return {
+        "HAS_LENGTHS": problem.lengths,
+        "HAS_LEFTPAD": problem.leftpad,
+        "VARLEN": problem.varlen,
+        "VARLEN_NEW": problem.varlen_new,
+        "HAS_LEFT": left != UNLIMITED,
+        "HAS_RIGHT": right != UNLIMITED,
+        "BLOCK_M": config.tile.BLOCK_M,
+        "BLOCK_N": config.tile.BLOCK_N,
+        "SCAN_BLOCK": scan,
+        "ONE_SCAN": m_blocks <= scan,
+        "ONE_M_BLOCK": m_blocks_of(problem, config) <= 1,
+        "ONE_TOKEN": problem.seqlen_q == 1,
+        "HEADS_PER_TEAM": heads,
+        "ONE_TEAM": heads == problem.num_heads_kv,
+    }
+
+
+def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
+    """Return the number of programs of a balanced grid."""
+    count = multiprocessors(problem.device)
+    work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
+    most_n_blocks = work_tiles * -(-problem.capacity // config.tile.BLOCK_N)
+    few = work_tiles <= count and most_n_blocks <= FEW_N_BLOCKS * count
+    few = few and has_dependent_launch(problem.device)
+    return count if few else count * config.programs_per_sm
+
+
+def heads_per_team(problem: DecodeProblem, config: DecodeConfig) -> int:
+    """Return the number of adjacent key/value heads per team, a divisor of all heads.
+
+    With few rows, only reading matters. With more, a grid of whole teams would leave programs idle.
+    """
+    if not is_balanced(problem, config) or config.tile.BLOCK_M > NARROW:
+        return 1
+    return largest_divisor(problem.num_heads_kv, MAX_HEADS_PER_TEAM)
+
+
+def num_splits_of(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
+    """Return (splits per work tile, n_blocks per split or 0) for a grid that is not balanced."""
+    split_n_blocks = triton.cdiv(problem.split_size, config.tile.BLOCK_N)
+    if not split_n_blocks:
+        return max(problem.num_splits, 1), 0
+    n_blocks = triton.cdiv(problem.capacity, config.tile.BLOCK_N)
+    return max(1, triton.cdiv(n_blocks, split_n_blocks)), split_n_blocks
+
+
+def lengths_of(problem: DecodeProblem, config: DecodeConfig) -> DecodeLengths:
+    m_blocks = m_blocks_of(problem, config)
+    left, right = effective_window(problem)
+    return DecodeLengths(
+        m_blocks=problem.batch * m_blocks,
+        m_blocks_per_sequence=m_blocks,
+        num_heads_kv=problem.num_heads_kv,
+        group_size=problem.group_size,
+        seqlen_q=problem.seqlen_q,
+        seqlen_new=problem.seqlen_new,
+        total_q=problem.total_q,
+        capacity=problem.capacity if problem.num_blocks else 0,
+        window_left=left,
+        window_right=right,
+    )
+
+
+def effective_window(problem: DecodeProblem) -> tuple[int, int]:
+    """Return (left, right); a side that hides no key is unlimited (-1)."""
+    return (
+        UNLIMITED if problem.window_left >= problem.capacity - 1 else problem.window_left,
+        UNLIMITED if problem.window_right >= problem.seqlen_q - 1 else problem.window_right,
+    )
+
+
+def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
+    """Whether scores are taken over the caller's ``softmax_max``, "number" or "head", or "none"."""
+    if problem.capacity < LEAST_UNIFIED_N_BLOCKS * config.tile.BLOCK_N:
+        return "none"
+    if problem.softmax_max_by_head:
+        return "head"
+    return "none" if problem.softmax_max is None else "number"
+
+
+def decode_variant(
+    problem: DecodeProblem,
+    config: DecodeConfig,
+    *,
+    native_e4m3: bool,
+    pairs: bool,
+    pdl: bool,
+    wide: bool,
+    aligned: bool,
+) -> DecodeVariant:
+    balanced = is_balanced(problem, config)
+    e4m3 = problem.cache_dtype == FP8
+    bound_by_bytes = balanced and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
+    block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
+    if pairs:  # halves of a row are still as wide as a product must be
+        block_d, block_dv = max(block_d, LEAST_PAIRED_WIDTH), max(block_dv, LEAST_PAIRED_WIDTH)
+    if not aligned:  # as in flashtile.backends.portable.attention.launch
+        block_d = block_dv = max(block_d, block_dv)
+    return DecodeVariant(
+        **layout(problem, config),
+        PAGE_SIZE=problem.page_size,
+        HAS_BATCH_IDX=problem.batch_idx,
+        HAS_SOFTCAP=problem.softcap > 0,
+        HAS_ALIBI=problem.alibi,
+        HAS_SINK=problem.sink,
+        HAS_TREE=problem.tree,
+        HAS_PRIOR=problem.prior,
+        HAS_QV=problem.qv,
+        HAS_SCORE_MOD=problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3,
+        SOFTMAX_MAX=softmax_max_kind(problem, config),
+        DESCALE=problem.descale,
+        E4M3=e4m3,
+        E4M3_BITS=e4m3 and not native_e4m3,
+        E4M3_PAIRS=pairs,
+        BALANCED=balanced,
+        SPLIT=balanced or problem.num_splits > 1 or problem.split_size > 0,
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
+        WIDE=wide,
+        PDL=pdl,
+        PREFETCH=PREFETCH if pdl and bound_by_bytes else 0,
+        PRECISION=config.precision,
+    )
+
+
+class CombineTile(NamedTuple):
+    """Tile of a combining program: its rows, the splits that it loads at a time, and its warps."""
+
+    rows: int
+    splits: int
+    num_warps: int
+
+
+def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | None) -> CombineTile:
+    """How parts are combined.
+
+    ``programs``: of a balanced grid, for each work tile. A few splits leave room for all rows of a work tile,
+    so that few programs do the work, and these are there before attention ends; many are loaded by twice as
+    many warps, since a second round would wait for memory once more. None: the tile must depend on nothing
+    that another batch could change, since the order of its sums does.
+    """
+    width = padded(problem.head_dim_v)
+    if programs is None:
+        rows = max(1, config.tile.BLOCK_M // 32)
+        return CombineTile(rows, max(2, COMBINE_TILE // (rows * width)), 4)
+    num_warps = 8 if programs * width > COMBINE_TILE else 4
+    most = max(2, COMBINE_TILE * num_warps // 4 // width)
+    splits = min(most, max(LEAST_SPLITS, triton.next_power_of_2(programs)))
+    rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
+    return CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
+
+
+def combine_variant(
+    problem: DecodeProblem, config: DecodeConfig, tile: CombineTile, by_work_tile: bool, pdl: bool
+) -> CombineVariant:
+    return CombineVariant(
+        **layout(problem, config),
+        BALANCED=is_balanced(problem, config),
+        BY_WORK_TILE=by_work_tile,
+        HAS_SINK=problem.sink,
+        HAS_PRIOR=problem.prior,
+        PDL=pdl,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_DV=padded(problem.head_dim_v),
+        ROWS=tile.rows,
+        SPLITS=tile.splits,
+    )
+
+
+def row_strides(tensor: Tensor) -> tuple[int, int, int]:
+    """(sequence, token, head) strides of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
+    return tensor.stride(0) if tensor.dim() == 4 else 0, tensor.stride(-3), tensor.stride(-2)
+
+
+def is_aligned(cache: Tensor) -> bool:
+    """Whether Triton loads rows of the cache asynchronously: pointer and strides that are multiples of 16."""
+    return cache.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in cache.stride()[:-1])
+
+
+def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether tiles of k and v may differ in width."""
+    return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
+
+
+def extent(cache: Tensor) -> int:
+    """Return the elements from the first to the last, plus room for one tile of rows after them."""
+    size, stride = cache.shape, cache.stride()
+    last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    return last + MAX_BLOCK_N * stride[1]
+
+
+def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> DecodeStrides:
+    return DecodeStrides(*row_strides(q), *row_strides(k_cache), *row_strides(v_cache))
+
+
+def outer_strides_of(tensors: CacheTensors) -> OuterStrides:
+    tree_mask = tensors.tree_mask
+    return OuterStrides(
+        table_stride=0 if tensors.block_table is None else tensors.block_table.stride(0),
+        alibi_stride=outer_stride(tensors.alibi_slopes),
+        k_descale_stride=outer_stride(tensors.k_descale),
+        v_descale_stride=outer_stride(tensors.v_descale),
+        tree_stride=0 if tree_mask is None or tree_mask.shape[0] == 1 else tree_mask.stride(0),
+    )
+
+
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -1,0 +1,179 @@
+"""Common start of all algorithms: one head of attention in HBM, and the keys that its queries attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.cpu.blocks import sees_all, split, visible_keys
+from flashtile.checks.attention import check_call
+from flashtile.learn.algorithms.memory import Array, Memory, Sram, SramExceededError
+from flashtile.problems.attention import NO_EXTRAS, Options, Problem
+
+LOWEST = torch.finfo(torch.float32).min
+"""Initial running maximum: finite, so that exp(-inf - LOWEST) of a hidden score is 0 and not NaN."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Keys that each query attends to, aligned at the bottom right; a window side of -1 is unlimited."""
+
+    seqlen_q: int
+    seqlen_k: int
+    left: int = -1
+    right: int = -1
+
+    def sees_any(self, rows: range, keys: range) -> bool:
+        """Whether a tile of the score matrix has a visible score; FlashAttention-2 skips tiles that have
+        none."""
+        seen = visible_keys(rows, self.seqlen_k, self.seqlen_k - self.seqlen_q, self.left, self.right)
+        return max(seen.start, keys.start) < min(seen.stop, keys.stop)
+
+    def hide(self, scores: Tensor, rows: range, keys: range) -> Tensor:
+        """Return a tile of scores (rows, keys) with -inf where a query does not attend to a key."""
+        offset = self.seqlen_k - self.seqlen_q
+        if sees_all(rows, keys, offset, self.left, self.right):
+            return scores
+        own = torch.arange(rows.start, rows.stop)[:, None] + offset
+        distance = torch.arange(keys.start, keys.stop)[None, :] - own
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if self.left >= 0:
+            hidden |= distance < -self.left
+        if self.right >= 0:
+            hidden |= distance > self.right
+        return scores.masked_fill(hidden, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Q, K and V of one head in HBM, the factor of the scores, and the mask."""
+
+    Q: Array  # (seqlen_q, head_dim)
+    K: Array  # (seqlen_k, head_dim)
+    V: Array  # (seqlen_k, head_dim_v)
+    scale: float
+    mask: Mask
+
+    def load_keys(self, sram: Sram, keys: range) -> tuple[Tensor, Tensor]:
+        """Load K (keys, head_dim) and V (keys, head_dim_v) of a range of keys."""
+        return sram.load(self.K, keys), sram.load(self.V, keys)
+
+
+def place(
+    memory: Memory,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    element_bytes: int | None = None,
+) -> Head:
+    """Check the arguments that every algorithm takes and put q, k and v into HBM.
+
+    Args:
+        memory: memory whose HBM gets q, k and v.
+        q: (seqlen_q, head_dim), one head of one sequence; float32 or float64. A number counts as
+            ``memory.element_bytes`` bytes, whatever its dtype.
+        k: (seqlen_k, head_dim), as q.
+        v: (seqlen_k, head_dim_v), as q.
+        causal, window_size, softmax_scale: as for :func:`flashtile.attention`.
+        element_bytes: bytes of a number of q, k and v, if not ``memory.element_bytes``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument is wrong; the message names it.
+    """
+    problem = check(q, k, v, causal, window_size, softmax_scale)
+    return Head(
+        memory.place("Q", q, element_bytes),
+        memory.place("K", k, element_bytes),
+        memory.place("V", v, element_bytes),
+        problem.softmax_scale,
+        Mask(q.shape[0], k.shape[0], *problem.effective_window(q.shape[0], k.shape[0])),
+    )
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+) -> Problem:
+    """Check the arguments of :func:`place`, with its errors, and return them as an attention call of one
+    head."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.dim() != 2:
+            raise ValueError(
+                f"{name} must have 2 dimensions (seqlen, head_dim), got shape {tuple(tensor.shape)}"
+            )
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}")
+    left, right = window_size
+    options = Options(softmax_scale=softmax_scale, causal=causal, window_left=left, window_right=right)
+    one_head = (q[None, :, None], k[None, :, None], v[None, :, None])
+    check_call(*one_head, NO_EXTRAS, options)
+    return Problem.from_tensors(*one_head, options=options)
+
+
+def chosen_blocks(block_m: int | None, block_n: int | None, default: tuple[int, int]) -> tuple[int, int]:
+    """Return (Br, Bc): the caller's sizes if given, else ``default``.
+
+    Raises:
+        ValueError: a size is not positive.
+    """
+    for name, size in (("block_m", block_m), ("block_n", block_n)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    return block_m or default[0], block_n or default[1]
+
+
+def blocks(length: int, size: int) -> Iterator[range]:
+    """Cut 0 to ``length`` into blocks of ``size``; the last one may be shorter."""
+    return split(range(length), size)
+
+
+def block_size(memory: Memory, elements_per_row: int) -> int:
+    """Return how many rows of a block fit into SRAM if each needs ``elements_per_row`` elements in all.
+
+    Raises:
+        SramExceededError: not even one row fits.
+    """
+    rows = memory.sram_elements // elements_per_row
+    if rows < 1:
+        raise SramExceededError(
+            f"sram_bytes must be at least {elements_per_row * memory.element_bytes} for blocks of one row, "
+            f"got {memory.sram_bytes}"
+        )
+    return rows
+
+
+def zeros(rows: int, cols: int, like: Tensor) -> Tensor:
+    """Return an accumulator (rows, cols) of zeros with the dtype of ``like``."""
+    return like.new_zeros((rows, cols))
+
+
+def lowest(rows: int, like: Tensor) -> Tensor:
+    """Return the initial running maximum (rows, 1)."""
+    return like.new_full((rows, 1), LOWEST)
+
+
+def row_max(scores: Tensor) -> Tensor:
+    """Return the maximum of each row, (rows, 1); finite even if a whole row is hidden."""
+    return scores.amax(-1, keepdim=True).clamp(min=LOWEST)
+
+
+def nonzero(row_sum: Tensor) -> Tensor:
+    """Return ``row_sum`` as a divisor: 1 for a row without visible keys, whose output is then 0."""
+    return torch.where(row_sum == 0, 1.0, row_sum)
+
+
+def log_sum_exp(m: Tensor, l: Tensor) -> Tensor:
+    """Return lse = m + log(l); -inf for a row without visible keys."""
+    return torch.where(l == 0, -torch.inf, m + torch.log(nonzero(l)))

@@ -1,0 +1,177 @@
+"""FlashAttention: exact attention that never writes the score matrix (Dao et al. 2022, arXiv:2205.14135).
+
+Tiling. Softmax couples all keys of a row, but the online softmax takes them piece by piece. The row's output
+is updated with it: given O = softmax over the keys so far times their V, with their maximum m and sum l, a
+further block with scores S gives
+
+    m' = max(m, rowmax S)     P = exp(S - rowmax S)     l' = l exp(m - m') + rowsum(P) exp(rowmax S - m')
+    O' = (l exp(m - m') O + exp(rowmax S - m') P V) / l'
+
+Recomputation. The backward pass needs P. Instead of N^2 probabilities the forward pass keeps m and l, 2 N
+numbers, and the backward pass recomputes each tile of P from Q and K: more operations, but less traffic and
+less time.
+
+Traffic. K and V are read once. For each of their Tc = N / Bc blocks, all of Q, O, m and l are moved. Bc can
+grow with M / d, so Theta(N^2 d^2 / M) numbers are moved (Theorem 2), compared with Theta(N d + N^2) in
+standard attention. No exact algorithm does better for all M from d to N d (Proposition 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.learn.algorithms.call import (
+    LOWEST,
+    block_size,
+    blocks,
+    chosen_blocks,
+    nonzero,
+    place,
+    row_max,
+    zeros,
+)
+from flashtile.learn.algorithms.memory import Memory
+
+
+def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Return (Br, Bc), line 1 of Algorithm 1: about Bc = ceil(M / 4d) and Br = min(Bc, d).
+
+    With exactly M / 4d, the blocks of Q, K, V and O would fill SRAM. Here S (Br * Bc <= d Bc), the old and
+    new m and l, and the contribution of a block to O also fit, so that M is never exceeded.
+    """
+    block_n = block_size(memory, 3 * head_dim + 2 * head_dim_v + 6)
+    return min(block_n, head_dim), block_n
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (out, m, l) by Algorithm 1: out (seqlen_q, head_dim_v), maximum and sum of each row (seqlen_q,
+    1).
+
+    The arguments are those of :func:`flashtile.algorithms.call.place`; block_m (Br) and block_n (Bc) default
+    to :func:`block_sizes`. Hidden tiles are computed like others: FlashAttention-2 introduced skipping them.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash1
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> memory = Memory(sram_bytes=16 * 1024)
+        >>> out, m, l = flash1.forward(q, k, v, memory, causal=True)
+        >>> heads = [t[None, :, None] for t in (q, k, v)]
+        >>> torch.testing.assert_close(out, flashtile.attention(*heads, causal=True)[0, :, 0])
+        >>> memory.sram_peak <= memory.sram_bytes
+        True
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.cols, V.cols))  # line 1
+    O = memory.empty("O", Q.rows, V.cols, like=q)
+    l = memory.empty("l", Q.rows, 1, like=q)
+    m = memory.empty("m", Q.rows, 1, like=q)
+    for rows in blocks(Q.rows, Br):
+        with memory.sram(kernel="initialise") as sram:  # line 2
+            sram.store(O, zeros(len(rows), V.cols, q), rows)
+            sram.store(l, zeros(len(rows), 1, q), rows)
+            sram.store(m, zeros(len(rows), 1, q) + LOWEST, rows)
+
+    for keys in blocks(K.rows, Bc):  # lines 3 to 5
+        with memory.sram(kernel="attention") as outer:
+            k_j, v_j = outer.load(K, keys), outer.load(V, keys)  # line 6
+            for rows in blocks(Q.rows, Br):  # line 7
+                with memory.sram() as sram:
+                    q_i, o_i = sram.load(Q, rows), sram.load(O, rows)  # line 8
+                    l_i, m_i = sram.load(l, rows), sram.load(m, rows)
+                    s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)  # line 9
+                    s = sram.compute("S", s, rows, keys, op="S = Q K^T")
+                    m_ij = sram.compute("m_ij", row_max(s), rows, op="rowmax S")  # line 10
+                    p = sram.compute("S", torch.exp(s - m_ij), rows, keys, op="P = exp(S - m)")
+                    l_ij = sram.compute("l_ij", p.sum(-1, keepdim=True), rows, op="rowsum P")
+                    m_new = torch.maximum(m_i, m_ij)  # line 11
+                    old, new = torch.exp(m_i - m_new), torch.exp(m_ij - m_new)
+                    l_new = sram.compute("l", old * l_i + new * l_ij, rows, op="l = l exp(m - m') + rowsum P")
+                    o_i = (l_i * old * o_i + new * (p @ v_j)) / nonzero(l_new)  # line 12
+                    sram.store(O, sram.compute("O", o_i, rows, op="O = rescaled O + P V"), rows)
+                    sram.store(l, l_new, rows)  # line 13
+                    sram.store(m, sram.compute("m", m_new, rows, op="m = max"), rows)
+    return O.tensor, m.tensor, l.tensor
+
+
+def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Return (Br, Bc) of Algorithm 4: SRAM holds K, V, dK, dV, Q, dQ, O, dO, P and dS, and three columns."""
+    block_n = block_size(memory, 4 * head_dim + 2 * head_dim + 4 * head_dim_v + 3)
+    return min(block_n, head_dim), block_n
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    m: Tensor,
+    l: Tensor,
+    dout: Tensor,
+    memory: Memory,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) by Algorithm 4 from the results of :func:`forward`, recomputing P tile by tile.
+
+    Standard attention sums rowsum(P * dP) over all keys. It equals rowsum(dO * O) (appendix B.2), a sum over
+    head_dim numbers, so the tiles do not depend on each other.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash1
+        >>> q, k, v, dout = torch.randn(4, 256, 32).unbind()
+        >>> memory = Memory()
+        >>> out, m, l = flash1.forward(q, k, v, memory)
+        >>> dq, dk, dv = flash1.backward(q, k, v, out, m, l, dout, memory)
+        >>> torch.testing.assert_close(dv, torch.softmax(q @ k.T * 32**-0.5, -1).T @ dout)
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    O, dO = memory.place("O", out), memory.place("dO", dout)
+    M, L = memory.place("m", m), memory.place("l", l)
+    Br, Bc = chosen_blocks(block_m, block_n, backward_block_sizes(memory, Q.cols, V.cols))
+    dQ = memory.empty("dQ", Q.rows, Q.cols, like=q)
+    dK = memory.empty("dK", K.rows, K.cols, like=q)
+    dV = memory.empty("dV", V.rows, V.cols, like=q)
+    for rows in blocks(Q.rows, Br):
+        with memory.sram(kernel="initialise") as sram:  # line 5
+            sram.store(dQ, zeros(len(rows), Q.cols, q), rows)
+
+    for keys in blocks(K.rows, Bc):
+        with memory.sram(kernel="gradients") as outer:
+            k_j, v_j = outer.load(K, keys), outer.load(V, keys)  # line 7
+            dk_j = outer.compute("dK", zeros(len(keys), K.cols, q), keys)  # line 8
+            dv_j = outer.compute("dV", zeros(len(keys), V.cols, q), keys)
+            for rows in blocks(Q.rows, Br):
+                with memory.sram() as sram:
+                    q_i, o_i, do_i = sram.load(Q, rows), sram.load(O, rows), sram.load(dO, rows)  # line 10
+                    dq_i, m_i, l_i = sram.load(dQ, rows), sram.load(M, rows), sram.load(L, rows)
+                    s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)  # lines 11, 12
+                    p = torch.exp(s - m_i) / nonzero(l_i)  # line 13
+                    p = sram.compute("S", p, rows, keys, op="P = exp(S - m) / l")
+                    dv_j = outer.compute("dV", dv_j + p.T @ do_i, keys, op="dV += P^T dO")  # line 16
+                    dp = sram.compute("dS", do_i @ v_j.T, rows, keys, op="dP = dO V^T")  # line 17
+                    d_i = sram.compute("D", (do_i * o_i).sum(-1, keepdim=True), rows)  # line 19
+                    ds = sram.compute("dS", p * (dp - d_i), rows, keys, op="dS = P (dP - D)")  # line 20
+                    dq_i = sram.compute("dQ", dq_i + call.scale * (ds @ k_j), rows, op="dQ += dS K")
+                    sram.store(dQ, dq_i, rows)  # line 21
+                    dk_j = outer.compute("dK", dk_j + call.scale * (ds.T @ q_i), keys, op="dK += dS^T Q")
+            outer.store(dK, dk_j, keys)  # line 24
+            outer.store(dV, dv_j, keys)
+    return dQ.tensor, dK.tensor, dV.tensor

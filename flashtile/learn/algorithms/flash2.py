@@ -1,0 +1,195 @@
+"""FlashAttention-2: the same tiles in a better order (Dao 2023, arXiv:2307.08691).
+
+Outer loop over queries. A block of rows stays in SRAM with its output until all keys are processed, so O is
+written once and m and l stay in SRAM. Blocks of rows are independent: each is a thread block of its own, and
+even a single long sequence fills a GPU.
+
+Fewer operations outside of matrix products. The accumulator is divided by l only at the end. Instead of m and
+l only lse = m + log(l) is kept, which is enough for the backward pass: P = exp(S - lse).
+
+Blocks that a mask hides entirely are skipped: causal attention does about half of the work. Among the others,
+only blocks on the mask's edge are masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from flashtile.learn.algorithms.call import (
+    LOWEST,
+    Head,
+    block_size,
+    blocks,
+    chosen_blocks,
+    log_sum_exp,
+    lowest,
+    nonzero,
+    place,
+    row_max,
+    zeros,
+)
+from flashtile.learn.algorithms.memory import Memory, Sram
+
+
+def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Return (Br, Bc): FlashAttention's sizes with the roles exchanged, the outer block as large as SRAM
+    allows.
+
+    SRAM holds Q (Br, d), the accumulator, S, m, l, and K and V (Bc, d), where Bc = min(Br, d).
+    """
+    block_m = block_size(memory, 3 * head_dim + 2 * head_dim_v + 2)
+    return block_m, min(block_m, head_dim)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) by Algorithm 1: out (seqlen_q, head_dim_v), lse (seqlen_q, 1).
+
+    The arguments are those of :func:`flashtile.algorithms.call.place`; block_m (Br) and block_n (Bc)
+    default to :func:`block_sizes`.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash2
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> memory = Memory(sram_bytes=16 * 1024)
+        >>> out, lse = flash2.forward(q, k, v, memory, causal=True)
+        >>> heads = [t[None, :, None] for t in (q, k, v)]
+        >>> torch.testing.assert_close(out, flashtile.attention(*heads, causal=True)[0, :, 0])
+        >>> memory.sram_peak <= memory.sram_bytes
+        True
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.cols, V.cols))
+    O = memory.empty("O", Q.rows, V.cols, like=q)
+    LSE = memory.empty("lse", Q.rows, 1, like=q)
+
+    for rows in blocks(Q.rows, Br):
+        with memory.sram(kernel="attention") as sram:
+            acc, m, l = attend(memory, sram, call, rows, blocks(K.rows, Bc))
+            sram.store(O, acc / nonzero(l), rows)
+            sram.store(LSE, log_sum_exp(m, l), rows)
+    return O.tensor, LSE.tensor
+
+
+def attend(
+    memory: Memory,
+    outer: Sram,
+    call: Head,
+    rows: range,
+    key_blocks: Iterable[range],
+    load_keys: Callable[[Sram, range], tuple[Tensor, Tensor]] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend with one block of rows to blocks of keys (lines 4 to 11).
+
+    Returns (sum of exp(S - m) V, m, l), which stay in SRAM. ``load_keys`` loads K and V of a block, by
+    default from contiguous memory.
+    """
+    load_keys = load_keys or call.load_keys
+    q_i = outer.load(call.Q, rows)
+    acc = outer.compute("O", zeros(len(rows), call.V.cols, q_i), rows)
+    l = outer.compute("l", zeros(len(rows), 1, q_i), rows)
+    m = outer.compute("m", lowest(len(rows), q_i), rows)
+    for keys in key_blocks:
+        if not call.mask.sees_any(rows, keys):
+            memory.record("skip", "S", rows, keys)
+            continue
+        with memory.sram() as sram:
+            k_j, v_j = load_keys(sram, keys)
+            s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
+            s = sram.compute("S", s, rows, keys, op="S = Q K^T")
+            m_new = torch.maximum(m, row_max(s))
+            p = sram.compute("S", torch.exp(s - m_new), rows, keys, op="P = exp(S - m)")
+            correction = torch.exp(m - m_new)
+            l = correction * l + p.sum(-1, keepdim=True)
+            l = outer.compute("l", l, rows, op="l = l exp(m - m') + rowsum P")
+            acc = outer.compute("O", correction * acc + p @ v_j, rows, op="O = exp(m - m') O + P V")
+            m = outer.compute("m", m_new, rows, op="m = max")
+    return acc, m, l
+
+
+def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Return (Br, Bc) of Algorithm 2: SRAM holds K, V, dK, dV, Q, dQ, dO, P, dS and two columns."""
+    block_n = block_size(memory, 4 * head_dim + 2 * head_dim + 3 * head_dim_v + 2)
+    return min(block_n, head_dim), block_n
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    memory: Memory,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq, dk, dv) by Algorithm 2 from the results of :func:`forward`.
+
+    The outer loop is over keys: a block of keys owns its rows of dK and dV, and blocks run in parallel. Each
+    block adds its part to dQ in HBM (with atomic additions on a GPU).
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash2
+        >>> q, k, v, dout = torch.randn(4, 256, 32).unbind()
+        >>> memory = Memory()
+        >>> out, lse = flash2.forward(q, k, v, memory)
+        >>> dq, dk, dv = flash2.backward(q, k, v, out, lse, dout, memory)
+        >>> torch.testing.assert_close(dv, torch.softmax(q @ k.T * 32**-0.5, -1).T @ dout)
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    O, dO, LSE = memory.place("O", out), memory.place("dO", dout), memory.place("lse", lse)
+    Br, Bc = chosen_blocks(block_m, block_n, backward_block_sizes(memory, Q.cols, V.cols))
+    D = memory.empty("D", Q.rows, 1, like=q)
+    dQ = memory.empty("dQ", Q.rows, Q.cols, like=q)
+    dK = memory.empty("dK", K.rows, K.cols, like=q)
+    dV = memory.empty("dV", V.rows, V.cols, like=q)
+    for rows in blocks(Q.rows, Br):
+        with memory.sram(kernel="rowsum dO * O") as sram:
+            sram.store(D, (sram.load(dO, rows) * sram.load(O, rows)).sum(-1, keepdim=True), rows)
+            sram.store(dQ, zeros(len(rows), Q.cols, q), rows)
+
+    for keys in blocks(K.rows, Bc):
+        with memory.sram(kernel="gradients") as outer:
+            k_j, v_j = outer.load(K, keys), outer.load(V, keys)
+            dk_j = outer.compute("dK", zeros(len(keys), K.cols, q), keys)
+            dv_j = outer.compute("dV", zeros(len(keys), V.cols, q), keys)
+            for rows in blocks(Q.rows, Br):
+                if not call.mask.sees_any(rows, keys):
+                    memory.record("skip", "S", rows, keys)
+                    continue
+                with memory.sram() as sram:
+                    q_i, do_i, dq_i = sram.load(Q, rows), sram.load(dO, rows), sram.load(dQ, rows)
+                    lse_i, d_i = sram.load(LSE, rows), sram.load(D, rows)
+                    s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
+                    # A row without keys has lse = -inf and is hidden everywhere: exp(-inf - finite) = 0.
+                    p = torch.exp(s - lse_i.clamp(min=LOWEST))
+                    p = sram.compute("S", p, rows, keys, op="P = exp(S - lse)")
+                    dv_j = outer.compute("dV", dv_j + p.T @ do_i, keys, op="dV += P^T dO")
+                    dp = sram.compute("dS", do_i @ v_j.T, rows, keys, op="dP = dO V^T")
+                    ds = sram.compute("dS", p * (dp - d_i), rows, keys, op="dS = P (dP - D)")
+                    dq_i = sram.compute("dQ", dq_i + call.scale * (ds @ k_j), rows, op="dQ += dS K")
+                    sram.store(dQ, dq_i, rows)
+                    dk_j = outer.compute("dK", dk_j + call.scale * (ds.T @ q_i), keys, op="dK += dS^T Q")
+            outer.store(dK, dk_j, keys)
+            outer.store(dV, dv_j, keys)
+    return dQ.tensor, dK.tensor, dV.tensor

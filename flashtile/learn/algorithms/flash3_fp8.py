@@ -1,0 +1,158 @@
+"""FlashAttention-3 in FP8: half the bytes, twice the products per second, and two ways to keep errors small.
+
+arXiv:2407.08608, section 3.3. An e4m3 number has 3 bits after its leading one. Rounding changes it by up to
+6 % between 1/64 and 448, and by more below. Values are stored as x / scale, the largest as 448.
+
+Block quantisation. The largest outlier sets the scale of a whole tensor: numbers 30000 times smaller lose
+bits, numbers 500000 times smaller become 0. With a scale for each block of rows, an outlier affects only its
+block. This costs nothing more: a tile of S, from one block of Q and one of K, is multiplied by both scales.
+
+Incoherent processing. Outliers lie in a few columns, the same in Q and K, and the rounding errors of their
+large products hide the rest of a score. An orthogonal matrix R spreads each row over all columns, while
+(Q R)(K R)^T = Q K^T is unchanged. R is a Hadamard matrix with random signs: d log d additions per row, which
+can be fused with the rotary embedding before them.
+
+This is a simulation: numbers are rounded to e4m3 and multiplied in float32, in which tensor cores accumulate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.learn.algorithms.call import (
+    blocks,
+    check,
+    chosen_blocks,
+    log_sum_exp,
+    lowest,
+    nonzero,
+    place,
+    row_max,
+    zeros,
+)
+from flashtile.learn.algorithms.flash2 import block_sizes
+from flashtile.learn.algorithms.memory import Memory, Sram
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+SCALE_BYTES = 4
+P_SCALE = 256.0
+"""Factor of the probabilities, which are at most 1: with it they use e4m3's range; a power of 2 is exact."""
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    block_scales: bool = True,
+    incoherent: bool = True,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) with Q, K, V and P rounded to e4m3, which approximate exact attention.
+
+    Args:
+        block_scales: use a scale for each block of rows of Q, K and V; if False, one for each tensor.
+        incoherent: rotate Q and K first; head_dim must be a power of 2.
+        seed: seed of the rotation's random signs.
+
+    The other arguments are those of :func:`flashtile.algorithms.call.place`. A number of Q, K or V counts as
+    one byte.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash3_fp8
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> out, lse = flash3_fp8.forward(q, k, v, Memory())
+        >>> bool((out - torch.softmax(q @ k.T * 32**-0.5, -1) @ v).abs().max() < 0.1)
+        True
+    """
+    check(q, k, v, causal, window_size, softmax_scale)
+    if incoherent:  # on a GPU fused with the layer before, so not part of the attention's traffic
+        rotation = random_rotation(q, seed)
+        q, k = q @ rotation, k @ rotation
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, q.shape[-1], v.shape[-1]))
+    rows_of = {"Q": Br, "K": Bc, "V": Bc} if block_scales else dict.fromkeys("QKV", max(len(q), len(k), 1))
+    (q8, q_scales), (k8, k_scales), (v8, v_scales) = (
+        quantise(t, rows_of[name]) for name, t in (("Q", q), ("K", k), ("V", v))
+    )
+    call = place(memory, q8, k8, v8, causal, window_size, softmax_scale, element_bytes=1)
+    Q, K, V = call.Q, call.K, call.V
+    scales = {
+        name: memory.place(f"{name} scale", values, SCALE_BYTES)
+        for name, values in (("Q", q_scales), ("K", k_scales), ("V", v_scales))
+    }
+
+    def scale_of(sram: Sram, name: str, rows: range) -> Tensor:
+        block = rows.start // rows_of[name]
+        return sram.load(scales[name], range(block, block + 1))
+
+    O = memory.empty("O", Q.rows, V.cols, like=q)
+    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    for rows in blocks(Q.rows, Br):
+        with memory.sram(kernel="attention") as outer:
+            q_i, q_scale = outer.load(Q, rows), scale_of(outer, "Q", rows)
+            acc = outer.compute("O", zeros(len(rows), V.cols, q), rows)
+            l = outer.compute("l", zeros(len(rows), 1, q), rows)
+            m = outer.compute("m", lowest(len(rows), q), rows)
+            for keys in blocks(K.rows, Bc):
+                if not call.mask.sees_any(rows, keys):
+                    memory.record("skip", "S", rows, keys)
+                    continue
+                with memory.sram() as sram:
+                    k_j, v_j = call.load_keys(sram, keys)
+                    k_scale, v_scale = scale_of(sram, "K", keys), scale_of(sram, "V", keys)
+                    s = (q_i @ k_j.T) * (q_scale * k_scale * call.scale)  # both factors of a tile at once
+                    s = sram.compute("S", call.mask.hide(s, rows, keys), rows, keys, op="S = Q K^T")
+                    m_new = torch.maximum(m, row_max(s))
+                    p = torch.exp(s - m_new)
+                    p8 = sram.compute("S", round_to_e4m3(p * P_SCALE), rows, keys, op="P = e4m3(exp(S - m))")
+                    correction = torch.exp(m - m_new)
+                    l = correction * l + p.sum(-1, keepdim=True)
+                    l = outer.compute("l", l, rows, op="l = l exp(m - m') + rowsum P")
+                    acc = correction * acc + (p8 @ v_j) * (v_scale / P_SCALE)
+                    acc = outer.compute("O", acc, rows, op="O = exp(m - m') O + P V")
+                    m = outer.compute("m", m_new, rows, op="m = max")
+            outer.store(O, acc / nonzero(l), rows)
+            outer.store(LSE, log_sum_exp(m, l), rows)
+    return O.tensor, LSE.tensor
+
+
+def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return (values rounded to e4m3, scales (blocks, 1)), one scale per ``block`` rows: x ~ values *
+    scale."""
+    values, scales = torch.empty_like(x), []
+    for rows in blocks(x.shape[0], block):
+        part = x[rows.start : rows.stop]
+        scale = nonzero(part.abs().amax() / LARGEST)
+        values[rows.start : rows.stop] = round_to_e4m3(part / scale)
+        scales.append(scale)
+    return values, torch.stack(scales)[:, None] if scales else x.new_ones((1, 1))
+
+
+def round_to_e4m3(x: Tensor) -> Tensor:
+    """Round x to the nearest e4m3 numbers; the result has the dtype of x."""
+    return x.to(E4M3).to(x.dtype)
+
+
+def random_rotation(like: Tensor, seed: int) -> Tensor:
+    """Return an orthogonal matrix (head_dim, head_dim): random signs times Sylvester's Hadamard matrix.
+
+    Raises:
+        ValueError: head_dim is not a power of 2.
+    """
+    head_dim = like.shape[-1]
+    if head_dim & (head_dim - 1):
+        raise ValueError(f"incoherent processing needs a head_dim that is a power of 2, got {head_dim}")
+    hadamard = like.new_ones((1, 1))
+    while len(hadamard) < head_dim:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    generator = torch.Generator().manual_seed(seed)
+    signs = (torch.randint(0, 2, (head_dim, 1), generator=generator) * 2 - 1).to(like)
+    return signs * hadamard / head_dim**0.5

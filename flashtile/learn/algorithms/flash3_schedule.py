@@ -1,0 +1,120 @@
+"""FlashAttention-3's schedule: when each unit of a multiprocessor works, and for which warpgroup.
+
+arXiv:2407.08608, section 3, Figures 1 and 2. Three units work at the same time: TMA loads, tensor cores
+multiply, and the rest of the multiprocessor computes softmaxes. Each unit executes one operation at a time,
+in the sequence that the barriers between the warpgroups impose. An operation starts when its unit is free and
+its inputs are ready. The queues of the units define the schedule, and all times follow from them.
+
+The unit of time is a product, Q K^T or P V. On an H100 with head_dim 128 a softmax takes about as long: exp
+has 1/256 of the tensor cores' throughput, and the two products have 512 operations per exp (section 3.1).
+Executed one after the other, softmaxes would take a third of the time; overlapped with products, they cost
+nothing. In this ideal model ping-pong is enough for that with two warpgroups, and the pipeline with one. On a
+GPU the turns are less regular, and the paper gains from both (Table 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from flashtile.learn.algorithms.trace import Span
+
+TMA, TENSOR_CORE, SOFTMAX = "TMA", "tensor core", "softmax"
+PRODUCER = "producer"
+
+
+class Order(NamedTuple):
+    """An operation that a worker issues: a load of "K" or "V" of a key block, or its "S", "softmax" or "P
+    V"."""
+
+    worker: str
+    label: str
+    block: int
+
+
+def schedule(
+    num_blocks: int,
+    *,
+    warpgroups: int = 2,
+    pingpong: bool = True,
+    pipelined: bool = True,
+    stages: int = 2,
+    product: float = 1.0,
+    softmax: float = 1.0,
+    load: float = 0.5,
+) -> list[Span]:
+    """Return the timeline of a thread block that attends to ``num_blocks`` blocks of keys, ordered by start.
+
+    Args:
+        warpgroups: number of consumers, which have equally many rows. pingpong: whether the warpgroups take
+        turns at the tensor cores. If not, all do the same at the same time
+            and wait for each other: the worst case, which the barriers exclude.
+        pipelined: whether a warpgroup issues S of the next block before P V of this one, and computes the
+        next
+            softmax while P V runs. If not, it waits for each operation before it issues another.
+        stages: blocks of K, and of V, that fit in the ring in SRAM.
+        product, softmax, load: duration of each operation, for one warpgroup and one block.
+
+    Raises:
+        ValueError: ``warpgroups`` or ``stages`` is below 1.
+
+    Examples:
+        >>> from flashtile.algorithms import flash3_schedule
+        >>> spans = flash3_schedule.schedule(8)
+        >>> alone = flash3_schedule.schedule(8, pingpong=False, pipelined=False)
+        >>> max(span.end for span in spans) < max(span.end for span in alone)
+        True
+    """
+    if warpgroups < 1 or stages < 1:
+        raise ValueError(f"warpgroups and stages must be at least 1, got {warpgroups} and {stages}")
+    consumers = [f"warpgroup {w}" for w in range(warpgroups)]
+    queues = {
+        TMA: [Order(PRODUCER, label, j) for j in range(num_blocks) for label in ("K", "V")],
+        TENSOR_CORE: list(products(num_blocks, consumers, pingpong, pipelined)),
+        SOFTMAX: [Order(w, "softmax", j) for j in range(num_blocks) for w in consumers],
+    }
+    duration = {TMA: load, TENSOR_CORE: product, SOFTMAX: softmax}
+    free = dict.fromkeys(queues, 0.0)
+    ends: dict[Order, float] = {}
+    spans = []
+    while any(queues.values()):
+        for unit, queue in queues.items():
+            while queue and all(n in ends for n in needs(queue[0], consumers, pingpong, pipelined, stages)):
+                order = queue.pop(0)
+                ready = [ends[n] for n in needs(order, consumers, pingpong, pipelined, stages)]
+                start = max(free[unit], *ready, 0.0)
+                free[unit] = ends[order] = start + duration[unit]
+                spans.append(Span(order.worker, unit, order.label, order.block, start, free[unit]))
+    return sorted(spans, key=lambda span: (span.start, span.unit))
+
+
+def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: bool) -> Iterator[Order]:
+    """Yield the tensor cores' queue: in each turn S of a block and P V of the previous one."""
+    for j in range(num_blocks + 1):
+        turn = [("S", j), ("P V", j - 1)] if pipelined else [("P V", j - 1), ("S", j)]
+        turn = [(label, block) for label, block in turn if 0 <= block < num_blocks]
+        if pingpong:
+            yield from (Order(w, *entry) for w in consumers for entry in turn)
+        else:
+            yield from (Order(w, *entry) for entry in turn for w in consumers)
+
+
+def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, stages: int) -> list[Order]:
+    """Operations that must be done before an operation can start on its free unit."""
+    worker, label, j = order
+    if worker == PRODUCER:  # a stage is free when all consumers have used its block
+        user = {"K": "S", "V": "P V"}[label]
+        return [Order(w, user, j - stages) for w in consumers if j >= stages]
+    those_who_wait = [worker] if pingpong else consumers
+    if label == "softmax":
+        return [Order(w, "S", j) for w in those_who_wait]
+    if label == "P V":
+        return [Order(PRODUCER, "V", j), *(Order(w, "softmax", j) for w in those_who_wait)]
+    before = "softmax" if pipelined else "P V"
+    return [Order(PRODUCER, "K", j), *(Order(w, before, j - 1) for w in those_who_wait if j > 0)]
+
+
+def busy(spans: list[Span], unit: str) -> float:
+    """Share of the total time in which a unit works."""
+    total = max((span.end for span in spans), default=0.0)
+    return sum(span.end - span.start for span in spans if span.unit == unit) / total if total else 0.0

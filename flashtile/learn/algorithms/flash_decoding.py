@@ -1,0 +1,119 @@
+"""Flash-Decoding: splitting the keys when there are too few queries to fill a GPU (Dao et al. 2023).
+
+When a model generates text, each step has one query and all keys so far. FlashAttention-2 runs in parallel
+over sequences, heads and blocks of rows. With one row and one sequence most of a GPU is idle while a few
+thread blocks loop over a long cache. Here the keys are cut into num_splits parts, which are attended to in
+parallel. Each part gives its own output O_s and lse_s, and a second, small kernel merges them:
+
+    lse = log(sum exp(lse_s))        O = sum exp(lse_s - lse) O_s
+
+K and V are still read once. Parallelism costs num_splits reads of Q, and (d + 1) numbers per row and split
+that are written and read again. (https://crfm.stanford.edu/2023/10/12/flashdecoding.html)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.learn.algorithms import flash2
+from flashtile.learn.algorithms.call import (
+    LOWEST,
+    blocks,
+    chosen_blocks,
+    log_sum_exp,
+    lowest,
+    nonzero,
+    place,
+    zeros,
+)
+from flashtile.learn.algorithms.memory import Array, Memory
+
+
+def block_sizes(memory: Memory, seqlen_q: int, head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Return (Br, Bc); with few rows, nearly all of SRAM holds K, V and S."""
+    block_m = max(1, min(seqlen_q, flash2.block_sizes(memory, head_dim, head_dim_v)[0]))
+    rest = memory.sram_elements - block_m * (head_dim + head_dim_v + 2)
+    return block_m, rest // (head_dim + head_dim_v + block_m)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    num_splits: int = 4,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse): out (seqlen_q, head_dim_v), lse (seqlen_q, 1).
+
+    The arguments are those of :func:`flashtile.algorithms.call.place` and ``num_splits``, the number of parts
+    of the keys. Parts consist of whole blocks; the last ones may be shorter or empty.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, flash_decoding
+        >>> q, k, v = torch.randn(1, 32), torch.randn(256, 32), torch.randn(256, 32)
+        >>> out, lse = flash_decoding.forward(q, k, v, Memory(), num_splits=4)
+        >>> torch.testing.assert_close(out, torch.softmax(q @ k.T * 32**-0.5, -1) @ v)
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.rows, Q.cols, V.cols))
+    O_s = memory.empty("O_s", num_splits * Q.rows, V.cols, like=q)  # split after split
+    LSE_s = memory.empty("lse_s", num_splits * Q.rows, 1, like=q)
+    for split, parts in enumerate(split_blocks(K.rows, Bc, num_splits)):
+        for rows in blocks(Q.rows, Br):
+            with memory.sram(kernel="split") as sram:  # on a GPU, all splits run at the same time
+                acc, m, l = flash2.attend(memory, sram, call, rows, parts)
+                sram.store(O_s, acc / nonzero(l), of_split(split, rows, Q.rows))
+                sram.store(LSE_s, log_sum_exp(m, l), of_split(split, rows, Q.rows))
+
+    O = memory.empty("O", Q.rows, V.cols, like=q)
+    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    for rows in blocks(Q.rows, Br):
+        merge(memory, O_s, LSE_s, O, LSE, rows, num_splits)
+    memory.release(O_s, LSE_s)
+    return O.tensor, LSE.tensor
+
+
+def merge(
+    memory: Memory, O_s: Array, LSE_s: Array, O: Array, LSE: Array, rows: range, num_splits: int
+) -> None:
+    """Merge the splits (the second kernel): an online softmax whose terms are whole splits."""
+    with memory.sram(kernel="merge") as sram:
+        acc = sram.compute("O", zeros(len(rows), O.cols, O.tensor), rows)
+        l = sram.compute("l", zeros(len(rows), 1, O.tensor), rows)
+        m = sram.compute("m", lowest(len(rows), O.tensor), rows)
+        for split in range(num_splits):
+            o_s = sram.load(O_s, of_split(split, rows, O.rows))
+            lse_s = sram.load(LSE_s, of_split(split, rows, O.rows))
+            m_new = torch.maximum(m, lse_s.clamp(min=LOWEST))  # a split without visible keys has lse = -inf
+            old, new = torch.exp(m - m_new), torch.exp(lse_s - m_new)
+            acc = sram.compute("O", old * acc + new * o_s, rows, op="O = exp(m - m') O + exp(lse_s - m') O_s")
+            l = sram.compute("l", old * l + new, rows, op="l = l exp(m - m') + exp(lse_s - m')")
+            m = sram.compute("m", m_new, rows, op="m = max")
+        sram.store(O, acc / nonzero(l), rows)
+        sram.store(LSE, log_sum_exp(m, l), rows)
+
+
+def split_blocks(seqlen_k: int, block_n: int, num_splits: int) -> list[list[range]]:
+    """Return the blocks of keys of each split: equally many, and fewer for the last splits.
+
+    Raises:
+        ValueError: num_splits is below 1.
+    """
+    if num_splits < 1:
+        raise ValueError(f"num_splits must be at least 1, got {num_splits}")
+    all_blocks = list(blocks(seqlen_k, block_n))
+    each = -(-len(all_blocks) // num_splits)
+    return [all_blocks[split * each : (split + 1) * each] for split in range(num_splits)]
+
+
+def of_split(split: int, rows: range, seqlen_q: int) -> range:
+    """Return the rows of O_s and lse_s that hold ``rows`` of a split."""
+    return range(split * seqlen_q + rows.start, split * seqlen_q + rows.stop)

@@ -1,0 +1,327 @@
+"""The machine of the FlashAttention papers: a large slow memory (HBM) and a small fast one (SRAM).
+
+An algorithm computes only on tiles in SRAM. It loads them from arrays in HBM and stores results there, always
+through a :class:`Memory`. The Memory counts the bytes of each move and the floating-point operations between
+moves, refuses tiles that do not fit into SRAM, and records every step if it is given a trace.
+
+    memory = Memory(sram_bytes=100 * 1024)
+    A = memory.place("A", torch.randn(1024, 64))
+    with memory.sram() as sram:
+        a = sram.load(A, range(0, 128))               # (128, 64), counted
+        e = sram.compute("E", torch.exp(a))           # a second tile, 8192 FLOPs
+    memory.hbm_read                                   # 128 * 64 * 2 bytes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.learn.algorithms.flops import FlopCounter
+from flashtile.learn.algorithms.trace import Event, Trace
+
+KIB = 1024
+
+DEFAULT_SRAM_BYTES = 100 * KIB
+"""Default size of SRAM, about that of the FlashAttention paper (section 3.2: M is around 100 KB)."""
+
+
+class SramExceededError(MemoryError):
+    """The tiles of an algorithm do not fit into SRAM."""
+
+
+@dataclass
+class Array:
+    """A matrix in HBM. Only :class:`Sram` reads and writes ``tensor`` while an algorithm runs."""
+
+    name: str
+    tensor: Tensor  # (rows, cols)
+    element_bytes: int
+
+    @property
+    def rows(self) -> int:
+        return self.tensor.shape[0]
+
+    @property
+    def cols(self) -> int:
+        return self.tensor.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel() * self.element_bytes
+
+    def extent(self, rows: range | None, cols: range | None) -> tuple[range, range]:
+        """Return (rows, cols); None stands for all rows or columns."""
+        return range(self.rows) if rows is None else rows, range(self.cols) if cols is None else cols
+
+
+@dataclass
+class Traffic:
+    """Bytes of one array that crossed between HBM and SRAM."""
+
+    read: int = 0
+    written: int = 0
+
+
+@dataclass
+class _Tile:
+    bytes: int
+    rows: range | None
+    cols: range | None
+
+
+class Memory:
+    """HBM without limit, SRAM of ``sram_bytes``, and counters of an algorithm's costs.
+
+    Args:
+        sram_bytes: size M of SRAM in bytes. Named tiles occupy it; temporaries of one expression are assumed
+            to be in registers.
+        element_bytes: bytes of one number, whatever dtype torch computes in. The papers count elements: 1
+            gives their counts; 2 is float16.
+        trace: records every step; None records nothing.
+
+    Attributes:
+        hbm_read, hbm_written: bytes moved so far.
+        traffic: bytes moved so far, by array.
+        matmul_flops, other_flops: floating-point operations on tiles, in matrix products and elsewhere.
+        tiles: tiles that SRAM holds now, by name.
+        sram_used, sram_peak: bytes of SRAM in use now, and the most so far.
+        hbm_used, hbm_peak: bytes of HBM in use now, and the most so far, including inputs and results.
+
+    Raises:
+        ValueError: a size that is not a positive int.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory
+        >>> memory = Memory(sram_bytes=1024)
+        >>> x = memory.place("X", torch.ones(8, 8))
+        >>> with memory.sram() as sram:
+        ...     tile = sram.load(x, rows=range(4))
+        >>> memory.hbm_read, memory.sram_peak  # 4 x 8 numbers of two bytes
+        (64, 64)
+    """
+
+    def __init__(
+        self, sram_bytes: int = DEFAULT_SRAM_BYTES, element_bytes: int = 2, trace: Trace | None = None
+    ):
+        for name, value in (("sram_bytes", sram_bytes), ("element_bytes", element_bytes)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        self.sram_bytes, self.element_bytes, self.trace = sram_bytes, element_bytes, trace
+        self.hbm_read = self.hbm_written = 0
+        self.sram_used = self.sram_peak = 0
+        self.hbm_used = self.hbm_peak = 0
+        self.traffic: dict[str, Traffic] = {}
+        self.tiles: dict[str, _Tile] = {}
+        self._flops = FlopCounter()
+        self._recorded_flops = (0, 0)
+        self._depth = 0
+        self._kernel = ""
+        self._programs: dict[str, int] = {}
+        if trace is not None:
+            trace.sram_bytes = sram_bytes
+
+    @property
+    def matmul_flops(self) -> int:
+        return self._flops.matmul
+
+    @property
+    def other_flops(self) -> int:
+        return self._flops.other
+
+    @property
+    def sram_elements(self) -> int:
+        """Size M of SRAM in elements, as in the papers."""
+        return self.sram_bytes // self.element_bytes
+
+    def totals(self) -> dict[str, int]:
+        """Return every counter by name."""
+        names = ("hbm_read", "hbm_written", "matmul_flops", "other_flops", "sram_peak", "hbm_peak")
+        return {name: getattr(self, name) for name in names}
+
+    def place(self, name: str, tensor: Tensor, element_bytes: int | None = None) -> Array:
+        """Put an input (rows, cols) into HBM; ``element_bytes`` overrides the memory's size of a number."""
+        return self._appear("place", name, tensor.detach(), element_bytes)
+
+    def empty(self, name: str, rows: int, cols: int, like: Tensor, element_bytes: int | None = None) -> Array:
+        """Allocate a result in HBM with the dtype of ``like``; it is NaN until it is written."""
+        return self._appear("empty", name, like.new_full((rows, cols), torch.nan), element_bytes)
+
+    def release(self, *arrays: Array) -> None:
+        """Free arrays in HBM."""
+        for array in arrays:
+            self.hbm_used -= array.bytes
+            self.record("release", array.name, bytes=array.bytes)
+
+    @contextmanager
+    def sram(self, kernel: str = "") -> Iterator[Sram]:
+        """Open a scope of tiles; tiles loaded and computed in it are freed at its end.
+
+        The outermost scope is a program (a GPU's thread block); scopes within it share its SRAM.
+
+        Args:
+            kernel: name of the program's kernel, if an algorithm has several.
+        """
+        outermost = self._depth == 0
+        if outermost:
+            self._kernel = kernel
+            self._programs[kernel] = self._programs.get(kernel, -1) + 1
+            self._flops.__enter__()
+        self._depth += 1
+        scope = Sram(self)
+        try:
+            yield scope
+        finally:
+            try:
+                scope.free(*list(scope.names))
+            finally:
+                self._depth -= 1
+                if outermost:
+                    self._flops.__exit__(None, None, None)
+
+    def record(
+        self,
+        kind: str,
+        name: str,
+        rows: range | None = None,
+        cols: range | None = None,
+        bytes: int = 0,
+        op: str = "",
+        column: Tensor | None = None,
+        data: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add an event to the trace, if there is one, with the watched rows of ``column`` (rows, 1)."""
+        if self.trace is None:
+            return
+        flops = (self.matmul_flops, self.other_flops)
+        matmul, other = (now - before for now, before in zip(flops, self._recorded_flops, strict=True))
+        self._recorded_flops = flops
+        values = None
+        if column is not None and rows is not None and column.shape[-1] == 1:
+            watched = (row for row in self.trace.watch_rows if row in rows)
+            values = {row: column[row - rows.start, 0].item() for row in watched} or None
+        self.trace.events.append(
+            Event(
+                kind, name, _ends(rows), _ends(cols), bytes, matmul, other,
+                self._kernel, self._programs.get(self._kernel, 0), op, values, data,
+            )
+        )  # fmt: skip
+
+    def _appear(self, kind: str, name: str, tensor: Tensor, element_bytes: int | None) -> Array:
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} must have 2 dimensions (rows, cols), got shape {tuple(tensor.shape)}")
+        array = Array(name, tensor, element_bytes or self.element_bytes)
+        self.hbm_used += array.bytes
+        self.hbm_peak = max(self.hbm_peak, self.hbm_used)
+        self.record(kind, name, range(array.rows), range(array.cols), array.bytes)
+        return array
+
+
+class Sram:
+    """A scope of named tiles on chip, made by :meth:`Memory.sram`.
+
+    A new tile replaces a tile of the same name in this scope or in a scope around it.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory
+        >>> memory = Memory()
+        >>> x = memory.place("X", torch.ones(8, 8))
+        >>> y = memory.empty("Y", 8, 8, like=x.tensor)
+        >>> with memory.sram() as sram:
+        ...     tile = sram.load(x, rows=range(4))
+        ...     sram.store(y, sram.compute("2X", 2 * tile), rows=range(4))
+        >>> y.tensor[:4].sum()
+        tensor(64.)
+    """
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        self.names: list[str] = []
+
+    def load(
+        self, array: Array, rows: range | None = None, cols: range | None = None, name: str | None = None
+    ) -> Tensor:
+        """Copy a tile of an array from HBM; ``rows`` and ``cols`` default to all.
+
+        The tile has the array's name by default. Several tiles of one array need a ``name`` each.
+        """
+        rows, cols = array.extent(rows, cols)
+        tile = array.tensor[rows.start : rows.stop, cols.start : cols.stop].clone()
+        size = tile.numel() * array.element_bytes
+        name = name or array.name
+        self._hold(name, size, rows, cols)
+        self.memory.hbm_read += size
+        self.memory.traffic.setdefault(array.name, Traffic()).read += size
+        self.memory.record("load", name, rows, cols, size, column=tile)
+        return tile
+
+    def compute(
+        self,
+        name: str,
+        value: Tensor,
+        rows: range | None = None,
+        cols: range | None = None,
+        op: str = "",
+        element_bytes: int | None = None,
+    ) -> Tensor:
+        """Keep a computed value as the tile ``name``.
+
+        Args:
+            name: name of the tile.
+            value: the computed tile, (rows, cols).
+            rows, cols: position of the tile in the whole matrix, for the trace.
+            op: formula of the tile, for the trace.
+            element_bytes: bytes of a number, if not the memory's.
+        """
+        size = value.numel() * (element_bytes or self.memory.element_bytes)
+        self._hold(name, size, rows, cols)
+        self.memory.record("compute", name, rows, cols, size, op, value)
+        return value
+
+    def store(
+        self, array: Array, value: Tensor, rows: range | None = None, cols: range | None = None
+    ) -> None:
+        """Write a tile, or the value of an expression on tiles, to an array in HBM."""
+        rows, cols = array.extent(rows, cols)
+        if tuple(value.shape) != (len(rows), len(cols)):
+            raise ValueError(
+                f"the tile of {array.name} must have shape {(len(rows), len(cols))}, got {tuple(value.shape)}"
+            )
+        array.tensor[rows.start : rows.stop, cols.start : cols.stop] = value
+        size = value.numel() * array.element_bytes
+        self.memory.hbm_written += size
+        self.memory.traffic.setdefault(array.name, Traffic()).written += size
+        self.memory.record("store", array.name, rows, cols, size, column=value)
+
+    def free(self, *names: str) -> None:
+        """Free tiles of this scope before the scope ends."""
+        for name in names:
+            self.names.remove(name)
+            tile = self.memory.tiles.pop(name)
+            self.memory.sram_used -= tile.bytes
+            self.memory.record("free", name, tile.rows, tile.cols, tile.bytes)
+
+    def _hold(self, name: str, size: int, rows: range | None, cols: range | None) -> None:
+        memory = self.memory
+        held = memory.tiles.get(name)
+        used = memory.sram_used - (held.bytes if held else 0) + size
+        if used > memory.sram_bytes:
+            others = ", ".join(f"{o} {tile.bytes}" for o, tile in memory.tiles.items() if o != name)
+            raise SramExceededError(
+                f"tile {name} of {size} bytes does not fit into {memory.sram_bytes} bytes of SRAM next to "
+                f"{others or 'nothing'}: take smaller blocks or a larger sram_bytes"
+            )
+        if held is None:
+            self.names.append(name)
+        memory.tiles[name] = _Tile(size, rows, cols)
+        memory.sram_used = used
+        memory.sram_peak = max(memory.sram_peak, used)
+
+
+def _ends(extent: range | None) -> tuple[int, int] | None:
+    return None if extent is None else (extent.start, extent.stop)

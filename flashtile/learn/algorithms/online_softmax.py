@@ -1,0 +1,169 @@
+"""Softmax of rows that do not fit into SRAM: four methods and the number of times that each reads its input.
+
+naive    sum of exp(x), then exp(x) / sum                     2 reads, 1 write; exp overflows above 88
+safe     maximum, then sum of exp(x - max), then the result   3 reads, 1 write
+online   maximum and sum together, then the result            2 reads, 1 write
+average  maximum, sum and the result's product with V         1 read
+
+The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3) sums before the maximum is
+known, relative to the maximum so far, and rescales the sum when the maximum grows: if l is the sum of
+exp(x - m) so far, then relative to m' it is l exp(m - m'). The pairs (m, l) of two pieces of a row give the
+pair of both, in any order:
+
+    m = max(m1, m2)        l = l1 exp(m1 - m) + l2 exp(m2 - m)
+
+FlashAttention applies this identity to the output row as well, which is a sum over the same terms
+(:func:`average`). The probabilities are then never written, and one pass is enough.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.learn.algorithms.call import blocks, chosen_blocks, lowest, nonzero, row_max, zeros
+from flashtile.learn.algorithms.memory import Array, Memory, Sram
+
+
+def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
+    """Softmax of each row of x (rows, cols) in tiles of (block_m, block_n); inf / inf = NaN for large x.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, online_softmax
+        >>> x = torch.randn(4, 1000)
+        >>> torch.testing.assert_close(online_softmax.naive(x, Memory(), block_n=128), x.softmax(-1))
+    """
+    block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
+    X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
+    for rows in blocks(X.rows, block_m):
+        with memory.sram(kernel="naive softmax") as sram:
+            l = sram.compute("l", zeros(len(rows), 1, x), rows)
+            for cols in blocks(X.cols, block_n):
+                e = torch.exp(sram.load(X, rows, cols))
+                l = sram.compute("l", l + e.sum(-1, keepdim=True), rows, op="l += sum exp(x)")
+            for cols in blocks(X.cols, block_n):
+                sram.store(Y, torch.exp(sram.load(X, rows, cols)) / l, rows, cols)
+    return Y.tensor
+
+
+def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
+    """Softmax of each row of x (rows, cols) in tiles of (block_m, block_n), with a first pass for the
+    maximum.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, online_softmax
+        >>> x = torch.randn(4, 1000)
+        >>> torch.testing.assert_close(online_softmax.safe(x, Memory(), block_n=128), x.softmax(-1))
+    """
+    block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
+    X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
+    for rows in blocks(X.rows, block_m):
+        with memory.sram(kernel="safe softmax") as sram:
+            m = sram.compute("m", lowest(len(rows), x), rows)
+            for cols in blocks(X.cols, block_n):
+                m = sram.compute("m", torch.maximum(m, row_max(sram.load(X, rows, cols))), rows, op="m = max")
+            l = sram.compute("l", zeros(len(rows), 1, x), rows)
+            for cols in blocks(X.cols, block_n):
+                e = torch.exp(sram.load(X, rows, cols) - m)
+                l = sram.compute("l", l + e.sum(-1, keepdim=True), rows, op="l += sum exp(x - m)")
+            for cols in blocks(X.cols, block_n):
+                sram.store(Y, torch.exp(sram.load(X, rows, cols) - m) / nonzero(l), rows, cols)
+    return Y.tensor
+
+
+def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
+    """Softmax of each row of x (rows, cols) in tiles of (block_m, block_n), maximum and sum in one pass.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, online_softmax
+        >>> x = torch.randn(4, 1000)
+        >>> torch.testing.assert_close(online_softmax.online(x, Memory(), block_n=128), x.softmax(-1))
+    """
+    block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
+    X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
+    for rows in blocks(X.rows, block_m):
+        with memory.sram(kernel="online softmax") as sram:
+            m = sram.compute("m", lowest(len(rows), x), rows)
+            l = sram.compute("l", zeros(len(rows), 1, x), rows)
+            for cols in blocks(X.cols, block_n):
+                m, l = update(sram, m, l, sram.load(X, rows, cols), rows)
+            for cols in blocks(X.cols, block_n):
+                sram.store(Y, torch.exp(sram.load(X, rows, cols) - m) / nonzero(l), rows, cols)
+    return Y.tensor
+
+
+def average(x: Tensor, v: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
+    """Return softmax(x) v for x (rows, cols) and v (cols, d) in one pass, without storing the softmax.
+
+    Raises:
+        ValueError: v does not have one row per column of x.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, online_softmax
+        >>> x, v = torch.randn(4, 1000), torch.randn(1000, 8)
+        >>> out = online_softmax.average(x, v, Memory(), block_n=128)
+        >>> torch.testing.assert_close(out, x.softmax(-1) @ v)
+    """
+    if v.dim() != 2 or v.shape[0] != x.shape[-1]:
+        raise ValueError(f"v must have {x.shape[-1]} rows, the columns of x, got shape {tuple(v.shape)}")
+    block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
+    X, V = memory.place("X", x), memory.place("V", v)
+    O = memory.empty("O", x.shape[0], v.shape[1], like=x)
+    for rows in blocks(X.rows, block_m):
+        with memory.sram(kernel="online softmax") as sram:
+            m = sram.compute("m", lowest(len(rows), x), rows)
+            l = sram.compute("l", zeros(len(rows), 1, x), rows)
+            acc = sram.compute("O", zeros(len(rows), V.cols, x), rows)
+            for cols in blocks(X.cols, block_n):
+                x_j, v_j, m_old = sram.load(X, rows, cols), sram.load(V, cols), m
+                m, l = update(sram, m, l, x_j, rows)
+                acc = torch.exp(m_old - m) * acc + torch.exp(x_j - m) @ v_j
+                acc = sram.compute("O", acc, rows, op="O = O exp(m - m') + exp(x - m') V")
+            sram.store(O, acc / nonzero(l), rows)
+    return O.tensor
+
+
+def update(sram: Sram, m: Tensor, l: Tensor, x: Tensor, rows: range) -> tuple[Tensor, Tensor]:
+    """Return the running maximum and sum (rows, 1) after a further piece x (rows, cols) of the rows."""
+    m_new = torch.maximum(m, row_max(x))
+    l_new = l * torch.exp(m - m_new) + torch.exp(x - m_new).sum(-1, keepdim=True)
+    l = sram.compute("l", l_new, rows, op="l = l exp(m - m') + sum exp(x - m')")
+    return sram.compute("m", m_new, rows, op="m = m'"), l
+
+
+def write_softmax(memory: Memory, X: Array, Y: Array) -> None:
+    """Write Y = softmax(X) for standard attention; rows that fit into SRAM are read once, longer ones
+    twice."""
+    statistics = 2
+    block_n = min(max(X.cols, 1), memory.sram_elements - statistics)
+    block_m = memory.sram_elements // (block_n + statistics)
+    fits = block_n >= X.cols
+    for rows in blocks(X.rows, block_m):
+        with memory.sram(kernel="softmax") as sram:
+            m = sram.compute("m", lowest(len(rows), X.tensor), rows)
+            l = sram.compute("l", zeros(len(rows), 1, X.tensor), rows)
+            for cols in blocks(X.cols, block_n):
+                x = sram.load(X, rows, cols)
+                m, l = update(sram, m, l, x, rows)
+            for cols in blocks(X.cols, block_n):
+                x = x if fits else sram.load(X, rows, cols)
+                sram.store(Y, torch.exp(x - m) / nonzero(l), rows, cols)
+
+
+def write_softmax_gradient(memory: Memory, Y: Array, dY: Array, dX: Array) -> None:
+    """Write dX = Y * (dY - rowsum(Y * dY)), the gradient of a softmax Y; rows longer than SRAM are read
+    twice."""
+    statistics = 1
+    block_n = min(max(Y.cols, 1), (memory.sram_elements - statistics) // 2)
+    block_m = memory.sram_elements // (2 * block_n + statistics)
+    fits = block_n >= Y.cols
+    for rows in blocks(Y.rows, block_m):
+        with memory.sram(kernel="softmax gradient") as sram:
+            total = sram.compute("rowsum", zeros(len(rows), 1, Y.tensor), rows)
+            for cols in blocks(Y.cols, block_n):
+                y, dy = sram.load(Y, rows, cols), sram.load(dY, rows, cols)
+                total = sram.compute("rowsum", total + (y * dy).sum(-1, keepdim=True), rows)
+            for cols in blocks(Y.cols, block_n):
+                if not fits:
+                    y, dy = sram.load(Y, rows, cols), sram.load(dY, rows, cols)
+                sram.store(dX, y * (dy - total), rows, cols)

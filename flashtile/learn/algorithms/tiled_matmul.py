@@ -1,0 +1,184 @@
+"""The tiled matrix product: the simplest example of blocks that save memory traffic.
+
+Computed one element at a time, C = A B of (m, k) by (k, n) reads a row of A and a column of B for each of its
+m n elements: 2 m n k reads. All columns of a block of C need the same rows of A, and all its rows the same
+columns of B. So a (block_m, block_n) tile of C stays in SRAM while strips of A and B are streamed:
+
+    reads of A: m k * ceil(n / block_n)      reads of B: k n * ceil(m / block_m)      writes of C: m n
+
+The width of the strips does not matter: they may be narrow, which leaves nearly all of SRAM to C. With square
+tiles of side sqrt(M) the traffic is about 2 m n k / sqrt(M), which no order of operations can beat by more
+than a constant factor (Hong and Kung, "I/O complexity: the red-blue pebble game", 1981).
+
+A thread block repeats this one level below (:func:`two_levels`): its tile of C is cut into tiles of warps,
+which stay in registers while the strips are read from shared memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from flashtile.backends.cpu.blocks import split
+from flashtile.learn.algorithms.call import blocks, chosen_blocks, zeros
+from flashtile.learn.algorithms.memory import Array, Memory, SramExceededError
+from flashtile.learn.algorithms.warps import Warps
+
+MAX_BLOCK_K = 16
+
+
+def strip_width(memory: Memory) -> int:
+    """Return block_k, which is small compared with a tile of C."""
+    return max(1, min(math.isqrt(memory.sram_elements) // 4, MAX_BLOCK_K))
+
+
+def block_sizes(memory: Memory, cols: int) -> tuple[int, int]:
+    """Return (block_m, block_n): the largest square tile of C that fits with two strips, taller if C is
+    narrow."""
+    M, strip = memory.sram_elements, strip_width(memory)
+    block_n = min(math.isqrt(strip**2 + M) - strip, cols)  # block_n^2 + 2 block_n strip <= M
+    if block_n < 1:
+        raise SramExceededError(
+            f"sram_bytes must be at least {3 * memory.element_bytes}, got {memory.sram_bytes}"
+        )
+    return (M - strip * block_n) // (block_n + strip), block_n
+
+
+def matmul(
+    a: Tensor, b: Tensor, memory: Memory, *, block_m: int | None = None, block_n: int | None = None
+) -> Tensor:
+    """Multiply a (m, k) by b (k, n); block sizes default to the largest that fit into SRAM.
+
+    Raises:
+        ValueError: the inner lengths differ.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, tiled_matmul
+        >>> a, b = torch.randn(64, 32), torch.randn(32, 48)
+        >>> memory = Memory(sram_bytes=4096)
+        >>> torch.testing.assert_close(tiled_matmul.matmul(a, b, memory), a @ b)
+        >>> memory.matmul_flops
+        196608
+    """
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(f"b must have {a.shape[-1]} rows, the columns of a, got {b.shape[0]}")
+    A, B = memory.place("A", a), memory.place("B", b)
+    C = memory.empty("C", A.rows, B.cols, like=a)
+    product(memory, A, B, C, block_m=block_m, block_n=block_n)
+    return C.tensor
+
+
+def product(
+    memory: Memory,
+    A: Array,
+    B: Array,
+    C: Array,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    finish: Callable[[Tensor, range, range], Tensor] = lambda tile, rows, cols: tile,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> None:
+    """Compute C = finish(A B), where A is stored transposed if ``transpose_a``, and B if ``transpose_b``.
+
+    ``finish`` gets each tile of the product with its rows and columns before it is stored.
+    """
+    block_m, block_n = chosen_blocks(block_m, block_n, block_sizes(memory, max(C.cols, 1)))
+    depth = A.rows if transpose_a else A.cols
+    op = f"{C.name} += {A.name}{'^T' if transpose_a else ''} {B.name}{'^T' if transpose_b else ''}"
+    for rows in blocks(C.rows, block_m):
+        for cols in blocks(C.cols, block_n):
+            with memory.sram(kernel=C.name) as sram:  # a GPU's thread block
+                c = sram.compute(C.name, zeros(len(rows), len(cols), C.tensor), rows, cols)
+                for strip in blocks(depth, strip_width(memory)):
+                    a = sram.load(A, strip, rows).T if transpose_a else sram.load(A, rows, strip)
+                    b = sram.load(B, cols, strip).T if transpose_b else sram.load(B, strip, cols)
+                    c = sram.compute(C.name, c + a @ b, rows, cols, op=op)
+                sram.store(C, finish(c, rows, cols), rows, cols)
+
+
+def two_levels(
+    a: Tensor,
+    b: Tensor,
+    memory: Memory,
+    *,
+    c: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    block_m: int = 64,
+    block_n: int = 64,
+    block_k: int = 16,
+    warp_m: int = 32,
+    warp_n: int = 32,
+) -> tuple[Tensor, Warps]:
+    """Return (alpha a b + beta c, shared memory traffic), computed by thread blocks and warps within them.
+
+    A thread block owns block_m x block_n numbers of C and streams strips of A and B through shared memory. A
+    warp owns warp_m x warp_n of these numbers in its registers and reads its part of each strip from shared
+    memory:
+
+        from HBM             m n k (1 / block_n + 1 / block_m)
+        from shared memory   m n k (1 / warp_n + 1 / warp_m)
+
+    alpha is applied once to each finished number: m n multiplications instead of m n k. C is read once, and
+    only if beta is not 0.
+
+    Args:
+        a, b: (m, k) and (k, n).
+        memory: counts the HBM traffic.
+        c: (m, n), required if beta is not 0.
+        alpha, beta: factors of a b and of c.
+        block_m, block_n, block_k: the tile of a thread block, and the width of a strip.
+        warp_m, warp_n: the tile of a warp; they divide block_m and block_n.
+
+    Raises:
+        ValueError: the shapes do not match, or the tile of a warp does not divide that of a thread block.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, tiled_matmul
+        >>> a, b, c = torch.randn(64, 32), torch.randn(32, 64), torch.randn(64, 64)
+        >>> memory = Memory(element_bytes=1)
+        >>> out, warps = tiled_matmul.two_levels(a, b, memory, c=c, alpha=2.0, beta=0.5)
+        >>> torch.testing.assert_close(out, 2 * a @ b + 0.5 * c)
+        >>> memory.traffic["A"].read, warps.read_bytes  # one block of 64 x 64, four warps of 32 x 32
+        (2048, 8192)
+    """
+    if a.shape[-1] != b.shape[0]:
+        raise ValueError(f"b must have {a.shape[-1]} rows, the columns of a, got {b.shape[0]}")
+    shape = (a.shape[0], b.shape[1])
+    if beta != 0 and (c is None or tuple(c.shape) != shape):
+        got = None if c is None else tuple(c.shape)
+        raise ValueError(f"c must have shape {shape} where beta is not 0, got {got}")
+    for block, warp, axis in ((block_m, warp_m, "m"), (block_n, warp_n, "n")):
+        if warp < 1 or block % warp:
+            raise ValueError(f"warp_{axis} must divide block_{axis} ({block}), got {warp}")
+    if block_k < 1:
+        raise ValueError(f"block_k must be at least 1, got {block_k}")
+    A, B = memory.place("A", a), memory.place("B", b)
+    C = memory.empty("C", *shape, like=a) if c is None else memory.place("C", c.clone())
+    warps = Warps(memory, (block_m // warp_m) * (block_n // warp_n))
+    for rows in blocks(C.rows, block_m):
+        for cols in blocks(C.cols, block_n):
+            tiles = list(itertools.product(split(rows, warp_m), split(cols, warp_n)))
+            with memory.sram(kernel="C = alpha A B + beta C") as sram:
+                sums = [zeros(len(r), len(s), a) for r, s in tiles]
+                for strip in blocks(A.cols, block_k):
+                    a_k, b_k = sram.load(A, rows, strip), sram.load(B, strip, cols)
+                    warps.barrier("the strips are there")
+                    for warp, (r, s) in enumerate(tiles):
+                        a_w = a_k[r.start - rows.start : r.stop - rows.start]
+                        b_w = b_k[:, s.start - cols.start : s.stop - cols.start]
+                        a_w = warps.read("A", a_w, warp, r, strip)
+                        b_w = warps.read("B", b_w, warp, strip, s)
+                        sums[warp] = warps.compute("C", sums[warp] + a_w @ b_w, warp, r, s, op="C += A B")
+                    warps.barrier("the strips are used")
+                for (r, s), total in zip(tiles, sums, strict=True):
+                    out = alpha * total
+                    if beta != 0:
+                        out = out + beta * sram.load(C, r, s)
+                    sram.store(C, out, r, s)
+    return C.tensor, warps

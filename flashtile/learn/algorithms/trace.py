@@ -1,0 +1,163 @@
+"""Trace of an algorithm, event by event, in a form that can be stored as JSON and played by a page.
+
+A trace is complete: from its events follow the totals that :class:`~flashtile.algorithms.memory.Memory`
+counted, the contents of SRAM at any moment, and the part of each matrix that is being worked on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+VERSION = 1
+
+KINDS = (
+    "place", "empty", "release", "load", "store", "compute", "free", "skip", "page",
+    "shared_load", "shared_store", "register", "barrier",
+)  # fmt: skip
+"""Kinds of events.
+
+place, empty: an input, or room for a result, is allocated in HBM; release: it is freed. load: HBM to a tile
+in SRAM; compute: a value becomes a tile in SRAM; both replace a tile of the same name. store: a tile or the
+value of an expression to HBM; free: a tile leaves SRAM. skip: a tile of the score matrix is not computed.
+page: block tables change, see ``data``. shared_load: a warp reads from shared memory into its registers;
+shared_store: it writes to shared memory; register: it computes; barrier: all warps of the thread block wait
+for each other. "K.2" is K in warp 2.
+"""
+
+
+class Event(NamedTuple):
+    """One step of an algorithm.
+
+    ``rows`` and ``cols`` are half-open ranges of the named matrix, or None. A tile of "S" or "P" has query
+    rows and key columns. ``bytes`` are moved (load, store), held in SRAM (compute, free) or held in HBM
+    (place, empty, release). ``op`` is the computed formula in a fixed short form. The FLOPs are those since
+    the previous event. ``program`` numbers the programs of ``kernel`` that can run in parallel (a GPU's
+    thread blocks). ``values`` are the watched rows of a column vector such as the running maximum m.
+    """
+
+    kind: str
+    name: str
+    rows: tuple[int, int] | None = None
+    cols: tuple[int, int] | None = None
+    bytes: int = 0
+    matmul_flops: int = 0
+    other_flops: int = 0
+    kernel: str = ""
+    program: int = 0
+    op: str = ""
+    values: Mapping[int, float] | None = None
+    data: Mapping[str, Any] | None = None
+
+
+class Span(NamedTuple):
+    """One bar of a timeline: ``worker`` keeps ``unit`` busy from ``start`` to ``end`` with ``label``."""
+
+    worker: str
+    unit: str
+    label: str
+    block: int
+    start: float
+    end: float
+
+
+_TEXTS = ("kind", "name", "kernel", "op")
+_NUMBERS = ("bytes", "matmul_flops", "other_flops", "program")
+_RANGES = ("row_start", "row_end", "col_start", "col_end")
+
+
+def _distinct(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))
+
+
+@dataclass
+class Trace:
+    """A recording of an algorithm.
+
+    Attributes:
+        watch_rows: rows whose statistics (column vectors, such as m and l) are recorded as ``values``.
+        algorithm, settings: name and settings of the run, filled in by the caller.
+        sram_bytes: size of SRAM.
+        events: steps in the order in which they happened.
+        spans: timelines of units that work at the same time.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, Trace, flash2
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> trace = Trace()
+        >>> memory = Memory(trace=trace)
+        >>> out, lse = flash2.forward(q, k, v, memory)
+        >>> trace.totals()["hbm_read"] == memory.hbm_read
+        True
+    """
+
+    watch_rows: tuple[int, ...] = (0,)
+    algorithm: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    sram_bytes: int = 0
+    events: list[Event] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    def totals(self) -> dict[str, int]:
+        """Return the counters of Memory, computed from the events only."""
+        moved = {kind: sum(e.bytes for e in self.events if e.kind == kind) for kind in ("load", "store")}
+        return {
+            "hbm_read": moved["load"],
+            "hbm_written": moved["store"],
+            "matmul_flops": sum(e.matmul_flops for e in self.events),
+            "other_flops": sum(e.other_flops for e in self.events),
+            "sram_peak": max(self._sram_used(), default=0),
+            "hbm_peak": max(self._hbm_used(), default=0),
+        }
+
+    def _sram_used(self) -> Iterator[int]:
+        """Yield the bytes held in SRAM after each event; a tile replaces a tile of the same name."""
+        held: dict[str, int] = {}
+        for event in self.events:
+            if event.kind in ("load", "compute"):
+                held[event.name] = event.bytes
+            elif event.kind == "free":
+                del held[event.name]
+            yield sum(held.values())
+
+    def _hbm_used(self) -> Iterator[int]:
+        used = 0
+        for event in self.events:
+            used += {"place": 1, "empty": 1, "release": -1}.get(event.kind, 0) * event.bytes
+            yield used
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain lists and dictionaries, one list per column, which are small and compress well.
+
+        Kinds, names, kernels and ops are indices into the lists ``kinds``, ``names``, ``kernels`` and
+        ``ops``. Missing ranges are -1, infinities are None. The keys of ``values`` and ``data`` are event
+        numbers.
+        """
+        texts = {column: _distinct(getattr(e, column) for e in self.events) for column in _TEXTS}
+        numbers = {column: {text: i for i, text in enumerate(texts[column])} for column in _TEXTS}
+        ranges = [(*(e.rows or (-1, -1)), *(e.cols or (-1, -1))) for e in self.events]
+        return {
+            "version": VERSION,
+            "algorithm": self.algorithm,
+            "settings": self.settings,
+            "sram_bytes": self.sram_bytes,
+            "totals": self.totals(),
+            "kinds": texts["kind"],
+            "names": texts["name"],
+            "kernels": texts["kernel"],
+            "ops": texts["op"],
+            "events": {
+                **{column: [numbers[column][getattr(e, column)] for e in self.events] for column in _TEXTS},
+                **{column: [getattr(e, column) for e in self.events] for column in _NUMBERS},
+                **{column: [ends[i] for ends in ranges] for i, column in enumerate(_RANGES)},
+            },
+            "values": {i: _finite(e.values) for i, e in enumerate(self.events) if e.values},
+            "data": {i: dict(e.data) for i, e in enumerate(self.events) if e.data},
+            "spans": [span._asdict() for span in self.spans],
+        }
+
+
+def _finite(values: Mapping[int, float]) -> dict[int, float | None]:
+    return {row: value if math.isfinite(value) else None for row, value in values.items()}

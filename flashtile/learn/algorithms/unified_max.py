@@ -1,0 +1,126 @@
+"""FlashDecoding++: partial softmaxes with one unified maximum (Hong et al. 2023, arXiv:2311.01282).
+
+The maximum is subtracted only to keep exp from overflowing; any number phi gives the same quotient,
+
+    softmax(x)_i = exp(x_i - phi) / sum_j exp(x_j - phi),
+
+and if the scores of a model are known to lie around phi, that number works for every row and every part of a
+row (section 3). The parts are then independent: there is no running maximum, earlier sums are never rescaled,
+and parts are merged by addition. In the paper, rescaling takes 18.8 % of the time of attention in Llama2-7B.
+
+The result is exact while every x_i - phi lies between two bounds. A block of rows with a score outside of the
+bounds is recomputed with the online softmax. So any input gives a correct result, and inputs that phi was
+chosen for give it fast.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashtile.learn.algorithms import flash2
+from flashtile.learn.algorithms.call import Head, blocks, chosen_blocks, log_sum_exp, nonzero, place, zeros
+from flashtile.learn.algorithms.flash_decoding import block_sizes, of_split, split_blocks
+from flashtile.learn.algorithms.memory import Memory, Sram
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    phi: float = 0.0,
+    bounds: tuple[float, float] = (-60.0, 60.0),
+    num_splits: int = 4,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    block_m: int | None = None,
+    block_n: int | None = None,
+) -> tuple[Tensor, Tensor, list[range]]:
+    """Return (out (seqlen_q, head_dim_v), lse (seqlen_q, 1), blocks of rows that were recomputed).
+
+    Args:
+        phi: the unified maximum, chosen for a model from statistics of its scores.
+        bounds: limits of every scaled score minus phi. The default keeps exp, and sums over any realistic
+            sequence length, within the range of float32.
+        num_splits: parts of the keys, as in :mod:`flash_decoding`.
+
+    The other arguments are those of :func:`flashtile.algorithms.call.place`.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, unified_max
+        >>> q, k, v = torch.randn(3, 256, 32).unbind()  # one head, (seqlen, head_dim)
+        >>> out, lse, recomputed = unified_max.forward(q, k, v, Memory())
+        >>> torch.testing.assert_close(out, torch.softmax(q @ k.T * 32**-0.5, -1) @ v)
+        >>> recomputed  # blocks of rows whose scores left the bounds
+        []
+    """
+    call = place(memory, q, k, v, causal, window_size, softmax_scale)
+    Q, K, V = call.Q, call.K, call.V
+    Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.rows, Q.cols, V.cols))
+    O_s = memory.empty("O_s", num_splits * Q.rows, V.cols, like=q)
+    L_s = memory.empty("l_s", num_splits * Q.rows, 1, like=q)
+    outside: list[range] = []  # on a GPU: a flag in HBM that any split may set
+    for split, parts in enumerate(split_blocks(K.rows, Bc, num_splits)):
+        for rows in blocks(Q.rows, Br):
+            with memory.sram(kernel="split") as sram:
+                acc, l, inside = attend(memory, sram, call, rows, parts, phi, bounds)
+                sram.store(O_s, acc, of_split(split, rows, Q.rows))
+                sram.store(L_s, l, of_split(split, rows, Q.rows))
+            if not inside and rows not in outside:
+                outside.append(rows)
+
+    O = memory.empty("O", Q.rows, V.cols, like=q)
+    LSE = memory.empty("lse", Q.rows, 1, like=q)
+    for rows in blocks(Q.rows, Br):
+        if rows in outside:
+            with memory.sram(kernel="recompute") as sram:
+                acc, m, l = flash2.attend(memory, sram, call, rows, blocks(K.rows, Bc))
+                sram.store(O, acc / nonzero(l), rows)
+                sram.store(LSE, log_sum_exp(m, l), rows)
+            continue
+        with memory.sram(kernel="merge") as sram:
+            acc = sram.compute("O", zeros(len(rows), V.cols, q), rows)
+            l = sram.compute("l", zeros(len(rows), 1, q), rows)
+            for split in range(num_splits):
+                part = of_split(split, rows, Q.rows)
+                acc = sram.compute("O", acc + sram.load(O_s, part), rows, op="O += O_s")
+                l = sram.compute("l", l + sram.load(L_s, part), rows, op="l += l_s")
+            sram.store(O, acc / nonzero(l), rows)
+            sram.store(LSE, log_sum_exp(zeros(len(rows), 1, q) + phi, l), rows)
+    memory.release(O_s, L_s)
+    return O.tensor, LSE.tensor, outside
+
+
+def attend(
+    memory: Memory,
+    outer: Sram,
+    call: Head,
+    rows: range,
+    key_blocks: list[range],
+    phi: float,
+    bounds: tuple[float, float],
+) -> tuple[Tensor, Tensor, bool]:
+    """Return (sum of exp(S - phi) V, sum of exp(S - phi), whether all visible scores are within the
+    bounds)."""
+    low, high = bounds
+    q_i = outer.load(call.Q, rows)
+    acc = outer.compute("O", zeros(len(rows), call.V.cols, q_i), rows)
+    l = outer.compute("l", zeros(len(rows), 1, q_i), rows)
+    inside = True
+    for keys in key_blocks:
+        if not call.mask.sees_any(rows, keys):
+            memory.record("skip", "S", rows, keys)
+            continue
+        with memory.sram() as sram:
+            k_j, v_j = call.load_keys(sram, keys)
+            s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
+            s = sram.compute("S", s - phi, rows, keys, op="S = Q K^T - phi")
+            seen = s[s > -torch.inf]
+            inside = inside and bool(((seen > low) & (seen < high)).all())
+            p = sram.compute("S", torch.exp(s), rows, keys, op="P = exp(S)")
+            l = outer.compute("l", l + p.sum(-1, keepdim=True), rows, op="l += rowsum P")
+            acc = outer.compute("O", acc + p @ v_j, rows, op="O += P V")
+    return acc, l, inside

@@ -1,0 +1,349 @@
+"""FlashAttention-2's split of work between warps (Dao 2023, arXiv:2307.08691, section 3.3).
+
+A thread block has a block of rows of Q in shared memory and loops over the blocks of keys. Its 4 or 8 warps
+share the work on each tile of S in one of two ways (Figure 3 of the paper):
+
+    split_k   Each warp takes a part of the keys: a slice of K and of V, and all rows of Q. Every warp then
+              has a share of every row's maximum, sum and output. The shares are written to shared memory, all
+              warps wait, and the shares of each row are added. FlashAttention does this.
+    split_q   Each warp takes a part of the rows, and all of K and V. The maxima, sums and outputs
+              of its rows stay in its registers: nothing is exchanged, and no warp waits. FlashAttention-2
+              does this.
+
+split_q reads each block of K and V once per warp instead of once, and still moves less: in split_k each warp
+writes a partial output of Br x d float32 numbers, which is read again, and that is more than a few copies of
+K and V. With four warps and 16-bit operands this holds up to about Bc = 2.7 Br.
+
+Both are counted by the same rules. A warp reads each number that it needs once and keeps Q, its sums and its
+accumulator in registers. Operands have the memory's ``element_bytes``; statistics and accumulators are
+float32. Loading a tile from HBM takes two barriers in both: one before the tile is read, one before it is
+overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.learn.algorithms.call import Head, blocks, log_sum_exp, lowest, nonzero, place, row_max, zeros
+from flashtile.learn.algorithms.memory import Array, Memory, Sram
+from flashtile.learn.algorithms.trace import Event, Span
+from flashtile.learn.algorithms.warps import Warps
+
+FLOAT32 = 4
+"""Bytes of a row statistic or an element of an accumulator."""
+
+LOADED, USED, EXCHANGE = "tiles loaded", "tiles used", "exchange"
+"""Purposes of barriers: each tile in shared memory needs the first two, split_k also the last."""
+
+
+class Accumulated(NamedTuple):
+    """Sums of exp(S - m) and of exp(S - m) V of some rows over the keys so far."""
+
+    rows: range
+    l: Tensor  # (rows, 1)
+    acc: Tensor  # (rows, head_dim_v)
+
+
+def split_q(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    num_warps: int = 4,
+    block_m: int = 64,
+    block_n: int = 64,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor, Warps]:
+    """Return (out (seqlen_q, head_dim_v), lse (seqlen_q, 1), shared memory traffic); each warp owns rows.
+
+    Args:
+        q, k, v, memory, softmax_scale: as for :func:`flashtile.algorithms.call.place`.
+        num_warps: warps of a thread block; must divide block_m.
+        block_m, block_n: Br and Bc, the tile of a thread block.
+
+    Raises:
+        ValueError: num_warps does not divide block_m.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, warp_split
+        >>> q, k, v = torch.randn(3, 128, 32).unbind()
+        >>> out, lse, warps = warp_split.split_q(q, k, v, Memory())
+        >>> torch.testing.assert_close(out, torch.softmax(q @ k.T * 32**-0.5, -1) @ v)
+        >>> warps.written_bytes
+        0
+    """
+    call, O, LSE, warps = _prepare(q, k, v, memory, softmax_scale, num_warps, "block_m", block_m)
+    for rows in blocks(call.Q.rows, block_m):
+        with memory.sram(kernel="split-Q") as sram:
+            q_i, parts = sram.load(call.Q, rows), _parts(rows, num_warps)
+            warps.barrier(LOADED)
+            state = []
+            for warp, own in enumerate(parts):
+                q_w = warps.read("Q", _rows_of(q_i, own, rows), warp, own)
+                acc, l = zeros(len(own), call.V.cols, q), zeros(len(own), 1, q)
+                state.append((q_w, acc, lowest(len(own), q), l))
+            for keys in blocks(call.K.rows, block_n):
+                with memory.sram() as inner:
+                    k_j, v_j = call.load_keys(inner, keys)
+                    warps.barrier(LOADED)
+                    for warp, own in enumerate(parts):
+                        q_w, acc, m, l = state[warp]
+                        k_w = warps.read("K", k_j, warp, keys)
+                        s = warps.compute("S", q_w @ k_w.T * call.scale, warp, own, keys, op="S = Q K^T")
+                        m_new = torch.maximum(m, row_max(s))
+                        p = warps.compute("S", torch.exp(s - m_new), warp, own, keys, op="P = exp(S - m)")
+                        correction = torch.exp(m - m_new)
+                        l = correction * l + p.sum(-1, keepdim=True)
+                        l = warps.compute("l", l, warp, own, op="l = l exp(m - m') + rowsum P")
+                        v_w = warps.read("V", v_j, warp, keys)
+                        acc = warps.compute("O", correction * acc + p @ v_w, warp, own, op="O += P V")
+                        state[warp] = (q_w, acc, m_new, l)
+                    warps.barrier(USED)
+            for (_, acc, m, l), own in zip(state, parts, strict=True):
+                sram.store(O, acc / nonzero(l), own)
+                sram.store(LSE, log_sum_exp(m, l), own)
+    return O.tensor, LSE.tensor, warps
+
+
+def split_k(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    *,
+    num_warps: int = 4,
+    block_m: int = 64,
+    block_n: int = 64,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor, Warps]:
+    """Return the results of :func:`split_q`; here each warp has a part of every block of keys.
+
+    ``num_warps`` must divide block_n and block_m. For every tile the warps exchange data twice: the row
+    maxima, before probabilities can be computed, and the partial sums and outputs, which each warp adds up
+    for a part of the rows.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, warp_split
+        >>> q, k, v = torch.randn(3, 128, 32).unbind()
+        >>> out, lse, warps = warp_split.split_k(q, k, v, Memory())
+        >>> torch.testing.assert_close(out, torch.softmax(q @ k.T * 32**-0.5, -1) @ v)
+        >>> own, _, fewer = warp_split.split_q(q, k, v, Memory())
+        >>> warps.read_bytes + warps.written_bytes > 2 * fewer.read_bytes
+        True
+    """
+    call, O, LSE, warps = _prepare(q, k, v, memory, softmax_scale, num_warps, "block_n", block_n)
+    _check_divides(num_warps, "block_m", block_m)
+    for rows in blocks(call.Q.rows, block_m):
+        with memory.sram(kernel="split-K") as sram:
+            q_i = sram.load(call.Q, rows)
+            warps.barrier(LOADED)
+            queries = [warps.read("Q", q_i, warp, rows) for warp in range(num_warps)]
+            state = Accumulated(rows, zeros(len(rows), 1, q), zeros(len(rows), call.V.cols, q))
+            m = lowest(len(rows), q)
+            for keys in blocks(call.K.rows, block_n):
+                with memory.sram() as inner:
+                    k_j, v_j = call.load_keys(inner, keys)
+                    warps.barrier(LOADED)
+                    slices = _parts(keys, num_warps)
+                    scores = _scores(warps, queries, k_j, call.scale, rows, keys, slices)
+                    m_new, correction = _exchange_maxima(inner, warps, scores, m, rows)
+                    sums, outputs = [], []
+                    for warp, own in enumerate(slices):
+                        p = torch.exp(scores[warp] - m_new)
+                        p = warps.compute("S", p, warp, rows, own, op="P = exp(S - m)")
+                        sums.append(warps.compute("l", p.sum(-1, keepdim=True), warp, rows, op="rowsum P"))
+                        v_w = warps.read("V", _rows_of(v_j, own, keys), warp, own)
+                        outputs.append(warps.compute("O", p @ v_w, warp, rows, op="O = P V"))
+                    state, m = _exchange_outputs(inner, warps, state, correction, sums, outputs), m_new
+                    warps.barrier(USED)
+            sram.store(O, state.acc / nonzero(state.l), rows)
+            sram.store(LSE, log_sum_exp(m, state.l), rows)
+    return O.tensor, LSE.tensor, warps
+
+
+def _scores(
+    warps: Warps,
+    queries: list[Tensor],
+    k_j: Tensor,
+    scale: float,
+    rows: range,
+    keys: range,
+    slices: list[range],
+) -> list[Tensor]:
+    """Return each warp's columns of the tile of S."""
+    scores = []
+    for warp, own in enumerate(slices):
+        k_w = warps.read("K", _rows_of(k_j, own, keys), warp, own)
+        s = queries[warp] @ k_w.T * scale
+        scores.append(warps.compute("S", s, warp, rows, own, op="S = Q K^T"))
+    return scores
+
+
+def _exchange_maxima(
+    sram: Sram, warps: Warps, scores: list[Tensor], m: Tensor, rows: range
+) -> tuple[Tensor, Tensor]:
+    """Return (new maximum, correction factor): every warp writes the maxima of its columns and reads all."""
+    maxima = []
+    for warp, s in enumerate(scores):
+        # The last block may have fewer keys than warps.
+        own = row_max(s) if s.shape[1] else lowest(len(rows), s)
+        maxima.append(warps.compute("m", own, warp, rows, op="rowmax S"))
+    shared = sram.compute("m of warps", torch.cat(maxima, 1), rows, element_bytes=FLOAT32)
+    for warp, own in enumerate(maxima):
+        warps.write("m", own, warp, rows, element_bytes=FLOAT32)
+    warps.barrier(EXCHANGE)
+    for warp in range(warps.count):  # every warp needs the result and computes it
+        everyones = warps.read("m", shared, warp, rows, element_bytes=FLOAT32)
+        m_new = torch.maximum(m, row_max(everyones))
+        correction = torch.exp(m - m_new)
+        warps.compute("m", m_new, warp, rows, op="m = max")
+    return m_new, correction
+
+
+def _exchange_outputs(
+    sram: Sram,
+    warps: Warps,
+    state: Accumulated,
+    correction: Tensor,
+    sums: list[Tensor],
+    outputs: list[Tensor],
+) -> Accumulated:
+    """Add the tile's sums and outputs: every warp writes its shares, then adds all shares of some of the
+    rows."""
+    rows, l, acc = state
+    shared_l = sram.compute("l of warps", torch.cat(sums, 1), rows, element_bytes=FLOAT32)
+    shared_o = sram.compute("O of warps", torch.stack(outputs), rows, element_bytes=FLOAT32)
+    for warp, (own_l, own_o) in enumerate(zip(sums, outputs, strict=True)):
+        warps.write("l", own_l, warp, rows, element_bytes=FLOAT32)
+        warps.write("O", own_o, warp, rows, element_bytes=FLOAT32)
+    warps.barrier(EXCHANGE)
+    new_l, new_acc = [], []
+    for warp, own in enumerate(_parts(rows, warps.count)):
+        part = slice(own.start - rows.start, own.stop - rows.start)
+        l_w = warps.read("l", shared_l[part], warp, own, element_bytes=FLOAT32)
+        o_w = warps.read("O", shared_o[:, part], warp, own, element_bytes=FLOAT32)
+        new_l.append(correction[part] * l[part] + l_w.sum(1, keepdim=True))
+        o = correction[part] * acc[part] + o_w.sum(0)
+        new_acc.append(warps.compute("O", o, warp, own, op="O = exp(m - m') O + sum of the warps' O"))
+    return Accumulated(rows, torch.cat(new_l), torch.cat(new_acc))
+
+
+TENSOR_CORE, ARITHMETIC, SHARED_MEMORY, WAITING = "tensor core", "softmax", "shared memory", "barrier"
+
+MATMUL_RATE, OTHER_RATE, SHARED_RATE = 512, 16, 128
+"""Rates of an A100 per cycle: FLOPs of a warp's tensor core and of its 16 lanes, bytes of shared memory.
+
+A multiprocessor has four tensor cores with 1024 fp16 multiply-adds together, and four times 16 fp32 lanes."""
+
+
+def timeline(events: list[Event]) -> list[Span]:
+    """Return the timeline of each warp, in cycles, from the events of :func:`split_q` or :func:`split_k`.
+
+    The model is simple: a warp executes one operation after the other, products at the rate of its tensor
+    core and the rest at the rate of its lanes. All warps share one shared memory, which serves one request at
+    a time. A barrier lasts until the last warp arrives. HBM is infinitely fast.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, Trace, warp_split
+        >>> q, k, v = torch.randn(3, 64, 32).unbind()
+        >>> ends = []
+        >>> for split in (warp_split.split_q, warp_split.split_k):
+        ...     trace = Trace()
+        ...     _ = split(q, k, v, Memory(trace=trace))
+        ...     ends.append(max(span.end for span in warp_split.timeline(trace.events)))
+        >>> ends[0] < ends[1]
+        True
+    """
+    count = 1 + max((_warp_of(event) for event in events), default=0)
+    free, spans = [0.0] * count, []
+    for phase in _between_barriers(events):
+        spans += _phase(phase, free)
+        together = max(free)
+        for warp, came in enumerate(free):
+            if came < together:
+                spans.append(Span(f"warp {warp}", WAITING, "", phase[-1][0], came, together))
+        free = [together] * count
+    return spans
+
+
+def _between_barriers(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
+    """Yield lists of (number, event) up to each barrier and after the last one; empty lists are left out."""
+    phase: list[tuple[int, Event]] = []
+    for number, event in enumerate(events):
+        if event.kind in ("shared_load", "shared_store", "register"):
+            phase.append((number, event))
+        elif event.kind == "barrier" and phase:
+            yield phase
+            phase = []
+    if phase:
+        yield phase
+
+
+def _phase(phase: list[tuple[int, Event]], free: list[float]) -> list[Span]:
+    """Spans of the warps up to the next barrier; ``free`` is the time at which each is free and is
+    updated."""
+    queues = [[entry for entry in phase if _warp_of(entry[1]) == warp] for warp in range(len(free))]
+    port, spans = 0.0, []
+    while any(queues):
+        warp = min((w for w, queue in enumerate(queues) if queue), key=lambda w: free[w])
+        number, event = queues[warp].pop(0)
+        array = event.name.split(".")[0]
+        if event.kind == "register":
+            work = [
+                (TENSOR_CORE, event.matmul_flops / MATMUL_RATE),
+                (ARITHMETIC, event.other_flops / OTHER_RATE),
+            ]
+        else:
+            free[warp] = max(free[warp], port)
+            port = free[warp] + event.bytes / SHARED_RATE
+            work = [(SHARED_MEMORY, event.bytes / SHARED_RATE)]
+        for unit, cycles in work:
+            if cycles:
+                start, free[warp] = free[warp], free[warp] + cycles
+                spans.append(Span(f"warp {warp}", unit, array, number, start, free[warp]))
+    return spans
+
+
+def _warp_of(event: Event) -> int:
+    """Return the warp of an event, -1 if it belongs to none."""
+    _, dot, warp = event.name.partition(".")
+    return int(warp) if dot else -1
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    memory: Memory,
+    softmax_scale: float | None,
+    num_warps: int,
+    name: str,
+    block: int,
+) -> tuple[Head, Array, Array, Warps]:
+    _check_divides(num_warps, name, block)
+    call = place(memory, q, k, v, softmax_scale=softmax_scale)
+    O = memory.empty("O", call.Q.rows, call.V.cols, like=q)
+    LSE = memory.empty("lse", call.Q.rows, 1, like=q)
+    return call, O, LSE, Warps(memory, num_warps)
+
+
+def _check_divides(num_warps: int, name: str, block: int) -> None:
+    if num_warps < 1 or block % num_warps:
+        raise ValueError(f"num_warps must divide {name} ({block}), got {num_warps}")
+
+
+def _parts(extent: range, count: int) -> list[range]:
+    """Cut ``extent`` into ``count`` parts of equal length; the last ones may be shorter or empty."""
+    size = -(-len(extent) // count)
+    ends = [min(extent.start + size * i, extent.stop) for i in range(count + 1)]
+    return [range(first, end) for first, end in pairwise(ends)]
+
+
+def _rows_of(tile: Tensor, rows: range, within: range) -> Tensor:
+    return tile[rows.start - within.start : rows.stop - within.start]

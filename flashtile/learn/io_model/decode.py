@@ -1,0 +1,140 @@
+"""Bytes that the decoding kernels of both GPU backends move for attention over a key/value cache.
+
+The query heads that share a key head form one tile, so keys are read once for all of them. Programs may get
+equal runs of key blocks (stream-K). A tile that the end of a run cuts leaves partial results, which a second
+kernel combines (Flash-Decoding). The ends of runs are computed as in the kernels' schedule.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from flashtile.backends.common.launch import padded
+from flashtile.backends.portable.config import family_of_capability
+from flashtile.backends.portable.decode.config import (
+    NARROW,
+    DecodeConfig,
+    bytes_to_read,
+    row,
+    row_blocks,
+)
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import Card
+from flashtile.learn.io_model.kernels import L2_SHARE, KernelTraffic, counted, reach
+from flashtile.problems.common import UNLIMITED
+
+TABLE_ENTRY_BYTES = 4
+PARTIAL_BYTES = 4
+"""Bytes of an element of a partial result: fp32."""
+
+
+@dataclass(frozen=True)
+class QueryTile:
+    """Tile of query rows of one sequence and one key/value head."""
+
+    rows: int
+    blocks: range  # key blocks that any of its rows attends to
+
+
+def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
+    """Traffic of the kernels that one call over a cache launches: attention and, if tiles are split, combine.
+
+    Raises:
+        ValueError: no decoding kernel supports the head size or the dtypes.
+    """
+    config, pack = config_of(call, card)
+    block, heads = config.tile.BLOCK_N, call.num_heads_q // pack
+    tiles = [
+        (tile, count)
+        for lengths, count in counted(call.sequences)
+        for tile in tiles_of(call, lengths, config, pack)
+    ]
+    key_bytes = (call.head_dim + call.width_v) * call.cache_element_bytes
+    walked = sum(len(tile.blocks) * count for tile, count in tiles) * heads * block
+    distinct = sum(count * keys for count, keys in _keys(call)) * call.num_heads_kv
+    # Tiles of one sequence and head run concurrently: their keys come from DRAM once if they stay in L2.
+    largest = max((keys for _, keys in _keys(call)), default=0) * key_bytes
+    missed = distinct if largest <= L2_SHARE * card.l2_bytes else walked
+    pages = walked // call.page_size if call.page_size else 0
+    own = call.q_bytes + pages * TABLE_ENTRY_BYTES
+    m_blocks = -(-call.seqlen_q * pack // config.tile.BLOCK_M)
+    every = [tile for tile, count in tiles for _ in range(count * heads)]
+    programs, parts, cut_rows = len(every), 0, 0
+    most = max((len(tile.blocks) for tile in every), default=0)
+    even = not call.page_size and all(len(tile.blocks) == most for tile in every)
+    element_bytes = 4 if call.element_bytes == 4 else call.cache_element_bytes
+    tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, element_bytes)
+    if config.balances(m_blocks, len(every), card.sm_count, tile_bytes, even):
+        programs, parts, cut_rows = _runs(every, card.sm_count * config.programs_per_sm)
+    partial_bytes = parts * (call.width_v + 1) * PARTIAL_BYTES
+    cut_out = cut_rows * (call.width_v * call.element_bytes + 4)
+    attend = KernelTraffic(
+        name="decode",
+        programs=programs,
+        resident=card.sm_count * config.programs_per_sm,
+        sm_read=own + walked * key_bytes,
+        dram_read=own + missed * key_bytes,
+        written=call.out_bytes + call.lse_bytes - cut_out + partial_bytes,
+        compulsory_read=call.q_bytes + distinct * key_bytes,
+    )
+    if not parts:
+        return [attend]
+    # Partial results have just been written: they are read from L2.
+    combine = KernelTraffic("combine", programs, programs, partial_bytes, 0.0, cut_out, partial_bytes)
+    return [attend, combine]
+
+
+def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
+    """Return the call's configuration on the card and the number of query heads that share a tile."""
+    rows, width = call.seqlen_q * call.group_size, padded(max(call.head_dim, call.width_v))
+    if card.capability == (9, 0) and rows > NARROW and call.element_bytes == 2:
+        from flashtile.backends.hopper.decode import config as hopper
+
+        if hopper.serves_heads(call.head_dim, call.width_v):
+            pack = hopper.heads_together(call.group_size)
+            return hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes), pack
+    family = family_of_capability(*card.capability)
+    element_bytes = 4 if call.element_bytes == 4 else call.cache_element_bytes
+    blocks = row_blocks(family, element_bytes, width)
+    if not blocks:
+        raise ValueError(f"head_dim must be at most 512 and dtype of 8 to 32 bits, got {width}, {call.dtype}")
+    BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
+    return row(family, element_bytes, BLOCK_M, width), call.group_size
+
+
+def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: int) -> Iterator[QueryTile]:
+    """Yield the tiles of ``pack`` query heads of one sequence that share a key head."""
+    seqlen_q, seqlen_k = lengths
+    rows, step = seqlen_q * pack, config.tile.BLOCK_M
+    window = (call.window_left, call.window_right)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        tokens = first // pack, -(-last // pack)
+        seen = reach(*tokens, seqlen_k - seqlen_q, seqlen_k, *window, config.tile.BLOCK_N)
+        yield QueryTile(last - first, seen)
+
+
+def _keys(call: Call) -> Iterator[tuple[int, int]]:
+    """Yield (number of equal sequences, keys of each that any query attends to)."""
+    for (seqlen_q, seqlen_k), count in counted(call.sequences):
+        start = 0 if call.window_left == UNLIMITED else max(0, seqlen_k - seqlen_q - call.window_left)
+        yield count, seqlen_k - start
+
+
+def _runs(tiles: list[QueryTile], most_programs: int) -> tuple[int, int, int]:
+    """Return (programs, rows of partial results, rows of split tiles) if all key blocks are cut into equal
+    runs."""
+    ends = list(accumulate(len(tile.blocks) for tile in tiles))
+    total = ends[-1] if ends else 0
+    programs = min(total, most_programs)
+    cuts: Counter[int] = Counter()
+    for program in range(1, programs):
+        position = program * total // programs
+        index = bisect_right(ends, position)
+        cuts[index] += not (index and ends[index - 1] == position)  # else it lies between two tiles
+    parts = sum((count + 1) * tiles[index].rows for index, count in cuts.items() if count)
+    return programs, parts, sum(tiles[index].rows for index, count in cuts.items() if count)

@@ -1,0 +1,257 @@
+"""Time floors of a call: the bytes and FLOPs of an algorithm over what a card can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashtile.backends.common.launch import padded
+from flashtile.backends.portable import fits
+from flashtile.backends.portable.config import Config, row_for
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import Card
+from flashtile.learn.algorithms import flash1, flash2
+from flashtile.learn.algorithms.memory import Memory
+from flashtile.learn.io_model import closed_forms, decode, hopper, kernels
+from flashtile.problems.common import MAX_HEAD_DIM, UNLIMITED
+
+PASSES = ("forward", "backward")
+
+STANDARD, FLASH1, FLASH2, FLASHTILE, HOPPER, DECODING, OVER_CACHE, LEAST = (
+    "standard",
+    "flash-attention 1",
+    "flash-attention 2",
+    "flashtile, portable",
+    "flashtile, Hopper",
+    "flash-decoding",
+    "flashtile, over a cache",
+    "least possible",
+)
+
+PAPERS = {
+    "forward": (
+        closed_forms.standard_forward,
+        (flash1.block_sizes, closed_forms.flash1_forward),
+        (flash2.block_sizes, closed_forms.flash2_forward),
+    ),
+    "backward": (
+        closed_forms.standard_backward,
+        (flash1.backward_block_sizes, closed_forms.flash1_backward),
+        (flash2.backward_block_sizes, closed_forms.flash2_backward),
+    ),
+}
+"""Closed forms by pass, with the function that derives block sizes from the size of SRAM."""
+
+Counted = tuple[str, float, float, float, int, int]
+"""Fields of :class:`Estimate` after ``which``."""
+
+DECODE_ROWS = 128
+"""Query rows of a key/value head up to which splitting its keys is worth showing."""
+
+DECODE_BLOCK_N = 64
+
+L2_BYTES_PER_CLOCK = 64
+"""Most bytes that an SM loads from L2 per clock: Volta's (Jia et al. 2018, arXiv:1804.06826), used for
+all."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One pass of one algorithm on a card, in bytes, FLOPs and lower bounds of seconds.
+
+    ``bytes`` go to and from HBM, ``sm_bytes`` to and from the SMs: L2 serves the difference. The papers'
+    algorithms have no L2, so both are equal there. ``extra_bytes`` are held in addition to inputs and
+    results. ``programs`` can run in parallel: if there are fewer than SMs, the other SMs are idle. 0 means
+    enough.
+    """
+
+    call: Call
+    card: Card
+    which: str
+    algorithm: str
+    bytes: float
+    sm_bytes: float
+    flops: float
+    extra_bytes: int
+    programs: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory held at once, inputs and results included."""
+        return resident_bytes(self.call, self.which) + self.extra_bytes
+
+    @property
+    def busy(self) -> int:
+        """SMs in use."""
+        return min(self.programs or self.card.sm_count, self.card.sm_count)
+
+    @property
+    def compute_seconds(self) -> float:
+        peak = self.card.peak_tflops(self.call.dtype)
+        return self.flops / (peak * 1e12 * self.busy / self.card.sm_count)
+
+    @property
+    def memory_seconds(self) -> float:
+        return self.bytes / (self.card.bandwidth_gbps * 1e9)
+
+    @property
+    def l2_seconds(self) -> float:
+        """Least time for the loads and stores through L2; 0 if the card's clock is not known."""
+        rate = self.busy * L2_BYTES_PER_CLOCK * self.card.clock_mhz * 1e6
+        return self.sm_bytes / rate if rate else 0.0
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte of HBM traffic."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    @property
+    def floor_seconds(self) -> float:
+        return max(self.compute_seconds, self.memory_seconds, self.l2_seconds)
+
+    @property
+    def bound(self) -> str:
+        """Resource that sets the floor: "compute", "HBM", or "L2" (the load rate of the SMs in use)."""
+        names = {"compute": self.compute_seconds, "HBM": self.memory_seconds, "L2": self.l2_seconds}
+        return max(names, key=lambda name: names[name])
+
+
+def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
+    """Estimates for every algorithm that serves the call; the last row is the least that any could do.
+
+    Raises:
+        ValueError: ``which`` is not a pass, or the card has no peak for the call's dtype.
+
+    Examples:
+        >>> from flashtile.io_model import Call, estimates, find_card
+        >>> call = Call(1, 4096, 4096, 16, 16, 64)
+        >>> for row in estimates(call, find_card("a100"))[:3]:
+        ...     print(f"{row.algorithm}: {row.floor_seconds * 1e6:.0f} us, bound by {row.bound}")
+        standard: 1070 us, bound by HBM
+        flash-attention 1: 1487 us, bound by compute
+        flash-attention 2: 220 us, bound by compute
+    """
+    if which not in PASSES:
+        raise ValueError(f"which must be one of {', '.join(PASSES)}, got {which!r}")
+    card.peak_tflops(call.dtype)  # raises
+    return [Estimate(call, card, which, *cost) for cost in _costs(call, card, which)]
+
+
+def least_bytes(call: Call, which: str) -> int:
+    """Bytes if every input is read once and every result is written once."""
+    inputs = call.q_bytes + call.k_bytes + call.v_bytes
+    if which == "forward":
+        return inputs + call.out_bytes + call.lse_bytes
+    # reads q, k, v, out and dout; writes dq, dk and dv
+    return 2 * inputs + 2 * call.out_bytes + call.lse_bytes
+
+
+def least_flops(call: Call, which: str) -> int:
+    """FLOPs for the visible pairs: two products forward; five backward, with the scores recomputed."""
+    if which == "forward":
+        return 2 * call.visible_pairs * (call.head_dim + call.width_v)
+    return 2 * call.visible_pairs * (3 * call.head_dim + 2 * call.width_v)
+
+
+def resident_bytes(call: Call, which: str) -> int:
+    """Bytes that a caller holds during a pass: q, k, v and out, and in the backward pass their gradients."""
+    held = call.q_bytes + call.k_bytes + call.v_bytes + call.out_bytes
+    return held if which == "forward" else 2 * held
+
+
+def portable_config(call: Call, card: Card) -> Config:
+    """Return the configuration of flashtile's portable kernels for the call on the card.
+
+    Raises:
+        ValueError: the kernels do not support the head size or the dtype.
+    """
+    widest = max(call.head_dim, call.width_v)
+    if widest > MAX_HEAD_DIM or call.element_bytes not in (2, 4):
+        raise ValueError(
+            f"head_dim must be at most {MAX_HEAD_DIM} and dtype 16 or 32 bits, got {widest}, {call.dtype}"
+        )
+    if not fits(card.capability, call.element_bytes, widest):
+        raise ValueError(f"head_dim {widest} in {call.dtype} does not fit the shared memory of {card.name}")
+    windowed = call.window_left != UNLIMITED or call.window_right != UNLIMITED
+    return row_for(card.capability, call.element_bytes, padded(widest), windowed)
+
+
+def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:
+    if call.page_size is not None:
+        if which != "forward":
+            raise ValueError(f"which must be 'forward' over a cache, got {which!r}")
+        launches = decode.kernels_of(call, card)
+        extra = call.lse_bytes + sum(kernel.sm_read for kernel in launches[1:])
+        yield _launched(OVER_CACHE, launches, least_flops(call, which), int(extra))
+        least = least_bytes(call, which)
+        yield LEAST, least, least, least_flops(call, which), 0, 0
+        return
+    yield from _papers(call, card, which)
+    if card.shared_bytes:
+        yield from _ours(call, card, which)
+        if which == "forward" and hopper.serves(call, card):
+            yield _launched(HOPPER, [hopper.forward(call, card)], least_flops(call, which), call.lse_bytes)
+        if which == "forward" and call.seqlen_q * call.group_size <= DECODE_ROWS:
+            yield _decoding(call, card)
+    least = least_bytes(call, which)
+    yield LEAST, least, least, least_flops(call, which), 0, 0
+
+
+def _papers(call: Call, card: Card, which: str) -> Iterator[Counted]:
+    """Counts of the papers' algorithms.
+
+    FlashAttention 1 has a program for each head. FlashAttention 2 has one for each block of query rows, and
+    in the backward pass one for each block of keys.
+    """
+    standard, first, second = PAPERS[which]
+    yield _paper(STANDARD, standard(call), 0)
+    if card.shared_bytes:
+        memory = Memory(card.shared_bytes, call.element_bytes)
+        for algorithm, (block_sizes, cost) in ((FLASH1, first), (FLASH2, second)):
+            blocks = block_sizes(memory, call.head_dim, call.width_v)
+            side = PASSES.index(which)
+            per_head = [-(-lengths[side] // blocks[side]) for lengths in call.sequences]
+            programs = len(per_head) if algorithm == FLASH1 else sum(per_head)
+            yield _paper(algorithm, cost(call, blocks), programs * call.num_heads_q)
+
+
+def _paper(algorithm: str, cost: closed_forms.Cost, programs: int) -> Counted:
+    return algorithm, cost.hbm_bytes, cost.hbm_bytes, cost.matmul_flops, cost.extra_bytes, programs
+
+
+def _launched(
+    algorithm: str, launches: list[kernels.KernelTraffic], flops: float, extra_bytes: int
+) -> Counted:
+    moved = sum(kernel.dram_bytes for kernel in launches)
+    through_l2 = sum(kernel.sm_read + kernel.written for kernel in launches)
+    return algorithm, moved, through_l2, flops, extra_bytes, min(kernel.programs for kernel in launches)
+
+
+def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
+    """Counts of flashtile's portable kernels, if they support the call."""
+    try:
+        config = portable_config(call, card)
+    except ValueError:
+        return
+    if which == "forward":
+        launches = [kernels.forward(call, config.forward, card)]
+        flops = least_flops(call, which)
+        extra = call.lse_bytes
+    else:
+        launches = [
+            kernels.preprocess(call, card),
+            kernels.dkdv(call, config.dkdv, card),
+            kernels.dq(call, config.dq, card),
+        ]
+        # Seven products: the scores and dP are computed for dK and dV, and again for dQ.
+        flops = 2 * call.visible_pairs * (4 * call.head_dim + 3 * call.width_v)
+        extra = call.lse_bytes + call.rows_q * kernels.STATISTICS_BYTES
+    yield _launched(FLASHTILE, launches, flops, extra)
+
+
+def _decoding(call: Call, card: Card) -> Counted:
+    """Counts of Flash-Decoding with enough splits to give every SM a program."""
+    heads = max(1, len(call.sequences) * call.num_heads_kv)
+    blocks = max(1, -(-call.seqlen_k // DECODE_BLOCK_N))
+    splits = min(blocks, max(1, -(-card.sm_count // heads)))
+    return _paper(DECODING, closed_forms.flash_decoding(call, splits), heads * splits)

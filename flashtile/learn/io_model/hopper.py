@@ -1,0 +1,208 @@
+"""Bytes that the Hopper forward kernel moves (``flashtile.backends.hopper``).
+
+Each SM runs one persistent program that computes work tiles: one or two blocks of query rows, whose keys it
+visits from the last to the first. The backend's own schedule says which tiles a program computes and in which
+order, so triton must be installed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, islice
+
+import torch
+
+from flashtile.backends.hopper import CAPABILITY
+from flashtile.backends.hopper.forward.config import ForwardVariant, choose
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import Card
+from flashtile.learn.io_model.kernels import L2_SHARE, KernelTraffic, walks
+from flashtile.learn.io_model.l2 import UNITS, WAVES, Stream, misses, path_of
+from flashtile.problems.attention import Extras, Options, Problem
+
+LARGEST_HEAD_DIM = 256
+
+START_AND_END = 1
+"""Approximate cost of the start and end of a query block, in key blocks."""
+VISITS = 2**19
+"""Approximate number of pieces that programs visit in a simulation: about half a second of work."""
+
+
+def serves(call: Call, card: Card) -> bool:
+    """Whether triton is installed and the kernel supports contiguous tensors of the call on the card."""
+    return (
+        card.capability == CAPABILITY
+        and call.dtype in ("float16", "bfloat16")
+        and all(size % 8 == 0 and size <= LARGEST_HEAD_DIM for size in (call.head_dim, call.width_v))
+        and call.score_pairs > 0
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+def forward(call: Call, card: Card) -> KernelTraffic:
+    """Traffic of one launch, for a call that the kernel ``serves``.
+
+    In a large grid only the first work tiles of every program are simulated; the rest is extrapolated.
+    """
+    work = WorkTiles.of(call)
+    width = (call.head_dim + call.width_v) * call.element_bytes
+    key_blocks = [-(-seqlen_k // work.variant.BLOCK_N) for _, seqlen_k in call.sequences]
+    block_bytes = width * call.rows_k / (sum(key_blocks) * call.num_heads_kv)
+    loaded = sum(len(walk) for walks in work.walks for walk in walks) * work.heads
+    distinct = call.num_heads_kv * sum(
+        Stream(blocks, tuple((walk,) for walk in walks)).distinct
+        for blocks, walks in zip(key_blocks, work.walks, strict=True)
+    )
+    programs = min(card.sm_count, work.count)
+    capacity = L2_SHARE * card.l2_bytes / block_bytes
+    again = 0.0
+    if distinct > capacity:
+        unit = -(-max(key_blocks) // UNITS)
+        most = max(WAVES, VISITS * unit * work.count // (loaded * programs))
+        queues = [
+            list(islice(paths_of(work, tiles, key_blocks, unit), most)) for tiles in work.by_program(programs)
+        ]
+        walked = sum(len(path) for queue in queues for _, path in queue) * unit
+        missed, compulsory = (misses(map(iter, queues), pieces) for pieces in (capacity / unit, math.inf))
+        again = min((missed - compulsory) * unit * loaded / walked, loaded - distinct)
+    return KernelTraffic(
+        name="forward",
+        programs=work.count,
+        resident=programs,
+        sm_read=call.q_bytes + loaded * block_bytes,
+        dram_read=call.q_bytes + (distinct + again) * block_bytes,
+        written=call.out_bytes + call.lse_bytes,
+        compulsory_read=round(call.q_bytes + distinct * block_bytes),
+    )
+
+
+def cost_of(walk: range) -> int:
+    """Cost of a query block that visits these key blocks, in key blocks."""
+    return START_AND_END + len(walk)
+
+
+def by_program(count: int, programs: int, cost: Callable[[int], int] | None) -> Iterator[Iterable[int]]:
+    """Yield each program's work tiles in its order, as indices below ``count``.
+
+    Args:
+        cost: cost of the work tile at an index, if programs take tiles from the work queue. None if tiles are
+            assigned in serpentine order.
+    """
+    from flashtile.backends.hopper.forward.schedule import num_own_tiles, snake_order
+
+    if cost is None:
+        for program in range(programs):
+            own = range(num_own_tiles.fn(program, programs, count))
+            yield (snake_order.fn(t, program, programs) for t in own)
+        return
+    taken: list[list[int]] = [[] for _ in range(programs)]
+    free = [(0, program) for program in range(programs)]
+    for index in range(count):
+        now, program = heapq.heappop(free)
+        taken[program].append(index)
+        heapq.heappush(free, (now + cost(index), program))
+    yield from taken
+
+
+def paths_of(
+    work: WorkTiles, indices: Iterable[int], key_blocks: list[int], unit: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Yield (first piece of a key/value head, pieces of it that are visited) for each work tile of a
+    program."""
+    pieces = [-(-blocks // unit) for blocks in key_blocks]
+    heads_kv = work.heads // work.variant.KV_GROUP
+    first = list(accumulate((count * heads_kv for count in pieces), initial=0))
+    for index in indices:
+        sequence, head, walks = work.tile(index)
+        base = first[sequence] + head // work.variant.KV_GROUP * pieces[sequence]
+        yield base, path_of((walk[::-1] for walk in walks), unit)
+
+
+@dataclass(frozen=True)
+class WorkTiles:
+    """The work tiles of a launch.
+
+    Args:
+        variant: compile-time options of the kernel.
+        heads: heads of the schedule: query heads divided by the number of them that share a tile.
+        swizzle: number of heads whose work tiles are interleaved.
+        walks: for each sequence, the key blocks that each of its query blocks attends to.
+        rows: (sequence, tile in the head) of each work tile of a head, in the order of the tile table.
+        count: work tiles of all heads.
+    """
+
+    variant: ForwardVariant
+    heads: int
+    swizzle: int
+    walks: list[list[range]]
+    rows: list[tuple[int, int]]
+    count: int
+
+    @classmethod
+    def of(cls, call: Call) -> WorkTiles:
+        from flashtile.backends.hopper.forward.launch import l2_swizzle, variant_of
+        from flashtile.backends.hopper.forward.schedule import tiles_of_head
+
+        problem = _problem(call)
+        variant = variant_of(problem, choose(problem))
+        blocks = (variant.BLOCK_M // variant.PACK, variant.BLOCK_N)
+        seen = [walks(call, lengths, blocks) for lengths in call.sequences]
+        heads = call.num_heads_q // variant.PACK
+        # Sequences with more keys come first (``tile_table``).
+        order = sorted(range(len(seen)), key=lambda sequence: -call.sequences[sequence][1])
+        table = [
+            (sequence, place)
+            for sequence in order
+            for place in range(tiles_of_head.fn(len(seen[sequence]), variant.PAIRED))
+        ]
+        return cls(variant, heads, l2_swizzle(problem, variant), seen, table, len(table) * heads)
+
+    def by_program(self, programs: int) -> Iterator[Iterable[int]]:
+        """Yield the work tiles of each program, see the function :func:`by_program`."""
+
+        def cost(index: int) -> int:
+            return sum(cost_of(walk) for walk in self.tile(index)[2])
+
+        return by_program(self.count, programs, cost if self.variant.QUEUED else None)
+
+    def tile(self, index: int) -> tuple[int, int, list[range]]:
+        """Return (sequence, head, key blocks that each of its query blocks visits) of a work tile."""
+        from flashtile.backends.hopper.forward.schedule import block_of_part, dense_tile, num_parts
+
+        if self.variant.VARLEN:
+            sequence, place = self.rows[index // self.heads]
+            head = index % self.heads
+        else:
+            per_head = len(self.rows) // len(self.walks)
+            sequence, head, place = dense_tile.fn(index, per_head, self.heads, self.swizzle)
+        walks, paired = self.walks[sequence], self.variant.PAIRED
+        parts = range(num_parts.fn(len(walks), place, paired))
+        return sequence, head, [walks[block_of_part.fn(len(walks), place, part, paired)] for part in parts]
+
+
+def _problem(call: Call) -> Problem:
+    """The call as a ``Problem`` of contiguous tensors on the meta device, which take no memory."""
+
+    def tensor(length: int, heads: int, width: int) -> torch.Tensor:
+        shape = (length, heads, width) if call.lengths else (call.batch, length, heads, width)
+        return torch.empty(shape, dtype=getattr(torch, call.dtype), device="meta")
+
+    offsets = torch.empty(len(call.sequences) + 1, dtype=torch.int32, device="meta")
+    totals = [sum(column) for column in zip(*call.sequences, strict=True)] if call.lengths else None
+    rows_q, rows_k = totals or (call.seqlen_q, call.seqlen_k)
+    return Problem.from_tensors(
+        tensor(rows_q, call.num_heads_q, call.head_dim),
+        tensor(rows_k, call.num_heads_kv, call.head_dim),
+        tensor(rows_k, call.num_heads_kv, call.width_v),
+        Extras(offsets, offsets) if call.lengths else Extras(),
+        Options(
+            max_seqlen_q=call.seqlen_q if call.lengths else None,
+            max_seqlen_k=call.seqlen_k if call.lengths else None,
+            window_left=call.window_left,
+            window_right=call.window_right,
+        ),
+    )

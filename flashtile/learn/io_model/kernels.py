@@ -1,0 +1,190 @@
+"""Bytes that flashtile's GPU kernels move: loads through L2, and the part of them that reaches DRAM.
+
+A kernel of ``flashtile.backends.portable`` is described by the tile that one program owns and the blocks that
+it loops over (:mod:`flashtile.io_model.l2`). The results were checked against the counters of Nsight Compute
+(docs/io_model.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashtile.backends.common.config import KernelConfig
+from flashtile.hardware.calls import Call
+from flashtile.hardware.cards import KIB, Card
+from flashtile.learn.io_model.l2 import Stream, dram_blocks
+from flashtile.problems.common import UNLIMITED
+
+L2_SHARE = 0.5
+"""Share of L2 that blocks read by every SM can fill: each half of L2 keeps its own copy of them.
+
+The value is not fitted; the counters confirm it.
+"""
+
+REGISTERS = 64 * KIB
+"""32-bit registers of one SM, in all architectures since Volta."""
+
+RESERVED_SHARED = KIB
+"""Bytes of shared memory that CUDA reserves per resident program, from compute capability 8.0 on."""
+
+STATISTICS_BYTES = 8
+"""Bytes per row for the backward kernels: two fp32 that are computed first from out, dout and lse."""
+
+
+@dataclass(frozen=True)
+class KernelTraffic:
+    """Bytes that one launch moves.
+
+    ``sm_read`` counts the loads of all programs, served by L2 or DRAM, and ``dram_read`` those that reach
+    DRAM. ``written`` counts every result once, ``compulsory_read`` every input once. ``resident`` programs
+    run at a time.
+    """
+
+    name: str
+    programs: int
+    resident: int
+    sm_read: float
+    dram_read: float
+    written: int
+    compulsory_read: int
+
+    @property
+    def dram_bytes(self) -> float:
+        return self.dram_read + self.written
+
+
+def forward(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
+    """Forward kernel: a program owns BLOCK_M rows of q and loops over the keys and values they attend to."""
+    return _traffic("forward", call, tile, card, call.q_bytes, call.out_bytes + call.lse_bytes)
+
+
+def dq(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
+    """Kernel of dQ: a program owns BLOCK_M rows of q and dout and loops over keys as the forward kernel
+    does."""
+    own = call.q_bytes + call.out_bytes + call.rows_q * STATISTICS_BYTES
+    return _traffic("dq", call, tile, card, own, call.q_bytes)
+
+
+def dkdv(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
+    """Kernel of dK and dV: a program owns BLOCK_N keys and values.
+
+    It loops over the rows of q and dout that attend to them, in every query head of its group.
+    """
+    own = call.k_bytes + call.v_bytes
+    return _traffic("dkdv", call, tile, card, own, own)
+
+
+def preprocess(call: Call, card: Card) -> KernelTraffic:
+    """Kernel that computes the row statistics of the backward pass once from out, dout and lse."""
+    read = 2 * call.out_bytes + call.lse_bytes
+    rows = sum(-(-seqlen_q // 128) * 128 for seqlen_q, _ in call.sequences) * call.num_heads_q
+    programs = rows // 64
+    return KernelTraffic("preprocess", programs, programs, read, read, rows * STATISTICS_BYTES, read)
+
+
+def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
+    """Programs of a kernel ("forward", "dkdv" or "dq") that fit on one SM by shared memory and registers.
+
+    Tiles fill shared memory. Registers are estimated from the accumulators and from operands of fp32.
+    """
+    rows, keys = tile.BLOCK_M, tile.BLOCK_N
+    widths = _padded(call.head_dim) + _padded(call.width_v)
+    # Elements in shared memory that a program owns and loops over, fp32 accumulators, tiles of fp32 scores.
+    owned, walked, sums, scores = {
+        "forward": (rows * _padded(call.head_dim), keys * widths, rows * _padded(call.width_v), 1),
+        "dkdv": (keys * widths, rows * widths, keys * widths, 2),
+        "dq": (rows * widths, keys * widths, rows * _padded(call.head_dim), 2),
+    }[kernel]
+    shared = (owned + max(1, tile.num_stages) * walked) * call.element_bytes
+    threads = tile.num_warps * 32
+    masked = call.window_left != UNLIMITED or call.window_right != UNLIMITED
+    # fp32 operands are split into tf32 parts in registers.
+    split = owned + walked if call.element_bytes == 4 else 0
+    registers = (sums + 1.5 * scores * rows * keys + split) / threads + (64 if masked else 48)
+    registers = min(256, -(-int(registers) // 8) * 8)
+    fits = min(card.shared_bytes // (shared + RESERVED_SHARED), REGISTERS // (registers * threads))
+    return max(1, min(32, fits))
+
+
+def reach(
+    start: int, end: int, offset: int, length: int, window_back: int, window_ahead: int, block: int
+) -> range:
+    """Blocks of a sequence of ``length`` that positions ``start <= i < end`` of the other sequence see.
+
+    Position ``i`` sees ``i + offset - window_back`` to ``i + offset + window_ahead``; -1 means no limit.
+    """
+    first = 0 if window_back == UNLIMITED else max(0, start + offset - window_back)
+    after = length if window_ahead == UNLIMITED else min(length, max(0, end + offset + window_ahead))
+    last = -(-after // block)
+    return range(min(first // block, last), last)
+
+
+def walks(
+    call: Call, lengths: tuple[int, int], blocks: tuple[int, int], *, by_keys: bool = False
+) -> list[range]:
+    """Key blocks that each query block attends to; with ``by_keys``, query blocks that attend to each key
+    block.
+
+    ``lengths`` and ``blocks`` are (of queries, of keys), for one sequence.
+    """
+    window = (call.window_left, call.window_right)
+    if by_keys:  # seen from the keys, the window is mirrored
+        lengths, blocks, window = lengths[::-1], blocks[::-1], window[::-1]
+    (own, other), (block, other_block) = lengths, blocks
+    return [
+        reach(start, min(start + block, own), other - own, other, *window, other_block)
+        for start in range(0, own, block)
+    ]
+
+
+def _traffic(
+    kernel: str, call: Call, tile: KernelConfig, card: Card, own_read: int, written: int
+) -> KernelTraffic:
+    """Traffic of a kernel whose programs own ``own_read`` bytes in all: query rows, or keys for "dkdv"."""
+    by_keys = kernel == "dkdv"
+    width = (call.head_dim + call.width_v) * call.element_bytes + by_keys * STATISTICS_BYTES
+    resident = residents(kernel, call, tile, card) * card.sm_count
+    programs = 0
+    loaded = compulsory = missed = 0.0
+    for lengths, count in counted(call.sequences):
+        seen = walks(call, lengths, (tile.BLOCK_M, tile.BLOCK_N), by_keys=by_keys)
+        length, block = (lengths[0], tile.BLOCK_M) if by_keys else (lengths[1], tile.BLOCK_N)
+        blocks = -(-length // block)
+        if by_keys:  # all query heads of a group, one after the other
+            starts = range(0, call.group_size * blocks, blocks)
+            owners = [tuple(range(at + part.start, at + part.stop) for at in starts) for part in seen]
+            stream = Stream(blocks * call.group_size, tuple(owners))
+        else:  # with a limit to the right, the last rows run first
+            ordered = seen if call.window_right == UNLIMITED else seen[::-1]
+            stream = Stream(blocks, tuple((part,) for part in ordered) * call.group_size)
+        count *= call.num_heads_kv
+        block_bytes = length * width / blocks  # on average: the last block may be short
+        programs += len(stream.programs) * count
+        loaded += stream.walked * count * block_bytes
+        compulsory += stream.distinct * count * block_bytes
+        missed += block_bytes * dram_blocks(stream, count, resident, L2_SHARE * card.l2_bytes / block_bytes)
+    return KernelTraffic(
+        name=kernel,
+        programs=programs,
+        resident=resident,
+        sm_read=own_read + loaded,
+        dram_read=own_read + missed,
+        written=written,
+        compulsory_read=round(own_read + compulsory),
+    )
+
+
+def counted(sequences: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], int]]:
+    """Merge neighbouring sequences of equal lengths into (lengths, count); drop those without queries or
+    keys."""
+    counted: list[tuple[tuple[int, int], int]] = []
+    for lengths in sequences:
+        if counted and counted[-1][0] == lengths:
+            counted[-1] = (lengths, counted[-1][1] + 1)
+        else:
+            counted.append((lengths, 1))
+    return [pair for pair in counted if min(pair[0]) > 0]
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,0 +1,87 @@
+"""Compact storage of traces: repeated data is stored once, the rest as differences, then compressed.
+
+An algorithm repeats a few steps on different tiles. So an event is stored as a *form* (kind of event, array,
+size of the tile, bytes and operations), of which a run has dozens, and a position (first row and column,
+program). The page's ``trace.js`` reads the format.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+from itertools import pairwise
+from typing import Any
+
+from flashtile.learn.algorithms.trace import Event, Trace
+
+SIGNIFICANT_DIGITS = 5
+"""Significant digits of the statistics of watched rows. Everything else is exact."""
+
+
+def pack(trace: Trace) -> str:
+    """Return the events and spans of a trace as base64 of gzipped JSON, without settings and totals."""
+    text = json.dumps(compact(trace), separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
+
+
+def compact(trace: Trace) -> dict[str, Any]:
+    """Return the events and spans of a trace as plain data, which :func:`pack` compresses.
+
+    ``form``, ``row``, ``col`` and ``program`` have an entry per event, the difference to the entry before. A
+    row or column of -1 means none. ``series`` has for each name and watched row the events at which its value
+    changed, as differences, and the values; None stands for minus infinity.
+    """
+    forms: dict[tuple[Any, ...], int] = {}
+    numbers = [forms.setdefault(_form(event), len(forms)) for event in trace.events]
+    return {
+        "forms": list(forms),
+        "form": differences(numbers),
+        "row": differences([-1 if event.rows is None else event.rows[0] for event in trace.events]),
+        "col": differences([-1 if event.cols is None else event.cols[0] for event in trace.events]),
+        "program": differences([event.program for event in trace.events]),
+        "series": _series(trace.events),
+        "data": [[number, dict(event.data)] for number, event in enumerate(trace.events) if event.data],
+        "spans": [list(span) for span in trace.spans],
+    }
+
+
+def _form(event: Event) -> tuple[Any, ...]:
+    rows = 0 if event.rows is None else event.rows[1] - event.rows[0]
+    cols = 0 if event.cols is None else event.cols[1] - event.cols[0]
+    return (
+        event.kind, event.name, event.kernel, event.op, event.bytes,
+        event.matmul_flops, event.other_flops, rows, cols,
+    )  # fmt: skip
+
+
+def _series(events: list[Event]) -> list[dict[str, Any]]:
+    """Changes of the watched values: a statistic that is computed, stored and loaded again appears once."""
+    changes: dict[tuple[str, int], list[tuple[int, float | None]]] = {}
+    for number, event in enumerate(events):
+        for row, value in (event.values or {}).items():
+            series = changes.setdefault((event.name, row), [])
+            rounded = _round(value)
+            if not series or series[-1][1] != rounded:
+                series.append((number, rounded))
+    return [
+        {
+            "name": name,
+            "row": row,
+            "at": differences([number for number, _ in series]),
+            "value": [value for _, value in series],
+        }
+        for (name, row), series in changes.items()
+    ]
+
+
+def _round(value: float) -> float | None:
+    if not math.isfinite(value):
+        return None
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")
+
+
+def differences(numbers: list[int]) -> list[int]:
+    """Return the first number, then the difference of each number to the one before."""
+    return numbers[:1] + [after - before for before, after in pairwise(numbers)]

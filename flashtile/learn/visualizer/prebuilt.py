@@ -1,0 +1,65 @@
+"""Recordings of the page's own settings, kept in the package because making them takes minutes.
+
+They carry a stamp of the code that made them. If the code has changed since, they are not used, and a test
+tells developers to run ``python scripts/record_page.py``, which records them again.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Any
+
+from flashtile.learn.visualizer.settings import Setting
+
+Recorded = tuple[dict[str, Any], str]
+"""(catalogue entry of a run, its packed events)"""
+
+NAME = "recordings.json.gz"
+CODE = ("recording.py", "packing.py")
+"""Modules that the recordings depend on, in addition to the algorithms."""
+
+
+def stamp() -> str:
+    """Return a hash of the code that makes recordings, without comments, docstrings and white space."""
+    algorithms = files("flashtile.learn.algorithms")
+    sources = [path for path in algorithms.iterdir() if path.name.endswith(".py")]
+    sources += [files("flashtile.learn.visualizer") / name for name in CODE]
+    digest = hashlib.sha256()
+    for path in sorted(sources, key=lambda path: path.name):
+        text = re.sub(r'"""(.|\n)*?"""', "", path.read_text("utf-8"))
+        lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
+        digest.update("\n".join(filter(None, lines)).encode())
+    return digest.hexdigest()
+
+
+def load() -> dict[Setting, Recorded]:
+    """Return the kept recordings by setting; none if the file is missing or other code made it."""
+    path = files("flashtile.learn.visualizer") / "assets" / NAME
+    if not path.is_file():
+        return {}
+    document = json.loads(gzip.decompress(path.read_bytes()))
+    if document["stamp"] != stamp():
+        return {}
+    packed = document["packed"]
+    return {
+        Setting(**run["setting"]): (run["entry"], packed[run["packed"]]) for run in document["recordings"]
+    }
+
+
+def dump(recorded: Iterable[tuple[Setting, Recorded]]) -> bytes:
+    """Return the file that :func:`load` reads. Runs with equal events share them."""
+    packed: list[str] = []
+    places: dict[str, int] = {}
+    runs = []
+    for setting, (entry, events) in recorded:
+        if events not in places:
+            places[events] = len(packed)
+            packed.append(events)
+        runs.append({"setting": vars(setting), "entry": entry, "packed": places[events]})
+    document = {"stamp": stamp(), "recordings": runs, "packed": packed}
+    return gzip.compress(json.dumps(document, separators=(",", ":")).encode(), compresslevel=9, mtime=0)

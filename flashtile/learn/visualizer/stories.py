@@ -1,0 +1,366 @@
+"""The page's stories: each shows one idea with a few short runs next to each other.
+
+A story consists of a function here, which runs its algorithm once for each case and keeps the trace, a
+drawing of one case in ``assets/js/stories/NAME.js``, and texts in both languages in
+``assets/texts/stories/NAME.json``. A new story is added to :data:`STORIES`. The button, the address, the
+player, the counters of bytes and operations, and the captions are shared by all stories.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import masks as library
+from flashtile.learn.algorithms import (
+    Memory,
+    Trace,
+    flash2,
+    flash3_fp8,
+    flash_decoding,
+    online_softmax,
+    product_chain,
+    reservation,
+    tiled_matmul,
+    unified_max,
+    warp_split,
+)
+from flashtile.learn.visualizer.packing import pack
+from flashtile.masks.block_mask import listed
+from flashtile.masks.mods import MaskMod
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a story.
+
+    Args:
+        name: name of the case; the story's texts describe it under ``case_NAME`` and ``about_NAME``.
+        trace: events of the run.
+        facts: further data for the drawing, in the form of JSON: inputs, results, errors.
+        variant: input of the run, if a story has several; cases with the same input are shown together.
+    """
+
+    name: str
+    trace: Trace
+    facts: dict[str, Any] = field(default_factory=dict)
+    variant: str = ""
+
+    def as_record(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "variant": self.variant, "packed": pack(self.trace), "facts": self.facts,
+        }  # fmt: skip
+
+
+def numbers(tensor: Tensor, digits: int = 6) -> list[Any]:
+    """Return a tensor as nested lists for JSON; infinities and NaN become strings."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(entry) for entry in value]
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else str(value)
+
+    return plain(tensor.tolist())
+
+
+SOFTMAX_ROWS = {"article": [1.0, 2.0, 3.0, 4.0], "large": [10.0, 20.0, 80.0, 100.0]}
+"""Rows whose softmax is taken; exp(100) overflows float32."""
+
+SOFTMAX_VALUES = [10.0, 20.0, 30.0, 40.0]
+"""Values that the one-pass variant averages with the softmax as weights."""
+
+SOFTMAX_BLOCK = 2
+
+
+def softmax() -> Iterator[Case]:
+    """Softmax of [1, 2, 3, 4] in two blocks: three passes, two, and one."""
+    for variant, row in SOFTMAX_ROWS.items():
+        x, v = torch.tensor([row]), torch.tensor(SOFTMAX_VALUES)[:, None]
+        for name in ("naive", "safe", "online"):
+            trace = Trace()
+            y = getattr(online_softmax, name)(x, Memory(trace=trace), block_n=SOFTMAX_BLOCK)
+            yield Case(name, trace, {"x": row, "result": numbers(y[0])}, variant)
+        trace = Trace()
+        out = online_softmax.average(x, v, Memory(trace=trace), block_n=SOFTMAX_BLOCK)
+        yield Case("average", trace, {"x": row, "v": SOFTMAX_VALUES, "result": numbers(out[0])}, variant)
+
+
+MATMUL_SIZE = 8
+MATMUL_STRIP = 4
+MATMUL_TILES = {"element": (1, 1), "block": (4, 1), "warp": (4, 2)}
+"""Sides of the square tiles of a thread block and of a warp."""
+
+MATMUL_FACTORS = {"product": (1.0, 0.0), "scaled": (2.0, 0.5)}
+"""(alpha, beta) of each variant."""
+
+
+def matmul() -> Iterator[Case]:
+    """C = alpha A B + beta C of 8 x 8 matrices: by element, by thread block, by warps within a thread
+    block."""
+    a, b, c = torch.randn(3, MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
+    for variant, (alpha, beta) in MATMUL_FACTORS.items():
+        for name, (block, warp) in MATMUL_TILES.items():
+            trace = Trace()
+            tiled_matmul.two_levels(
+                a, b, Memory(trace=trace), c=c, alpha=alpha, beta=beta,
+                block_m=block, block_n=block, block_k=MATMUL_STRIP, warp_m=warp, warp_n=warp,
+            )  # fmt: skip
+            facts = {"size": MATMUL_SIZE, "block": block, "warp": warp, "alpha": alpha, "beta": beta}
+            yield Case(name, trace, facts, variant)
+
+
+CHAIN_SEQLEN, CHAIN_HEAD_DIM, CHAIN_BLOCK = 6, 4, 2
+
+
+def chain() -> Iterator[Case]:
+    """Q K^T V without a softmax, N = 6 and d = 4: with S in HBM, without S in HBM, and as Q (K^T V)."""
+    q, k, v = torch.randn(3, CHAIN_SEQLEN, CHAIN_HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    facts = {"seqlen": CHAIN_SEQLEN, "head_dim": CHAIN_HEAD_DIM}
+    for name in ("separate", "fused", "reordered"):
+        trace = Trace()
+        options = {} if name == "reordered" else {"block_m": CHAIN_BLOCK, "block_n": CHAIN_BLOCK}
+        getattr(product_chain, name)(q, k, v, Memory(trace=trace), **options)
+        yield Case(name, trace, facts)
+
+
+WARPS_NUM_WARPS, WARPS_ROWS, WARPS_KEYS, WARPS_HEAD_DIM, WARPS_BLOCK = 4, 64, 128, 64, 64
+"""Sizes for one thread block with two tiles of scores."""
+
+
+def warps() -> Iterator[Case]:
+    """Four warps that share the work of a thread block, by keys or by rows."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(rows, WARPS_HEAD_DIM, generator=generator)
+        for rows in (WARPS_ROWS, WARPS_KEYS, WARPS_KEYS)
+    )
+    traces = {name: Trace() for name in ("split_k", "split_q")}
+    for name, trace in traces.items():
+        getattr(warp_split, name)(
+            q, k, v, Memory(trace=trace), num_warps=WARPS_NUM_WARPS, block_m=WARPS_BLOCK, block_n=WARPS_BLOCK
+        )
+        trace.spans = warp_split.timeline(trace.events)
+    cycles = max(span.end for trace in traces.values() for span in trace.spans)
+    for name, trace in traces.items():
+        yield Case(name, trace, {"num_warps": WARPS_NUM_WARPS, "cycles": cycles})
+
+
+FP8_SEQLEN, FP8_HEAD_DIM, FP8_BLOCK, FP8_COLUMN = 32, 32, 8, 3
+FP8_CASES: dict[str, dict[str, Any]] = {
+    "tensor": {"block_scales": False, "incoherent": False},
+    "block": {"block_scales": True, "incoherent": False},
+    "rotated": {"block_scales": True, "incoherent": True},
+}
+FP8_HUGE = 200_000.0
+"""An outlier large enough that other numbers lose bits: e4m3 has an exponent, so smaller ones do no harm."""
+
+FP8_LOUD = 0.25
+"""Rounding error above this does not occur for ordinary numbers around 1."""
+
+
+def fp8_inputs(variant: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, (FP8_SEQLEN, FP8_HEAD_DIM), normally distributed except for outliers."""
+    q, k, v = torch.randn(3, FP8_SEQLEN, FP8_HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    if variant == "column":  # large in the same column of both, as models have it
+        q[:, FP8_COLUMN] = 20 + q[:, FP8_COLUMN] / 2
+        k[:, FP8_COLUMN] = -15 + k[:, FP8_COLUMN] / 2
+    elif variant == "huge":
+        q[FP8_BLOCK - 1, FP8_COLUMN] = FP8_HUGE
+    return q, k, v
+
+
+def fp8() -> Iterator[Case]:
+    """Attention in e4m3 with an outlier: one scale per tensor, one per block of rows, and a rotation."""
+    for variant in ("column", "huge", "none"):
+        q, k, v = fp8_inputs(variant)
+        exact, _ = flash2.forward(
+            q.double(), k.double(), v.double(), Memory(), block_m=FP8_BLOCK, block_n=FP8_BLOCK
+        )
+        for name, options in FP8_CASES.items():
+            trace = Trace()
+            out, _ = flash3_fp8.forward(
+                q, k, v, Memory(trace=trace), block_m=FP8_BLOCK, block_n=FP8_BLOCK, **options
+            )
+            error = ((out - exact).norm() / exact.norm()).item()
+            rows = FP8_BLOCK if options["block_scales"] else FP8_SEQLEN
+            rotation = flash3_fp8.random_rotation(q, seed=0) if options["incoherent"] else None
+            facts = {"error": error, "block": FP8_BLOCK}
+            facts |= {array: fp8_rounding(t, rows, rotation) for array, t in (("Q", q), ("K", k))}
+            yield Case(name, trace, facts, variant)
+
+
+def fp8_rounding(x: Tensor, rows: int, rotation: Tensor | None) -> dict[str, Any]:
+    """Classify the rounding error of each number of x when it is stored in e4m3, as one digit each.
+
+    0: relative error within 1/16; 1: larger; 2: rounded to zero; 3: within 1/16, but the absolute error is
+    more than :data:`FP8_LOUD`.
+    """
+    x = x if rotation is None else x @ rotation
+    stored, scales = flash3_fp8.quantise(x, rows)
+    values = stored * scales.repeat_interleave(rows, 0)
+    lost = (values == 0) & (x != 0)
+    coarse = (values - x).abs() > x.abs() / 16 * (1 + 1e-6)
+    loud = ~coarse & ((values - x).abs() > FP8_LOUD)
+    classes = torch.where(lost, 2, coarse.int() + 3 * loud.int())
+    return {
+        "classes": ["".join(map(str, row)) for row in classes.tolist()],
+        "scales": numbers(scales[:, 0], 4),
+        "largest": numbers(x.abs().amax(), 4),
+        "coarse": int((classes == 1).sum()),
+        "lost": int(lost.sum()),
+        "loud": int(loud.sum()),
+    }
+
+
+UNIFIED_SCORES = [5.0, 6.5, 4.0, 6.0, 7.0, 5.5, 8.5, 6.0, 4.5, 7.5, 6.0, 5.0, 8.0, 6.5, 5.5, 7.0]
+UNIFIED_SPIKE = 9.0
+"""Score that leaves the bounds: exp(9 - 6) is not below exp(3), as in the paper's Figure 5."""
+
+UNIFIED_SPIKE_AT, UNIFIED_PHI, UNIFIED_BOUNDS = 9, 6.0, (-3.0, 3.0)
+UNIFIED_NUM_SPLITS, UNIFIED_BLOCK = 4, 2
+
+
+def unified() -> Iterator[Case]:
+    """Sixteen scores in four splits: with a running maximum, and with a unified maximum that a spike
+    breaks."""
+    for variant in ("spike", "calm"):
+        scores = list(UNIFIED_SCORES)
+        if variant == "spike":
+            scores[UNIFIED_SPIKE_AT] = UNIFIED_SPIKE
+        q, k = torch.ones(1, 1), torch.tensor(scores)[:, None]  # head_dim 1, so that scores are the keys
+        v = torch.arange(16.0)[:, None]
+        options: dict[str, Any] = {"num_splits": UNIFIED_NUM_SPLITS, "block_m": 1, "block_n": UNIFIED_BLOCK}
+        facts = {
+            "scores": scores,
+            "phi": UNIFIED_PHI,
+            "bounds": list(UNIFIED_BOUNDS),
+            "num_splits": UNIFIED_NUM_SPLITS,
+        }
+        trace = Trace()
+        out, _ = flash_decoding.forward(q, k, v, Memory(trace=trace), **options)
+        yield Case("running", trace, {**facts, "out": numbers(out[0])}, variant)
+        trace = Trace()
+        out, _, again = unified_max.forward(
+            q, k, v, Memory(trace=trace), phi=UNIFIED_PHI, bounds=UNIFIED_BOUNDS, **options
+        )
+        yield Case("unified", trace, {**facts, "out": numbers(out[0]), "recomputed": len(again)}, variant)
+
+
+POOL_SLOTS, POOL_PAGE_SIZE, POOL_REQUESTS = 15728, 16, 96
+"""Room for LLaMA-13B's keys and values in 12 GB, at 800 KiB a token (PagedAttention, section 1)."""
+
+
+def pool() -> Iterator[Case]:
+    """One workload in three memories of the same size: reservations for the longest sequence, for guessed
+    lengths, and pages."""
+    rooms: dict[str, reservation.Room] = {
+        "longest": reservation.Contiguous(POOL_SLOTS, reservation.for_the_longest),
+        "power": reservation.Contiguous(POOL_SLOTS, reservation.to_a_power_of_two),
+        "pages": reservation.Pages(POOL_SLOTS, POOL_PAGE_SIZE),
+    }
+    for name, room in rooms.items():
+        trace = Trace()
+        served = reservation.serve(reservation.random_requests(POOL_REQUESTS), room, trace)
+        facts = {**asdict(served), "slots": POOL_SLOTS, "page_size": POOL_PAGE_SIZE, "paged": name == "pages"}
+        yield Case(name, trace, facts)
+
+
+MASKS_SEQLEN, MASKS_HEAD_DIM, MASKS_BLOCK = 128, 8, 16
+MASKS_SLOPE = 0.25
+"""Slope of ALiBi."""
+
+
+def _documents() -> MaskMod:
+    starts = torch.tensor([0, 40, 48, 100])
+    return library.document((torch.arange(MASKS_SEQLEN)[:, None] >= starts).sum(1)) & library.causal()
+
+
+MASKS: dict[str, Callable[[], MaskMod]] = {
+    "causal": library.causal,
+    "window": lambda: library.window(24, 0),
+    "prefix": lambda: library.prefix_lm(40),
+    "document": _documents,
+    "dilated": lambda: library.dilated(8, 4),
+    "alibi": library.causal,
+}
+"""Mask by variant. ALiBi hides nothing: it lowers scores with the distance, here under a causal mask."""
+
+
+def masks_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.randn(3, MASKS_SEQLEN, MASKS_HEAD_DIM, generator=torch.Generator().manual_seed(0))
+    return q, k, v
+
+
+def attend_in_blocks(name: str, memory: Memory, in_lists: bool) -> Tensor:
+    """Run FlashAttention-2 over the blocks of a mask's block lists, or over all blocks.
+
+    With ``in_lists``, empty blocks are skipped and only partial blocks are masked, as in the kernels.
+    """
+    q, k, v = masks_inputs()
+    Q, K, V = memory.place("Q", q), memory.place("K", k), memory.place("V", v)
+    result = memory.empty("O", MASKS_SEQLEN, MASKS_HEAD_DIM, like=q)
+    mask = MASKS[name]()
+    blocks = library.create_block_mask(mask, None, None, MASKS_SEQLEN, MASKS_SEQLEN, BLOCK_SIZE=MASKS_BLOCK)
+    partial = listed(blocks.kv_num_blocks, blocks.kv_indices)[0, 0].tolist()
+    full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)[0, 0].tolist()
+    for i in range(MASKS_SEQLEN // MASKS_BLOCK):
+        rows = range(i * MASKS_BLOCK, (i + 1) * MASKS_BLOCK)
+        with memory.sram() as sram:
+            q_i = sram.load(Q, rows)
+            m = sram.compute("m", torch.full((MASKS_BLOCK, 1), torch.finfo(q.dtype).min), rows)
+            total = sram.compute("l", torch.zeros(MASKS_BLOCK, 1), rows)
+            o = sram.compute("O", torch.zeros(MASKS_BLOCK, MASKS_HEAD_DIM), rows)
+            for j in range(MASKS_SEQLEN // MASKS_BLOCK):
+                keys = range(j * MASKS_BLOCK, (j + 1) * MASKS_BLOCK)
+                if in_lists and not partial[i][j] and not full[i][j]:
+                    memory.record("skip", "S", rows, keys)
+                    continue
+                k_j, v_j = sram.load(K, keys), sram.load(V, keys)
+                s = sram.compute("S", q_i @ k_j.T * MASKS_HEAD_DIM**-0.5, rows, keys, op="Q K^T")
+                places = torch.tensor(rows)[:, None], torch.tensor(keys)
+                if name == "alibi":
+                    distance = (places[0] - places[1]).abs()
+                    s = sram.compute("S", s - MASKS_SLOPE * distance, rows, keys, op="alibi(S)")
+                if partial[i][j] or not in_lists:
+                    seen = torch.as_tensor(mask(0, 0, *places))
+                    s = sram.compute("S", s.masked_fill(~seen, -torch.inf), rows, keys, op="mask(S)")
+                m_new = torch.maximum(m, s.amax(1, keepdim=True))
+                p = sram.compute("S", torch.exp(s - m_new), rows, keys, op="exp(S - m)")
+                correction = torch.exp(m - m_new)
+                total = sram.compute("l", total * correction + p.sum(1, keepdim=True), rows, op="l")
+                o = sram.compute("O", o * correction + p @ v_j, rows, op="O + P V")
+                m = sram.compute("m", m_new, rows, op="m")
+            sram.store(result, o / total, rows)
+    return result.tensor
+
+
+def masks() -> Iterator[Case]:
+    """Masks in blocks: every block is computed and masked, or only the blocks that a block mask lists."""
+    for variant in MASKS:
+        for name in ("every", "lists"):
+            trace = Trace()
+            attend_in_blocks(variant, Memory(trace=trace), in_lists=name == "lists")
+            yield Case(name, trace, {"seqlen": MASKS_SEQLEN, "block": MASKS_BLOCK}, variant)
+
+
+STORIES: dict[str, Callable[[], Iterator[Case]]] = {
+    story.__name__: story for story in (softmax, matmul, chain, warps, fp8, unified, pool, masks)
+}
+"""Stories by name, in the order of the page."""
+
+
+@functools.cache
+def recorded(name: str) -> tuple[Case, ...]:
+    """Return the cases of a story, run once for all pages that a process writes."""
+    return tuple(STORIES[name]())
+
+
+def catalogue() -> list[dict[str, Any]]:
+    """Return every story as data for the page."""
+    return [{"name": name, "cases": [case.as_record() for case in recorded(name)]} for name in STORIES]

@@ -1,8 +1,0 @@
-"""Products with a weight for few rows of x, as decoding has them (FlashDecoding++, Hong et al. 2023,
-arXiv:2311.01282, sections 4 and 5), and what stands around them in a transformer's layer. Forward only.
-"""
-
-from flashtile.api.explain_linear import Explanation, explain
-from flashtile.api.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
-
-__all__ = ["BeforeNorm", "Explanation", "explain", "linear", "linear_before_norm", "linear_qkv"]

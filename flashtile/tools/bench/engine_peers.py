@@ -1,0 +1,184 @@
+"""Engines that answer requests: flashtile's, and Transformers' three modes."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashtile.hardware import timing
+from flashtile.tools.bench.workloads import SMALL_MODEL
+
+Prompts = Sequence[list[int]]
+
+
+class Contender:
+    """An engine that is loaded, measured on all workloads of a model, and dropped.
+
+    Attributes:
+        name: name in tables.
+        steps, requests: whether it runs workloads of decoding steps, and of requests of different lengths.
+    """
+
+    name = ""
+    steps = requests = True
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """Return why the engine cannot run here; None if it can."""
+        return None
+
+    def load(self, folder: Path, model: str, device: torch.device, most_tokens: int) -> None:
+        """Load a model with room for ``most_tokens`` tokens."""
+        raise NotImplementedError
+
+    def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
+        """Decode greedily; ``lengths`` has the number of new tokens for each prompt."""
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, Any]:
+        """Return further statistics of the last call."""
+        return {}
+
+
+class Flashtile(Contender):
+    """Engine of :class:`flashtile.LLM`; ``options`` are its arguments."""
+
+    name = "flashtile"
+
+    def __init__(self, **options: Any):
+        self.options = options
+
+    def load(self, folder: Path, model: str, device: torch.device, most_tokens: int) -> None:
+        from flashtile.engine import LLM
+
+        self.llm = LLM(
+            folder, load_format="auto" if model == SMALL_MODEL else "dummy", skip_tokenizer_init=True,
+            device=device, enable_prefix_caching=False, **self.options,
+        )  # fmt: skip
+
+    def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
+        from flashtile.engine import SamplingParams
+
+        params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+        with host_waits() as waits:
+            begun = time.perf_counter()
+            outputs = self.llm.generate(list(prompts), params)
+            seconds = time.perf_counter() - begun
+        self._waited, self._steps = sum(waits) / seconds, len(waits)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    def numbers(self) -> dict[str, Any]:
+        preemptions = self.llm.get_metrics().num_preemptions
+        return {"host_waits": self._waited, "steps": self._steps, "preemptions": preemptions}
+
+
+class Transformers(Contender):
+    """Transformers' ``generate`` with its defaults: a growing cache and no compilation."""
+
+    name = "transformers"
+    requests = False
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return None if importlib.util.find_spec("transformers") else "transformers is not installed"
+
+    def load(self, folder: Path, model: str, device: torch.device, most_tokens: int) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        kind: Any = torch.float32 if device.type == "cpu" else torch.bfloat16
+        if model == SMALL_MODEL:
+            found: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+            self.model = found.to(device).eval()
+        else:
+            with device:
+                config = AutoConfig.from_pretrained(folder)
+                self.model = AutoModelForCausalLM.from_config(config, dtype=kind).eval()
+        self.most_tokens = most_tokens
+
+    def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
+        ids = torch.tensor(list(prompts), device=self.model.device)
+        (length,) = set(lengths)
+        with torch.inference_mode():
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, min_new_tokens=length,
+                do_sample=False, pad_token_id=0, **self.options(),
+            )  # fmt: skip
+        return out[:, ids.shape[1] :].tolist()
+
+    def options(self) -> dict[str, Any]:
+        return {}
+
+
+class TransformersCompiled(Transformers):
+    """Transformers' ``generate`` compiled for a static cache."""
+
+    name = "transformers-compile"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return super().unavailable(device) or (None if device.type == "cuda" else "needs a CUDA device")
+
+    def options(self) -> dict[str, Any]:
+        return {"cache_implementation": "static"}
+
+
+class TransformersBatching(Transformers):
+    """Transformers' continuous batching, ``generate_batch``, with torch's attention over pages."""
+
+    name = "transformers-batching"
+    steps, requests = False, True
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return super().unavailable(device) or (None if device.type == "cuda" else "needs a CUDA device")
+
+    def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
+        from transformers import GenerationConfig
+
+        self.model.set_attn_implementation("paged|sdpa")
+        answers: list[list[int]] = []
+        # generate_batch takes one length for all requests: the mean if they differ.
+        length = round(sum(lengths) / len(lengths))
+        config = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        with torch.inference_mode():
+            found = self.model.generate_batch(inputs=list(prompts), generation_config=config)
+        for output in found.values():
+            answers.append(list(output.generated_tokens))
+        return answers
+
+
+CONTENDERS: dict[str, type[Contender]] = {
+    kind.name: kind for kind in (Flashtile, Transformers, TransformersCompiled, TransformersBatching)
+}
+
+
+@contextmanager
+def host_waits() -> Iterator[list[float]]:
+    """Collect the seconds that the host waits for results in the block, while the device has work."""
+    from flashtile.engine.runner import InFlight
+
+    waits: list[float] = []
+    plain = InFlight.wait
+
+    def timed(self: InFlight) -> list[int]:
+        begun = time.perf_counter()
+        tokens = plain(self)
+        waits.append(time.perf_counter() - begun)
+        return tokens
+
+    InFlight.wait = timed  # type: ignore[method-assign]
+    try:
+        yield waits
+    finally:
+        InFlight.wait = plain  # type: ignore[method-assign]
+
+
+def seconds_of(contender: Contender, prompts: Prompts, lengths: Sequence[int], device: torch.device) -> float:
+    """Return the seconds of a call, including all work on the device."""
+    timing.synchronize(device)
+    begun = time.perf_counter()
+    contender.generate(prompts, lengths)
+    timing.synchronize(device)
+    return time.perf_counter() - begun

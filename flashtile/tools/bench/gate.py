@@ -1,0 +1,219 @@
+"""The correctness gate: no contestant is timed before its results meet the error rule on the timed inputs.
+
+The rule is :mod:`flashtile.testing`'s. The reference is standard attention in float32 (float64 for float32
+inputs), computed on whole heads in chunks of query rows, so that 16384 tokens fit. If all heads would take
+too long, a sample of heads spread over the batch is compared. All other elements must be finite. For e4m3,
+the allowed error comes from exact attention over q, k and v quantised with a scale for each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import testing
+from flashtile.reference import attention as reference
+from flashtile.rounding import SCORE_UNITS
+from flashtile.tools.bench.inputs import Inputs
+from flashtile.tools.bench.mods import MODS
+from flashtile.tools.bench.workloads import Workload
+
+RESULTS = ("out", "dq", "dk", "dv")
+SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
+"""Most scores that the reference computes for one workload (but at least one head)."""
+
+HEADS_CHECKED = 64
+"""Most key/value heads that are compared."""
+
+CHUNK_SCORES = {"cuda": 2**25, "cpu": 2**19}
+"""Scores that the reference holds at once."""
+
+LARGEST_SCORE = 6.0
+"""Approximate largest score of standard normal q and k, scaled by ``head_dim ** -0.5``."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """A key/value head of one sequence, with the query heads that share it."""
+
+    sequence: int
+    kv_head: int
+
+
+class Oracle:
+    """Exact results of a workload on a sample of heads, and plain PyTorch's in the dtype of the inputs."""
+
+    def __init__(self, workload: Workload, inputs: Inputs, gradients: bool) -> None:
+        self._workload, self._inputs = workload, inputs
+        self.heads = sample_heads(workload, inputs.q.device.type)
+        """Heads that are compared."""
+        wide = torch.float32 if workload.torch_dtype.itemsize < 4 else torch.float64
+        self._exact = self._compute(inputs, wide, gradients)
+        if workload.fp8:
+            rounded: dict[str, Any] = {name: through_e4m3(getattr(inputs, name)) for name in "qkv"}
+            inputs = replace(inputs, **rounded)
+        self._plain = self._compute(inputs, wide if workload.fp8 else workload.torch_dtype, gradients)
+
+    def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
+        """Compare results, by their names in ``RESULTS``, in the layout and shape of the inputs.
+
+        Raises:
+            ArithmeticError: some element of a result is not finite.
+        """
+        comparisons = []
+        for name, result in results.items():
+            if not torch.isfinite(result).all():
+                raise ArithmeticError(f"{name} holds infinities or NaN")
+            side = 0 if name in ("out", "dq") else 1
+            sample = torch.cat([self._head(result, head, side).flatten() for head in self.heads])
+            exact, plain = self._exact[name], self._plain[name].to(sample.dtype)
+            comparisons.append(
+                testing.compare(
+                    name, sample, exact, plain, factor=testing.FACTORS[name], noise=self._noise(exact)
+                )
+            )
+        return comparisons
+
+    def _noise(self, exact: Tensor) -> tuple[float, float]:
+        """Return the error (largest, rms) that rounding in the accumulator may cause.
+
+        The error of a score, and in the backward pass that of lse, is a relative error of P and so of the
+        result.
+        """
+        eps = torch.finfo(torch.promote_types(self._workload.source_dtype, torch.float32)).eps
+        lse = math.log(max(1, self._workload.seqlen_k)) + 1.0
+        relative = SCORE_UNITS * eps * (LARGEST_SCORE + lse)
+        values = exact.double()
+        return relative * values.abs().max().item(), relative * values.square().mean().sqrt().item()
+
+    def _head(self, tensor: Tensor, head: Head, side: int) -> Tensor:
+        """Return (seqlen, query heads of the group or 1, head_dim) of a head; side 0 is queries, 1 is
+        keys."""
+        rows = (self._inputs.rows_of, self._inputs.keys_of)[side](tensor, head.sequence)
+        group = self._workload.group_size if side == 0 else 1
+        return rows[:, head.kv_head * group : (head.kv_head + 1) * group]
+
+    def _compute(self, inputs: Inputs, dtype: torch.dtype, gradients: bool) -> dict[str, Tensor]:
+        names = RESULTS if gradients else RESULTS[:1]
+        parts: dict[str, list[Tensor]] = {name: [] for name in names}
+        for head in self.heads:
+            q, dout = (self._head(t, head, 0).to(dtype) for t in (inputs.q, inputs.dout))
+            k, v = (inputs.keys_of(t, head.sequence)[:, head.kv_head].to(dtype) for t in (inputs.k, inputs.v))
+            if inputs.qv is not None:
+                q = torch.cat([q, self._head(inputs.qv, head, 0).to(dtype)], -1)
+                k = torch.cat([k, v], -1)
+            by_head = {
+                name: t[head.kv_head * q.shape[1] : (head.kv_head + 1) * q.shape[1]].to(dtype)
+                for name in ("alibi_slopes", "sink")
+                if (t := getattr(inputs, name)) is not None
+            }
+            results = _attend_head(self._workload, head, q, k, v, dout, by_head, gradients)
+            for name, result in zip(names, results, strict=True):
+                parts[name].append(result.flatten())
+        return {name: torch.cat(results) for name, results in parts.items()}
+
+
+def through_e4m3(x: Tensor) -> Tensor:
+    """Round x to e4m3 with one scale and return it in float32."""
+    scale = x.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def sample_heads(workload: Workload, device_type: str) -> list[Head]:
+    """Key/value heads to compare: all up to a limit, else the first, the last and a fixed random choice."""
+    every = [
+        Head(sequence, kv_head)
+        for sequence in range(len(workload.sequences))
+        for kv_head in range(workload.num_heads_kv)
+    ]
+    drawn = random.Random(workload.name).sample(every[1:-1], len(every[1:-1]))
+    chosen: list[Head] = []
+    left = SCORES_CHECKED[device_type]
+    for head in dict.fromkeys([every[0], every[-1], *drawn]):
+        seqlen_q, seqlen_k = workload.sequences[head.sequence]
+        left -= seqlen_q * seqlen_k * workload.group_size
+        if chosen and (left < 0 or len(chosen) == HEADS_CHECKED):
+            break
+        chosen.append(head)
+    return chosen
+
+
+def _attend_head(
+    workload: Workload,
+    head: Head,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    by_head: dict[str, Tensor],
+    gradients: bool,
+) -> tuple[Tensor, ...]:
+    """Return (out,) or (out, dq, dk, dv) of one key/value head.
+
+    q and dout are (seqlen_q, group, head_dim), k and v (seqlen_k, head_dim), tensors ``by_head`` (group,).
+    The gradients of k and v are summed over chunks in float32 or wider.
+    """
+    k, v = (t.detach().requires_grad_(gradients) for t in (k, v))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dk, dv = (torch.zeros_like(t, dtype=wide) for t in (k, v))
+    outs, dqs = [torch.empty_like(dout[:0])], [torch.empty_like(q[:0])]
+    step = max(1, CHUNK_SCORES[q.device.type] // max(1, k.shape[0] * q.shape[1]))
+    for start in range(0, q.shape[0], step):
+        rows = q[start : start + step].detach().requires_grad_(gradients)
+        position = start + k.shape[0] - q.shape[0]
+        out = _attend_rows(workload, head, rows, k, v, position, **by_head)
+        outs.append(out.detach())
+        if gradients:
+            dq, *shares = torch.autograd.grad(out, (rows, k, v), dout[start : start + step])
+            dqs.append(dq)
+            dk += shares[0]
+            dv += shares[1]
+    out = torch.cat(outs)
+    return (out, torch.cat(dqs), dk.to(k.dtype), dv.to(v.dtype)) if gradients else (out,)
+
+
+def _attend_rows(
+    workload: Workload,
+    head: Head,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position: int,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """Return out (rows, group, head_dim) of query rows, the first of which is aligned with key
+    ``position``."""
+    rows, group = q.shape[:2]
+    window = (workload.window_left, workload.window_right)
+    seen = reference.visible(rows, k.shape[0], *window, q.device, position)
+    # The heads of a group share their keys, so they are computed as further rows of one head.
+    hidden = ~seen.repeat_interleave(group, 0)
+    bias = column = None
+    if alibi_slopes is not None:
+        own = torch.arange(position, position + rows, device=q.device)
+        distance = (own[:, None] - torch.arange(k.shape[0], device=q.device)).abs()
+        bias = (-alibi_slopes[:, None] * distance[:, None]).flatten(0, 1)
+    if sink is not None:
+        column = sink.repeat(rows)[None, :, None]
+    modify = None
+    if workload.mod:  # only for seqlen_q == seqlen_k, so a row's position is its index
+        score_mod, mask_mod = MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, q.device)
+        grids = (
+            torch.tensor(head.sequence, device=q.device),
+            (head.kv_head * group + torch.arange(group, device=q.device)).repeat(rows)[:, None],
+            torch.arange(position, position + rows, device=q.device).repeat_interleave(group)[:, None],
+            torch.arange(k.shape[0], device=q.device),
+        )
+        hidden = hidden if mask_mod is None else hidden | ~mask_mod(*grids)
+        modify = None if score_mod is None else lambda scores: score_mod(scores, *grids)
+    out, _ = reference.standard(
+        q.flatten(0, 1)[None], k[None], v[None], workload.head_dim**-0.5, hidden=hidden,
+        empty=hidden.all(-1, keepdim=True), bias=bias, softcap=workload.softcap, modify=modify, sink=column,
+    )  # fmt: skip
+    return out[0].unflatten(0, (rows, group))

@@ -1,0 +1,125 @@
+"""The data of a workload: random q, k, v and dout, packed sequences, or a cache with its block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from flashtile.problems.decode import FP8, CacheTensors
+from flashtile.reference import decode as reference
+from flashtile.testing import cu_seqlens, random_tensor
+from flashtile.tools.bench.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a workload: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
+
+    In decoding, k and v are caches with ``len(block_tables)`` copies of the keys and values that a call
+    reads. A dense cache has one copy and no block table.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    block_tables: tuple[Tensor, ...] = ()
+    descales: dict[str, Tensor] = field(default_factory=dict)
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    qv: Tensor | None = None
+    """Queries for the columns that absorbed MLA shares with v; k does not contain these columns."""
+
+    def rows_of(self, tensor: Tensor, b: int) -> Tensor:
+        """Return sequence b, (seqlen_q, heads, head_dim), of q or of a tensor with the tokens of q."""
+        return _sequence(tensor, self.cu_seqlens_q, b)
+
+    def keys_of(self, tensor: Tensor, b: int) -> Tensor:
+        """Return sequence b, (seqlen_k, heads_kv, head_dim), of k, v or a tensor with their tokens."""
+        if self.cache_seqlens is None:
+            return _sequence(tensor, self.cu_seqlens_k, b)
+        table = self.block_tables[0] if self.block_tables else None
+        descale = self.descales.get("k_descale" if tensor is self.k else "v_descale")
+        tensors = CacheTensors(self.cache_seqlens, block_table=table)
+        return reference.sequence(tensor, b, int(self.cache_seqlens[b]), tensors, descale, self.q.dtype)
+
+
+def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -> Inputs:
+    """Return contiguous, standard normal q, k, v and dout from a fixed seed; pages of caches are shuffled."""
+    tokens = [sum(pair[side] for pair in workload.sequences) for side in (0, 1)]
+
+    def normal(side: int, number: int) -> Tensor:
+        heads = (workload.num_heads_q, workload.num_heads_kv)[side]
+        rows = (tokens[side],) if workload.varlen else (workload.batch, tokens[side] // workload.batch)
+        width = workload.own_columns if number in (0, 1) else workload.width_v
+        shape = (*rows, heads, width)
+        return random_tensor(shape, workload.source_dtype, device, seed=4 * seed + number)
+
+    q, dout = normal(0, 0), normal(0, 3)
+    if workload.cache is not None:
+        inputs = _with_cache(workload, q, dout)
+        return replace(inputs, qv=normal(0, 6)) if workload.latent else inputs
+    slopes, sink = _by_head(workload, device)
+    inputs = Inputs(q, normal(1, 1), normal(1, 2), dout, alibi_slopes=slopes, sink=sink)
+    if not workload.varlen:
+        return inputs
+    offsets_q, offsets_k = (cu_seqlens(lengths, device) for lengths in zip(*workload.sequences, strict=True))
+    return replace(inputs, cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+
+
+def _by_head(workload: Workload, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
+    """Return ALiBi's slopes (Press et al. 2022, section 3) and the sinks, (heads_q,) each, or None."""
+    heads, slopes, sink = workload.num_heads_q, None, None
+    if workload.alibi:
+        slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
+    if workload.sink:
+        sink = random_tensor((heads,), torch.float32, device, seed=5)
+    return slopes, sink
+
+
+def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:
+    """Return filled caches with as many copies as a CUDA graph rotates over (one on the CPU)."""
+    assert workload.cache is not None
+    device, prefix = q.device, workload.cache.prefix
+    generator = torch.Generator(device=device).manual_seed(0)
+    contexts = [seqlen_k for _, seqlen_k in workload.sequences]
+    page_size = workload.cache.page_size or max(contexts)
+    own = [-(-(context - prefix) // page_size) for context in contexts]
+    shared = prefix // page_size
+    copies = 0
+    if workload.cache.page_size:
+        copies = workload.copies if device.type == "cuda" else 1
+    per_copy = sum(own) + shared
+    blocks = per_copy * copies or len(contexts)
+
+    def cache(columns: int) -> Tensor:
+        shape = (blocks, page_size, workload.num_heads_kv, columns)
+        filled = torch.empty(shape, dtype=workload.cache_dtype, device=device)
+        for part in filled.split(max(1, 2**27 // filled[0].numel())):
+            part.copy_(torch.randn(part.shape, generator=generator, dtype=q.dtype, device=device))
+        return filled
+
+    order = torch.randperm(blocks, generator=generator, device=device).int()
+    tables = []
+    for mine in order.split(per_copy)[:copies]:
+        table = torch.zeros((len(contexts), -(-max(contexts) // page_size)), dtype=torch.int32, device=device)
+        table[:, :shared] = mine[:shared]
+        for row, pages in zip(table, mine[shared:].split(own), strict=True):
+            row[shared : shared + len(pages)] = pages
+        tables.append(table)
+    ones = torch.ones(workload.num_heads_kv, device=device)
+    return Inputs(
+        q, cache(workload.own_columns), cache(workload.width_v), dout,
+        cache_seqlens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        block_tables=tuple(tables),
+        descales={"k_descale": ones, "v_descale": ones} if workload.cache_dtype == FP8 else {},
+    )  # fmt: skip
+
+
+def _sequence(tensor: Tensor, offsets: Tensor | None, b: int) -> Tensor:
+    return tensor[b] if offsets is None else tensor[int(offsets[b]) : int(offsets[b + 1])]

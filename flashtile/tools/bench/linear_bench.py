@@ -1,0 +1,215 @@
+"""Benchmark of a layer's products, one after the other, in :func:`flashtile.linear.linear` and in peers.
+
+Weights come from memory: they are larger than any L2 cache. On a GPU the chain of products is a replayed CUDA
+graph, which excludes host time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from flashtile.hardware import machine
+from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY, Row
+from flashtile.hardware.timing import capture, copy_ceiling, release_memory, replay_time, time_call
+from flashtile.learn.io_model import find_model
+from flashtile.linear import linear
+from flashtile.tools.bench.workloads import SMALL_MODEL, select_models
+
+NAME = "linear"
+SHAPES = {
+    **{name: find_model(name).products for name in ("llama-2-7b", "llama-3-8b")},
+    SMALL_MODEL: ((96, 64), (64, 64), (172, 64), (64, 86)),
+}
+"""(N, K) of a layer's products: queries, keys and values; output; gate and up; down."""
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
+LAYERS = 4
+OURS = "flashtile"
+ALLOWED = 2.0
+"""Allowed error, in multiples of torch's error; one rounding of the result is allowed in addition."""
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ProductWorkload:
+    """The products of a layer for a number of rows of x."""
+
+    model: str
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{NAME}-{self.model}-m{self.rows}"
+
+    @property
+    def shape(self) -> str:
+        return f"M {self.rows}, products of a layer"
+
+
+WORKLOADS = tuple(
+    ProductWorkload(model, rows) for model in SHAPES for rows in ((1, 16) if model == SMALL_MODEL else ROWS)
+)
+
+
+def select(names: Sequence[str]) -> tuple[ProductWorkload, ...]:
+    """Return the workloads named, see :func:`flashtile.tools.bench.workloads.select_models`."""
+    return select_models(NAME, WORKLOADS, names)
+
+
+def contestants(device: torch.device) -> dict[str, Product]:
+    """Return flashtile, torch, and torch compiled with max-autotune."""
+    found: dict[str, Product] = {
+        OURS: partial(linear, prefetch=True),
+        "torch": torch.nn.functional.linear,
+    }
+    if device.type == "cuda":
+        found["torch-compile"] = torch.compile(
+            torch.nn.functional.linear, mode="max-autotune-no-cudagraphs", dynamic=False
+        )
+    return found
+
+
+def run(
+    chosen: Sequence[ProductWorkload],
+    device: torch.device,
+    rounds: int,
+    rep: float,
+    names: Sequence[str] = (),
+    after_cell: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
+    """Measure every workload with every named contestant, by default all; return a document for JSON."""
+    known = contestants(device)
+    for name in names:
+        if name not in (*known, "none"):
+            raise ValueError(f"peer must be none or one of {', '.join(known)}, got {name!r}")
+    entrants = {name: f for name, f in known.items() if not names or name in (OURS, *names)}
+    document: dict[str, Any] = {
+        "kind": NAME,
+        "versions": machine.versions(),
+        "device": machine.describe_device(device),
+        "source": machine.source_commit(),
+        "read_tbps": read_tbps(device, rounds, rep),
+        "cells": [],
+    }
+    for workload in chosen:
+        document["cells"].append(_cell(workload, entrants, device, rounds, rep))
+        release_memory(device)
+        after_cell(document)
+    return document
+
+
+def read_tbps(device: torch.device, rounds: int, rep: float) -> float:
+    """Measured read bandwidth in TB/s; on the CPU, copy bandwidth."""
+    if device.type != "cuda":
+        return copy_ceiling(device, rounds, rep) * 1e-3
+    from flashtile.tools.bench.linear_profile import read_bandwidth
+
+    return read_bandwidth(device)
+
+
+@torch.no_grad()
+def _cell(
+    workload: ProductWorkload, entrants: dict[str, Product], device: torch.device, rounds: int, rep: float
+) -> dict[str, Any]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    shapes = SHAPES[workload.model]
+    weights = [
+        torch.randn(shape, device=device).mul_(shape[1] ** -0.5).to(dtype)
+        for _ in range(LAYERS)
+        for shape in shapes
+    ]
+    x = {K: torch.randn(workload.rows, K, device=device).to(dtype) for _, K in shapes}
+    moved = sum(weight.nbytes for weight in weights)
+    results: dict[str, Any] = {}
+    clocks: dict[str, Callable[[], float]] = {}
+    for name, product in entrants.items():
+        wrong = _wrong(product, x, weights[: len(shapes)])
+        if wrong is not None:
+            results[name] = {"status": "wrong", "text": wrong}
+            continue
+        results[name] = {"status": "ok", "tbps": []}
+        clocks[name] = _clock(partial(_chain, product, x, weights), device, rep)
+    for _ in range(rounds):
+        for name, clock in clocks.items():
+            results[name]["tbps"].append(moved / clock() * 1e-9)
+    return {"workload": workload.name, "model": workload.model, "rows": workload.rows, "results": results}
+
+
+def _chain(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) -> None:
+    for weight in weights:
+        product(x[weight.shape[1]], weight)
+
+
+def _clock(function: Callable[[], None], device: torch.device, rep: float) -> Callable[[], float]:
+    """Return a function that measures the milliseconds of a call."""
+    if device.type == "cuda":
+        function()
+        return partial(replay_time, capture([function]), rep)
+    return lambda: statistics.median(time_call(function, rep, device))
+
+
+def _wrong(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) -> str | None:
+    """Describe the error of a product that breaks the error rule; None if it is within the rule."""
+    for weight in weights:
+        rows = x[weight.shape[1]]
+        exact = rows.double() @ weight.double().T
+        plain = (torch.nn.functional.linear(rows, weight) - exact).abs().max().item()
+        error = (product(rows, weight) - exact).abs().max().item()
+        rounding = torch.finfo(rows.dtype).eps * exact.abs().max().item()
+        if not error <= ALLOWED * plain + rounding:
+            return f"{tuple(weight.shape)}: error {error:.3g}, torch's {plain:.3g}"
+    return None
+
+
+def table(document: dict[str, Any]) -> Table:
+    """Table of TB/s of weights by rows of x, with the share of the read bandwidth."""
+    read = document["read_tbps"]
+    shown = Table(title=f"{document['device']['name']}: weights in TB/s (share of reading, {read:.2f} TB/s)")
+    names = list(dict.fromkeys(name for cell in document["cells"] for name in cell["results"]))
+    shown.add_column("workload")
+    for name in names:
+        shown.add_column(name, justify="right")
+    for cell in document["cells"]:
+        texts = []
+        for name in names:
+            result = cell["results"].get(name, {"status": "absent"})
+            if result["status"] != "ok":
+                texts.append(result.get("text", result["status"]))
+                continue
+            tbps = statistics.median(result["tbps"])
+            texts.append(f"{tbps:.3g} ({tbps / read:.2f})")
+        shown.add_row(cell["workload"], *texts)
+    return shown
+
+
+CHART_NAMES = {GEMV: "GEMV (CUDA cores)", FLAT: "flat (tensor cores)", LIBRARY: "cuBLAS"}
+
+
+def draw_chart(row: Row, path: Path) -> None:
+    """Write a chart of the measurements of one shape."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    numbers = sorted(map(int, row.kernels))
+    for kind, name in CHART_NAMES.items():
+        known = [m for m in numbers if kind in row.kernels[str(m)]]
+        axes.plot(known, [row.kernels[str(m)][kind]["us"] for m in known], marker="o", label=name)
+    axes.axhline(row.weight_bytes / row.read_tbps / 1e6, color="grey", ls=":", label="reading the weight")
+    for m, name in ((row.gemv_below, "M1"), (row.library_from, "M2")):
+        axes.axvline(m, color="grey", lw=0.8)
+        axes.annotate(name, (m, axes.get_ylim()[1]), ha="left", va="top")
+    axes.set(xscale="log", yscale="log", xlabel="rows of x", ylabel="microseconds")
+    axes.set_xticks(numbers, [str(m) for m in numbers], minor=False)
+    axes.set_title(f"{row.N} x {row.K} {row.weight_dtype}, {row.card}")
+    axes.legend(frameon=False)
+    figure.savefig(path)

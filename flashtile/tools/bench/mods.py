@@ -1,0 +1,86 @@
+"""Score and mask functions of the workloads ``masks``: typical FlexAttention functions at sizes of models."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile import masks
+
+SAMPLED_ROWS = 512
+"""Rows whose visible keys are counted; the others are assumed to have as many."""
+
+
+class Functions(NamedTuple):
+    score_mod: Callable[..., Any] | None = None
+    mask_mod: Callable[..., Any] | None = None
+
+
+def document_ids(seqlen: int) -> Tensor:
+    """Return (seqlen,) int32, the document of each token; lengths are log-uniform from 64 to 4096 tokens."""
+    draw = random.Random(0)
+    ids = torch.empty(seqlen, dtype=torch.int32)
+    start = number = 0
+    while start < seqlen:
+        length = round(64 * 64 ** draw.random())
+        ids[start : start + length] = number
+        start, number = start + length, number + 1
+    return ids
+
+
+def _picture(seqlen: int) -> tuple[int, int]:
+    """Height and width of an image of ``seqlen`` tokens, a power of two."""
+    width = 1 << (seqlen.bit_length() // 2)
+    return seqlen // width, width
+
+
+def _first(keys: int) -> masks.MaskMod:
+    return masks.mask_mod(lambda batch, head, q_idx, kv_idx: kv_idx < keys)
+
+
+def _slopes(heads: int, device: Any) -> Tensor:
+    return torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
+
+
+def _relative(heads: int, device: Any) -> Callable[..., Any]:
+    return masks.relative_position(torch.linspace(-1, 1, heads * 257, device=device).view(heads, 257))
+
+
+MODS: dict[str, Callable[[int, int, Any], Functions]] = {
+    "causal": lambda s, h, device: Functions(mask_mod=masks.causal()),
+    "window-1024": lambda s, h, device: Functions(mask_mod=masks.window(1023, 0)),
+    "prefix-lm": lambda s, h, device: Functions(mask_mod=masks.prefix_lm(s // 4)),
+    "document": lambda s, h, device: Functions(mask_mod=masks.document(document_ids(s).to(device))),
+    "document-causal": lambda s, h, device: Functions(
+        mask_mod=masks.document(document_ids(s).to(device)) & masks.causal()
+    ),
+    "dilated": lambda s, h, device: Functions(mask_mod=masks.dilated(256, 4) & masks.causal()),
+    "global-window": lambda s, h, device: Functions(
+        mask_mod=(masks.window(511, 0) | _first(64)) & masks.causal()
+    ),
+    "natten": lambda s, h, device: Functions(mask_mod=masks.natten(*_picture(s), 13 if s >= 1024 else 5)),
+    "alibi-causal": lambda s, h, device: Functions(masks.alibi(_slopes(h, device)), masks.causal()),
+    "relative": lambda s, h, device: Functions(_relative(h, device)),
+    "softcap-causal": lambda s, h, device: Functions(masks.softcap(30.0), masks.causal()),
+    "relative-document": lambda s, h, device: Functions(
+        _relative(h, device), masks.document(document_ids(s).to(device)) & masks.causal()
+    ),
+}
+"""Makers of the functions by name; each takes ``(seqlen, heads, device)``."""
+
+
+@functools.lru_cache(maxsize=64)
+def visible_pairs(name: str, seqlen: int) -> int:
+    """(query, key) pairs that a mask leaves visible, estimated from some rows of a sequence."""
+    mask = MODS[name](seqlen, 1, "cpu").mask_mod
+    if mask is None:
+        return seqlen * seqlen
+    rows = torch.linspace(0, seqlen - 1, min(SAMPLED_ROWS, seqlen)).long()
+    zero = torch.tensor(0)
+    seen = sum(int(mask(zero, zero, row, torch.arange(seqlen)).sum()) for row in rows)
+    return round(seen * seqlen / len(rows))

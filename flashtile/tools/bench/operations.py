@@ -1,0 +1,96 @@
+"""Time of each of standard attention's operations, compared with the fused call.
+
+This repeats the measurement of GPT-2 in FlashAttention's paper (Dao et al. 2022, arXiv:2205.14135, figure 1).
+Matrix product, mask, softmax, dropout and matrix product each read or write the scores; the fused kernel
+never does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashtile.reference import attention as reference
+from flashtile.tools.bench.inputs import Inputs
+from flashtile.tools.bench.peers import PeerCall, Standard
+from flashtile.tools.bench.workloads import Workload
+
+DROPOUT = 0.1
+"""Dropout probability of GPT-2 in training."""
+
+FIRST, MASK, SOFTMAX, DROP, SECOND = "q k", "mask", "softmax", "dropout", "p v"
+NAMES = (FIRST, MASK, SOFTMAX, DROP, SECOND)
+PRODUCTS = (FIRST, SECOND)
+
+
+class Operations(Standard):
+    """Standard attention as separate operations, each of which writes its result to memory."""
+
+    name = "standard, by operation"
+    STORED_COPIES = 6
+    """Scores, masked scores, probabilities, probabilities after dropout, its mask, and the current result."""
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        changed = workload.softcap or workload.alibi or workload.sink
+        if workload.varlen or changed or workload.cache is not None or workload.fp8:
+            return "is taken apart for dense calls without soft-cap, ALiBi and sink"
+        if workload.causal and workload.seqlen_q > workload.seqlen_k:
+            return "is taken apart where every row sees a key"
+        return super().refuses(workload, device)
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        """Return the chain of operations without dropout, which the gate can check."""
+        steps = _steps(workload, inputs)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = steps[MASK](steps[FIRST](q, _repeated(k, workload)))
+            return steps[SECOND](steps[SOFTMAX](scores), _repeated(v, workload))
+
+        return PeerCall(attend, heads_first=True)
+
+    def functions(self, workload: Workload, inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
+        """Return each operation applied to the results of the previous ones, which are computed here once."""
+        call = PeerCall(lambda q, k, v: q, heads_first=True)
+        q, k, v = (call.arrange(t) for t in (inputs.q, inputs.k, inputs.v))
+        k, v = _repeated(k, workload), _repeated(v, workload)
+        steps = _steps(workload, inputs)
+        given: dict[str, tuple[Tensor, ...]] = {FIRST: (q, k)}
+        for name, following in itertools.pairwise(NAMES):
+            result = steps[name](*given[name])
+            given[following] = (result, v) if following == SECOND else (result,)
+        return {name: partial(steps[name], *given[name]) for name in NAMES}
+
+
+def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor]]:
+    """Return the operations on (batch, heads, seqlen, head_dim); the mask does nothing if no score is
+    hidden."""
+    window = (workload.window_left, workload.window_right)
+    seen = reference.visible(workload.seqlen_q, workload.seqlen_k, *window, inputs.q.device)
+    hidden = None if bool(seen.all()) else ~seen
+    scale = workload.head_dim**-0.5
+    return {
+        FIRST: lambda q, k: (q * scale) @ k.transpose(-2, -1),
+        MASK: lambda scores: scores if hidden is None else scores.masked_fill(hidden, -torch.inf),
+        SOFTMAX: lambda scores: torch.softmax(scores, -1),
+        DROP: lambda p: F.dropout(p, DROPOUT, training=True),
+        SECOND: torch.matmul,
+    }
+
+
+def _repeated(tensor: Tensor, workload: Workload) -> Tensor:
+    """Repeat keys or values for each query head."""
+    group = workload.group_size
+    return tensor if group == 1 else tensor.repeat_interleave(group, 1)
+
+
+def summarized(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return medians over rounds in milliseconds, by operation and their sum."""
+    medians = {name: statistics.median(rounds) for name, rounds in times.items()}
+    return {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT}

@@ -1,0 +1,228 @@
+"""Prints a document of measurements as tables on the terminal."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from flashtile.tools.bench import summary
+
+UNITS = ("tflops", "gbps")
+MARKS = {"wrong": "[red]WRONG[/]", "refused": "–", "out of memory": "OOM", "failed": "[red]failed[/]"}
+
+
+def print_report(document: dict[str, Any], console: Console, unit: str | None = None) -> None:
+    """Print every table; the geometric means come last."""
+    print_head(document, console)
+    console.print(*(cells_table(document, cells, unit) for cells in by_pass(document).values()))
+    apart = taken_apart(document)
+    if apart:
+        console.print(operations_table(apart, summary.names(document, ours=True)[0]))
+    print_notes(document, console)
+    if any(row["peer"] == summary.BEST_PEER for row in document["summary"]):
+        console.print(summary_table(document))
+
+
+def by_pass(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Group the cells by pass."""
+    passes: dict[str, list[dict[str, Any]]] = {}
+    for cell in document["cells"]:
+        passes.setdefault(cell["pass"], []).append(cell)
+    return passes
+
+
+def print_head(document: dict[str, Any], console: Console) -> None:
+    """Print how the document was measured: device, versions, date, ceilings, rounds."""
+    settings, ceilings = document["settings"], document["ceilings"]
+    threads = f", {settings['threads']} threads" if settings["threads"] else ""
+    console.print(f"{headline(document)}{threads}", highlight=False, markup=False)
+    if ceilings is None:
+        return
+    factor, label = scale(document, "tflops")
+    products = ", ".join(
+        f"{dtype} {factor * speed:.3g} {label}" for dtype, speed in ceilings["matmul_tflops"].items()
+    )
+    console.print(
+        f"measured ceilings: matrix product {products}; copy {ceilings['copy_gbps']:.4g} GB/s. "
+        f"{settings['rounds']} rounds of {settings['rep_ms']:g} ms, contestants in rotation.",
+        highlight=False,
+    )
+
+
+def print_notes(document: dict[str, Any], console: Console) -> None:
+    """Print what was not timed and why, and the host time of a small call."""
+    _print_refusals(document, console)
+    beyond = summary.beyond_ceiling(document)
+    if beyond:
+        console.print(
+            f"faster than the measured ceilings: {', '.join(beyond)}. The machine was busier while they were "
+            "measured: do not quote these shares, measure again on a quiet machine",
+            highlight=False,
+            markup=False,
+        )
+    if document.get("host_time_us"):
+        console.print(_host_times(document), highlight=False, markup=False)
+
+
+def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str | None = None) -> Table:
+    """Table of one pass: a row for each workload, a column for each contestant, the fastest in bold.
+
+    ``unit`` defaults to the more informative one for these calls, see :func:`summary.unit_of`.
+    """
+    unit = unit or summary.unit_of(cells)
+    ours, peers = (summary.names(document, ours=side) for side in (True, False))
+    factor, label = scale(document, unit)
+    shown = [*ours, *(peer for peer in peers if any(summary.timed(cell, [peer]) for cell in cells))]
+    memory = any(_memory_ratio(cell, ours[0]) for cell in cells)
+    derived = ("% of ceiling", "x floor", "x best peer", *(["memory"] if memory else []))
+    table = Table(
+        Column("workload", no_wrap=True),
+        *(Column(escape(name), justify="right", no_wrap=True) for name in shown),
+        *(Column(heading, justify="right") for heading in derived),
+        title=f"{cells[0]['pass']}, {label}, median of rounds ± half their range", title_justify="left",
+    )  # fmt: skip
+    for cell in cells:
+        fastest = summary.best(cell, shown)
+        row = [cell["workload"], *(_speed(cell, name, unit, factor, bold=name == fastest) for name in shown)]
+        share = summary.share_of_ceiling(document, cell, ours[0], unit)
+        ratios = [
+            summary.over_floor(document, cell, ours[0]),
+            summary.ratio(cell, ours[0], summary.best(cell, peers)),
+            *([_memory_ratio(cell, ours[0])] if memory else []),
+        ]
+        table.add_row(*row, "" if share is None else f"{100 * share:.0f}", *map(_ratio, ratios))
+    if memory:
+        table.caption = "memory: peak over what q, k, v, out, their gradients and lse take together"
+    return table
+
+
+def cell_line(cell: dict[str, Any], names: Sequence[str] | None = None) -> str:
+    """Describe a measured cell in one line: the time of each contestant, or why there is none."""
+    results = (f"{name} {_measured(cell['results'][name])}" for name in names or cell["results"])
+    which = " ".join(cell[key] for key in ("workload", "pass") if key in cell)
+    return f"{which}: {', '.join(results)}"
+
+
+def _measured(result: dict[str, Any]) -> str:
+    if "ms" in result:
+        return f"{result['ms']:.4g} ms"
+    if "tokens_per_second" in result:
+        return f"{result['tokens_per_second']:.4g} tokens/s"
+    if result.get("tbps"):
+        return f"{statistics.median(result['tbps']):.3g} TB/s"
+    return str(result["status"])
+
+
+def taken_apart(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the cells in which standard attention's operations were timed one by one."""
+    return [cell for cell in document["cells"] if cell.get("operations", {}).get("status") == "ok"]
+
+
+def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
+    """Table of milliseconds of standard attention's operations and the fused call, a column for each cell."""
+    table = Table(
+        "forward, milliseconds",
+        *(Column(escape(cell["workload"]), justify="right") for cell in cells),
+        title="standard attention by operation, and the fused call", title_justify="left",
+    )  # fmt: skip
+    columns = [_operation_times(cell, ours) for cell in cells]
+    for name in columns[0]:
+        values = (column[name] for column in columns)
+        table.add_row(escape(name), *("–" if value is None else f"{value:.3g}" for value in values))
+    dropout = cells[0]["operations"]["dropout_p"]
+    table.caption = f"dropout of {dropout:g} in standard attention, none in the fused call"
+    return table
+
+
+def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]:
+    found, fused = cell["operations"], summary.timed(cell, [ours]).get(ours)
+    exact = found["together_ms"] - found["ms"]["dropout"]
+    return found["ms"] | {
+        "together": found["together_ms"],
+        "without dropout": exact,
+        ours: None if fused is None else fused["ms"],
+        f"without dropout / {ours}": None if fused is None else exact / fused["ms"],
+    }
+
+
+def summary_table(document: dict[str, Any]) -> Table:
+    """Table of geometric means of flashtile's speed over each peer's, over the cells that both ran."""
+    table = Table(
+        *(Column(heading, no_wrap=True) for heading in ("pass", "flashtile", "peer")),
+        *(Column(heading, justify="right") for heading in ("geometric mean", "cells", "lowest")),
+        Column("lowest at", no_wrap=True), title="flashtile's speed over each peer's", title_justify="left",
+    )  # fmt: skip
+    for row in document["summary"]:
+        style = "bold" if row["peer"] == summary.BEST_PEER else None
+        means = (_ratio(row["geometric_mean"]), str(row["cells"]), _ratio(row["lowest"]))
+        contestants = (escape(row["ours"]), escape(row["peer"]))
+        table.add_row(row["pass"], *contestants, *means, row["lowest_cell"], style=style)
+    return table
+
+
+def scale(document: dict[str, Any], unit: str) -> tuple[float, str]:
+    """Return (factor, name): numbers in ``unit`` times ``factor`` are shown in the unit ``name``."""
+    if unit == "gbps":
+        return 1.0, "GB/s"
+    return (1e3, "GFLOP/s") if _on_cpu(document) else (1.0, "TFLOP/s")
+
+
+def _on_cpu(document: dict[str, Any]) -> bool:
+    return document["device"]["device"] == "cpu"
+
+
+def headline(document: dict[str, Any]) -> str:
+    versions = document["versions"]
+    software = ", ".join(f"{name} {versions[name]}" for name in ("torch", "triton", "cuda") if versions[name])
+    return ", ".join(filter(None, (document["device"]["name"], software, document["date"][:10])))
+
+
+def _host_times(document: dict[str, Any]) -> str:
+    times = document["host_time_us"]
+    shape = next(iter(times.values()))["call"]
+    what = "time of a small call" if _on_cpu(document) else "host time a call"
+    each = (
+        f"{name} {entry['status'] if entry['us'] is None else format(entry['us'], '.1f') + ' us'}"
+        for name, entry in times.items()
+    )
+    return f"{what}, forward without gradients ({shape}): {', '.join(each)}"
+
+
+def _print_refusals(document: dict[str, Any], console: Console) -> None:
+    """Print each reason once, with the number of cells."""
+    reasons: Counter[tuple[str, str, str]] = Counter()
+    for cell in document["cells"]:
+        apart = {"standard, by operation": cell["operations"]} if "operations" in cell else {}
+        for name, result in (cell["results"] | apart).items():
+            if result["status"] != "ok":
+                # How much memory was missing differs from cell to cell.
+                reason = "" if result["status"] == "out of memory" else f": {result['reason']}"
+                reasons[name, result["status"], reason] += 1
+    for (name, status, reason), count in reasons.items():
+        cells = "1 cell" if count == 1 else f"{count} cells"
+        console.print(f"{name}: {status} in {cells}{reason}", highlight=False, markup=False)
+
+
+def _speed(cell: dict[str, Any], name: str, unit: str, factor: float, bold: bool) -> str:
+    result = cell["results"][name]
+    if result["status"] != "ok":
+        return MARKS[result["status"]]
+    speed = factor * result[unit]
+    number = f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}"
+    text = f"{number} ±{50 * result['spread']:.0f}%"
+    return f"[bold green]{text}[/]" if bold else text
+
+
+def _memory_ratio(cell: dict[str, Any], name: str) -> float | None:
+    peak = cell["results"][name].get("peak_memory_bytes")
+    return None if peak is None else peak / cell["resident_bytes"]
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

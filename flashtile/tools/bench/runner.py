@@ -1,0 +1,363 @@
+"""Runs measurements: contestants pass the gate, then take turns for several rounds, into one document.
+
+A measurement is the median of its calls, on CUDA each with a cold L2 cache. In the pass "graph" it is the
+time per call of a replayed CUDA graph. A contestant that refuses, fails, runs out of memory or is wrong is
+recorded with its reason, and the others go on.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile import testing
+from flashtile.hardware import machine, timing
+from flashtile.tools.bench import operations
+from flashtile.tools.bench.contestants import kind_of
+from flashtile.tools.bench.gate import Oracle
+from flashtile.tools.bench.inputs import Inputs, make_inputs
+from flashtile.tools.bench.peers import Peer, PeerCall
+from flashtile.tools.bench.workloads import PASSES, Workload, small_call
+
+SCHEMA = 2
+
+OK, WRONG, REFUSED, NO_MEMORY, FAILED = "ok", "wrong", "refused", "out of memory", "failed"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a run: ``rep`` milliseconds per measurement, ``rounds`` turns of each contestant.
+
+    With ``operations``, standard attention's operations are also timed one by one in forward passes.
+
+    Raises:
+        ValueError: a pass is unknown or not possible on this device.
+    """
+
+    device: torch.device
+    passes: tuple[str, ...] = ("forward",)
+    rounds: int = 3
+    rep: float = 25.0
+    host_time: bool = True
+    operations: bool = False
+
+    def __post_init__(self) -> None:
+        for which in self.passes:
+            if which not in PASSES:
+                raise ValueError(f"pass must be one of {', '.join(PASSES)}, got {which!r}")
+            if which == "graph" and self.device.type != "cuda":
+                raise ValueError(f"pass graph needs a CUDA device, got {self.device}")
+
+
+@dataclass
+class Entry:
+    """A contestant in one cell: whether it may be timed, and its measurements."""
+
+    peer: Peer
+    call: PeerCall | None = None
+    status: str = OK
+    reason: str | None = None
+    gate: list[dict[str, Any]] = field(default_factory=list)
+    peak_memory: int | None = None
+    times: list[float] = field(default_factory=list)
+
+    def reject(self, status: str, reason: str) -> None:
+        self.call, self.status, self.reason = None, status, reason
+
+
+def run(
+    workloads: Sequence[Workload],
+    contestants: Sequence[Peer],
+    settings: Settings,
+    *,
+    after_cell: Callable[[dict[str, Any]], None] = lambda document: None,
+) -> dict[str, Any]:
+    """Measure all workloads and return a document that is ready for JSON.
+
+    Args:
+        after_cell: called with the document so far after each cell, so that an interrupted run loses nothing.
+    """
+    document = describe_run(contestants, settings)
+    measured = (settings.device, settings.rounds, settings.rep)
+    dtypes = dict.fromkeys(w.dtype for w in workloads)
+    document["ceilings"] = {
+        "matmul_tflops": {dtype: timing.matmul_ceiling(dtype, *measured) for dtype in dtypes},
+        "copy_gbps": timing.copy_ceiling(*measured),
+    }
+    if settings.host_time:
+        kind = kind_of(workloads)
+        document["host_time_us"] = {peer.name: host_time(peer, settings.device, kind) for peer in contestants}
+    document["cells"] = []
+    after_cell(document)
+    for workload in workloads:
+        for cell in measure_workload(workload, contestants, settings):
+            document["cells"].append(cell)
+            after_cell(document)
+        timing.release_memory(settings.device)
+    return document
+
+
+def describe_run(contestants: Sequence[Peer], settings: Settings) -> dict[str, Any]:
+    """Describe the run: device, date, versions, contestants and settings."""
+    versions = machine.versions()
+    for name in ("flash-attn", "flash-attn-3", "flash-attn-4"):
+        versions[name] = machine.installed_version(name)
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions,
+        "source": machine.source_commit(),
+        "device": machine.describe_device(settings.device),
+        "settings": {
+            "passes": list(settings.passes),
+            "rounds": settings.rounds,
+            "rep_ms": settings.rep,
+            "threads": torch.get_num_threads() if settings.device.type == "cpu" else None,
+        },
+        "contestants": [{"name": peer.name, "ours": peer.ours} for peer in contestants],
+    }
+
+
+def measure_workload(
+    workload: Workload, contestants: Sequence[Peer], settings: Settings
+) -> Iterator[dict[str, Any]]:
+    """Yield a cell for each pass of ``settings``."""
+    inputs = make_inputs(workload, settings.device)
+    oracle = Oracle(workload, inputs, gradients=any(map(needs_gradients, settings.passes)))
+    for which in settings.passes:
+        entries = [Entry(peer) for peer in contestants]
+        for entry in entries:
+            with _contained(entry, settings.device):
+                _admit(entry, workload, which, inputs, oracle)
+        apart = None
+        if settings.operations and which == "forward":
+            apart = Apart(workload, inputs, oracle, settings)
+        for turn in range(settings.rounds):
+            for entry in _rotated([entry for entry in entries if entry.call is not None], turn):
+                with _contained(entry, settings.device):
+                    _measure(entry, inputs, which, settings)
+            if apart is not None:
+                apart.measure()
+        cell = _cell(workload, which, entries, oracle)
+        yield cell if apart is None else {**cell, "operations": apart.result()}
+
+
+class Apart:
+    """Times standard attention's operations of one cell one by one, after the gate."""
+
+    def __init__(self, workload: Workload, inputs: Inputs, oracle: Oracle, settings: Settings) -> None:
+        self._peer, self._settings = operations.Operations(), settings
+        self._entry = Entry(self._peer)
+        self._functions: dict[str, Callable[[], Tensor]] = {}
+        with _contained(self._entry, settings.device), torch.no_grad():
+            _admit(self._entry, workload, "forward", inputs, oracle)
+            if self._entry.call is not None:
+                self._functions = self._peer.functions(workload, inputs)
+        self._times: dict[str, list[float]] = {name: [] for name in self._functions}
+
+    def measure(self) -> None:
+        """Measure one turn of each operation."""
+        if self._entry.call is None:
+            return
+        with _contained(self._entry, self._settings.device), torch.no_grad():
+            for name, function in self._functions.items():
+                took = timing.median_time(function, self._settings.rep, self._settings.device)
+                self._times[name].append(took)
+
+    def result(self) -> dict[str, Any]:
+        entry = self._entry
+        found = {"status": entry.status, "reason": entry.reason, "gate": entry.gate}
+        return found | (operations.summarized(self._times) if entry.status == OK else {})
+
+
+def _admit(entry: Entry, workload: Workload, which: str, inputs: Inputs, oracle: Oracle) -> None:
+    """Prepare a contestant and check it at the gate; reject it with a reason if it fails."""
+    reason = entry.peer.refuses(workload, inputs.q.device)
+    if reason is not None:
+        entry.reject(REFUSED, reason)
+        return
+    call = entry.peer.prepare(workload, inputs)
+    with call.enter():
+        comparisons = oracle.check(results_of(call, inputs, which))
+    entry.gate = [_gate_row(comparison) for comparison in comparisons]
+    wrong = [comparison for comparison in comparisons if not comparison.holds]
+    if wrong:
+        entry.reject(WRONG, str(wrong[0]))
+        return
+    if inputs.q.is_cuda and workload.cache is None:
+        entry.peak_memory = _peak_memory(call, inputs, which)
+    entry.call = call
+
+
+def needs_gradients(which: str) -> bool:
+    """Whether a pass computes gradients."""
+    return which in ("backward", "both")
+
+
+def _leaves(call: PeerCall, inputs: Inputs, which: str) -> list[Tensor]:
+    """Return q, k, v in the contestant's layout, sharing the memory of the inputs."""
+    gradients = needs_gradients(which)
+    return [call.arrange(t).detach().requires_grad_(gradients) for t in (inputs.q, inputs.k, inputs.v)]
+
+
+def results_of(call: PeerCall, inputs: Inputs, which: str) -> dict[str, Tensor]:
+    """Return out and, if the pass computes them, the gradients, in the layout of the inputs."""
+    gradients: tuple[Tensor, ...] = ()
+    with torch.set_grad_enabled(needs_gradients(which)):
+        leaves = _leaves(call, inputs, which)
+        out = call.attend(*leaves)
+        if needs_gradients(which):
+            gradients = torch.autograd.grad(out, leaves, call.arrange(inputs.dout))
+    results = zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients), strict=False)
+    return {name: call.restore(result, inputs.q) for name, result in results}
+
+
+@contextmanager
+def _timed_function(call: PeerCall, inputs: Inputs, which: str) -> Iterator[Callable[[], Any]]:
+    """Yield the function to time, after preparing views, contexts and the graph of a backward pass."""
+    leaves = _leaves(call, inputs, which)
+    dout = call.arrange(inputs.dout)
+    with call.enter():
+        if not needs_gradients(which):
+            with torch.no_grad():
+                yield lambda: call.attend(*leaves)
+        elif which == "backward":
+            out = call.attend(*leaves)
+            yield lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        else:
+            yield lambda: torch.autograd.grad(call.attend(*leaves), leaves, dout)
+
+
+def _measure(entry: Entry, inputs: Inputs, which: str, settings: Settings) -> None:
+    """Measure one turn of a contestant."""
+    assert entry.call is not None
+    if which == "graph":
+        milliseconds = _graph_time(entry.call, inputs, settings)
+    else:
+        with _timed_function(entry.call, inputs, which) as function:
+            milliseconds = timing.median_time(function, settings.rep, settings.device)
+    entry.times.append(milliseconds)
+
+
+def _graph_time(call: PeerCall, inputs: Inputs, settings: Settings) -> float:
+    """Milliseconds per call of a replayed graph, which has a call over each copy of the inputs."""
+    leaves = _leaves(call, inputs, "graph")
+    copies = [partial(attend, *leaves) for attend in call.copies or (call.attend,)]
+    with call.enter(), torch.no_grad(), torch.cuda.device(settings.device):
+        return timing.replay_time(timing.capture(copies), settings.rep) / len(copies)
+
+
+def host_time(peer: Peer, device: torch.device, kind: str = "attention") -> dict[str, Any]:
+    """Measure the host time, in microseconds, to issue a forward call without gradients and without waiting.
+
+    On the CPU a call is computed when it is issued, so the time is that of a small call.
+    """
+    workload = small_call(kind, device.type)
+    entry, microseconds = Entry(peer), None
+    with _contained(entry, device):
+        reason = peer.refuses(workload, device)
+        if reason is not None:
+            entry.reject(REFUSED, reason)
+        else:
+            inputs = make_inputs(workload, device)
+            with _timed_function(peer.prepare(workload, inputs), inputs, "forward") as function:
+                microseconds = timing.issue_time(function, device)
+    return {"status": entry.status, "reason": entry.reason, "us": microseconds, "call": workload.shape}
+
+
+def _peak_memory(call: PeerCall, inputs: Inputs, which: str) -> int:
+    """Peak bytes allocated during a pass, including inputs; for gradients, with the forward pass."""
+    tensors = [inputs.q, inputs.k, inputs.v] + ([inputs.dout] if needs_gradients(which) else [])
+    with _timed_function(call, inputs, "both" if needs_gradients(which) else "forward") as function:
+        peak = timing.peak_allocated(function, inputs.q.device)
+    return peak + sum(t.numel() * t.element_size() for t in tensors)
+
+
+@contextmanager
+def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
+    """Record an error as the contestant's result and go on, unless the device is unusable after it.
+
+    Raises:
+        RuntimeError: the device no longer works.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        try:
+            yield
+            timing.synchronize(device)
+            return
+        except torch.OutOfMemoryError as error:
+            said_first = _first_line(error).split(". ")[:2]  # the rest is about this process
+            entry.reject(NO_MEMORY, ". ".join(said_first))
+        except ArithmeticError as error:
+            entry.reject(WRONG, str(error))
+        except NotImplementedError as error:
+            entry.reject(REFUSED, _first_line(error))
+        except Exception as error:
+            # torch explains in warnings why a backend of its attention does not serve a call.
+            said = [line for warning in caught for line in str(warning.message).splitlines()[:1]]
+            reason = "; ".join([f"{type(error).__name__}: {_first_line(error)}", *dict.fromkeys(said)])
+            refused = "No available kernel" in str(error) or "can't allocate memory" in str(error)
+            entry.reject(REFUSED if refused else FAILED, reason)
+    try:
+        timing.release_memory(device)
+        timing.synchronize(device)
+    except RuntimeError as error:
+        raise RuntimeError(f"{entry.peer.name} left {device} unusable: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
+def _rotated(entries: list[Entry], turn: int) -> list[Entry]:
+    """Rotate the order of contestants, so that another one begins each round."""
+    first = turn % max(1, len(entries))
+    return entries[first:] + entries[:first]
+
+
+def _gate_row(comparison: testing.Comparison) -> dict[str, Any]:
+    bounds = {
+        bound.norm: {"error": bound.error, "plain_error": bound.plain_error, "allowed": bound.allowed}
+        for bound in comparison.bounds
+    }
+    return {"result": comparison.name, "holds": comparison.holds, **bounds}
+
+
+def _cell(workload: Workload, which: str, entries: Sequence[Entry], oracle: Oracle) -> dict[str, Any]:
+    copied = ("series", "shape", "mask", "seqlen_q", "seqlen_k", "head_dim", "dtype", "copies")
+    return {
+        "workload": workload.name,
+        "pass": which,
+        **{name: getattr(workload, name) for name in copied},
+        "flops": workload.flops(which),
+        "bytes": workload.bytes(which),
+        "resident_bytes": workload.resident_bytes(),
+        "heads_checked": len(oracle.heads),
+        "results": {entry.peer.name: _result(entry, workload, which) for entry in entries},
+    }
+
+
+def _result(entry: Entry, workload: Workload, which: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"status": entry.status, "reason": entry.reason, "gate": entry.gate}
+    if entry.status == OK:
+        median = statistics.median(entry.times)
+        result |= {
+            "ms": median,
+            "rounds_ms": entry.times,
+            "spread": (max(entry.times) - min(entry.times)) / median,
+            "tflops": workload.flops(which) / median * 1e-9,
+            "gbps": workload.bytes(which) / median * 1e-6,
+            "peak_memory_bytes": entry.peak_memory,
+        }
+    return result

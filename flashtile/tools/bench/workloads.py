@@ -1,0 +1,593 @@
+"""Named attention calls, shared by tests, benchmarks and tuning, with their FLOPs and bytes.
+
+FLOPs follow the FlashAttention papers: ``4 * batch * heads * seqlen_q * seqlen_k * head_dim`` forward (two
+matrix products), 2.5 times that backward (five products), and half of either for causal attention with
+seqlen_q = seqlen_k. Other masks and sequences of different lengths are counted by their visible (query, key)
+pairs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from flashtile.hardware.calls import Call
+from flashtile.hardware.timing import FP8
+from flashtile.problems.common import UNLIMITED
+from flashtile.tools.bench import mods
+from flashtile.tools.bench.shapes import SHAPES
+
+PASSES = ("forward", "backward", "both", "graph")
+"""Passes to measure; "graph" is a forward call in a replayed CUDA graph."""
+DTYPES = ("float16", "bfloat16", "float32", "float64", FP8)
+"""Dtypes of workloads. With FP8, inputs and output are bfloat16, and each contestant quantises the inputs."""
+
+PAPER_TOKENS = 16384
+PAPER_HIDDEN = 2048
+PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+PAPER_HEAD_DIMS = (64, 128, 256)
+
+L2_BYTES = 1e9
+"""Bytes of cache to rotate over, so that none is in the L2 cache when it is read again."""
+MOST_COPIES = 16
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Cache of a decoding call's keys and values.
+
+    Args:
+        page_size: tokens of a page; 0 is a dense cache.
+        dtype: "float8_e4m3fn", or None for the dtype of q.
+        prefix: number of first tokens that all sequences share.
+    """
+
+    page_size: int = 16
+    dtype: str | None = None
+    prefix: int = 0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention call without its data.
+
+    Args:
+        name: unique name.
+        series: common name of workloads that differ only in sequence length; one line of a plot.
+        batch, seqlen_q, seqlen_k: sizes; lengths are those of the longest sequences if ``lengths`` is given.
+        window_left: keys that a query sees before its own position; -1 is unlimited.
+        lengths: (seqlen_q, seqlen_k) of each sequence of a packed batch or of a decoding call; None if all
+            sequences have the same length.
+        mod: name of score and mask functions in :data:`flashtile.tools.bench.mods.MODS`.
+        cache: cache for decoding, in which ``seqlen_q`` new tokens of each sequence attend to the cache.
+        head_dim_v: head size of v and out; None is ``head_dim``.
+        latent: absorbed multi-head latent attention: v is the last ``head_dim_v`` columns of k and is stored
+            once.
+        weights: form of the attention weights that are returned as well: "full", "columns" or "top".
+        alibi, sink: whether the call has ALiBi's slopes for its number of heads, and a learned sink per head.
+        tags: names of the sets that the workload belongs to.
+    """
+
+    name: str
+    series: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window_left: int = UNLIMITED
+    softcap: float = 0.0
+    lengths: tuple[tuple[int, int], ...] | None = None
+    cache: KVCache | None = None
+    mod: str = ""
+    head_dim_v: int | None = None
+    alibi: bool = False
+    sink: bool = False
+    latent: bool = False
+    weights: str = ""
+    tags: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """Kind of workload: "attention", "masks", "weights", "fp8" or "decode"; each has its own
+        contestants."""
+        if self.mod:
+            return "masks"
+        if self.weights:
+            return "weights"
+        return "decode" if self.cache is not None else "fp8" if self.fp8 else "attention"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return getattr(torch, (self.cache and self.cache.dtype) or self.dtype)
+
+    @property
+    def fp8(self) -> bool:
+        return self.dtype == FP8
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        """Dtype of the inputs before quantisation, and of the output."""
+        return torch.bfloat16 if self.fp8 else self.torch_dtype
+
+    @property
+    def width_v(self) -> int:
+        """Head size of v and out."""
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def own_columns(self) -> int:
+        """Number of columns of q and k without those that k shares with v."""
+        return self.head_dim - self.width_v if self.latent else self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def varlen(self) -> bool:
+        """Whether the call is a batch of packed sequences."""
+        return self.lengths is not None and self.cache is None
+
+    @property
+    def window_right(self) -> int:
+        return 0 if self.causal else UNLIMITED
+
+    @property
+    def call(self) -> Call:
+        """Return the workload as a call of the I/O model."""
+        return Call(
+            self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
+            self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
+            None if self.cache is None else self.cache.page_size,
+            None if self.cache is None else self.cache.dtype,
+        )  # fmt: skip
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """(seqlen_q, seqlen_k) of each sequence."""
+        return self.call.sequences
+
+    @property
+    def mask(self) -> str:
+        """Describe the mask in words, for tables and plots."""
+        words = [self.mod] if self.mod else ["causal" if self.causal else "full"]
+        words += [f"window {self.window_left + 1}"] if self.window_left != UNLIMITED else []
+        words += [f"softcap {self.softcap:g}"] if self.softcap else []
+        words += ["ALiBi"] if self.alibi else []
+        words += ["sink"] if self.sink else []
+        words += ["varlen"] if self.varlen else []
+        words += ["absorbed MLA"] if self.latent else []
+        words += [f"weights: {self.weights}"] if self.weights else []
+        if self.cache is not None:
+            words.append(f"pages of {self.cache.page_size}" if self.cache.page_size else "dense cache")
+            words += [f"cache in {self.cache.dtype}"] if self.cache.dtype else []
+            words += [f"shared prefix {self.cache.prefix}"] if self.cache.prefix else []
+        return ", ".join(words)
+
+    @property
+    def shape(self) -> str:
+        """Describe the shape in words: batch, lengths, heads, head size, dtype."""
+        lengths = str(self.seqlen_q) if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}/{self.seqlen_k}"
+        heads = str(self.num_heads_q) if self.group_size == 1 else f"{self.num_heads_q}/{self.num_heads_kv}"
+        width = str(self.head_dim) if self.head_dim_v is None else f"({self.head_dim}, {self.head_dim_v})"
+        longest = "up to " if len(set(self.sequences)) > 1 else ""
+        return f"B {self.batch}, S {longest}{lengths}, H {heads}, D {width}, {self.dtype}"
+
+    def visible_pairs(self) -> int:
+        """(query, key) pairs of one head over the batch; seqlen^2 / 2 each for a dense causal square."""
+        if self.mod:
+            return self.batch * mods.visible_pairs(self.mod, self.seqlen_q)
+        square = self.seqlen_q == self.seqlen_k and self.lengths is None
+        if square and self.causal and self.window_left == UNLIMITED:
+            return self.batch * self.seqlen_q * self.seqlen_k // 2
+        return self.call.visible_pairs // self.num_heads_q
+
+    def flops(self, which: str = "forward") -> float:
+        """Floating-point operations of a pass."""
+        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a product per element of head_dim
+        forward = pair * (self.head_dim + self.width_v)
+        backward = pair * (3 * self.head_dim + 2 * self.width_v)
+        both = forward + backward
+        return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
+
+    def bytes(self, which: str = "forward") -> int:
+        """Least HBM traffic of a pass: every input is read once (a shared prefix once for all sequences) and
+        every result is written once."""
+        call = self.call
+        out = call.rows_q * self.width_v * self.source_dtype.itemsize
+        forward = call.q_bytes + out + self.kv_bytes() + call.lse_bytes
+        # reads q, k, v, out, dout and lse; writes dq, dk and dv
+        backward = 2 * (call.q_bytes + out + self.kv_bytes()) + call.lse_bytes
+        both = forward + backward
+        return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
+
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values, each read once."""
+        prefix = self.cache.prefix if self.cache is not None else 0
+        tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
+        return tokens * self.num_heads_kv * (self.own_columns + self.width_v) * self.cache_dtype.itemsize
+
+    def resident_bytes(self) -> int:
+        """Bytes of q, k, v, out, their gradients and lse, which forward and backward need together."""
+        return self.bytes("backward")
+
+    @property
+    def copies(self) -> int:
+        """Number of caches to rotate over, so that none is in the L2 cache when it is read; 1 unless
+        paged."""
+        paged = self.cache is not None and self.cache.page_size
+        return max(1, min(MOST_COPIES, round(L2_BYTES / self.kv_bytes()))) if paged else 1
+
+
+def select(
+    names: Sequence[str], *, head_dims: Sequence[int] = (), dtype: str | None = None
+) -> tuple[Workload, ...]:
+    """Return workloads whose name, series or tag is among ``names``, in order of definition.
+
+    Args:
+        names: names, series or tags.
+        head_dims: head sizes to keep; empty keeps all.
+        dtype: replaces the dtype of each workload.
+
+    Raises:
+        ValueError: a name or a dtype is unknown, or no workload remains.
+    """
+    for name in names:
+        if not any(name in (w.name, w.series, *w.tags) for w in WORKLOADS):
+            raise ValueError(
+                f"workload must be a name, a series or one of the tags {', '.join(TAGS)}, got {name!r}"
+            )
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    chosen = [w for w in WORKLOADS if not set(names).isdisjoint((w.name, w.series, *w.tags))]
+    if dtype == FP8 and any(w.cache for w in chosen):
+        raise ValueError(f"dtype must be that of q in decoding, got {dtype!r}; decode-fp8 has such caches")
+    if head_dims and not any(w.head_dim in head_dims for w in chosen):
+        have = ", ".join(map(str, sorted({w.head_dim for w in chosen})))
+        raise ValueError(
+            f"head-dim must be one of {have} in these workloads, got {', '.join(map(str, head_dims))}"
+        )
+    chosen = [w for w in chosen if not head_dims or w.head_dim in head_dims]
+    return tuple(chosen if dtype is None else (replace(w, dtype=dtype) for w in chosen))
+
+
+class OfModel(Protocol):
+    """A workload of a model rather than of an attention call."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+
+SMALL_MODEL = "ci"
+"""Model of workloads for two cores, which only run if they are named."""
+
+Named = TypeVar("Named", bound=OfModel)
+
+
+def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -> tuple[Named, ...]:
+    """Return the workloads named by their own name, their model's ("kind-model") or ``kind``.
+
+    Returns () if all names are of other workloads.
+
+    Raises:
+        ValueError: some names are of these workloads and some are not.
+    """
+    chosen: list[Named] = []
+    for name in names:
+        of_name = [w for w in workloads if name in (w.name, f"{kind}-{w.model}")]
+        if name == kind:
+            of_name = [w for w in workloads if w.model != SMALL_MODEL]
+        chosen += of_name
+        if bool(of_name) != bool(chosen) or (not of_name and name.startswith(kind)):
+            known = ", ".join(w.name for w in workloads)
+            raise ValueError(f"workload must be {kind} or one of {known}, got {name!r}")
+    return tuple(dict.fromkeys(chosen))
+
+
+Heads = tuple[int, int, int]
+"""(heads_q, heads_kv, head_dim)."""
+
+
+def _dense(
+    series: str, seqlens: Iterable[int], tokens: int, tags: str, heads: Heads, **more: Any
+) -> list[Workload]:
+    """Return dense workloads of ``tokens`` tokens each."""
+    return [
+        Workload(
+            f"{series}-s{s}", series, max(1, tokens // s), s, s, *heads, tags=tuple(tags.split()), **more
+        )
+        for s in seqlens
+    ]
+
+
+def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> list[Workload]:
+    """Return the FlashAttention papers' grid of head sizes, full and causal: heads * head_dim = 2048."""
+    return [
+        workload
+        for d in PAPER_HEAD_DIMS
+        for suffix, causal in (("", False), ("-causal", True))
+        for workload in _dense(
+            f"{prefix}-d{d}{suffix}", seqlens, PAPER_TOKENS, tags, (PAPER_HIDDEN // d, PAPER_HIDDEN // d, d),
+            causal=causal, **more,
+        )
+    ]  # fmt: skip
+
+
+def _lengths(
+    name: str, lengths: Sequence[tuple[int, int]], tags: str, heads: Heads, series: str = "", **more: Any
+) -> Workload:
+    """Return a workload of sequences with these (seqlen_q, seqlen_k)."""
+    longest_q, longest_k = (max(pair[side] for pair in lengths) for side in (0, 1))
+    return Workload(
+        name, series or name, len(lengths), longest_q, longest_k, *heads,
+        lengths=tuple(lengths), tags=tuple(tags.split()), **more,
+    )  # fmt: skip
+
+
+def _decode(
+    name: str, contexts: Sequence[int], tags: str, heads: Heads = (32, 8, 128), *, series: str = "",
+    seqlen_q: int = 1, page_size: int = 16, cache_dtype: str | None = None, prefix: int = 0, **more: Any,
+) -> Workload:  # fmt: skip
+    """Return a decoding workload: ``seqlen_q`` new tokens per sequence over ``contexts`` cached keys."""
+    return _lengths(
+        f"decode-{name}", [(seqlen_q, context) for context in contexts], tags, heads,
+        f"decode-{series or name}", causal=seqlen_q > 1,
+        cache=KVCache(page_size, cache_dtype, prefix), **more,
+    )  # fmt: skip
+
+
+def _shapes() -> list[Workload]:
+    """Return the workloads of :mod:`flashtile.tools.bench.shapes`."""
+    return [
+        Workload(
+            shape.name, shape.name, shape.batch, shape.seqlen_q, shape.seqlen_k, *shape.heads, shape.head_dim,
+            causal=shape.causal, window_left=shape.window - 1 if shape.window else UNLIMITED,
+            softcap=shape.softcap, head_dim_v=shape.head_dim_v, alibi=shape.alibi, sink=shape.sink,
+            tags=("shapes",),
+        )
+        for shape in SHAPES
+    ]  # fmt: skip
+
+
+def log_uniform_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
+    """Return log-uniform lengths between ``shortest`` and ``longest`` that add up to ``total``; the last may
+    be shorter."""
+    draw = random.Random(seed)
+    lengths: list[int] = []
+    while (left := total - sum(lengths)) > 0:
+        length = round(shortest * (longest / shortest) ** draw.random())
+        lengths.append(min(length, left))
+    return lengths
+
+
+def _square(*lengths: int) -> list[tuple[int, int]]:
+    return [(length, length) for length in lengths]
+
+
+def _ragged() -> list[Workload]:
+    """Return log-uniform lengths, and equal lengths with as many tokens and about as many pairs."""
+    lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
+    batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
+    return [
+        workload
+        for suffix, causal in (("", False), ("-causal", True))
+        for workload in (
+            _lengths(f"ragged{suffix}", _square(*lengths), "lengths", WIDE_HEADS, causal=causal),
+            *_dense(
+                f"ragged-equal{suffix}", (PAPER_TOKENS // batch,), PAPER_TOKENS, "lengths", WIDE_HEADS,
+                causal=causal,
+            ),
+        )
+    ]  # fmt: skip
+
+
+WIDE_HEADS: Heads = (16, 16, 128)
+FLOAT32: dict[str, Any] = {"dtype": "float32"}
+LATENT: dict[str, Any] = {"latent": True, "head_dim_v": 512}
+CONTEXTS = (4096,) * 32
+"""Cached keys per sequence in decoding workloads that vary another parameter."""
+
+WORKLOADS: tuple[Workload, ...] = (
+    *_paper_grid("paper", PAPER_SEQLENS, "paper"),  # Shah et al. 2024, arXiv:2407.08608, section 4.1
+    # Attention of known models: heads, head sizes and masks from their published configurations
+    *_dense("llama3-8b", (2048, 8192, 16384), 16384, "llama models", (32, 8, 128), causal=True),
+    Workload(
+        "llama3-8b-chunk", "llama3-8b-chunk", 2, 2048, 8192, 32, 8, 128, causal=True,
+        tags=("llama", "models"),
+    ),
+    *_dense("qwen2.5-7b", (4096, 16384), 16384, "qwen models", (28, 4, 128), causal=True),
+    *_dense("qwen3-0.6b", (4096,), 16384, "qwen models", (16, 8, 128), causal=True),
+    *_dense("gpt2", (1024,), 16384, "gpt2 models", (12, 12, 64), causal=True),
+    *_dense(
+        "mixtral-window", (8192, 16384), 16384, "mixtral window models", (32, 8, 128),
+        causal=True, window_left=4095,
+    ),
+    *_dense("gemma2-2b", (8192,), 16384, "gemma models", (8, 4, 256), causal=True, softcap=50.0),
+    _lengths(
+        "llama3-8b-varlen", _square(8192, 37, 4096, 64, 2048, 128, 1024, 27, 512, 256),
+        "varlen llama models", (32, 8, 128), causal=True,
+    ),
+    _lengths(
+        "bert-varlen", _square(*(64 + (index * 149) % 449 for index in range(56))),
+        "varlen models", (16, 16, 64),
+    ),
+    # Savings of windows over long sequences
+    *_dense("window-none", (16384,), PAPER_TOKENS, "windows", WIDE_HEADS, causal=True),
+    *_dense("window-1024", (16384,), PAPER_TOKENS, "windows", WIDE_HEADS, causal=True, window_left=1023),
+    *_dense("batch16-causal", (8192,), 16 * 8192, "batch16", WIDE_HEADS, causal=True),
+    *_ragged(),
+    *_shapes(),
+    *_paper_grid("bfloat16", (2048, 8192), "dtypes"),
+    *_paper_grid("float16", (2048, 8192), "dtypes", dtype="float16"),
+    *_paper_grid("fp8", (4096, 8192, 16384), "fp8", dtype=FP8),
+    # One to 128 sequences of 1024 to 131072 keys; page sizes, e4m3 caches, several tokens, head sizes
+    *(
+        _decode(f"{b}x{s}-{q}/{kv}", (s,) * b, "decode decode-grid", (q, kv, 128), series=f"{b}x-{q}/{kv}")
+        for q, kv in ((32, 8), (32, 32), (64, 8))
+        for b, s in ((1, 8192), (1, 131072), (8, 8192), (8, 65536), (32, 4096), (128, 1024), (128, 4096))
+    ),
+    *(
+        _decode(f"32x4096-page-{size}", CONTEXTS, "decode decode-pages", series="pages", page_size=size)
+        for size in (1, 16, 64, 256)
+    ),
+    _decode("32x4096-dense", CONTEXTS, "decode decode-pages", series="pages", page_size=0),
+    _decode("ragged-131072-63x512", (131072, *(512,) * 63), "decode decode-ragged"),
+    _decode("64x512", (512,) * 64, "decode decode-ragged"),
+    *(
+        _decode(f"{b}x{s}-32/8-fp8", (s,) * b, "decode decode-fp8", series=f"{b}x-32/8-fp8", cache_dtype=FP8)
+        for b, s in ((1, 8192), (8, 65536), (32, 4096), (128, 4096))
+    ),
+    *(
+        _decode(f"32x4096-32/8-q{n}", CONTEXTS, "decode decode-tokens", series="tokens", seqlen_q=n)
+        for n in (4, 16, 64)
+    ),
+    *(
+        _decode(f"32x4096-d{d}", CONTEXTS, "decode decode-head-dims", (32, 8, d), series="head-dims")
+        for d in (64, 256, 512)
+    ),
+    # Verified guesses and chunks of prompts over pages
+    *(
+        _decode(
+            f"{b}x{s}-chunk{n}", (s,) * b, "decode decode-chunks", series=f"{b}x{s}-chunk", seqlen_q=n
+        )
+        for b, s in ((8, 8192), (32, 4096), (1, 32768), (128, 512), (1, 131072))
+        for n in (1, 2, 4, 8, 16, 64, 256, 1024, 2048)
+        if n <= s // 2 and b * n <= 16384
+    ),
+    *(
+        _decode(
+            f"8x8192-chunk{n}-page-{size}", (8192,) * 8, "decode decode-chunks",
+            series=f"chunk{n}-pages", seqlen_q=n, page_size=size,
+        )
+        for n in (8, 64, 1024)
+        for size in (1, 8, 64, 256)
+    ),
+    *(
+        _decode(
+            f"8x8192-chunk{n}-{q}/{kv}-d{d}", (8192,) * 8, "decode decode-chunks", (q, kv, d),
+            series=f"chunk{n}-heads", seqlen_q=n,
+        )
+        for n in (8, 64, 1024)
+        for q, kv, d in ((32, 32, 128), (64, 8, 128), (32, 8, 64), (16, 4, 256))
+    ),
+    *(
+        _decode(
+            f"{b}x{s}-chunk{n}-fp8", (s,) * b, "decode decode-chunks", series="chunks-fp8", seqlen_q=n,
+            cache_dtype=FP8,
+        )
+        for b, s, n in ((8, 8192, 8), (32, 4096, 8), (8, 8192, 64), (32, 4096, 64), (1, 32768, 256))
+    ),
+    _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
+    # Functions of scores and masks, as FlexAttention's users write them
+    *(
+        workload
+        for name in mods.MODS
+        for workload in _dense(
+            f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name
+        )
+    ),
+    # Absorbed MLA of DeepSeek's models, all heads and an eighth of them: decoding, and prompts over pages
+    *(
+        _decode(
+            f"mla-{b}x{s}-h{h}", (s,) * b, "mla mla-decode", (h, 1, 576), series=f"mla-{b}x-h{h}",
+            page_size=64, **LATENT,
+        )
+        for h in (16, 128)
+        for b, s in (
+            (1, 1024), (1, 8192), (1, 32768), (8, 4096), (8, 32768), (32, 8192), (64, 1024), (64, 4096),
+            (64, 32768),
+        )
+    ),
+    *(
+        _decode(
+            f"mla-{b}x{s}-h{h}-q{n}", (s,) * b, "mla mla-tokens", (h, 1, 576),
+            series=f"mla-tokens-h{h}", seqlen_q=n, page_size=64, **LATENT,
+        )
+        for h in (16, 128)
+        for b, s, n in ((8, 4096, 4), (4, 4096, 256), (1, 8192, 2048), (1, 32768, 1024))
+    ),
+    # Heads wider than 256
+    *(
+        workload
+        for d, d_v in ((320, 320), (512, 512), (576, 512))
+        for suffix, causal in (("", False), ("-causal", True))
+        for workload in _dense(
+            f"wide-d{d}{suffix}", (1024, 4096), PAPER_TOKENS, "wide", (4, 4, d), head_dim_v=d_v, causal=causal
+        )
+    ),
+    # Attention weights: all, sums over rows, the largest of each row
+    *(
+        workload
+        for form in ("full", "columns", "top")
+        for workload in _dense(
+            f"weights-{form}", (512, 2048, 8192), PAPER_TOKENS, "weights", (16, 16, 64), causal=True,
+            weights=form,
+        )
+    ),
+    # Sized for two cores
+    *_dense("cpu-d64", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), **FLOAT32),
+    *_dense("cpu-d64-causal", (512, 1024, 2048, 4096), 0, "cpu", (8, 8, 64), causal=True, **FLOAT32),
+    *_dense("cpu-d128-gqa-causal", (1024,), 0, "cpu", (8, 2, 128), causal=True, **FLOAT32),
+    *_dense("cpu-gpt2", (1024,), 0, "cpu-gpt2", (12, 12, 64), causal=True, **FLOAT32),
+    *_dense("cpu-window-causal", (2048,), 0, "cpu", (8, 8, 64), causal=True, window_left=255, **FLOAT32),
+    # Seconds on two cores; every kind of call once, lengths that are no powers of two
+    *_dense("ci-full", (96, 160), 192, "ci", (2, 2, 32), **FLOAT32),
+    *_dense("ci-causal", (96, 160), 192, "ci", (2, 2, 32), causal=True, **FLOAT32),
+    *_dense("ci-gqa", (113,), 226, "ci", (4, 2, 40), causal=True, **FLOAT32),
+    *_dense("ci-window", (150,), 0, "ci", (2, 1, 16), causal=True, window_left=31, **FLOAT32),
+    *_dense("ci-softcap", (100,), 0, "ci", (2, 2, 64), softcap=5.0, **FLOAT32),
+    *_dense("ci-alibi", (90,), 180, "ci", (4, 2, 16), causal=True, alibi=True, **FLOAT32),
+    *_dense("ci-sink", (70,), 0, "ci", (4, 2, 48), head_dim_v=32, sink=True, **FLOAT32),
+    Workload("ci-chunk", "ci-chunk", 2, 40, 130, 2, 2, 32, "float32", causal=True, tags=("ci",)),
+    _lengths("ci-varlen", [(50, 50), (1, 70), (33, 20), (0, 9)], "ci", (2, 1, 32), causal=True, **FLOAT32),
+    *_dense(
+        "ci-masks-both", (160,), 320, "ci-masks", (4, 2, 32), mod="relative-document", **FLOAT32,
+    ),
+    *_dense("ci-masks-natten", (128,), 0, "ci-masks", (2, 2, 32), mod="natten", **FLOAT32),
+    *_dense("ci-fp8-causal", (150,), 300, "ci-fp8", (4, 2, 32), causal=True, dtype=FP8),
+    _lengths("ci-fp8-varlen", [(50, 50), (1, 170), (0, 9)], "ci-fp8", (2, 1, 64), dtype=FP8),
+    _decode("ci-mla", (70, 70), "ci-mla", (4, 1, 40), latent=True, head_dim_v=24, **FLOAT32),
+    _decode(
+        "ci-mla-prompt", (70, 30), "ci-mla", (4, 1, 40), seqlen_q=20, latent=True, head_dim_v=24, **FLOAT32
+    ),
+    *(
+        workload
+        for form in ("full", "columns", "top")
+        for workload in _dense(
+            f"ci-weights-{form}", (70,), 140, "ci-weights", (4, 2, 32), causal=True, weights=form, **FLOAT32
+        )
+    ),
+    _decode("ci", (70, 9, 130), "ci-decode", (4, 2, 32), **FLOAT32),
+    _decode("ci-dense", (70, 9, 130), "ci-decode", (4, 2, 32), seqlen_q=3, page_size=0, **FLOAT32),
+    _decode("ci-fp8", (70, 9, 130), "ci-decode", (4, 2, 32), cache_dtype=FP8),
+    _decode("ci-prefix", (80, 70), "ci-decode", (4, 2, 32), prefix=64, **FLOAT32),
+)  # fmt: skip
+
+TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for tag in workload.tags))
+
+
+def small_call(kind: str, device_type: str) -> Workload:
+    """Return a call whose GPU time is below its host time, to measure host time."""
+    dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
+    if kind == "decode":
+        return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)
+    mod = "relative-document" if kind == "masks" else ""
+    weights = "columns" if kind == "weights" else ""
+    return Workload(
+        "small-call", "small-call", 1, 128, 128, 8, 8, 64, dtype, causal=not mod, mod=mod, weights=weights
+    )

@@ -1,0 +1,268 @@
+"""``flashtile bench``: flashtile compared with its peers on named workloads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flashtile.tools.bench import (
+    contestants,
+    documents,
+    engine_bench,
+    linear_bench,
+    report,
+    report_charts,
+    report_page,
+    runner,
+    workloads,
+)
+from flashtile.tools.bench.summary import summarize
+from flashtile.tools.commands.options import (
+    STOPPED,
+    bad_parameters,
+    console,
+    finite,
+    output_file,
+    parse_device,
+    progress_bar,
+    say,
+    stops_early,
+)
+
+Names = list[str]
+
+
+def bench(
+    workload_names: Annotated[
+        Names | None,
+        typer.Option(
+            "--workloads", "-w", help="Names, series or tags, by commas or repeated. Default: paper, or cpu."
+        ),
+    ] = None,
+    passes: Annotated[
+        Names | None,
+        typer.Option(
+            "--pass",
+            "-p",
+            help=f"{', '.join(workloads.PASSES)}; repeated or by commas. both: forward and backward as one; "
+            "graph: forward calls in a CUDA graph. Default: forward, and graph for decoding on a GPU.",
+        ),
+    ] = None,
+    peer_names: Annotated[
+        Names | None,
+        typer.Option("--peers", help="Peers to run; 'none' runs only flashtile. Default: all that can run."),
+    ] = None,
+    backends: Annotated[
+        Names | None,
+        typer.Option("--backend", help="Backends of flashtile to compare. Default: dispatch's choice."),
+    ] = None,
+    head_dims: Annotated[Names | None, typer.Option("--head-dim", help="Keep these head sizes only.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Replaces the workloads' own dtype.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 3,
+    rep: Annotated[
+        float, typer.Option(min=1.0, callback=finite, help="Milliseconds per measurement.")
+    ] = 25.0,
+    host_time: Annotated[bool, typer.Option(help="Measure the host time of a call.")] = True,
+    operations: Annotated[
+        bool,
+        typer.Option(
+            "--operations",
+            help="Also time standard attention's operations one by one: products, mask, softmax, dropout.",
+        ),
+    ] = False,
+    unit: Annotated[
+        str | None,
+        typer.Option(help="Unit of tables and plot: tflops or gbps. Default: gbps for decoding."),
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", callback=output_file(), help="All numbers, written after every cell."),
+    ] = None,
+    plot_path: Annotated[
+        Path | None,
+        typer.Option("--plot", callback=output_file(".png", ".svg", ".pdf"), help="PNG, SVG or PDF."),
+    ] = None,
+    report_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            callback=output_file(),
+            help="HTML: charts of speed, speed-up and memory, and tables.",
+        ),
+    ] = None,
+    show: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Report an earlier --json file; measure nothing."),
+    ] = None,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="List workloads and peers; measure nothing.")
+    ] = False,
+) -> None:
+    """Compare flashtile with its peers: correctness first, then speed, contestants in rotation."""
+    out = console()
+    with bad_parameters():
+        if unit is not None and unit not in report.UNITS:
+            raise ValueError(f"unit must be one of {', '.join(report.UNITS)}, got {unit!r}")
+        files = [path.resolve() for path in (json_path, plot_path, report_path) if path is not None]
+        if len(set(files)) < len(files):
+            raise ValueError(f"--json, --plot and --report must be different files, got {files[0]} twice")
+        earlier = None if show is None else documents.read(show)
+    chosen_device = parse_device(device)
+    if earlier is not None:
+        _finish(earlier, out, unit, plot_path, report_path)
+        return
+    if list_all:
+        out.print(_workload_table(), *(_peer_table(kind, chosen_device) for kind in contestants.OURS))
+        return
+    with bad_parameters():
+        for kind_of_bench in (linear_bench, engine_bench):
+            others: Any = kind_of_bench.select(_split(workload_names))
+            given = (passes, backends, head_dims, dtype, operations, plot_path, report_path)
+            refused = [option for option in given if option]
+            if others and refused:
+                raise ValueError(
+                    f"{kind_of_bench.NAME} workloads take --peers, --device, --rounds, --rep and --json, "
+                    f"got {refused[0]}"
+                )
+            if others:
+                _bench_others(
+                    kind_of_bench, others, chosen_device, _split(peer_names), rounds, rep, json_path, out
+                )
+                return
+    with bad_parameters():
+        chosen = workloads.select(
+            _split(workload_names) or ["paper" if chosen_device.type == "cuda" else "cpu"],
+            head_dims=_numbers(head_dims),
+            dtype=dtype,
+        )
+        kind = contestants.kind_of(chosen)
+        settings = runner.Settings(
+            chosen_device, _passes(passes, kind, chosen_device), rounds, rep, host_time, operations
+        )
+        if operations and (kind != "attention" or "forward" not in settings.passes):
+            raise ValueError("--operations takes attention workloads with pass forward")
+        entrants = contestants.contestants(kind, _split(peer_names), _split(backends), chosen_device)
+
+    document: dict[str, Any] = {}
+    with progress_bar(Console(stderr=True)) as progress, stops_early() as stop:
+        cells = len(chosen) * len(settings.passes)
+        task = progress.add_task("compiling, measuring ceilings", total=cells)
+
+        def after_cell(so_far: dict[str, Any]) -> None:
+            document.update(so_far, summary=summarize(so_far))
+            if json_path is not None:
+                documents.write(document, json_path)
+            done = len(document["cells"])
+            following = chosen[min(done // len(settings.passes), len(chosen) - 1)]
+            progress.update(task, completed=done, description=following.name)
+            if done:
+                say(progress, f"{done}/{cells} {report.cell_line(document['cells'][-1])}")
+
+        runner.run(chosen, entrants, settings, after_cell=after_cell)
+    if document.get("cells"):
+        _finish(document, out, unit, plot_path, report_path)
+    if stop.early:
+        raise typer.Exit(STOPPED)
+    ours = [contestant.name for contestant in entrants if contestant.ours]
+    if any(cell["results"][name]["status"] == runner.WRONG for cell in document["cells"] for name in ours):
+        raise typer.Exit(1)
+
+
+def _bench_others(
+    kind: Any,
+    chosen: tuple[Any, ...],
+    device: torch.device,
+    peer_names: list[str],
+    rounds: int,
+    rep: float,
+    json_path: Path | None,
+    out: Console,
+) -> None:
+    """Measure the workloads of ``kind``, the module of benchmarks of products with a weight or of engines."""
+    document: dict[str, Any] = {}
+    with bad_parameters(), progress_bar(Console(stderr=True)) as progress, stops_early() as stop:
+        progress.add_task(f"{kind.NAME}: {len(chosen)} workloads", total=None)
+        told: set[str] = set()
+
+        def after_cell(so_far: dict[str, Any]) -> None:
+            document.update(so_far)
+            if json_path is not None:
+                json_path.write_text(json.dumps(so_far, indent=1) + "\n")
+            lines = [report.cell_line(cell, [name]) for cell in so_far["cells"] for name in cell["results"]]
+            for line in lines:  # a cell gets its contestants one after the other
+                if line not in told:
+                    told.add(line)
+                    say(progress, line)
+
+        kind.run(chosen, device, rounds, rep, peer_names, after_cell)
+    if document.get("cells"):
+        out.print(kind.table(document))
+    if stop.early:
+        raise typer.Exit(STOPPED)
+    ours = [cell["results"].get(kind.OURS, {}).get("status") for cell in document["cells"]]
+    if "wrong" in ours:
+        raise typer.Exit(1)
+
+
+def _finish(
+    document: dict[str, Any],
+    out: Console,
+    unit: str | None,
+    plot_path: Path | None,
+    report_path: Path | None,
+) -> None:
+    if plot_path is not None:
+        report_charts.write_plot(document, plot_path, unit)
+    if report_path is not None:
+        report_path.write_text(report_page.render_page(document))
+    report.print_report(document, out, unit)
+
+
+def _split(values: Names | None) -> list[str]:
+    return [part.strip() for value in values or () for part in value.split(",") if part.strip()]
+
+
+def _passes(values: Names | None, kind: str, device: torch.device) -> tuple[str, ...]:
+    chosen = tuple(dict.fromkeys(_split(values)))
+    if not chosen:
+        return ("forward", "graph") if kind == "decode" and device.type == "cuda" else ("forward",)
+    backward = [which for which in chosen if which in workloads.PASSES and runner.needs_gradients(which)]
+    if kind not in ("attention", "masks") and backward:
+        raise ValueError(f"pass must be forward or graph for {kind} workloads, got {', '.join(backward)}")
+    return chosen
+
+
+def _numbers(values: Names | None) -> list[int]:
+    try:
+        return [int(value) for value in _split(values)]
+    except ValueError:
+        raise ValueError(f"head-dim must be numbers, got {', '.join(values or ())}") from None
+
+
+def _workload_table() -> Table:
+    table = Table("name", "shape", "mask", "tags", title="workloads", title_justify="left")
+    for w in workloads.WORKLOADS:
+        table.add_row(w.name, w.shape, w.mask, ", ".join(w.tags))
+    for kind in (linear_bench, engine_bench):
+        whole = kind.select([kind.NAME])
+        for other in kind.WORKLOADS:
+            tags = [kind.NAME] * (other in whole) + [f"{kind.NAME}-{other.model}"]
+            table.add_row(other.name, other.shape, "", ", ".join(tags))
+    return table
+
+
+def _peer_table(kind: str, device: torch.device) -> Table:
+    table = Table(
+        "name", "can run here", title=f"peers of {kind} workloads on {device}", title_justify="left"
+    )
+    for peer in contestants.peers(kind):
+        table.add_row(peer.name, escape(peer.unavailable(device) or "yes"))
+    return table

@@ -1,0 +1,215 @@
+"""``flashtile demo``: exactness, speed, memory and a training run on this machine, written to a report."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from flashtile.learn.io_model.tables import format_bytes
+from flashtile.learn.visualizer.page import write_page
+from flashtile.learn.visualizer.settings import grid
+from flashtile.tools.bench.report import operations_table
+from flashtile.tools.bench.workloads import Workload
+from flashtile.tools.commands.options import finite, output_folder, parse_device, progress_bar
+from flashtile.tools.demo import exactness, operations, scaling
+from flashtile.tools.demo.corpus import Corpus, python_library
+from flashtile.tools.demo.llama import Llama, sized
+from flashtile.tools.demo.results import Results, Training, write
+from flashtile.tools.demo.setting import inspect_setting, natural_dtype
+from flashtile.tools.demo.training import (
+    TrainingConfig,
+    TrainingResult,
+    agreement,
+    bits_per_byte,
+    default_config,
+    fastest_threads,
+    generate,
+    train,
+    validate,
+)
+
+PAGE = "visualize.html"
+MODEL = "model"
+PROMPT = b"class Reader:\n    def __init__(self"
+SAMPLE_BYTES = 600
+QUICK = TrainingConfig(sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10)
+TWIN_SHARE = 0.4
+MOST_TWIN_STEPS = 100
+"""Limits of the steps that the comparison run with standard attention makes, as a share and a number.
+
+Rounding differences grow about tenfold every fifty steps, so curves of a few hundred steps are not
+comparable.
+"""
+
+
+def demo(
+    out: Annotated[
+        Path,
+        typer.Option(
+            callback=output_folder,
+            help="Folder for results.json, the plots, report.html and visualize.html.",
+        ),
+    ] = Path("flashtile-demo"),
+    seconds: Annotated[
+        float, typer.Option(min=0.1, callback=finite, help="Time to train with flashtile's attention.")
+    ] = 45.0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a quick look.")] = False,
+) -> None:
+    """Measure exactness, speed, memory and a small training run on this machine, and write a report.
+
+    The exit code is 1 if any check fails.
+    """
+    console = Console()
+    started, clock = datetime.now().astimezone(), time.perf_counter()
+    chosen = parse_device(device)
+    dtype = natural_dtype(chosen)
+    try:
+        corpus = python_library()
+    except FileNotFoundError as error:
+        raise typer.BadParameter(str(error)) from None
+
+    setting = inspect_setting(chosen, dtype)
+    console.rule("machine", align="left")
+    for line in setting.machine_lines() + setting.served_lines():
+        console.print(line, markup=False)
+    errors = measure_exactness(console, chosen, quick)
+    workload = scaling.workload_for(chosen, dtype, quick)
+    rows = measure_scaling(console, workload)
+    apart = measure_operations(console, operations.workload_for(chosen, dtype, quick), chosen)
+    config = replace(QUICK, device=str(chosen)) if quick else default_config(chosen)
+    training = run_training(console, config, corpus, seconds, out)
+
+    seconds = time.perf_counter() - clock
+    results = Results(started, seconds, quick, setting, errors, workload, rows, apart, training)
+    page = None if quick else write_visualization(console, out / PAGE)
+    written = write(results, out, page) + ([out / page] if page else [])
+    console.rule("checks", align="left")
+    for check in results.checks():
+        mark = "[green]✓[/]" if check.holds else "[bold red]✗ FAILED[/]"
+        console.print(f"{mark} {escape(check.name)} [dim]({escape(check.detail)})[/]")
+    files = ", ".join(str(path) for path in written)
+    console.print(f"\n{results.seconds:.0f} seconds. Wrote {files}", soft_wrap=True)
+    if not all(check.holds for check in results.checks()):
+        raise typer.Exit(1)
+
+
+def write_visualization(console: Console, path: Path) -> str:
+    """Write the interactive page next to the report and return its file name."""
+    console.rule("interactive page", align="left")
+    settings = list(grid())
+    with progress_bar(console) as progress:
+        task = progress.add_task("recording the algorithms", total=len(settings))
+        size = write_page(path, settings, progress=lambda: progress.advance(task))
+    console.print(f"{len(settings)} recorded runs, {format_bytes(size)}")
+    return path.name
+
+
+def measure_exactness(console: Console, device: torch.device, quick: bool) -> list[exactness.Exactness]:
+    console.rule("exactness: largest error against float64 standard attention", align="left")
+    cases = exactness.CASES[-1:] if quick else exactness.CASES
+    total = len(cases) * len(exactness.DTYPES)
+    with progress_bar(console) as progress:
+        steps = exactness.measure(device, cases)
+        measured = list(progress.track(steps, total=total, description="forward and backward"))
+    console.print(exactness.table(measured))
+    for one in measured:
+        if not one.holds:
+            console.print(escape(one.report), style="red")
+    return measured
+
+
+def measure_scaling(console: Console, workload: scaling.ScalingWorkload) -> list[scaling.ScalingRow]:
+    console.rule("time and memory: causal, forward and backward", align="left")
+    console.print(f"{workload.described}; memory beyond q, k and v")
+    with progress_bar(console) as progress:
+        steps, total = scaling.measure(workload), len(workload.seqlens)
+        rows = list(progress.track(steps, total=total, description="sequence lengths"))
+    console.print(scaling.table(rows))
+    for row in rows:
+        if row.obstacle is not None:
+            console.print(f"{row.seqlen}: standard attention {escape(row.obstacle)}")
+    return rows
+
+
+def measure_operations(console: Console, workload: Workload, device: torch.device) -> dict[str, Any]:
+    console.rule("where the time of GPT-2's attention goes: standard attention by operation", align="left")
+    cell = operations.measure(workload, device)
+    if cell["operations"]["status"] == "ok":
+        console.print(operations_table([cell], "flashtile"))
+    else:
+        console.print(f"left out: {cell['operations']['reason']}", markup=False)
+    return cell
+
+
+def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: Path) -> None:
+    """Serve the trained model, and keep it in ``folder`` for ``flashtile generate``."""
+    console.rule("the model, served: continuous batching over paged keys and values", align="left")
+    try:
+        from flashtile.tools.demo.serving import serve
+
+        serving = serve(model, folder, config.seqlen, config.device)
+    except ModuleNotFoundError as error:
+        console.print(f"left out: it needs {error.name} (pip install 'flashtile[engine]')", markup=False)
+        return
+    for prompt, answers in serving.answers:
+        for answer in answers:
+            console.print(prompt, end="", markup=False, highlight=False, style="dim")
+            console.print(answer, markup=False, highlight=False)
+    for line in serving.lines():
+        console.print(line, markup=False)
+    console.print(f"flashtile generate {folder} 'def ' goes on from there", markup=False, soft_wrap=True)
+
+
+def run_training(
+    console: Console, config: TrainingConfig, corpus: Corpus, seconds: float, out: Path
+) -> Training:
+    console.rule("training a byte-level GPT on Python's standard library", align="left")
+    with progress_bar(console) as progress, fastest_threads(config, corpus) as threads:
+
+        def run(config: TrainingConfig) -> tuple[Llama, TrainingResult]:
+            task = progress.add_task(f"{config.attention} attention", total=1.0)
+
+            def show(step: int, loss: float, share: float) -> None:
+                described = f"{config.attention} attention, step {step}, loss {loss:.2f}"
+                progress.update(task, completed=share, description=described)
+
+            return train(config, corpus, show)
+
+        config = replace(config, seconds=seconds)
+        model, result = run(config)
+        validation_loss = validate(model, corpus, config)
+        sample = generate(model, PROMPT, SAMPLE_BYTES, config)[len(PROMPT) :].decode(errors="replace")
+        steps = len(result.losses)
+        twin_steps = min(MOST_TWIN_STEPS, int(TWIN_SHARE * steps))
+        _, twin = run(replace(config, attention="standard", seconds=None, steps=steps, stop=twin_steps))
+    size, bits = f"{config.batch} x {config.seqlen}", bits_per_byte(validation_loss)
+    console.print(
+        f"{result.parameters:,} parameters, {len(result.losses)} steps of {size} bytes at "
+        f"{result.tokens_per_second:,.0f} bytes/s; validation {bits:.2f} bits a byte"
+    )
+    console.print("[dim]sample:[/]")
+    console.print(PROMPT.decode() + sample, markup=False, highlight=False)
+    run_engine(console, model, config, out / MODEL)
+    return Training(
+        config=config,
+        corpus=corpus.source,
+        corpus_files=corpus.files,
+        train_bytes=len(corpus.train),
+        validation_bytes=len(corpus.validation),
+        threads=threads,
+        result=result,
+        twin=twin,
+        agreement=agreement(result.losses, twin.losses, config.dtype),
+        validation_loss=validation_loss,
+        prompt=PROMPT.decode(),
+        sample=sample,
+    )

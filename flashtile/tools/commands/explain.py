@@ -1,0 +1,285 @@
+"""``flashtile explain``: the backend and configuration that a call gets and why, and its cost on a card."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashtile.api import explain as explanations
+from flashtile.api.decode import flash_attn_with_kvcache
+from flashtile.backends.common.device import capability
+from flashtile.hardware.timing import FP8
+from flashtile.learn.io_model import (
+    CARDS,
+    MODELS,
+    Call,
+    Card,
+    card_of_device,
+    estimates,
+    find_card,
+    find_model,
+    measured_card,
+)
+from flashtile.learn.io_model.estimate import DECODE_ROWS, PASSES
+from flashtile.learn.io_model.tables import (
+    card_table,
+    estimate_table,
+    kv_cache_table,
+    memory_table,
+    model_table,
+)
+from flashtile.problems.common import UNLIMITED
+from flashtile.tools.bench.workloads import DTYPES
+from flashtile.tools.commands.options import bad_parameters, console, parse_device
+
+HERE = "here"
+MOST, MOST_TOKENS, MOST_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
+"""Limits: sequences, heads and columns; tokens of a sequence; tokens of a sequence whose cost is counted."""
+MEASURED = (9, 0)
+"""Compute capability of the cards on which flashtile has been measured."""
+MODEL_SEQLENS = (2048, 8192, 32768, 131072)
+OF_MODEL = ("model_name", "seqlens", "batch", "dtype", "card_name", "device")
+"""Options that can be combined with ``--model``."""
+
+
+def explain(
+    context: typer.Context,
+    batch: Annotated[int, typer.Option(min=0, max=MOST)] = 1,
+    seqlen_q: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 1024,
+    seqlen_k: Annotated[int | None, typer.Option(min=0, max=MOST_TOKENS, help="Default: that of q.")] = None,
+    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 16,
+    kv_heads: Annotated[int | None, typer.Option(min=1, max=MOST, help="Default: heads.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, max=MOST)] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(min=1, max=MOST, help="Default: head_dim.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16; float32 on the CPU.")] = None,
+    causal: Annotated[bool, typer.Option("--causal")] = False,
+    window_left: Annotated[int, typer.Option(help="-1 is unlimited.")] = UNLIMITED,
+    window_right: Annotated[int, typer.Option(help="-1 is unlimited.")] = UNLIMITED,
+    softcap: Annotated[float, typer.Option(help="0 turns it off.")] = 0.0,
+    alibi: Annotated[bool, typer.Option("--alibi")] = False,
+    sink: Annotated[bool, typer.Option("--sink", help="A learnable logit for each head.")] = False,
+    varlen: Annotated[bool, typer.Option("--varlen", help="A batch of packed sequences.")] = False,
+    seqused_k: Annotated[
+        bool, typer.Option("--seqused-k", help="Each sequence uses some of its keys.")
+    ] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
+    page_size: Annotated[
+        int | None,
+        typer.Option(min=0, max=MOST, help="Keys are in a cache with pages of so many tokens; 0: dense."),
+    ] = None,
+    cache_dtype: Annotated[
+        str | None, typer.Option(help="Dtype of the cache, e.g. float8_e4m3fn. Default: dtype.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Use only this backend.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+    card_name: Annotated[
+        str | None,
+        typer.Option(
+            "--card",
+            help=f"Choice and costs on this card: {', '.join(CARDS)}; 'here' measures this machine for the "
+            "costs. Default: the GPU at hand.",
+        ),
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Memory of such calls by sequence length, on the card.")
+    ] = False,
+    kv_cache: Annotated[
+        bool, typer.Option("--kv-cache", help="Key/value caches of known models, and what fits on cards.")
+    ] = False,
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="Memory of a model that reads --batch prompts of --seqlen tokens on --card: "
+            f"{', '.join(model.name.lower() for model in MODELS)}.",
+        ),
+    ] = None,
+    seqlens: Annotated[
+        str | None, typer.Option("--seqlen", help="With --model: lengths of prompts, by commas.")
+    ] = None,
+) -> None:
+    """Say which backend and configuration a call would get here or on a named card, each other backend's
+    reason against, and what the call costs: bytes, FLOPs, memory and time floors.
+
+    Nothing is launched (except for --card here), and the tensors take no memory.
+    """
+    place = parse_device(device)
+    if model_name is not None or seqlens is not None:
+        _explain_model(context, model_name, seqlens, batch, dtype, card_name, place)
+        return
+    card = _card(card_name, place)
+    dtype = _dtype(dtype, card, place.type == "cuda" or card_name not in (None, HERE))
+    _check_cache_options(page_size, cache_dtype, dtype, varlen, seqused_k, deterministic)
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    kv_heads = heads if kv_heads is None else kv_heads
+
+    def tensor(seqlen: int, number: int, width: int) -> Tensor:
+        rows = (batch * seqlen,) if varlen else (batch, seqlen)
+        if math.prod((*rows, number, width)) >= 2**63:
+            raise typer.BadParameter(f"{batch} x {seqlen} x {number} x {width} elements are no tensor")
+        return torch.empty((*rows, number, width), dtype=getattr(torch, dtype), device=place)
+
+    def count(number: int) -> Tensor:
+        return torch.empty(number, dtype=torch.int32, device=place)
+
+    def cache(width: int) -> Tensor:
+        pages = batch * -(-seqlen_k // page_size) if page_size else batch
+        shape = (max(1, pages), page_size or seqlen_k, kv_heads, width)
+        return torch.empty(shape, dtype=getattr(torch, cache_dtype or dtype), device=place)
+
+    with bad_parameters(), FakeTensorMode():  # in which tensors take no memory
+        q = tensor(seqlen_q, heads, head_dim)
+        shared: dict[str, Any] = {
+            "causal": causal,
+            "window_size": (window_left, window_right),
+            "softcap": softcap,
+            "alibi_slopes": torch.empty(heads, device=place) if alibi else None,
+            "sink": torch.empty(heads, device=place) if sink else None,
+            "backend": backend,
+            "card": None if card_name in (None, HERE) else card,
+        }
+        if page_size is None:
+            offsets = count(batch + 1) if varlen else None
+            explanation = explanations.explain(
+                q,
+                tensor(seqlen_k, kv_heads, head_dim),
+                tensor(seqlen_k, kv_heads, head_dim_v or head_dim),
+                cu_seqlens_q=offsets,
+                cu_seqlens_k=offsets,
+                max_seqlen_q=seqlen_q if varlen else None,
+                max_seqlen_k=seqlen_k if varlen else None,
+                seqused_k=count(batch) if seqused_k else None,
+                deterministic=deterministic,
+                **shared,
+            )
+            call = Call.from_problem(explanation.problem)
+        else:
+            table = count(batch * -(-seqlen_k // page_size)).view(batch, -1) if page_size else None
+            explanation = explanations.explain(
+                flash_attn_with_kvcache, q, cache(head_dim), cache(head_dim_v or head_dim),
+                cache_seqlens=count(batch), block_table=table, **shared,
+            )  # fmt: skip
+            call = Call(
+                batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype, window_left,
+                0 if causal else window_right, page_size=page_size, cache_dtype=cache_dtype,
+            )  # fmt: skip
+    if card is not None:
+        _check_costed(call, card)
+    typer.echo(explanation)
+    if explanation.backend == "portable" and capability(explanation.problem.device) != MEASURED:
+        typer.echo("for this GPU the portable kernels are only compiled: no run on it has been measured")
+    if card_name == HERE:
+        card = measured_card(place, (dtype,))
+    out = console()
+    if card is not None:
+        _print_costs(call, card, out)
+    else:
+        typer.echo(
+            "costs: --card NAME shows bytes, FLOPs and time floors on a known card, --card here on this one"
+        )
+    if memory:
+        chosen = card or find_card("h100")
+        out.print(*(memory_table(call, chosen, training) for training in (False, True)))
+    if kv_cache:
+        out.print(kv_cache_table(dtype))
+    if explanation.backend is None:
+        raise typer.Exit(1)
+
+
+def _explain_model(
+    context: typer.Context,
+    name: str | None,
+    seqlens: str | None,
+    batch: int,
+    dtype: str | None,
+    card_name: str | None,
+    place: torch.device,
+) -> None:
+    """Print the table of ``--model``, which cannot be combined with options of a call."""
+    if name is None:
+        raise typer.BadParameter("--seqlen is for --model; a call takes --seqlen-q and --seqlen-k")
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in OF_MODEL:
+            allowed = "--seqlen, --batch, --dtype, --card and --device"
+            raise typer.BadParameter(f"--model takes {allowed}, got {parameter.opts[0]}")
+    if batch < 1:
+        raise typer.BadParameter(f"--batch must be at least 1 with --model, got {batch}")
+    if card_name == HERE:
+        raise typer.BadParameter(f"card must be one of {', '.join(CARDS)} with --model, got {HERE!r}")
+    lengths = _lengths(seqlens) if seqlens is not None else MODEL_SEQLENS
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    with bad_parameters():
+        model, card = find_model(name), _card(card_name, place) or find_card("a100")
+        console().print(model_table(model, lengths, batch, dtype or "float16", card))
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    try:
+        lengths = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        lengths = ()
+    if not lengths or not all(1 <= length <= MOST_COSTED_TOKENS for length in lengths):
+        raise typer.BadParameter(
+            f"--seqlen must be numbers from 1 to {MOST_COSTED_TOKENS} by commas, got {text!r}"
+        )
+    return lengths
+
+
+def _card(name: str | None, place: torch.device) -> Card | None:
+    """Return the card for the call's costs; None if none was named and there is no known GPU."""
+    if name is None or name == HERE:
+        return card_of_device(torch.cuda.get_device_name(place)) if place.type == "cuda" else None
+    try:
+        return find_card(name)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}, or {HERE!r}") from None
+
+
+def _dtype(asked: str | None, card: Card | None, on_gpu: bool) -> str:
+    """Return the dtype of a call: the requested one, else the best of the card or the CPU."""
+    of_card = "bfloat16" if card is None or card.capability >= (8, 0) else "float16"
+    dtype = asked if asked is not None else of_card if on_gpu else "float32"
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    return dtype
+
+
+def _check_cache_options(
+    page_size: int | None,
+    cache_dtype: str | None,
+    dtype: str,
+    varlen: bool,
+    seqused_k: bool,
+    deterministic: bool,
+) -> None:
+    if cache_dtype is not None and page_size is None:
+        raise typer.BadParameter("--cache-dtype is for --page-size, which puts the keys into a cache")
+    if page_size is not None and (varlen or seqused_k or deterministic):
+        given = "--varlen" if varlen else "--seqused-k" if seqused_k else "--deterministic"
+        raise typer.BadParameter(f"--page-size is for a cache, whose calls take no {given}")
+    if cache_dtype is not None and cache_dtype not in (dtype, FP8):
+        raise typer.BadParameter(f"--cache-dtype must be {dtype} or {FP8}, got {cache_dtype!r}")
+
+
+def _check_costed(call: Call, card: Card) -> None:
+    if max(call.seqlen_q, call.seqlen_k) > MOST_COSTED_TOKENS:
+        raise typer.BadParameter(f"costs are counted up to {MOST_COSTED_TOKENS} tokens, got more")
+    if call.dtype not in card.tflops:
+        allowed = ", ".join(card.tflops)
+        raise typer.BadParameter(f"dtype on {card.name} must be one of {allowed}, got {call.dtype!r}")
+
+
+def _print_costs(call: Call, card: Card, out: Console) -> None:
+    few = call.page_size is not None or call.seqlen_q * call.group_size <= DECODE_ROWS
+    passes = ("forward",) if few else PASSES
+    with bad_parameters():
+        found = [estimates(call, card, which) for which in passes]
+    out.print(card_table(card, call.dtype), *(estimate_table(rows, card) for rows in found))

@@ -1,0 +1,94 @@
+"""``flashtile generate``: streams texts from a model in a folder."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flashtile.tools.commands.options import bad_models
+
+DEMO = Path("flashtile-demo") / "model"
+
+
+def generate(
+    model: Annotated[
+        Path, typer.Argument(help="A folder in Hugging Face's format, or what `flashtile demo` trained.")
+    ] = DEMO,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue, all in one batch.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the likeliest tokens with this total probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
+    beams: Annotated[int, typer.Option(help="Beam search with so many beams; 0 samples.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages.")] = False,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+) -> None:
+    """Continue texts with a model, and report its speed and memory."""
+    from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
+
+    console = Console()
+    texts = prompts or ["def "]
+    if model == DEMO and not model.is_dir():
+        raise typer.BadParameter(
+            f"a model's folder must be given: there is no {DEMO}, which flashtile demo makes"
+        )
+    with bad_models():
+        if beams and (n != 1 or stop):
+            raise ValueError("-n and --stop must be left out with --beams")
+        params = SamplingParams(
+            n=n, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens,
+            stop=stop, output_kind=RequestOutputKind.DELTA,
+        )  # fmt: skip
+        search = BeamSearchParams(beams, max_tokens) if beams else None
+        llm = LLM(
+            model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device
+        )
+        engine, tokenizer = llm.engine, llm.get_tokenizer()
+        for i, text in enumerate(texts):
+            prompt: Any = text
+            if chat:
+                asked = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+                prompt = {"prompt_token_ids": tokenizer.encode(asked, add_special_tokens=False)}
+            engine.add_request(str(i), prompt, search or params)
+    single = len(texts) == 1 and n == 1 and search is None
+    if single and not chat:
+        console.print(texts[0], end="", markup=False, highlight=False, style="dim")
+    written = [[""] * max(n, beams) for _ in texts]
+    tokens, steps, saved, started = 0, 0, [], time.perf_counter()
+    while engine.has_unfinished:
+        steps += 1
+        for output in engine.step():
+            for one in output.outputs:
+                written[int(output.request_id)][one.index] += one.text
+                tokens += len(one.token_ids)
+                if single:
+                    console.print(one.text, end="", markup=False, highlight=False, soft_wrap=True)
+                if one.finish_reason == "error":
+                    console.print(f"\nfailed: {one.stop_reason}", markup=False, style="red")
+            if output.finished and max(n, beams) > 1:
+                saved.append(output.metrics.memory_saved)
+    seconds = time.perf_counter() - started
+    if single:
+        console.print()
+    for text, answers in zip(texts, written, strict=True):
+        for answer in () if single else answers:
+            console.rule(align="left")
+            console.print(text, end="", markup=False, highlight=False, style="dim", soft_wrap=True)
+            console.print(answer, markup=False, highlight=False, soft_wrap=True)
+    shared = f"; shared blocks saved {sum(saved) / len(saved):.0%} of the memory" if saved else ""
+    console.print(
+        f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f} tokens/s), {steps} steps{shared}",
+        style="dim", highlight=False,
+    )  # fmt: skip

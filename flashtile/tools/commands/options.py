@@ -1,0 +1,177 @@
+"""Helpers shared by commands: checks of options before anything runs, and the console."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from flashtile.hardware import machine
+
+WIDTH = 160
+"""Width in columns of tables that are not printed to a terminal."""
+OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
+"""Parts of torch's out-of-memory messages: the only common class of its errors is RuntimeError."""
+
+STOPPED = 128 + signal.SIGINT
+"""Exit code of a command that a signal ended early."""
+
+
+class BadArgument(typer.BadParameter):
+    """A Python function's error, with the names of arguments replaced by the command's options."""
+
+    def format_message(self) -> str:
+        message = str(super().format_message())
+        for parameter in self.ctx.command.params if self.ctx else ():
+            if parameter.param_type_name == "option" and parameter.name and parameter.opts:
+                message = _with_option(message, parameter.name, parameter.opts[0])
+        return re.sub(r" \(give [^()]*=[^()]*\)", "", message)  # a hint that is no option
+
+
+def _with_option(message: str, name: str, option: str) -> str:
+    """Replace an argument's name by its option.
+
+    A name of one word, such as ``model``, may be plain English, so only ``NAME must be`` and ``NAME=`` count.
+    """
+    message = re.sub(rf"(?<![\w.-]){name}=(True\b|(?!\w))", option, message)
+    message = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", message)
+    alone = rf"{name}(?![\w./])" if "_" in name else rf"{name}(?= must be )"
+    return re.sub(rf"(?<![\w./-]){alone}", option, message)
+
+
+@contextmanager
+def bad_parameters() -> Iterator[None]:
+    """Turn errors of arguments in the block into errors of the command line: one line, exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise BadArgument(str(error)) from None
+
+
+@contextmanager
+def bad_models() -> Iterator[None]:
+    """Extend :func:`bad_parameters` to models whose folder cannot be read or that do not fit into memory."""
+    with bad_parameters():
+        try:
+            yield
+        except (OSError, ModuleNotFoundError) as error:
+            raise ValueError(str(error)) from None
+        except (MemoryError, RuntimeError) as error:
+            text = str(error)
+            if not isinstance(error, MemoryError) and not any(words in text for words in OUT_OF_MEMORY):
+                raise
+            sentences = re.split(r"(?<=\.)\s+", text.strip())
+            raise ValueError(f"there is not enough memory for the model: {' '.join(sentences[:3])}") from None
+
+
+def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
+    """Return a command's arguments and options as its command line would have them, with changes applied."""
+    values, found = {**context.params, **changed}, []
+    for parameter in context.command.params:
+        value = values.get(parameter.name or "")
+        if value is None:
+            continue
+        if parameter.param_type_name == "argument":
+            found.append(str(value))
+        elif isinstance(value, bool):
+            found += parameter.opts[:1] if value else parameter.secondary_opts[:1]
+        else:
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                found += [parameter.opts[0], str(one)]
+    return found
+
+
+def parse_device(name: str | None) -> torch.device:
+    """Return the device of an option, by :func:`flashtile.hardware.machine.find_device`."""
+    with bad_parameters():
+        return machine.find_device(name)
+
+
+def finite(value: float | None) -> float | None:
+    """Callback of an option that accepts finite numbers only."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"must be finite, got {value}")
+    return value
+
+
+def output_file(*suffixes: str) -> Callable[[Path | None], Path | None]:
+    """Callback of an option that accepts writable files, whose names end in one of ``suffixes`` if given."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        if suffixes and path.suffix.lower() not in suffixes:
+            raise typer.BadParameter(f"must end in {', '.join(suffixes)}, got {str(path)!r}")
+        if path.is_dir():
+            raise typer.BadParameter(f"must be a file, but {str(path)!r} is a folder")
+        if not path.parent.is_dir():
+            raise typer.BadParameter(
+                f"{str(path)!r} cannot be written: there is no folder {str(path.parent)!r}"
+            )
+        _check_writable(path, path if path.exists() else path.parent)
+        return path
+
+    return check
+
+
+def output_folder(path: Path) -> Path:
+    """Callback of an option that accepts folders that can be written to or created."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise typer.BadParameter(f"{str(path)!r} must be a folder, but {str(there)!r} is a file")
+    _check_writable(path, there)
+    return path
+
+
+def console() -> Console:
+    """Return a console as wide as the terminal, or :data:`WIDTH` columns wide if there is none."""
+    found = Console()
+    return found if found.is_terminal else Console(width=WIDTH)
+
+
+def progress_bar(to: Console) -> Progress:
+    """Return a progress bar that disappears when it is full and is shown only on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
+
+
+def say(progress: Progress, line: str) -> None:
+    """Print a line of progress if there is no terminal to show the bar."""
+    if progress.disable:
+        progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@dataclass
+class Stop:
+    """Result of :func:`stops_early`: ``early`` becomes True if a signal ended the block."""
+
+    early: bool = False
+
+
+@contextmanager
+def stops_early() -> Iterator[Stop]:
+    """End only the block, not the program, at an interrupt (Ctrl-C) or SIGTERM."""
+    stop = Stop()
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield stop
+    except KeyboardInterrupt:
+        stop.early = True
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _check_writable(path: Path, there: Path) -> None:
+    if not os.access(there, os.W_OK):
+        raise typer.BadParameter(f"{str(path)!r} cannot be written: permission denied")

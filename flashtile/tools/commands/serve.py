@@ -1,0 +1,210 @@
+"""``flashtile serve``: a model behind OpenAI's HTTP interface."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+
+from flashtile.tools.commands.options import as_arguments, bad_models, bad_parameters, parse_device
+
+KEY = "FLASHTILE_API_KEY"
+TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+            "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")  # fmt: skip
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[Path, typer.Argument(help="A folder in Hugging Face's format.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A key that calls must send; repeatable. ${KEY} hides it from other users."),
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of another tokenizer.")] = None,
+    skip_tokenizer_init: Annotated[
+        bool,
+        typer.Option("--skip-tokenizer-init", help="No tokenizer: prompts and answers are tokens."),
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
+    load_format: Annotated[str, typer.Option(help="auto, safetensors or dummy (random).")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of calls without one.")] = 0,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences computed at a time.")] = 256,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in a step.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to take.")] = 0.9,
+    kv_cache_memory_bytes: Annotated[
+        int | None, typer.Option(help="Bytes for keys and values, instead of a share.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block of keys and values.")] = 16,
+    swap_space: Annotated[float, typer.Option(help="GiB of host memory for preempted sequences.")] = 0.0,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of equal prefixes.")] = True,
+    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(help='JSON: {"method": "ngram"} or a draft "model", for several tokens per step.'),
+    ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
+    data_parallel_size: Annotated[int, typer.Option(min=1, help="Replicas, each with its own GPUs.")] = 1,
+    max_concurrent_requests: Annotated[int, typer.Option(help="Concurrent calls; others get 429.")] = 1024,
+    max_prompts: Annotated[int, typer.Option(help="Most prompts in one call.")] = 256,
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Most tokens of one prompt.")] = None,
+    max_logprobs: Annotated[int, typer.Option(help="Most log-probabilities per position.")] = 20,
+    max_body_bytes: Annotated[int, typer.Option(help="Most bytes of one call's body.")] = 2**24,
+    body_timeout: Annotated[float, typer.Option(help="Seconds for a body to arrive.")] = 60.0,
+    request_timeout: Annotated[float, typer.Option(help="Seconds for an answer to end.")] = 600.0,
+    idle_timeout: Annotated[
+        float, typer.Option(help="Seconds that a connection may be without a call or complete headers.")
+    ] = 75.0,
+    max_connections: Annotated[
+        int, typer.Option(help="Open connections; beyond this, the one idle the longest is closed.")
+    ] = 4096,
+    max_priority: Annotated[
+        int, typer.Option(help="Calls may set a priority from minus this to this; lower runs first.")
+    ] = 0,
+    access_log: Annotated[bool, typer.Option(help="A line in the log for each call.")] = True,
+    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for calls to end after SIGTERM.")] = 30.0,
+) -> None:
+    """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
+    try:
+        from flashtile.engine import LLM
+        from flashtile.engine.config import read_config
+        from flashtile.engine.parallel import check_divides, dismiss, follow, lead, start_others
+        from flashtile.engine.server.replicas.process import end_with_stdin
+        from flashtile.engine.server.run import serve as run
+        from flashtile.engine.server.service import Limits
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] in ("flashtile", "torch", "triton"):
+            raise
+        raise typer.BadParameter(f"serving needs {error.name}: pip install 'flashtile[serve]'") from None
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    keys = api_key or ([os.environ[KEY]] if os.environ.get(KEY) else [])
+    with bad_parameters():
+        limits = Limits(
+            tuple(keys), max_concurrent_requests, max_prompts, max_prompt_tokens, max_logprobs,
+            max_body_bytes, body_timeout, request_timeout, idle_timeout, max_connections, max_priority,
+            access_log,
+        )  # fmt: skip
+        if not 0 <= shutdown_timeout < float("inf"):
+            raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
+        speculation = _json_object("speculative_config", speculative_config)
+    shown = f"[{host}]" if ":" in host else host
+
+    def announce(number: int) -> None:
+        typer.echo(f"serving {served_model_name or model} at http://{shown}:{number}", err=True)
+
+    if data_parallel_size > 1:
+        with bad_parameters():
+            environments = environments_of(data_parallel_size, tensor_parallel_size, device)
+        with bad_models():  # report the error once, not once per replica
+            read_config(model)
+        own = as_arguments(
+            context, data_parallel_size=1, host="127.0.0.1", port=0, access_log=False, idle_timeout=75.0
+        )
+        _serve_replicas(own, environments, limits, host, port, shutdown_timeout, announce)
+    others: list[Any] = []
+    if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
+        command, own_device = command_of(as_arguments(context)), parse_device(device)
+        with bad_models():  # report the error once, not once per process
+            check_divides(read_config(model), tensor_parallel_size)
+        others, _store = start_others(command, tensor_parallel_size, own_device)
+    elif os.environ.get("RANK", "0") != "0":
+        for number in (signal.SIGTERM, signal.SIGINT):  # the first process decides when to stop
+            signal.signal(number, signal.SIG_IGN)
+    end_with_stdin()
+    with bad_models():
+        llm = LLM(
+            model, tokenizer=tokenizer, skip_tokenizer_init=skip_tokenizer_init, dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype, device=device, load_format=load_format, seed=seed,
+            max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
+            enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
+            speculative_config=speculation, tensor_parallel_size=tensor_parallel_size,
+        )  # fmt: skip
+    engine = llm.engine
+    if engine.runner.ranks.rank:
+        try:
+            follow(engine)
+        except EOFError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(1) from None
+        raise typer.Exit
+    if tensor_parallel_size > 1:
+        lead(engine)
+    try:
+        code = run(
+            llm, served_model_name or str(model), limits, host, port, shutdown_timeout,
+            lambda server: announce(server.port),
+        )  # fmt: skip
+    except OSError as error:
+        raise _taken(host, port, error) from None
+    if tensor_parallel_size > 1 and code == 0:
+        dismiss(engine)
+        for process in others:
+            process.wait()
+    raise typer.Exit(code)
+
+
+def _serve_replicas(
+    arguments: list[str], environments: list[dict[str, str]], limits: Any, host: str, port: int,
+    shutdown_timeout: float, announce: Callable[[int], None],
+) -> NoReturn:  # fmt: skip
+    from flashtile.engine.server.replicas.front import serve_replicas
+    from flashtile.engine.server.replicas.process import Replica
+
+    replicas = [Replica(i, command_of(arguments), environment) for i, environment in enumerate(environments)]
+    try:
+        code = serve_replicas(replicas, limits, host, port, shutdown_timeout, announce)
+    except OSError as error:
+        raise _taken(host, port, error) from None
+    raise typer.Exit(code)
+
+
+def command_of(arguments: list[str]) -> list[str]:
+    """Return the command of ``flashtile serve`` in a separate process."""
+    return [sys.executable, "-m", "flashtile", "serve", *arguments]
+
+
+def environments_of(replicas: int, processes: int, device: str | None) -> list[dict[str, str]]:
+    """Return the environment of each replica, which sees only its own GPUs unless ``device`` is given."""
+    environment = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
+    if device is not None or not torch.cuda.is_available():
+        return [environment] * replicas
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(i) for i in range(torch.cuda.device_count())] if seen is None else seen.split(",")
+    if replicas * processes > len(gpus):
+        raise ValueError(
+            f"data_parallel_size * tensor_parallel_size must be at most the {len(gpus)} GPUs here, "
+            f"got {replicas} * {processes}"
+        )
+    return [
+        {**environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus[i * processes : (i + 1) * processes])}
+        for i in range(replicas)
+    ]
+
+
+def _taken(host: str, port: int, error: OSError) -> typer.BadParameter:
+    return typer.BadParameter(f"cannot listen at {host}:{port}: {error.strerror or error}")
+
+
+def _json_object(name: str, text: str | None) -> dict[str, Any] | None:
+    try:
+        found = None if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{name} must be JSON: {error}") from None
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"{name} must be a JSON object, got {text:.60}")
+    return found

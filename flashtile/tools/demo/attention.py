@@ -1,0 +1,50 @@
+"""The attention functions that the demo compares, with one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from flashtile import flash_attn_func
+from flashtile.problems.common import UNLIMITED
+from flashtile.reference import attention as reference
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(q, k, v) -> out, each (batch, seqlen, heads, head_dim): causal, aligned to the bottom right."""
+
+
+def flashtile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return flash_attn_func(q, k, v, causal=True)
+
+
+def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+    """Return softmax(q k^T) v with the score matrix in memory, as written without a fused kernel.
+
+    ``hidden`` is the result of :func:`later_keys`, for callers that keep it between calls.
+    """
+    if hidden is None:
+        hidden = later_keys(q.shape[1], k.shape[1], q.device)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return reference.standard(q, k, v, q.shape[-1] ** -0.5, hidden=hidden)[0].transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return torch's scaled_dot_product_attention, with the kernel that torch chooses."""
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if q.shape[2] == k.shape[2]:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        seen = ~later_keys(q.shape[2], k.shape[2], q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    return out.transpose(1, 2)
+
+
+def later_keys(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """Return (seqlen_q, seqlen_k) bool, True for keys that a causal query must not attend to."""
+    return ~reference.visible(seqlen_q, seqlen_k, UNLIMITED, 0, device)
+
+
+ATTENTIONS: dict[str, Attention] = {"flashtile": flashtile, "standard": standard, "sdpa": sdpa}

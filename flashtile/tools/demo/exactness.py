@@ -1,0 +1,123 @@
+"""Errors of flashtile against float64 standard attention, compared with those of plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.table import Column, Table
+
+from flashtile import testing
+from flashtile.tools.bench.inputs import make_inputs
+from flashtile.tools.bench.peers import options
+from flashtile.tools.bench.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Check:
+    """A promise of the demo and whether it held."""
+
+    name: str
+    holds: bool
+    detail: str
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+GRADIENTS = ("dq", "dk", "dv")
+Lengths = tuple[tuple[int, int], ...]
+
+
+ALIBI = ("ALiBi", "all of these at once")
+"""Cases with ALiBi slopes."""
+
+
+def case(
+    name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
+    head_dim: int = 64, batch: int = 2, lengths: Lengths | None = None, **more: Any,
+) -> Workload:  # fmt: skip
+    """Return one kind of call; ``lengths`` are (seqlen_q, seqlen_k) of packed sequences."""
+    if lengths is not None:
+        batch, seqlen_q, seqlen_k = len(lengths), *map(max, zip(*lengths, strict=True))
+    sizes = (batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim)
+    return Workload(name, "exactness", *sizes, lengths=lengths, **more)
+
+
+CASES = (
+    case("full"),
+    case("causal", causal=True),
+    case("causal, 64 keys", causal=True, window_left=63),
+    case("grouped (8 heads on 2)", heads=8, heads_kv=2, causal=True),
+    case("soft-cap 5", softcap=5.0),
+    case("ALiBi", causal=True),
+    case("113 queries, 257 keys", seqlen_q=113, seqlen_k=257, causal=True),
+    case("head_dim 80", head_dim=80),
+    case("variable lengths", causal=True, lengths=((1, 65), (130, 130), (0, 7), (69, 200))),
+    case(
+        "all of these at once", heads=6, heads_kv=2, head_dim=72, causal=True, window_left=90, softcap=10.0,
+        lengths=((100, 100), (33, 160)),
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Largest errors of one case in one dtype against float64 standard attention, by result.
+
+    They are given for flashtile and for plain PyTorch in the same dtype. ``holds`` says whether the error
+    rule holds.
+    """
+
+    case: str
+    dtype: str
+    errors: dict[str, testing.Bound]
+    holds: bool
+    report: str
+    """All numbers of a case that breaks the error rule; empty if it holds."""
+
+    def largest(self, results: Sequence[str]) -> testing.Bound:
+        """Return flashtile's error, among ``results``, that is the largest share of its allowed error."""
+        return max((self.errors[r] for r in results), key=lambda bound: bound.error / bound.allowed)
+
+
+def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
+    """Measure every case in every dtype, forward and backward, with random gradients of out and lse."""
+    for one in cases:
+        slopes = testing.random_alibi_slopes((one.num_heads_q,), device) if one.name in ALIBI else None
+        for dtype in DTYPES:
+            inputs = make_inputs(replace(one, dtype=dtype), device)
+            arguments = options(one, inputs)
+            report = testing.measure(inputs.q, inputs.k, inputs.v, alibi_slopes=slopes, **arguments)
+            errors = {
+                comparison.name: bound
+                for comparison in report.comparisons
+                for bound in comparison.bounds
+                if bound.norm == "largest"
+            }
+            yield Exactness(one.name, dtype, errors, report.holds, "" if report.holds else str(report))
+
+
+def table(measured: Sequence[Exactness]) -> Table:
+    """Table with a row per case: errors of out and of the worst gradient in each dtype, above plain
+    PyTorch's."""
+    dtypes = list(dict.fromkeys(one.dtype for one in measured))
+    headings = [f"{dtype}\n{result}" for dtype in dtypes for result in ("out", "worst gradient")]
+    columns = [Column(heading, justify="right") for heading in headings]
+    found = Table("flashtile, below\nplain PyTorch", *columns, box=None, padding=(0, 1), pad_edge=False)
+    for case in dict.fromkeys(one.case for one in measured):
+        cells = []
+        for one in (one for one in measured if one.case == case):
+            for error in (one.errors["out"], one.largest(GRADIENTS)):
+                style = "green" if one.holds else "bold red"
+                cells.append(f"[{style}]{error.error:.1e}[/]\n[dim]{error.plain_error:.1e}[/]")
+        found.add_row(case, *cells)
+    return found
+
+
+def check(measured: Sequence[Exactness]) -> Check:
+    wrong = [f"{m.case} in {m.dtype}" for m in measured if not m.holds]
+    results = len(measured) * len(RESULTS)
+    detail = f"{results} results within the error rule" if not wrong else f"outside of it: {'; '.join(wrong)}"
+    return Check("exact: no further from float64 than the error rule allows", not wrong, detail)

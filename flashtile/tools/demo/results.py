@@ -1,0 +1,138 @@
+"""All results of a demo, and the files that they are written to."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flashtile.tools.bench.operations import DROPOUT
+from flashtile.tools.bench.report_charts import as_svg
+from flashtile.tools.bench.report_page import render
+from flashtile.tools.demo import exactness, operations, plots, scaling
+from flashtile.tools.demo.exactness import Check
+from flashtile.tools.demo.setting import Setting
+from flashtile.tools.demo.training import Agreement, TrainingConfig, TrainingResult, bits_per_byte
+
+LEARNED_BITS = 6.0
+"""Most bits per byte that the trained model may need: even the shortest run gets there if gradients work."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run with flashtile, its twin with standard attention, and a text sampled from the first."""
+
+    config: TrainingConfig
+    corpus: str
+    corpus_files: int
+    train_bytes: int
+    validation_bytes: int
+    threads: int
+    result: TrainingResult
+    twin: TrainingResult
+    agreement: Agreement
+    validation_loss: float
+    prompt: str
+    sample: str
+
+    def checks(self) -> list[Check]:
+        found, allowed = self.agreement, self.agreement.tolerance
+        bits = bits_per_byte(self.validation_loss)
+        return [
+            Check(
+                "loss curve agrees with standard attention's",
+                found.holds,
+                f"at most {found.early_difference:.1e} nats a byte apart in {found.early_steps} steps "
+                f"({allowed.early:g} allowed), {found.largest_difference:.1e} in {found.steps} "
+                f"({allowed.whole:g} allowed)",
+            ),
+            Check(
+                "the model learned",
+                bits <= LEARNED_BITS,
+                f"{bits:.2f} bits a byte on files it never saw, {LEARNED_BITS:g} allowed, 8 is ignorance",
+            ),
+        ]
+
+
+@dataclass(frozen=True)
+class Results:
+    started: datetime
+    seconds: float
+    quick: bool
+    setting: Setting
+    exactness: list[exactness.Exactness]
+    workload: scaling.ScalingWorkload
+    scaling: list[scaling.ScalingRow]
+    operations: dict[str, Any]
+    """Cell that ``demo.operations`` measured."""
+    training: Training
+
+    def checks(self) -> list[Check]:
+        timed = [*scaling.checks(self.scaling), *operations.checks(self.operations)]
+        return [exactness.check(self.exactness), *timed, *self.training.checks()]
+
+    def as_json(self) -> str:
+        """Return all numbers, and the numbers derived from them, as JSON."""
+        record = asdict(self) | {"started": self.started.isoformat(timespec="seconds")}
+        record["setting"]["device_name"] = self.setting.device_name
+        record["checks"] = [asdict(check) for check in self.checks()]
+        record["passed"] = all(check.holds for check in self.checks())
+        for row, entry in zip(self.scaling, record["scaling"], strict=True):
+            entry |= {"speed_up": row.speed_up, "memory_ratio": row.memory_ratio}
+        record["training"]["bits_per_byte"] = bits_per_byte(self.training.validation_loss)
+        return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
+
+
+def write(results: Results, folder: Path, page: str | None = None) -> list[Path]:
+    """Write ``results.json``, the figures and ``report.html``, replacing those of an earlier run.
+
+    The report is one self-contained page with its style and its pictures, which are SVG elements.
+
+    Args:
+        page: file name of the interactive page in the same folder, for the report to link to.
+    """
+    training = results.training
+    losses = training.result.losses, training.twin.losses, training.validation_loss
+    figures = {
+        "time": plots.time_figure(results.scaling),
+        "memory": plots.memory_figure(results.scaling),
+        "loss": plots.loss_figure(*losses),
+    }
+    if results.operations["operations"]["status"] == "ok":
+        figures["operations"] = plots.operations_figure(results.operations)
+    html = render(
+        "flashtile.tools.demo",
+        "report.html.jinja",
+        results=results,
+        page=page,
+        setting=results.setting,
+        training=training,
+        checks=results.checks(),
+        bits_per_byte=bits_per_byte(training.validation_loss),
+        exactness=exactness.table(results.exactness),
+        scaling=scaling.table(results.scaling),
+        score_matrices=scaling.SCORE_MATRICES,
+        dropout=DROPOUT,
+        pictures={name: as_svg(figure) for name, figure in figures.items()},
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [
+        folder / name for name in ("results.json", *(f"{name}.png" for name in figures), "report.html")
+    ]
+    written[0].write_text(results.as_json())
+    for path, figure in zip(written[1:], figures.values(), strict=False):
+        figure.savefig(path, dpi=160, facecolor="white")
+    written[-1].write_text(html)
+    return written
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON does not have, by strings."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,37 @@
+"""Functions that read something from outside, which changes between calls: kinds of state, of change and of call."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+
+import torch
+
+from fuzz.prelude import Wrong
+from fuzz.runner import Call
+
+sys.path.append(str(Path(__file__).parents[1] / "masks"))
+
+import closures
+
+WEIGHTS = {"eager": 20, "compiled": 1, "fullgraph": 1, "exported": 1}
+"""How often each way is drawn: graphs take seconds."""
+
+
+def follows(state: str, way: str, changes: int, seed: int, device: str) -> None:
+    """Raise :class:`Wrong` where a call does not see what has changed."""
+    try:
+        closures.check(state, way, changes, seed, device)
+    except AssertionError as error:
+        raise Wrong(f"{state} is not seen ({way})", str(error)) from None
+    finally:
+        torch.compiler.reset()
+
+
+def draw(rng: Random, device: str = "cpu") -> Call:
+    way = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    state = rng.choice([name for name in closures.STATES if closures.allowed(name, way)])
+    body = f"""from fuzz.closures import follows
+follows({state!r}, {way!r}, changes, {rng.randrange(2**31)}, {device!r})"""
+    return Call(body, {"changes": rng.randint(1, closures.MOST_CHANGES)})

@@ -131,8 +131,11 @@ def one(
     lse = torch.where(empty, 0.0, top + torch.log(torch.where(empty, 1.0, total)))
     p = narrow(e) / torch.where(empty, 1.0, total) * torch.exp(lse - wide(lse))  # a backward pass reads lse
     dropped = p if kept is None else torch.where(kept[b, :, :sq, :sk], p, 0.0) / (1 - dropout_p)
-    out = narrow((dropped @ v).transpose(0, 1))
-    return out, torch.where(empty, -math.inf, lse)[..., 0], p
+    out = (dropped @ v).transpose(0, 1)
+    rounded = narrow(out)
+    # A backward pass takes rowsum(dP * P) from the rounded output, so that the rows of dS no longer sum to 0.
+    error, at_rest = (rounded - out).detach(), (lse - lse.detach()).transpose(0, 1)
+    return rounded - error * at_rest, torch.where(empty, -math.inf, lse)[..., 0], p
 
 
 def attention(

@@ -129,9 +129,12 @@ def test_only_ints_that_may_leave_32_bits_are_wide() -> None:
     assert wide(lambda b, h, i, j: i * j < 5) == 1
     assert wide(lambda b, h, i, j: (i % 1000) * (j % -1000) < 5) == 0
     assert wide(lambda b, h, i, j: i < 2**31) == 1
-    assert (wide(lambda b, h, i, j: i + j < 5, 2**30 - 1), wide(lambda b, h, i, j: i + j < 5, 2**30)) == (0, 1)
-    assert (wide(lambda b, h, i, j: i - j < 5, 2**31 - 1), wide(lambda b, h, i, j: i - j < 5, 2**31 + 1)) == (0, 1)
-    assert (wide(lambda b, h, i, j: -i < 5, 2**31), wide(lambda b, h, i, j: -i < 5, 2**31 + 1)) == (0, 1)
+    for function, largest in (
+        (lambda b, h, i, j: i + j < 5, 2**30 - 1),
+        (lambda b, h, i, j: i - j < 5, 2**31 - 1),
+        (lambda b, h, i, j: -i < 5, 2**31),
+    ):
+        assert (wide(function, largest), wide(function, largest + 2)) == (0, 1)
     assert wide(lambda b, h, i, j: (i // 64 ^ j // 64) & 1 == 0) == 0
     assert wide(lambda b, h, i, j: i << 8 == ~j) == 1
     table = torch.zeros(2, dtype=torch.int32)

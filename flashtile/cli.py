@@ -51,11 +51,13 @@ def _first_sentence(command: Callable[..., None]) -> str:
 
 def version_line() -> str:
     """Return the versions of flashtile, torch and triton on one line."""
-    from flashtile.hardware.machine import versions
+    import torch
 
-    found = versions()
-    triton = f"triton {found['triton']}" if found["triton"] else "no triton"
-    return f"flashtile {found['flashtile']}, torch {found['torch']}, {triton}"
+    from flashtile import __version__
+    from flashtile.hardware.machine import installed_version
+
+    triton = installed_version("triton")
+    return f"flashtile {__version__}, torch {torch.__version__}, {f'triton {triton}' if triton else 'no triton'}"
 
 
 def _print_version(asked: bool) -> None:

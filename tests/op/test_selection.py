@@ -213,7 +213,7 @@ def test_explain_is_three_lines_on_a_card():
         f"backward: hopper, tiles of {m_backward} x {n_backward}",
         "why: hopper is the first of the backends hopper, portable, cpu that serves this call "
         "on an H100 SXM5 80GB (sm_90)",
-        "refused: nothing, no backend is preferred to this one",
+        "refused: nothing; hopper is the most preferred backend",
     ]
     masked = lines(q, q, q, mask=torch.ones(2, 4, 1024, 1024).bool())
     assert len(masked) == 3

@@ -57,7 +57,9 @@ def version_line() -> str:
     from flashtile.hardware.machine import installed_version
 
     triton = installed_version("triton")
-    return f"flashtile {__version__}, torch {torch.__version__}, {f'triton {triton}' if triton else 'no triton'}"
+    return (
+        f"flashtile {__version__}, torch {torch.__version__}, {f'triton {triton}' if triton else 'no triton'}"
+    )
 
 
 def _print_version(asked: bool) -> None:

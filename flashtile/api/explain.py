@@ -69,7 +69,9 @@ class Explanation:
 
     def __str__(self) -> str:
         kernels = "; ".join(dict.fromkeys(map(_kernel, self.choices)))
-        refused = "; ".join(_refusals(self.choices)) or f"nothing; {self.backend} is the most preferred backend"
+        refused = (
+            "; ".join(_refusals(self.choices)) or f"nothing; {self.backend} is the most preferred backend"
+        )
         return f"kernel: {kernels}\nwhy: {_why(self.main)}\nrefused: {refused}"
 
 

@@ -104,8 +104,6 @@ class Memory:
         ...     tile = sram.load(x, rows=range(4))
         >>> memory.hbm_read, memory.sram_peak  # 4 x 8 numbers of two bytes
         (64, 64)
-        >>> memory
-        Memory(hbm_read=64, hbm_written=0, matmul_flops=0, other_flops=0, sram_peak=64 of 1024, hbm_peak=128)
     """
 
     def __init__(
@@ -127,12 +125,6 @@ class Memory:
         self._programs: dict[str, int] = {}
         if trace is not None:
             trace.sram_bytes = sram_bytes
-
-    def __repr__(self) -> str:
-        moved = f"hbm_read={self.hbm_read}, hbm_written={self.hbm_written}"
-        flops = f"matmul_flops={self.matmul_flops}, other_flops={self.other_flops}"
-        peaks = f"sram_peak={self.sram_peak} of {self.sram_bytes}, hbm_peak={self.hbm_peak}"
-        return f"Memory({moved}, {flops}, {peaks})"
 
     @property
     def matmul_flops(self) -> int:

@@ -4,7 +4,9 @@
     torchrun --nproc-per-node 2 examples/train_long_gpt.py --window -1    # every byte sees all before
     torchrun --nproc-per-node 2 --max-restarts 3 examples/train_long_gpt.py --checkpoint long.pt
 
-With GPUs it takes one a process, and NCCL. With ``--checkpoint`` a run that is started again, by hand or by
+The default of 100 steps takes minutes on CPUs; ``--steps 10`` is enough to see the loss fall.
+
+With GPUs each process uses one, over NCCL. With ``--checkpoint`` a run that is started again, by hand or by
 torchrun after a process has died, goes on from the last checkpoint, with any number of processes.
 
 What makes it context parallel is marked with (1) to (4).

@@ -25,7 +25,7 @@ from flashtile.api.merge import merge_states
 from flashtile.api.score_profile import profile_scores
 from flashtile.api.weights import attention_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",

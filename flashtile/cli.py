@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -22,11 +24,48 @@ def application() -> Any:
     from flashtile.tools.commands.visualize import visualize
 
     app = typer.Typer(
-        help="Exact, IO-aware attention in pure Python.", no_args_is_help=True, pretty_exceptions_enable=False
+        help="Exact, IO-aware attention in pure Python.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich's help is a table, which cuts long option names at 80 columns
     )
+
+    @app.callback()
+    def common(
+        version: bool = typer.Option(
+            False, "--version", callback=_print_version, is_eager=True, help="Print the versions."
+        ),
+    ) -> None:
+        pass
+
     for command in (info, demo, generate, serve, bench, profile, inspect, explain, visualize):
-        app.command()(command)
+        app.command(short_help=_first_sentence(command))(command)
     return app
+
+
+def _first_sentence(command: Callable[..., None]) -> str:
+    """Return the summary for the list of commands, which Click would cut after 45 characters otherwise."""
+    paragraph = " ".join((command.__doc__ or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.)\s", paragraph)[0]
+
+
+def version_line() -> str:
+    """Return the versions of flashtile, torch and triton on one line."""
+    import torch
+
+    from flashtile import __version__
+    from flashtile.hardware.machine import installed_version
+
+    triton = installed_version("triton")
+    return (
+        f"flashtile {__version__}, torch {torch.__version__}, {f'triton {triton}' if triton else 'no triton'}"
+    )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(version_line())
+        sys.exit(0)
 
 
 def main() -> None:
@@ -35,6 +74,7 @@ def main() -> None:
     Bad input prints one line and exits with code 2. If extras are missing, the message says how to install
     them.
     """
+    _print_version(sys.argv[1:] == ["--version"])  # needs no extras
     try:
         app = application()
     except ModuleNotFoundError as error:

@@ -13,6 +13,7 @@ from flashtile.op.operation import describing
 from flashtile.op.selection import Choice, choose
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.operators.masked_attention import FORWARD as MODIFIED
+from flashtile.problems.common import PREFERENCE
 
 if TYPE_CHECKING:
     from flashtile.hardware.cards import Card
@@ -24,8 +25,8 @@ class Explanation:
 
     ``operations`` names them: "forward", "backward" and "weights" of attention, "append_kvcache" and "decode"
     over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
-    ``reasons_against`` are those of ``main``, the operation that computes the result. ``str()`` gives a
-    readable text.
+    ``reasons_against`` are those of ``main``, the operation that computes the result. ``str()`` gives three
+    lines: the kernels, why these, and which preferred backends were refused. ``details`` has every field.
     """
 
     choices: tuple[Choice, ...]
@@ -59,10 +60,58 @@ class Explanation:
         """Return the last choice for ``operation``."""
         return next(choice for choice in reversed(self.choices) if choice.operation == operation)
 
-    def __str__(self) -> str:
+    @property
+    def details(self) -> str:
+        """Backend, configuration, reasons against the other backends and problem of every operation."""
         if len(self.choices) == 1:
             return str(self.choices[0])
         return "\n\n".join(f"{choice.operation}\n{choice}" for choice in self.choices)
+
+    def __str__(self) -> str:
+        kernels = "; ".join(dict.fromkeys(map(_kernel, self.choices)))
+        refused = (
+            "; ".join(_refusals(self.choices)) or f"nothing; {self.backend} is the most preferred backend"
+        )
+        return f"kernel: {kernels}\nwhy: {_why(self.main)}\nrefused: {refused}"
+
+
+def _kernel(choice: Choice) -> str:
+    """Describe the kernel of an operation: its backend, and its tile of queries by keys."""
+    if choice.backend is None:
+        return f"{choice.operation}: none"
+    part = choice.config
+    for name in (choice.operation, "dkdv" if choice.operation == BACKWARD.name else "tile"):
+        part = getattr(part, name, part)
+    queries, keys = getattr(part, "BLOCK_M", None), getattr(part, "BLOCK_N", None)
+    how = getattr(part, "KERNEL", "" if keys is None or queries is None else f"tiles of {queries} x {keys}")
+    return f"{choice.operation}: {choice.backend}" + (f", {how}" if how else "")
+
+
+def _why(choice: Choice) -> str:
+    place = f"on {choice.problem.device}"
+    if choice.requested is not None:
+        serves = "" if choice.backend is not None else f", and does not serve this call {place}"
+        return f"backend={choice.requested!r} was requested{serves}"
+    order = ", ".join(PREFERENCE)
+    if choice.backend is None:
+        return f"none of the backends {order} serves this call {place}"
+    return f"{choice.backend} is the first of the backends {order} that serves this call {place}"
+
+
+def _refusals(choices: tuple[Choice, ...]) -> list[str]:
+    """Return the reasons against every backend that is preferred to the chosen one, with its operations."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for choice in choices:
+        preferred = PREFERENCE[: PREFERENCE.index(choice.backend)] if choice.backend else PREFERENCE
+        for name in preferred:
+            operations = found.setdefault((name, choice.reasons_against[name]), [])
+            if choice.operation not in operations:
+                operations.append(choice.operation)
+    every = len(dict.fromkeys(choice.operation for choice in choices))
+    return [
+        f"{name}{'' if len(operations) == every else ' for ' + ' and '.join(operations)} ({reason})"
+        for (name, reason), operations in found.items()
+    ]
 
 
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
@@ -87,6 +136,8 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
         'cpu'
         >>> explanation.operations
         ('forward', 'backward')
+        >>> print(str(explanation).splitlines()[0])
+        kernel: forward: cpu, torch's flash kernel; backward: cpu, torch's flash kernel
         >>> explanation.reasons_against["portable"]
         'its kernels run on GPUs, not on cpu (TRITON_INTERPRET=1 interprets them)'
     """

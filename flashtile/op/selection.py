@@ -46,13 +46,17 @@ class Selection:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for an operation of a call. ``backend`` and ``config`` are None if none supports it."""
+    """The choice for an operation of a call. ``backend`` and ``config`` are None if none supports it.
+
+    ``requested`` is the backend that the caller named, None if the caller named none.
+    """
 
     operation: str
     problem: Any
     backend: str | None
     config: Any
     reasons_against: dict[str, str] = field(hash=False)
+    requested: str | None = None
 
     def __str__(self) -> str:
         lines = [f"backend: {self.backend}", f"config: {self.config}"]
@@ -121,4 +125,4 @@ def choose(operation: Served, problem: Any, backend: str | None = None) -> Choic
             reasons[name] = f"it could serve the call, but {chosen} comes first"
         else:
             chosen, config = name, _configure(name, operation, problem)
-    return Choice(operation.name, problem, chosen, config, reasons)
+    return Choice(operation.name, problem, chosen, config, reasons, backend)

@@ -596,10 +596,17 @@ class TestCommands:
         assert result.exit_code == 2
         assert message in " ".join(result.output.replace("│", " ").split())
 
-    def test_explain(self):
-        result = self.invoke(
-            explain, "--device", "cpu", "--causal", "--heads", "8", "--kv-heads", "2", "--softcap", "9"
-        )
+    def test_explain_is_three_lines(self):
+        result = self.invoke(explain, "--device", "cpu", "--causal")
+        assert result.exit_code == 0, result.output
+        assert [line.split(":")[0] for line in result.output.splitlines()] == ["kernel", "why", "refused"]
+        # What is asked for by name is printed in addition.
+        assert "HBM" in self.invoke(explain, "--card", "h100").output
+        assert "is full at" in self.invoke(explain, "--device", "cpu", "--memory").output
+
+    def test_explain_verbose(self):
+        shape = ("--causal", "--heads", "8", "--kv-heads", "2", "--softcap", "9")
+        result = self.invoke(explain, "--verbose", "--device", "cpu", *shape)
         assert result.exit_code == 0, result.output
         assert result.output.startswith("forward\nbackend: cpu\n")
         assert "not portable: " in result.output
@@ -608,27 +615,29 @@ class TestCommands:
 
     def test_explain_of_a_call_larger_than_memory(self):
         result = self.invoke(
-            explain, "--device", "cpu", "--seqlen-q", "100000000", "--heads", "64", "--varlen", "--batch", "3"
-        )
+            explain, "--verbose", "--device", "cpu", "--seqlen-q", "100000000", "--heads", "64", "--varlen",
+            "--batch", "3",
+        )  # fmt: skip
         assert result.exit_code == 0, result.output
         assert "total_q=300000000" in result.output
 
     def test_explain_of_a_call_that_nobody_serves(self):
         result = self.invoke(explain, "--device", "cpu", "--backend", "portable", "--dtype", "float64")
         assert result.exit_code == 1
-        assert "backend: None" in result.output
+        assert "kernel: forward: none; backward: none" in result.output
 
     def test_explain_on_a_card_that_is_not_here(self):
         """Its choice, not this machine's, and nothing of where the command's own tensors would lie."""
         pytest.importorskip("triton")
-        result = self.invoke(explain, "--card", "h100", "--heads", "8", "--kv-heads", "2", "--causal")
+        arguments = ("--verbose", "--card", "h100", "--heads", "8", "--kv-heads", "2", "--causal")
+        result = self.invoke(explain, *arguments)
         assert result.exit_code == 0, result.output
         assert result.output.startswith("forward\nbackend: hopper\n")
         assert "\n\nbackward\nbackend: hopper\nconfig: BackwardConfig(" in result.output
         assert "TMA" not in result.output
         assert "it computes on the CPU, q is on an H100" in result.output
         result = self.invoke(explain, "--card", "a100", "--dtype", "float16")
-        assert result.output.startswith("forward\nbackend: portable\n")
+        assert result.output.startswith("kernel: forward: portable, tiles of ")
 
     def test_explain_over_a_cache(self):
         shape = ("--batch", "8", "--seqlen-k", "8192", "--heads", "32", "--kv-heads", "8", "--causal")
@@ -636,8 +645,8 @@ class TestCommands:
         one = self.invoke(explain, *arguments, "--seqlen-q", "1")
         eight = self.invoke(explain, *arguments, "--seqlen-q", "8")
         assert (one.exit_code, eight.exit_code) == (0, 0)
-        assert "backend: portable" in one.output
-        assert "backend: hopper" in eight.output
+        assert "kernel: decode: portable" in one.output
+        assert "kernel: decode: hopper" in eight.output
         assert "flashtile, over a cache" in eight.output
         narrow = self.invoke(explain, *arguments, "--seqlen-q", "1", "--cache-dtype", "float8_e4m3fn")
         assert "129 MiB" in narrow.output

@@ -14,6 +14,7 @@ from flashtile.hardware import timing
 from flashtile.tools.bench import contestants, operations, report, report_charts, runner, workloads
 from flashtile.tools.bench.inputs import make_inputs
 from flashtile.tools.bench.operations import DROP, DROPOUT, FIRST, MASK, NAMES, SECOND, SOFTMAX, Operations
+from flashtile.tools.bench.peers import Flashtile
 from flashtile.tools.bench.report_page import render_page
 from flashtile.tools.bench.summary import summarize
 
@@ -60,6 +61,38 @@ def test_a_cell_has_each_operation_and_their_sum():
     assert tuple(found["ms"]) == NAMES
     assert all(milliseconds > 0 for milliseconds in found["ms"].values())
     assert found["together_ms"] == pytest.approx(sum(found["ms"].values()))
+    assert found["fused_dropout_ms"] > 0
+
+
+def test_the_fused_call_is_timed_with_the_dropout_of_the_operations(monkeypatch):
+    prepare, given, results = Flashtile.prepare_with_dropout, [], []
+
+    def recorded(self, workload, inputs, p):
+        given.append(p)
+        call = prepare(self, workload, inputs, p)
+        return replace(call, attend=lambda q, k, v: results.append(call.attend(q, k, v)))
+
+    monkeypatch.setattr(Flashtile, "prepare_with_dropout", recorded)
+    found = measured(CAUSAL)["operations"]
+    assert found["dropout_p"] == DROPOUT
+    assert given == [DROPOUT]
+    # The first query sees one key, so its result is 0 or v / (1 - p).
+    v = make_inputs(CAUSAL, CPU).v
+    first = (results[0][:, 0] / v[:, 0]).mean(-1)
+    assert ((first.abs() < 1e-6) | ((first - 1 / (1 - DROPOUT)).abs() < 0.02)).all()
+
+
+def test_a_fused_call_that_has_no_dropout_is_left_out(monkeypatch):
+    def refuse(*_):
+        raise NotImplementedError("no dropout here")
+
+    monkeypatch.setattr(Flashtile, "prepare_with_dropout", refuse)
+    found = measured(CAUSAL)
+    assert found["operations"]["status"] == runner.OK
+    assert "fused_dropout_ms" not in found["operations"]
+    times = report._operation_times(found, "flashtile")
+    assert times["flashtile with dropout"] is None
+    assert times["without dropout / flashtile"] > 0
 
 
 @pytest.mark.parametrize(
@@ -82,11 +115,22 @@ def test_bars_have_the_heights_of_the_times():
         "operations": {"ms": dict(zip(NAMES, (1.0, 2.0, 3.0, 4.0, 5.0), strict=True)), "together_ms": 15.0},
         "results": {"flashtile": {"status": "ok", "ms": 2.5}},
     }
-    cell["operations"]["dropout_p"] = DROPOUT
-    figure = report_charts.figure_of(lambda axes: report_charts.operation_bars(axes, cell, "flashtile"), "")
-    bars = [(bar.get_x() > 0.5, bar.get_y(), bar.get_height()) for bar in figure.axes[0].patches]
+    cell["operations"] |= {"dropout_p": DROPOUT, "fused_dropout_ms": 4.5}
+    bars, labels = _bars(cell)
     stack = [(False, 0, 1), (False, 1, 2), (False, 3, 3), (False, 6, 4), (False, 10, 5)]
-    assert bars == [*stack, (True, 0, 2.5)]
+    assert bars == [*stack, (True, 0, 4.5)]
+    assert labels == ["standard attention,\ndropout 0.1", "flashtile,\ndropout 0.1"]
+    del cell["operations"]["fused_dropout_ms"]  # a document of 0.1: both sides without dropout
+    bars, labels = _bars(cell)
+    assert bars == [*stack[:3], (False, 6, 5), (True, 0, 2.5)]
+    assert labels == ["standard attention,\nno dropout", "flashtile,\nno dropout"]
+
+
+def _bars(cell):
+    figure = report_charts.figure_of(lambda axes: report_charts.operation_bars(axes, cell, "flashtile"), "")
+    (axes,) = figure.axes
+    bars = [(bar.get_x() > 0.5, bar.get_y(), bar.get_height()) for bar in axes.patches]
+    return bars, [label.get_text() for label in axes.get_xticklabels()]
 
 
 def test_the_command_reports_them(tmp_path, monkeypatch):
@@ -99,7 +143,7 @@ def test_the_command_reports_them(tmp_path, monkeypatch):
         cli.application(), [*command, "--json", str(files[0]), "--report", str(files[1])]
     )
     assert done.exit_code == 0, done.output
-    for expected in ("standard attention by operation", *NAMES, "without dropout"):
+    for expected in ("standard attention by operation", *NAMES, "flashtile with dropout", "without dropout"):
         assert expected in done.output
     document = json.loads(files[0].read_text())
     assert report.taken_apart(document) == document["cells"]

@@ -341,6 +341,7 @@ APART = {
         "ms": {"q k": 1.0, "mask": 2.0, "softmax": 3.0, "dropout": 4.0, "p v": 5.0},
         "together_ms": 15.0,
         "dropout_p": 0.1,
+        "fused_dropout_ms": 5.0,
     },
     "results": {"flashtile": {"status": "ok", "reason": None, "ms": 2.5}},
 }
@@ -358,6 +359,15 @@ def test_operations_are_checked_before_they_are_shown(results, tmp_path):
     written = write(replace(results, operations=full), tmp_path)
     assert "operations.png" not in {path.name for path in written}
     assert "not taken apart: needs about 9 MiB" in (tmp_path / "report.html").read_text()
+
+
+def test_both_sides_of_the_picture_do_the_same_work(results, tmp_path):
+    """With dropout where the fused call was timed with it, otherwise without on both sides."""
+    write(results, tmp_path)
+    assert "Both sides apply dropout of 0.1." in (tmp_path / "report.html").read_text()
+    undropped = {name: value for name, value in APART["operations"].items() if name != "fused_dropout_ms"}
+    write(replace(results, operations={**APART, "operations": undropped}), tmp_path)
+    assert "Neither side applies dropout." in (tmp_path / "report.html").read_text()
 
 
 def test_operations_are_of_gpt2():

@@ -355,7 +355,7 @@ class TestCommand:
             assert name in result.output
 
     def test_tables(self):
-        result = self.invoke("--memory", "--kv-cache", "--dtype", "float16", "--heads", "1")
+        result = self.invoke("--verbose", "--memory", "--kv-cache", "--dtype", "float16", "--heads", "1")
         assert result.exit_code == 0, result.output
         for expected in ("64 GiB", "LLaMA-13B", "800 KiB", "is full at", "costs: --card NAME"):
             assert expected in result.output

@@ -171,7 +171,7 @@ def test_explain_on_the_cpu(tensors, monkeypatch):
 def test_explain_prints_what_matters(tensors, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     explanation = flashtile.explain(*tensors, causal=True, softcap=3.0)
-    lines = str(explanation).splitlines()
+    lines = explanation.details.splitlines()
     assert explanation.operations == ("forward", "backward")
     assert lines[:3] == ["forward", "backend: cpu", f"config: {explanation.config}"]
     assert lines[3].startswith("not hopper: ")
@@ -179,6 +179,57 @@ def test_explain_prints_what_matters(tensors, monkeypatch):
     assert "softcap=3.0" in lines[5]
     assert "window_right=0" in lines[5]
     assert lines[7:9] == ["backward", "backend: cpu"]
+
+
+REFUSED_ON_A_CPU = (
+    "refused: hopper (its kernels run on NVIDIA's Hopper GPUs, not on cpu); "
+    "portable (its kernels run on GPUs, not on cpu (TRITON_INTERPRET=1 interprets them))"
+)
+
+
+def test_explain_is_three_lines_on_the_cpu(tensors, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    fused, tiled = "cpu, torch's flash kernel", "cpu, online softmax over tiles in torch"
+    first = "why: cpu is the first of the backends hopper, portable, cpu that serves this call on cpu"
+    for options, kernel in (({}, fused), ({"softcap": 3.0}, tiled)):
+        assert str(flashtile.explain(*tensors, **options)).splitlines() == [
+            f"kernel: forward: {kernel}; backward: {kernel}", first, REFUSED_ON_A_CPU
+        ]  # fmt: skip
+
+
+def test_explain_is_three_lines_on_a_card():
+    pytest.importorskip("triton")
+    q = torch.zeros(2, 1024, 4, 64, dtype=torch.bfloat16)
+    card = find_card("h100")
+
+    def lines(*arguments, **options) -> list[str]:
+        return str(flashtile.explain(*arguments, card=card, **options)).splitlines()
+
+    found = flashtile.explain(q, q, q, card=card)
+    m_forward, n_forward = found["forward"].config.BLOCK_M, found["forward"].config.BLOCK_N
+    m_backward, n_backward = found["backward"].config.BLOCK_M, found["backward"].config.BLOCK_N
+    assert lines(q, q, q) == [
+        f"kernel: forward: hopper, tiles of {m_forward} x {n_forward}; "
+        f"backward: hopper, tiles of {m_backward} x {n_backward}",
+        "why: hopper is the first of the backends hopper, portable, cpu that serves this call "
+        "on an H100 SXM5 80GB (sm_90)",
+        "refused: nothing; hopper is the most preferred backend",
+    ]
+    masked = lines(q, q, q, mask=torch.ones(2, 4, 1024, 1024).bool())
+    assert len(masked) == 3
+    assert masked[2] == "refused: hopper (it has no mask)"
+    config = flashtile.explain(q, q, q, mask=torch.ones(2, 4, 1024, 1024).bool(), card=card).config
+    assert f"backward: portable, tiles of {config.dkdv.BLOCK_M} x {config.dkdv.BLOCK_N}" in masked[0]
+    summed = lines(q, q, q, return_attn_weights=True)
+    assert summed[2] == "refused: hopper for weights (it has no kernels for weights)"
+    assert lines(q, q, q, backend="portable")[1:] == [
+        "why: backend='portable' was requested",
+        "refused: hopper (it could serve the call, but backend='portable' was asked for)",
+    ]
+    cache = q.clone()
+    decoding = lines(flashtile.flash_attn_with_kvcache, q[:, :1], q, cache)
+    tile = flashtile.explain(flashtile.flash_attn_with_kvcache, q[:, :1], q, cache, card=card).config.tile
+    assert decoding[0] == f"kernel: decode: portable, tiles of {tile.BLOCK_M} x {tile.BLOCK_N}"
 
 
 def test_explain_launches_nothing_and_keeps_nothing(tensors, monkeypatch):
@@ -227,7 +278,12 @@ def test_explain_names_the_reason_against_an_explicit_backend(backends, tensors)
         "portable": "not today",
         "cpu": "only if asked",
     }
-    assert str(explanation).startswith("forward\nbackend: None")
+    assert explanation.details.startswith("forward\nbackend: None")
+    assert str(explanation).splitlines() == [
+        "kernel: forward: none; backward: none",
+        "why: backend='portable' was requested, and does not serve this call on cpu",
+        "refused: hopper (no such card); portable (not today); cpu (only if asked)",
+    ]
 
 
 def test_explain_says_which_others_could(backends, tensors):

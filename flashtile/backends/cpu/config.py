@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -24,6 +25,7 @@ class Fused:
     most ``TABLE_ELEMENTS`` elements, or those of one key/value head.
     """
 
+    KERNEL: ClassVar[str] = "torch's flash kernel"
     compute_dtype: torch.dtype
     BLOCK_M: int = 128
     TABLE_ELEMENTS: int = 8 * 1024 * 1024
@@ -37,6 +39,7 @@ class Tiled:
     counts pairs of a sequence and a key/value head, which one batched matrix product computes together.
     """
 
+    KERNEL: ClassVar[str] = "online softmax over tiles in torch"
     BLOCK_M: int
     BLOCK_N: int
     TILE_HEADS: int

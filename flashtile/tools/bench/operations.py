@@ -2,7 +2,7 @@
 
 This repeats the measurement of GPT-2 in FlashAttention's paper (Dao et al. 2022, arXiv:2205.14135, figure 1).
 Matrix product, mask, softmax, dropout and matrix product each read or write the scores; the fused kernel
-never does.
+never does. Both sides are compared with the same dropout, and both without.
 """
 
 from __future__ import annotations
@@ -90,7 +90,11 @@ def _repeated(tensor: Tensor, workload: Workload) -> Tensor:
     return tensor if group == 1 else tensor.repeat_interleave(group, 1)
 
 
-def summarized(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return medians over rounds in milliseconds, by operation and their sum."""
+def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:
+    """Return medians over rounds in milliseconds: by operation, their sum, and the fused call with dropout.
+
+    ``fused_dropout_ms`` is missing if ``fused`` is empty, because the fused call with dropout did not run.
+    """
     medians = {name: statistics.median(rounds) for name, rounds in times.items()}
-    return {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT}
+    found = {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT}
+    return found | ({"fused_dropout_ms": statistics.median(fused)} if fused else {})

@@ -97,14 +97,20 @@ class Flashtile(Peer):
         self._backend = backend
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        return self._call(workload, inputs)
+
+    def prepare_with_dropout(self, workload: Workload, inputs: Inputs, p: float) -> PeerCall:
+        """Return the call with dropout. Its result is random, so the gate cannot check it."""
+        return self._call(workload, inputs, dropout_p=p)
+
+    def _call(self, workload: Workload, inputs: Inputs, **more: Any) -> PeerCall:
+        more["backend"] = self._backend
         if workload.mod:
-            return PeerCall(
-                partial(functional.attention, **_functions(workload, inputs), backend=self._backend)
-            )
+            return PeerCall(partial(functional.attention, **_functions(workload, inputs), **more))
         function: Any = functional.flash_attn_func
         if workload.varlen:
             function = functional.flash_attn_varlen_func
-        return PeerCall(partial(function, **options(workload, inputs), backend=self._backend))
+        return PeerCall(partial(function, **options(workload, inputs), **more))
 
 
 class Standard(Peer):

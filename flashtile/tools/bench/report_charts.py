@@ -19,6 +19,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from flashtile.learn.io_model.tables import format_bytes, format_tokens
 from flashtile.tools.bench import summary
+from flashtile.tools.bench.operations import DROP
 from flashtile.tools.bench.report import by_pass, headline, scale, taken_apart
 
 INK = "#010203"
@@ -187,24 +188,29 @@ def _operation_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell])
 
 
 def operation_bars(axes: Axes, cell: Cell, ours: str) -> None:
-    """Draw two stacks of milliseconds: standard attention by operation, and the fused call."""
-    height = 0.0
-    for index, (name, milliseconds) in enumerate(cell["operations"]["ms"].items()):
+    """Draw two stacks of milliseconds: standard attention by operation, and the fused call.
+
+    Both sides have dropout. Neither has it if the fused call was not timed with dropout.
+    """
+    height, found = 0.0, cell["operations"]
+    dropped = found.get("fused_dropout_ms")
+    for index, (name, milliseconds) in enumerate(found["ms"].items()):
+        if name == DROP and dropped is None:
+            continue
         axes.bar([0], [milliseconds], 0.6, bottom=height, label=name, color=f"C{index + 1}")
-        if milliseconds > 0.04 * cell["operations"]["together_ms"]:
+        if milliseconds > 0.04 * found["together_ms"]:
             label = f"{name} {milliseconds:.3g}"
             axes.text(
                 0, height + milliseconds / 2, label, ha="center", va="center", fontsize=8, color="black"
             )
         height += milliseconds
-    fused = cell["results"][ours].get("ms", 0.0)
+    fused = cell["results"][ours].get("ms", 0.0) if dropped is None else dropped
     axes.bar([1], [fused], 0.6, label=ours, color="C0")
     for place, whole in enumerate((height, fused)):
         label = f"{whole:.3g}" if whole else "not timed"
         axes.text(place, whole, label, ha="center", va="bottom", fontsize=8, color=INK)
-    axes.set_xticks(
-        [0, 1], [f"standard attention,\ndropout {cell['operations']['dropout_p']:g}", f"{ours},\nno dropout"]
-    )
+    both = "no dropout" if dropped is None else f"dropout {found['dropout_p']:g}"
+    axes.set_xticks([0, 1], [f"standard attention,\n{both}", f"{ours},\n{both}"])
     axes.set_xlim(-0.6, 1.6)
     axes.set_ylabel("milliseconds, forward", fontsize=8)
     axes.margins(y=0.14)

@@ -25,7 +25,7 @@ from flashtile.tools.bench import operations
 from flashtile.tools.bench.contestants import kind_of
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import Inputs, make_inputs
-from flashtile.tools.bench.peers import Peer, PeerCall
+from flashtile.tools.bench.peers import Flashtile, Peer, PeerCall
 from flashtile.tools.bench.workloads import PASSES, Workload, small_call
 
 SCHEMA = 2
@@ -140,7 +140,9 @@ def measure_workload(
                 _admit(entry, workload, which, inputs, oracle)
         apart = None
         if settings.operations and which == "forward":
-            apart = Apart(workload, inputs, oracle, settings)
+            admitted = (entry.peer for entry in entries if entry.call is not None)
+            ours = next((peer for peer in admitted if isinstance(peer, Flashtile)), None)
+            apart = Apart(workload, inputs, oracle, settings, ours)
         for turn in range(settings.rounds):
             for entry in _rotated([entry for entry in entries if entry.call is not None], turn):
                 with _contained(entry, settings.device):
@@ -152,9 +154,14 @@ def measure_workload(
 
 
 class Apart:
-    """Times standard attention's operations of one cell one by one, after the gate."""
+    """Times standard attention's operations of one cell one by one, after the gate.
 
-    def __init__(self, workload: Workload, inputs: Inputs, oracle: Oracle, settings: Settings) -> None:
+    The operations include dropout, so ``ours`` is also timed with dropout.
+    """
+
+    def __init__(
+        self, workload: Workload, inputs: Inputs, oracle: Oracle, settings: Settings, ours: Flashtile | None
+    ) -> None:
         self._peer, self._settings = operations.Operations(), settings
         self._entry = Entry(self._peer)
         self._functions: dict[str, Callable[[], Tensor]] = {}
@@ -163,6 +170,11 @@ class Apart:
             if self._entry.call is not None:
                 self._functions = self._peer.functions(workload, inputs)
         self._times: dict[str, list[float]] = {name: [] for name in self._functions}
+        self._fused = None if ours is None else Entry(ours)
+        if ours is not None and self._fused is not None:
+            with _contained(self._fused, settings.device):
+                self._fused.call = ours.prepare_with_dropout(workload, inputs, operations.DROPOUT)
+        self._inputs = inputs
 
     def measure(self) -> None:
         """Measure one turn of each operation."""
@@ -172,11 +184,18 @@ class Apart:
             for name, function in self._functions.items():
                 took = timing.median_time(function, self._settings.rep, self._settings.device)
                 self._times[name].append(took)
+        if self._fused is not None and self._fused.call is not None:
+            with _contained(self._fused, self._settings.device), torch.no_grad():
+                q, k, v = self._inputs.q, self._inputs.k, self._inputs.v
+                fused = partial(self._fused.call.attend, q, k, v)
+                took = timing.median_time(fused, self._settings.rep, self._settings.device)
+                self._fused.times.append(took)
 
     def result(self) -> dict[str, Any]:
         entry = self._entry
         found = {"status": entry.status, "reason": entry.reason, "gate": entry.gate}
-        return found | (operations.summarized(self._times) if entry.status == OK else {})
+        fused_times = [] if self._fused is None or self._fused.status != OK else self._fused.times
+        return found | (operations.summarized(self._times, fused_times) if entry.status == OK else {})
 
 
 def _admit(entry: Entry, workload: Workload, which: str, inputs: Inputs, oracle: Oracle) -> None:

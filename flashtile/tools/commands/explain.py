@@ -1,4 +1,4 @@
-"""``flashtile explain``: the backend and configuration that a call gets and why, and its cost on a card."""
+"""``flashtile explain``: the kernels that a call gets and why, in three lines, and its cost on a card."""
 
 from __future__ import annotations
 
@@ -83,9 +83,15 @@ def explain(
         typer.Option(
             "--card",
             help=f"Choice and costs on this card: {', '.join(CARDS)}; 'here' measures this machine for the "
-            "costs. Default: the GPU at hand.",
+            "costs. Default: the GPU at hand, whose costs need --verbose.",
         ),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", help="Every operation's configuration, reasons and problem, and the call's costs."
+        ),
+    ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Memory of such calls by sequence length, on the card.")
     ] = False,
@@ -104,9 +110,9 @@ def explain(
         str | None, typer.Option("--seqlen", help="With --model: lengths of prompts, by commas.")
     ] = None,
 ) -> None:
-    """Say which backend and configuration a call would get here or on a named card, each other backend's
-    reason against, and what the call costs: bytes, FLOPs, memory and time floors.
+    """Say which kernels a call would get here or on a named card, why, and which backends were refused.
 
+    These are three lines. --verbose adds every field, and --card the costs: bytes, FLOPs and time floors.
     Nothing is launched (except for --card here), and the tensors take no memory.
     """
     place = parse_device(device)
@@ -169,17 +175,19 @@ def explain(
                 batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v, dtype, window_left,
                 0 if causal else window_right, page_size=page_size, cache_dtype=cache_dtype,
             )  # fmt: skip
-    if card is not None:
+    costed = verbose or card_name is not None
+    if card is not None and (costed or memory):
         _check_costed(call, card)
-    typer.echo(explanation)
-    if explanation.backend == "portable" and capability(explanation.problem.device) != MEASURED:
+    typer.echo(explanation.details if verbose else explanation)
+    unmeasured = explanation.backend == "portable" and capability(explanation.problem.device) != MEASURED
+    if costed and unmeasured:
         typer.echo("for this GPU the portable kernels are only compiled: no run on it has been measured")
     if card_name == HERE:
         card = measured_card(place, (dtype,))
     out = console()
-    if card is not None:
+    if card is not None and costed:
         _print_costs(call, card, out)
-    else:
+    elif verbose:
         typer.echo(
             "costs: --card NAME shows bytes, FLOPs and time floors on a known card, --card here on this one"
         )

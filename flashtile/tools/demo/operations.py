@@ -25,7 +25,10 @@ def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workl
 
 
 def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Measure a cell of ``flashtile bench --operations``: both sides pass the gate before they are timed."""
+    """Measure a cell of ``flashtile bench --operations``.
+
+    Both sides pass the gate without dropout before they are timed, with the same dropout and without.
+    """
     settings = runner.Settings(device, rounds=1, rep=50.0, operations=True)
     (cell,) = runner.measure_workload(workload, [Flashtile()], settings)
     return cell

@@ -1,0 +1,87 @@
+"""``--help`` of every command shows the whole text of every option; ``--version`` prints one line."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import sys
+
+import pytest
+import torch
+import typer.main
+from typer.testing import CliRunner
+
+import flashtile
+from flashtile import cli
+from flashtile.hardware import machine
+
+GROUP = typer.main.get_command(cli.application())
+COMMANDS = GROUP.list_commands(None)
+
+
+def help_of(*command: str) -> str:
+    """The help at 80 columns, not on a terminal."""
+    result = CliRunner().invoke(cli.application(), [*command, "--help"], env={"COLUMNS": "80", "LINES": "24"})
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.output.splitlines())) <= 80
+    return result.output
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole(name):
+    text = help_of(name)
+    words = text.split()
+    command = GROUP.commands[name]
+    for parameter in command.params:
+        for spelled in (*parameter.opts, *parameter.secondary_opts):
+            assert spelled in words or f"{spelled}," in words or f"[{spelled}]..." in words, spelled
+        described = (getattr(parameter, "help", None) or "").split()
+        assert _in_order(described, words), described
+    assert _in_order((command.help or "").split(), words)
+    assert "…" not in text
+    assert "│" not in text
+
+
+def test_the_list_of_commands_is_whole():
+    text = help_of()
+    for name in COMMANDS:
+        assert f"\n  {name} " in text
+        assert _in_order(GROUP.commands[name].short_help.split(), text.split())
+    assert not re.search(r"\.\.\.$", text.partition("Commands:")[2], re.MULTILINE)
+    assert "--version" in text.split()
+
+
+def _in_order(part: list[str], words: list[str]) -> bool:
+    """Whether ``part`` occurs in ``words`` without a gap."""
+    return any(words[i : i + len(part)] == part for i in range(len(words)))
+
+
+def run_version(monkeypatch, capsys) -> str:
+    monkeypatch.setattr(sys, "argv", ["flashtile", "--version"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    written = capsys.readouterr()
+    assert written.err == ""
+    return written.out
+
+
+@pytest.mark.parametrize(("triton", "shown"), [("3.7.1", "triton 3.7.1"), (None, "no triton")])
+def test_version(monkeypatch, capsys, triton, shown):
+    monkeypatch.setattr(machine, "installed_version", lambda name: triton)
+    expected = f"flashtile {flashtile.__version__}, torch {torch.__version__}, {shown}\n"
+    assert run_version(monkeypatch, capsys) == expected
+    result = CliRunner().invoke(cli.application(), ["--version"])
+    assert (result.exit_code, result.output) == (0, expected)
+
+
+def test_version_needs_no_extras(monkeypatch, capsys):
+    import_module = builtins.__import__
+
+    def without_typer(name, *rest, **keywords):
+        if name.partition(".")[0] == "typer":
+            raise ModuleNotFoundError("No module named 'typer'", name="typer")
+        return import_module(name, *rest, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without_typer)
+    assert run_version(monkeypatch, capsys).startswith("flashtile ")

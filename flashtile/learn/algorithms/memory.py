@@ -73,7 +73,7 @@ class Tile(NamedTuple):
             other.
 
     Examples:
-        >>> from flashtile.learn.algorithms.memory import Memory, Tile, Trace
+        >>> from flashtile.algorithms import Memory, Tile, Trace
         >>> memory = Memory(trace=Trace())
         >>> x = memory.place("X", torch.ones(8, 8))
         >>> with memory.sram(tiles={"E": Tile("E = exp(X)", "rows")}, rows=range(4)) as sram:
@@ -276,19 +276,11 @@ class Sram:
     names: list[str]
     _tiles: Mapping[str, Tile]
     _ranges: dict[str, range]
-    _suffix: str
     _values: dict[str, tuple[str, Tensor]]
 
-    def __init__(
-        self,
-        memory: Memory,
-        tiles: Mapping[str, Tile],
-        ranges: dict[str, range],
-        names: list[str] | None = None,
-        suffix: str = "",
-    ):
-        self.memory, self.names = memory, [] if names is None else names
-        self._tiles, self._ranges, self._suffix, self._values = tiles, ranges, suffix, {}
+    def __init__(self, memory: Memory, tiles: Mapping[str, Tile], ranges: dict[str, range]):
+        self.memory, self.names = memory, []
+        self._tiles, self._ranges, self._values = tiles, ranges, {}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in Sram.__annotations__:
@@ -324,13 +316,9 @@ class Sram:
             finally:
                 self.names, self._ranges = around
 
-    def part(self, number: int, **ranges: range) -> Sram:
-        """Return a view of this scope for one of several workers; computed tiles are named NAME.number."""
-        return Sram(self.memory, self._tiles, {**self._ranges, **ranges}, self.names, f".{number}")
-
     def _assign(self, attribute: str, value: Tensor, op: str) -> None:
         tile = self._tiles.get(attribute, Tile())
-        name = (tile.name or attribute) + self._suffix
+        name = tile.name or attribute
         rows, cols = (self._ranges.get(axis) if axis else None for axis in (tile.rows, tile.cols))
         self.compute(name, value, rows, cols, op)
         self._values = {key: held for key, held in self._values.items() if held[0] != name}

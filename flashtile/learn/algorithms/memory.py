@@ -289,10 +289,9 @@ class Sram:
             self._assign(name, value, self._tiles.get(name, Tile()).op)
 
     def __getattr__(self, name: str) -> Tensor:
-        tile, value = self._values.get(name, ("", None))
-        if value is None or tile not in self.memory.tiles:
+        if name not in self._values:
             raise AttributeError(f"SRAM holds no computed tile {name}, only {', '.join(self.memory.tiles)}")
-        return value
+        return self._values[name][1]
 
     def start(self, **values: Tensor) -> None:
         """Set the initial values of accumulators, which have no formula in the trace."""
@@ -321,7 +320,6 @@ class Sram:
         name = tile.name or attribute
         rows, cols = (self._ranges.get(axis) if axis else None for axis in (tile.rows, tile.cols))
         self.compute(name, value, rows, cols, op)
-        self._values = {key: held for key, held in self._values.items() if held[0] != name}
         self._values[attribute] = (name, value)
 
     def skip(self, name: str, rows: range, cols: range) -> None:
@@ -388,11 +386,17 @@ class Sram:
         for name in names:
             self.names.remove(name)
             tile = self.memory.tiles.pop(name)
+            self._forget(name)
             self.memory.sram_used -= tile.bytes
             self.memory.record("free", name, tile.rows, tile.cols, tile.bytes)
 
+    def _forget(self, name: str) -> None:
+        """Remove the attributes whose tile is freed or replaced."""
+        self._values = {key: held for key, held in self._values.items() if held[0] != name}
+
     def _hold(self, name: str, size: int, rows: range | None, cols: range | None) -> None:
         memory = self.memory
+        self._forget(name)
         held = memory.tiles.get(name)
         used = memory.sram_used - (held.bytes if held else 0) + size
         if used > memory.sram_bytes:

@@ -78,8 +78,9 @@ class Tile(NamedTuple):
         >>> x = memory.place("X", torch.ones(8, 8))
         >>> with memory.sram(tiles={"E": Tile("E = exp(X)", "rows")}, rows=range(4)) as sram:
         ...     sram.E = torch.exp(sram.load(x, range(4)))
-        >>> memory.trace.events[-2].name, memory.trace.events[2].op
-        ('E', 'E = exp(X)')
+        >>> event = memory.trace.events[2]
+        >>> event.name, event.rows, event.op
+        ('E', (0, 4), 'E = exp(X)')
     """
 
     op: str = ""

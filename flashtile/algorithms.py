@@ -12,6 +12,7 @@ from flashtile.learn.algorithms import (
     Span,
     Sram,
     SramExceededError,
+    Tile,
     Trace,
     call,
     flash1,
@@ -34,7 +35,7 @@ from flashtile.learn.algorithms import (
     warps,
 )
 
-__all__ = ["Array", "Event", "Memory", "Span", "Sram", "SramExceededError", "Trace"]
+__all__ = ["Array", "Event", "Memory", "Span", "Sram", "SramExceededError", "Tile", "Trace"]
 
 for _module in (
     call,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashtile.algorithms import Memory, Span, SramExceededError, Trace
+from flashtile.algorithms import Memory, Span, SramExceededError, Tile, Trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -130,3 +130,46 @@ def test_bad_tiles_are_refused():
     array = memory.place("A", torch.zeros(4, 4))
     with memory.sram() as sram, pytest.raises(ValueError, match=r"shape \(2, 4\), got \(2, 3\)"):
         sram.store(array, torch.zeros(2, 3), range(2))
+
+
+def test_assigned_tiles_are_counted_and_described():
+    tiles = {"S": Tile("S = X X^T", "rows", "keys"), "P": Tile("P = exp(S)", "rows", "keys", name="S")}
+    trace = Trace()
+    memory = Memory(sram_bytes=64, element_bytes=1, trace=trace)
+    with memory.sram("program", tiles, rows=range(4, 8)) as sram:
+        sram.start(m=torch.zeros(4, 1))
+        with sram.scope(keys=range(2)):
+            sram.S = torch.zeros(4, 2)
+            sram.P = torch.exp(sram.S)
+            sram.m = sram.m + 1  # belongs to the scope around this one
+            assert memory.sram_used == 4 + 8
+            with pytest.raises(AttributeError, match=r"no computed tile S, only m, S"):
+                _ = sram.S  # P has replaced it
+            with pytest.raises(SramExceededError, match="tile Y of 60 bytes"):
+                sram.Y = torch.zeros(60, 1)
+        assert memory.sram_used == 4
+        with pytest.raises(AttributeError, match="no computed tile P"):
+            _ = sram.P  # freed at the end of its scope
+        assert sram.m.tolist() == [[1.0]] * 4
+        sram.skip("S", range(4, 8), range(2, 4))
+    assert [(e.kind, e.name, e.rows, e.cols, e.op) for e in trace.events] == [
+        ("compute", "m", (4, 8), None, ""),
+        ("compute", "S", (4, 8), (0, 2), "S = X X^T"),
+        ("compute", "S", (4, 8), (0, 2), "P = exp(S)"),
+        ("compute", "m", (4, 8), None, ""),
+        ("free", "S", (4, 8), (0, 2), ""),
+        ("skip", "S", (4, 8), (2, 4), ""),
+        ("free", "m", (4, 8), None, ""),
+    ]
+
+
+def test_a_loaded_tile_replaces_an_assigned_one():
+    memory = Memory()
+    array = memory.place("m", torch.ones(4, 1))
+    with memory.sram() as sram:
+        sram.m = torch.zeros(4, 1)
+        loaded = sram.load(array)
+        with pytest.raises(AttributeError, match="no computed tile m"):
+            _ = sram.m
+        sram.m = loaded + 1
+        assert sram.m.tolist() == [[2.0]] * 4

@@ -169,9 +169,14 @@ def row_max(scores: Tensor) -> Tensor:
     return scores.amax(-1, keepdim=True).clamp(min=LOWEST)
 
 
-def nonzero(row_sum: Tensor) -> Tensor:
-    """Return ``row_sum`` as a divisor: 1 for a row without visible keys, whose output is then 0."""
-    return torch.where(row_sum == 0, 1.0, row_sum)
+def row_sum(x: Tensor) -> Tensor:
+    """Return the sum of each row, (rows, 1)."""
+    return x.sum(-1, keepdim=True)
+
+
+def nonzero(divisor: Tensor) -> Tensor:
+    """Return ``divisor`` with 1 for 0, the sum of a row without visible keys, whose output is then 0."""
+    return torch.where(divisor == 0, 1.0, divisor)
 
 
 def log_sum_exp(m: Tensor, l: Tensor) -> Tensor:

@@ -29,9 +29,32 @@ from flashtile.learn.algorithms.call import (
     nonzero,
     place,
     row_max,
+    row_sum,
     zeros,
 )
-from flashtile.learn.algorithms.memory import Memory
+from flashtile.learn.algorithms.memory import Memory, Tile
+
+TILES = {
+    "S": Tile("S = Q K^T", "rows", "keys"),
+    "m_ij": Tile("rowmax S"),
+    "P": Tile("P = exp(S - m)", "rows", "keys", name="S"),  # in the place of S
+    "l_ij": Tile("rowsum P"),
+    "l": Tile("l = l exp(m - m') + rowsum P"),
+    "O": Tile("O = rescaled O + P V"),
+    "m": Tile("m = max"),
+}
+"""Tiles of the forward pass, for the trace."""
+
+BACKWARD_TILES = {
+    "P": Tile("P = exp(S - m) / l", "rows", "keys", name="S"),
+    "dV": Tile("dV += P^T dO", "keys"),
+    "dP": Tile("dP = dO V^T", "rows", "keys", name="dS"),
+    "D": Tile(),
+    "dS": Tile("dS = P (dP - D)", "rows", "keys"),
+    "dQ": Tile("dQ += dS K"),
+    "dK": Tile("dK += dS^T Q", "keys"),
+}
+"""Tiles of the backward pass, for the trace."""
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -85,24 +108,24 @@ def forward(
             sram.store(m, zeros(len(rows), 1, q) + LOWEST, rows)
 
     for keys in blocks(K.rows, Bc):  # lines 3 to 5
-        with memory.sram(kernel="attention") as outer:
-            k_j, v_j = outer.load(K, keys), outer.load(V, keys)  # line 6
+        with memory.sram("attention", TILES, keys=keys) as sram:
+            k_j, v_j = sram.load(K, keys), sram.load(V, keys)  # line 6
             for rows in blocks(Q.rows, Br):  # line 7
-                with memory.sram() as sram:
+                with sram.scope(rows=rows):
                     q_i, o_i = sram.load(Q, rows), sram.load(O, rows)  # line 8
                     l_i, m_i = sram.load(l, rows), sram.load(m, rows)
-                    s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)  # line 9
-                    s = sram.compute("S", s, rows, keys, op="S = Q K^T")
-                    m_ij = sram.compute("m_ij", row_max(s), rows, op="rowmax S")  # line 10
-                    p = sram.compute("S", torch.exp(s - m_ij), rows, keys, op="P = exp(S - m)")
-                    l_ij = sram.compute("l_ij", p.sum(-1, keepdim=True), rows, op="rowsum P")
-                    m_new = torch.maximum(m_i, m_ij)  # line 11
-                    old, new = torch.exp(m_i - m_new), torch.exp(m_ij - m_new)
-                    l_new = sram.compute("l", old * l_i + new * l_ij, rows, op="l = l exp(m - m') + rowsum P")
-                    o_i = (l_i * old * o_i + new * (p @ v_j)) / nonzero(l_new)  # line 12
-                    sram.store(O, sram.compute("O", o_i, rows, op="O = rescaled O + P V"), rows)
-                    sram.store(l, l_new, rows)  # line 13
-                    sram.store(m, sram.compute("m", m_new, rows, op="m = max"), rows)
+                    sram.S = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)  # line 9
+                    sram.m_ij = row_max(sram.S)  # line 10
+                    sram.P = torch.exp(sram.S - sram.m_ij)
+                    sram.l_ij = row_sum(sram.P)
+                    m_new = torch.maximum(m_i, sram.m_ij)  # line 11
+                    old, new = torch.exp(m_i - m_new), torch.exp(sram.m_ij - m_new)
+                    sram.l = old * l_i + new * sram.l_ij
+                    sram.O = (l_i * old * o_i + new * (sram.P @ v_j)) / nonzero(sram.l)  # line 12
+                    sram.store(O, sram.O, rows)
+                    sram.store(l, sram.l, rows)  # line 13
+                    sram.m = m_new
+                    sram.store(m, sram.m, rows)
     return O.tensor, m.tensor, l.tensor
 
 
@@ -154,24 +177,22 @@ def backward(
             sram.store(dQ, zeros(len(rows), Q.cols, q), rows)
 
     for keys in blocks(K.rows, Bc):
-        with memory.sram(kernel="gradients") as outer:
-            k_j, v_j = outer.load(K, keys), outer.load(V, keys)  # line 7
-            dk_j = outer.compute("dK", zeros(len(keys), K.cols, q), keys)  # line 8
-            dv_j = outer.compute("dV", zeros(len(keys), V.cols, q), keys)
+        with memory.sram("gradients", BACKWARD_TILES, keys=keys) as sram:
+            k_j, v_j = sram.load(K, keys), sram.load(V, keys)  # line 7
+            sram.start(dK=zeros(len(keys), K.cols, q), dV=zeros(len(keys), V.cols, q))  # line 8
             for rows in blocks(Q.rows, Br):
-                with memory.sram() as sram:
+                with sram.scope(rows=rows):
                     q_i, o_i, do_i = sram.load(Q, rows), sram.load(O, rows), sram.load(dO, rows)  # line 10
                     dq_i, m_i, l_i = sram.load(dQ, rows), sram.load(M, rows), sram.load(L, rows)
                     s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)  # lines 11, 12
-                    p = torch.exp(s - m_i) / nonzero(l_i)  # line 13
-                    p = sram.compute("S", p, rows, keys, op="P = exp(S - m) / l")
-                    dv_j = outer.compute("dV", dv_j + p.T @ do_i, keys, op="dV += P^T dO")  # line 16
-                    dp = sram.compute("dS", do_i @ v_j.T, rows, keys, op="dP = dO V^T")  # line 17
-                    d_i = sram.compute("D", (do_i * o_i).sum(-1, keepdim=True), rows)  # line 19
-                    ds = sram.compute("dS", p * (dp - d_i), rows, keys, op="dS = P (dP - D)")  # line 20
-                    dq_i = sram.compute("dQ", dq_i + call.scale * (ds @ k_j), rows, op="dQ += dS K")
-                    sram.store(dQ, dq_i, rows)  # line 21
-                    dk_j = outer.compute("dK", dk_j + call.scale * (ds.T @ q_i), keys, op="dK += dS^T Q")
-            outer.store(dK, dk_j, keys)  # line 24
-            outer.store(dV, dv_j, keys)
+                    sram.P = torch.exp(s - m_i) / nonzero(l_i)  # line 13
+                    sram.dV = sram.dV + sram.P.T @ do_i  # line 16
+                    sram.dP = do_i @ v_j.T  # line 17
+                    sram.D = row_sum(do_i * o_i)  # line 19
+                    sram.dS = sram.P * (sram.dP - sram.D)  # line 20
+                    sram.dQ = dq_i + call.scale * (sram.dS @ k_j)  # line 21
+                    sram.store(dQ, sram.dQ, rows)
+                    sram.dK = sram.dK + call.scale * (sram.dS.T @ q_i)  # line 22
+            sram.store(dK, sram.dK, keys)  # line 24
+            sram.store(dV, sram.dV, keys)
     return dQ.tensor, dK.tensor, dV.tensor

@@ -29,9 +29,29 @@ from flashtile.learn.algorithms.call import (
     nonzero,
     place,
     row_max,
+    row_sum,
     zeros,
 )
-from flashtile.learn.algorithms.memory import Memory, Sram
+from flashtile.learn.algorithms.memory import Memory, Sram, Tile
+
+TILES = {
+    "S": Tile("S = Q K^T", "rows", "keys"),
+    "P": Tile("P = exp(S - m)", "rows", "keys", name="S"),  # in the place of S
+    "l": Tile("l = l exp(m - m') + rowsum P"),
+    "O": Tile("O = exp(m - m') O + P V"),
+    "m": Tile("m = max"),
+}
+"""Tiles of the forward pass, for the trace."""
+
+BACKWARD_TILES = {
+    "P": Tile("P = exp(S - lse)", "rows", "keys", name="S"),
+    "dV": Tile("dV += P^T dO", "keys"),
+    "dP": Tile("dP = dO V^T", "rows", "keys", name="dS"),
+    "dS": Tile("dS = P (dP - D)", "rows", "keys"),
+    "dQ": Tile("dQ += dS K"),
+    "dK": Tile("dK += dS^T Q", "keys"),
+}
+"""Tiles of the backward pass, for the trace."""
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -78,47 +98,41 @@ def forward(
     LSE = memory.empty("lse", Q.rows, 1, like=q)
 
     for rows in blocks(Q.rows, Br):
-        with memory.sram(kernel="attention") as sram:
-            acc, m, l = attend(memory, sram, call, rows, blocks(K.rows, Bc))
-            sram.store(O, acc / nonzero(l), rows)
-            sram.store(LSE, log_sum_exp(m, l), rows)
+        with memory.sram("attention", TILES, rows=rows) as sram:
+            attend(sram, call, rows, blocks(K.rows, Bc))
+            sram.store(O, sram.O / nonzero(sram.l), rows)
+            sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
     return O.tensor, LSE.tensor
 
 
 def attend(
-    memory: Memory,
-    outer: Sram,
+    sram: Sram,
     call: Head,
     rows: range,
     key_blocks: Iterable[range],
     load_keys: Callable[[Sram, range], tuple[Tensor, Tensor]] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> None:
     """Attend with one block of rows to blocks of keys (lines 4 to 11).
 
-    Returns (sum of exp(S - m) V, m, l), which stay in SRAM. ``load_keys`` loads K and V of a block, by
-    default from contiguous memory.
+    Leaves O = sum of exp(S - m) V, m and l in SRAM. ``load_keys`` loads K and V of a block, by default from
+    contiguous memory.
     """
     load_keys = load_keys or call.load_keys
-    q_i = outer.load(call.Q, rows)
-    acc = outer.compute("O", zeros(len(rows), call.V.cols, q_i), rows)
-    l = outer.compute("l", zeros(len(rows), 1, q_i), rows)
-    m = outer.compute("m", lowest(len(rows), q_i), rows)
+    q_i = sram.load(call.Q, rows)
+    sram.start(O=zeros(len(rows), call.V.cols, q_i), l=zeros(len(rows), 1, q_i), m=lowest(len(rows), q_i))
     for keys in key_blocks:
         if not call.mask.sees_any(rows, keys):
-            memory.record("skip", "S", rows, keys)
+            sram.skip("S", rows, keys)
             continue
-        with memory.sram() as sram:
+        with sram.scope(keys=keys):
             k_j, v_j = load_keys(sram, keys)
-            s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
-            s = sram.compute("S", s, rows, keys, op="S = Q K^T")
-            m_new = torch.maximum(m, row_max(s))
-            p = sram.compute("S", torch.exp(s - m_new), rows, keys, op="P = exp(S - m)")
-            correction = torch.exp(m - m_new)
-            l = correction * l + p.sum(-1, keepdim=True)
-            l = outer.compute("l", l, rows, op="l = l exp(m - m') + rowsum P")
-            acc = outer.compute("O", correction * acc + p @ v_j, rows, op="O = exp(m - m') O + P V")
-            m = outer.compute("m", m_new, rows, op="m = max")
-    return acc, m, l
+            sram.S = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
+            m_new = torch.maximum(sram.m, row_max(sram.S))
+            sram.P = torch.exp(sram.S - m_new)
+            correction = torch.exp(sram.m - m_new)
+            sram.l = correction * sram.l + row_sum(sram.P)
+            sram.O = correction * sram.O + sram.P @ v_j
+            sram.m = m_new
 
 
 def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -165,31 +179,29 @@ def backward(
     dV = memory.empty("dV", V.rows, V.cols, like=q)
     for rows in blocks(Q.rows, Br):
         with memory.sram(kernel="rowsum dO * O") as sram:
-            sram.store(D, (sram.load(dO, rows) * sram.load(O, rows)).sum(-1, keepdim=True), rows)
+            sram.store(D, row_sum(sram.load(dO, rows) * sram.load(O, rows)), rows)
             sram.store(dQ, zeros(len(rows), Q.cols, q), rows)
 
     for keys in blocks(K.rows, Bc):
-        with memory.sram(kernel="gradients") as outer:
-            k_j, v_j = outer.load(K, keys), outer.load(V, keys)
-            dk_j = outer.compute("dK", zeros(len(keys), K.cols, q), keys)
-            dv_j = outer.compute("dV", zeros(len(keys), V.cols, q), keys)
+        with memory.sram("gradients", BACKWARD_TILES, keys=keys) as sram:
+            k_j, v_j = sram.load(K, keys), sram.load(V, keys)
+            sram.start(dK=zeros(len(keys), K.cols, q), dV=zeros(len(keys), V.cols, q))
             for rows in blocks(Q.rows, Br):
                 if not call.mask.sees_any(rows, keys):
-                    memory.record("skip", "S", rows, keys)
+                    sram.skip("S", rows, keys)
                     continue
-                with memory.sram() as sram:
+                with sram.scope(rows=rows):
                     q_i, do_i, dq_i = sram.load(Q, rows), sram.load(dO, rows), sram.load(dQ, rows)
                     lse_i, d_i = sram.load(LSE, rows), sram.load(D, rows)
                     s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
                     # A row without keys has lse = -inf and is hidden everywhere: exp(-inf - finite) = 0.
-                    p = torch.exp(s - lse_i.clamp(min=LOWEST))
-                    p = sram.compute("S", p, rows, keys, op="P = exp(S - lse)")
-                    dv_j = outer.compute("dV", dv_j + p.T @ do_i, keys, op="dV += P^T dO")
-                    dp = sram.compute("dS", do_i @ v_j.T, rows, keys, op="dP = dO V^T")
-                    ds = sram.compute("dS", p * (dp - d_i), rows, keys, op="dS = P (dP - D)")
-                    dq_i = sram.compute("dQ", dq_i + call.scale * (ds @ k_j), rows, op="dQ += dS K")
-                    sram.store(dQ, dq_i, rows)
-                    dk_j = outer.compute("dK", dk_j + call.scale * (ds.T @ q_i), keys, op="dK += dS^T Q")
-            outer.store(dK, dk_j, keys)
-            outer.store(dV, dv_j, keys)
+                    sram.P = torch.exp(s - lse_i.clamp(min=LOWEST))
+                    sram.dV = sram.dV + sram.P.T @ do_i
+                    sram.dP = do_i @ v_j.T
+                    sram.dS = sram.P * (sram.dP - d_i)
+                    sram.dQ = dq_i + call.scale * (sram.dS @ k_j)
+                    sram.store(dQ, sram.dQ, rows)
+                    sram.dK = sram.dK + call.scale * (sram.dS.T @ q_i)
+            sram.store(dK, sram.dK, keys)
+            sram.store(dV, sram.dV, keys)
     return dQ.tensor, dK.tensor, dV.tensor

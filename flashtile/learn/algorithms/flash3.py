@@ -82,7 +82,7 @@ def forward(
             step = 0
             for keys in blocks(K.rows, Bc):
                 if not call.mask.sees_any(rows, keys):
-                    memory.record("skip", "S", rows, keys)
+                    sram.skip("S", rows, keys)
                     continue
                 k_j = sram.load(K, keys, name=f"K.{step % STAGES}")  # the producer, one stage ahead
                 v_j = sram.load(V, keys, name=f"V.{step % STAGES}")

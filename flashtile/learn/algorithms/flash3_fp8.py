@@ -29,12 +29,22 @@ from flashtile.learn.algorithms.call import (
     nonzero,
     place,
     row_max,
+    row_sum,
     zeros,
 )
 from flashtile.learn.algorithms.flash2 import block_sizes
-from flashtile.learn.algorithms.memory import Memory, Sram
+from flashtile.learn.algorithms.memory import Memory, Sram, Tile
 
 E4M3 = torch.float8_e4m3fn
+TILES = {
+    "S": Tile("S = Q K^T", "rows", "keys"),
+    "P": Tile("P = e4m3(exp(S - m))", "rows", "keys", name="S"),  # in the place of S
+    "l": Tile("l = l exp(m - m') + rowsum P"),
+    "O": Tile("O = exp(m - m') O + P V"),
+    "m": Tile("m = max"),
+}
+"""Tiles of the forward pass, for the trace."""
+
 LARGEST = torch.finfo(E4M3).max
 SCALE_BYTES = 4
 P_SCALE = 256.0
@@ -96,31 +106,27 @@ def forward(
     O = memory.empty("O", Q.rows, V.cols, like=q)
     LSE = memory.empty("lse", Q.rows, 1, like=q)
     for rows in blocks(Q.rows, Br):
-        with memory.sram(kernel="attention") as outer:
-            q_i, q_scale = outer.load(Q, rows), scale_of(outer, "Q", rows)
-            acc = outer.compute("O", zeros(len(rows), V.cols, q), rows)
-            l = outer.compute("l", zeros(len(rows), 1, q), rows)
-            m = outer.compute("m", lowest(len(rows), q), rows)
+        with memory.sram("attention", TILES, rows=rows) as sram:
+            q_i, q_scale = sram.load(Q, rows), scale_of(sram, "Q", rows)
+            sram.start(O=zeros(len(rows), V.cols, q), l=zeros(len(rows), 1, q), m=lowest(len(rows), q))
             for keys in blocks(K.rows, Bc):
                 if not call.mask.sees_any(rows, keys):
-                    memory.record("skip", "S", rows, keys)
+                    sram.skip("S", rows, keys)
                     continue
-                with memory.sram() as sram:
+                with sram.scope(keys=keys):
                     k_j, v_j = call.load_keys(sram, keys)
                     k_scale, v_scale = scale_of(sram, "K", keys), scale_of(sram, "V", keys)
                     s = (q_i @ k_j.T) * (q_scale * k_scale * call.scale)  # both factors of a tile at once
-                    s = sram.compute("S", call.mask.hide(s, rows, keys), rows, keys, op="S = Q K^T")
-                    m_new = torch.maximum(m, row_max(s))
-                    p = torch.exp(s - m_new)
-                    p8 = sram.compute("S", round_to_e4m3(p * P_SCALE), rows, keys, op="P = e4m3(exp(S - m))")
-                    correction = torch.exp(m - m_new)
-                    l = correction * l + p.sum(-1, keepdim=True)
-                    l = outer.compute("l", l, rows, op="l = l exp(m - m') + rowsum P")
-                    acc = correction * acc + (p8 @ v_j) * (v_scale / P_SCALE)
-                    acc = outer.compute("O", acc, rows, op="O = exp(m - m') O + P V")
-                    m = outer.compute("m", m_new, rows, op="m = max")
-            outer.store(O, acc / nonzero(l), rows)
-            outer.store(LSE, log_sum_exp(m, l), rows)
+                    sram.S = call.mask.hide(s, rows, keys)
+                    m_new = torch.maximum(sram.m, row_max(sram.S))
+                    p = torch.exp(sram.S - m_new)
+                    sram.P = round_to_e4m3(p * P_SCALE)
+                    correction = torch.exp(sram.m - m_new)
+                    sram.l = correction * sram.l + row_sum(p)
+                    sram.O = correction * sram.O + (sram.P @ v_j) * (v_scale / P_SCALE)
+                    sram.m = m_new
+            sram.store(O, sram.O / nonzero(sram.l), rows)
+            sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
     return O.tensor, LSE.tensor
 
 

@@ -27,7 +27,14 @@ from flashtile.learn.algorithms.call import (
     place,
     zeros,
 )
-from flashtile.learn.algorithms.memory import Array, Memory
+from flashtile.learn.algorithms.memory import Array, Memory, Tile
+
+MERGE_TILES = {
+    "O": Tile("O = exp(m - m') O + exp(lse_s - m') O_s"),
+    "l": Tile("l = l exp(m - m') + exp(lse_s - m')"),
+    "m": Tile("m = max"),
+}
+"""Tiles of the second kernel, for the trace."""
 
 
 def block_sizes(memory: Memory, seqlen_q: int, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -68,10 +75,10 @@ def forward(
     LSE_s = memory.empty("lse_s", num_splits * Q.rows, 1, like=q)
     for split, parts in enumerate(split_blocks(K.rows, Bc, num_splits)):
         for rows in blocks(Q.rows, Br):
-            with memory.sram(kernel="split") as sram:  # on a GPU, all splits run at the same time
-                acc, m, l = flash2.attend(memory, sram, call, rows, parts)
-                sram.store(O_s, acc / nonzero(l), of_split(split, rows, Q.rows))
-                sram.store(LSE_s, log_sum_exp(m, l), of_split(split, rows, Q.rows))
+            with memory.sram("split", flash2.TILES, rows=rows) as sram:  # on a GPU, all splits run at once
+                flash2.attend(sram, call, rows, parts)
+                sram.store(O_s, sram.O / nonzero(sram.l), of_split(split, rows, Q.rows))
+                sram.store(LSE_s, log_sum_exp(sram.m, sram.l), of_split(split, rows, Q.rows))
 
     O = memory.empty("O", Q.rows, V.cols, like=q)
     LSE = memory.empty("lse", Q.rows, 1, like=q)
@@ -85,20 +92,24 @@ def merge(
     memory: Memory, O_s: Array, LSE_s: Array, O: Array, LSE: Array, rows: range, num_splits: int
 ) -> None:
     """Merge the splits (the second kernel): an online softmax whose terms are whole splits."""
-    with memory.sram(kernel="merge") as sram:
-        acc = sram.compute("O", zeros(len(rows), O.cols, O.tensor), rows)
-        l = sram.compute("l", zeros(len(rows), 1, O.tensor), rows)
-        m = sram.compute("m", lowest(len(rows), O.tensor), rows)
+    with memory.sram("merge", MERGE_TILES, rows=rows) as sram:
+        sram.start(
+            O=zeros(len(rows), O.cols, O.tensor),
+            l=zeros(len(rows), 1, O.tensor),
+            m=lowest(len(rows), O.tensor),
+        )
         for split in range(num_splits):
             o_s = sram.load(O_s, of_split(split, rows, O.rows))
             lse_s = sram.load(LSE_s, of_split(split, rows, O.rows))
-            m_new = torch.maximum(m, lse_s.clamp(min=LOWEST))  # a split without visible keys has lse = -inf
-            old, new = torch.exp(m - m_new), torch.exp(lse_s - m_new)
-            acc = sram.compute("O", old * acc + new * o_s, rows, op="O = exp(m - m') O + exp(lse_s - m') O_s")
-            l = sram.compute("l", old * l + new, rows, op="l = l exp(m - m') + exp(lse_s - m')")
-            m = sram.compute("m", m_new, rows, op="m = max")
-        sram.store(O, acc / nonzero(l), rows)
-        sram.store(LSE, log_sum_exp(m, l), rows)
+            m_new = torch.maximum(
+                sram.m, lse_s.clamp(min=LOWEST)
+            )  # lse is -inf in a split without visible keys
+            old, new = torch.exp(sram.m - m_new), torch.exp(lse_s - m_new)
+            sram.O = old * sram.O + new * o_s
+            sram.l = old * sram.l + new
+            sram.m = m_new
+        sram.store(O, sram.O / nonzero(sram.l), rows)
+        sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
 
 
 def split_blocks(seqlen_k: int, block_n: int, num_splits: int) -> list[list[range]]:

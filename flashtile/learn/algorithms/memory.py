@@ -8,8 +8,11 @@ moves, refuses tiles that do not fit into SRAM, and records every step if it is 
     A = memory.place("A", torch.randn(1024, 64))
     with memory.sram() as sram:
         a = sram.load(A, range(0, 128))               # (128, 64), counted
-        e = sram.compute("E", torch.exp(a))           # a second tile, 8192 FLOPs
+        sram.E = torch.exp(a)                         # a second tile, 8192 FLOPs
     memory.hbm_read                                   # 128 * 64 * 2 bytes
+
+The body of an algorithm therefore has only loads, computations and stores. A table of :class:`Tile` next to
+it describes its tiles for the trace.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +61,32 @@ class Array:
     def extent(self, rows: range | None, cols: range | None) -> tuple[range, range]:
         """Return (rows, cols); None stands for all rows or columns."""
         return range(self.rows) if rows is None else rows, range(self.cols) if cols is None else cols
+
+
+class Tile(NamedTuple):
+    """Description of a computed tile for the trace.
+
+    Attributes:
+        op: formula of the tile.
+        rows, cols: names of the ranges that give its position in the whole matrix; None if it has none.
+        name: name in SRAM and in the trace, if not that of the attribute. Tiles with one name replace each
+            other.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, Tile, Trace
+        >>> memory = Memory(trace=Trace())
+        >>> x = memory.place("X", torch.ones(8, 8))
+        >>> with memory.sram(tiles={"E": Tile("E = exp(X)", "rows")}, rows=range(4)) as sram:
+        ...     sram.E = torch.exp(sram.load(x, range(4)))
+        >>> event = memory.trace.events[2]
+        >>> event.name, event.rows, event.op
+        ('E', (0, 4), 'E = exp(X)')
+    """
+
+    op: str = ""
+    rows: str | None = "rows"
+    cols: str | None = None
+    name: str | None = None
 
 
 @dataclass
@@ -159,13 +188,17 @@ class Memory:
             self.record("release", array.name, bytes=array.bytes)
 
     @contextmanager
-    def sram(self, kernel: str = "") -> Iterator[Sram]:
+    def sram(
+        self, kernel: str = "", tiles: Mapping[str, Tile] | None = None, **ranges: range
+    ) -> Iterator[Sram]:
         """Open a scope of tiles; tiles loaded and computed in it are freed at its end.
 
         The outermost scope is a program (a GPU's thread block); scopes within it share its SRAM.
 
         Args:
             kernel: name of the program's kernel, if an algorithm has several.
+            tiles: descriptions of computed tiles, by attribute.
+            ranges: rows and columns that the program works on, by the names that ``tiles`` uses.
         """
         outermost = self._depth == 0
         if outermost:
@@ -173,7 +206,7 @@ class Memory:
             self._programs[kernel] = self._programs.get(kernel, -1) + 1
             self._flops.__enter__()
         self._depth += 1
-        scope = Sram(self)
+        scope = Sram(self, tiles or {}, ranges)
         try:
             yield scope
         finally:
@@ -225,7 +258,8 @@ class Memory:
 class Sram:
     """A scope of named tiles on chip, made by :meth:`Memory.sram`.
 
-    A new tile replaces a tile of the same name in this scope or in a scope around it.
+    A tensor that is assigned to an attribute becomes a tile of SRAM; the attribute returns it. A new tile
+    replaces a tile of the same name in this scope or in a scope around it.
 
     Examples:
         >>> from flashtile.algorithms import Memory
@@ -233,15 +267,65 @@ class Sram:
         >>> x = memory.place("X", torch.ones(8, 8))
         >>> y = memory.empty("Y", 8, 8, like=x.tensor)
         >>> with memory.sram() as sram:
-        ...     tile = sram.load(x, rows=range(4))
-        ...     sram.store(y, sram.compute("2X", 2 * tile), rows=range(4))
+        ...     sram.E = 2 * sram.load(x, rows=range(4))
+        ...     sram.store(y, sram.E, rows=range(4))
         >>> y.tensor[:4].sum()
         tensor(64.)
     """
 
-    def __init__(self, memory: Memory):
-        self.memory = memory
-        self.names: list[str] = []
+    memory: Memory
+    names: list[str]
+    _tiles: Mapping[str, Tile]
+    _ranges: dict[str, range]
+    _values: dict[str, tuple[str, Tensor]]
+
+    def __init__(self, memory: Memory, tiles: Mapping[str, Tile], ranges: dict[str, range]):
+        self.memory, self.names = memory, []
+        self._tiles, self._ranges, self._values = tiles, ranges, {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in Sram.__annotations__:
+            object.__setattr__(self, name, value)
+        else:
+            self._assign(name, value, self._tiles.get(name, Tile()).op)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name not in self._values:
+            raise AttributeError(f"SRAM holds no computed tile {name}, only {', '.join(self.memory.tiles)}")
+        return self._values[name][1]
+
+    def start(self, **values: Tensor) -> None:
+        """Set the initial values of accumulators, which have no formula in the trace."""
+        for name, value in values.items():
+            self._assign(name, value, op="")
+
+    @contextmanager
+    def scope(self, **ranges: range) -> Iterator[None]:
+        """Open a scope within this one, such as an iteration; its own tiles are freed at its end.
+
+        Args:
+            ranges: rows and columns of this scope, in addition to those around it.
+        """
+        around = self.names, self._ranges
+        self.names, self._ranges = [], {**self._ranges, **ranges}
+        try:
+            yield
+        finally:
+            try:
+                self.free(*list(self.names))
+            finally:
+                self.names, self._ranges = around
+
+    def _assign(self, attribute: str, value: Tensor, op: str) -> None:
+        tile = self._tiles.get(attribute, Tile())
+        name = tile.name or attribute
+        rows, cols = (self._ranges.get(axis) if axis else None for axis in (tile.rows, tile.cols))
+        self.compute(name, value, rows, cols, op)
+        self._values[attribute] = (name, value)
+
+    def skip(self, name: str, rows: range, cols: range) -> None:
+        """Record that a tile of a matrix is not computed."""
+        self.memory.record("skip", name, rows, cols)
 
     def load(
         self, array: Array, rows: range | None = None, cols: range | None = None, name: str | None = None
@@ -269,7 +353,7 @@ class Sram:
         op: str = "",
         element_bytes: int | None = None,
     ) -> Tensor:
-        """Keep a computed value as the tile ``name``.
+        """Keep a computed value as the tile ``name``, with a position and a formula of its own.
 
         Args:
             name: name of the tile.
@@ -303,11 +387,17 @@ class Sram:
         for name in names:
             self.names.remove(name)
             tile = self.memory.tiles.pop(name)
+            self._forget(name)
             self.memory.sram_used -= tile.bytes
             self.memory.record("free", name, tile.rows, tile.cols, tile.bytes)
 
+    def _forget(self, name: str) -> None:
+        """Remove the attributes whose tile is freed or replaced."""
+        self._values = {key: held for key, held in self._values.items() if held[0] != name}
+
     def _hold(self, name: str, size: int, rows: range | None, cols: range | None) -> None:
         memory = self.memory
+        self._forget(name)
         held = memory.tiles.get(name)
         used = memory.sram_used - (held.bytes if held else 0) + size
         if used > memory.sram_bytes:

@@ -21,8 +21,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.learn.algorithms.call import blocks, chosen_blocks, lowest, nonzero, row_max, zeros
-from flashtile.learn.algorithms.memory import Array, Memory, Sram
+from flashtile.learn.algorithms.call import blocks, chosen_blocks, lowest, nonzero, row_max, row_sum, zeros
+from flashtile.learn.algorithms.memory import Array, Memory, Sram, Tile
+
+NAIVE_TILES = {"l": Tile("l += sum exp(x)")}
+SAFE_TILES = {"m": Tile("m = max"), "l": Tile("l += sum exp(x - m)")}
+ONLINE_TILES = {
+    "l": Tile("l = l exp(m - m') + sum exp(x - m')"),
+    "m": Tile("m = m'"),
+    "O": Tile("O = O exp(m - m') + exp(x - m') V"),
+}
+"""Tiles of each method, for the trace."""
 
 
 def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
@@ -36,13 +45,12 @@ def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -
     block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
-        with memory.sram(kernel="naive softmax") as sram:
-            l = sram.compute("l", zeros(len(rows), 1, x), rows)
+        with memory.sram("naive softmax", NAIVE_TILES, rows=rows) as sram:
+            sram.start(l=zeros(len(rows), 1, x))
             for cols in blocks(X.cols, block_n):
-                e = torch.exp(sram.load(X, rows, cols))
-                l = sram.compute("l", l + e.sum(-1, keepdim=True), rows, op="l += sum exp(x)")
+                sram.l = sram.l + row_sum(torch.exp(sram.load(X, rows, cols)))
             for cols in blocks(X.cols, block_n):
-                sram.store(Y, torch.exp(sram.load(X, rows, cols)) / l, rows, cols)
+                sram.store(Y, torch.exp(sram.load(X, rows, cols)) / sram.l, rows, cols)
     return Y.tensor
 
 
@@ -58,16 +66,15 @@ def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) ->
     block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
-        with memory.sram(kernel="safe softmax") as sram:
-            m = sram.compute("m", lowest(len(rows), x), rows)
+        with memory.sram("safe softmax", SAFE_TILES, rows=rows) as sram:
+            sram.start(m=lowest(len(rows), x))
             for cols in blocks(X.cols, block_n):
-                m = sram.compute("m", torch.maximum(m, row_max(sram.load(X, rows, cols))), rows, op="m = max")
-            l = sram.compute("l", zeros(len(rows), 1, x), rows)
+                sram.m = torch.maximum(sram.m, row_max(sram.load(X, rows, cols)))
+            sram.start(l=zeros(len(rows), 1, x))
             for cols in blocks(X.cols, block_n):
-                e = torch.exp(sram.load(X, rows, cols) - m)
-                l = sram.compute("l", l + e.sum(-1, keepdim=True), rows, op="l += sum exp(x - m)")
+                sram.l = sram.l + row_sum(torch.exp(sram.load(X, rows, cols) - sram.m))
             for cols in blocks(X.cols, block_n):
-                sram.store(Y, torch.exp(sram.load(X, rows, cols) - m) / nonzero(l), rows, cols)
+                sram.store(Y, torch.exp(sram.load(X, rows, cols) - sram.m) / nonzero(sram.l), rows, cols)
     return Y.tensor
 
 
@@ -82,13 +89,12 @@ def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) 
     block_m, block_n = chosen_blocks(block_m, block_n, (1, 1))
     X, Y = memory.place("X", x), memory.empty("Y", x.shape[0], x.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
-        with memory.sram(kernel="online softmax") as sram:
-            m = sram.compute("m", lowest(len(rows), x), rows)
-            l = sram.compute("l", zeros(len(rows), 1, x), rows)
+        with memory.sram("online softmax", ONLINE_TILES, rows=rows) as sram:
+            sram.start(m=lowest(len(rows), x), l=zeros(len(rows), 1, x))
             for cols in blocks(X.cols, block_n):
-                m, l = update(sram, m, l, sram.load(X, rows, cols), rows)
+                update(sram, sram.load(X, rows, cols))
             for cols in blocks(X.cols, block_n):
-                sram.store(Y, torch.exp(sram.load(X, rows, cols) - m) / nonzero(l), rows, cols)
+                sram.store(Y, torch.exp(sram.load(X, rows, cols) - sram.m) / nonzero(sram.l), rows, cols)
     return Y.tensor
 
 
@@ -110,25 +116,21 @@ def average(x: Tensor, v: Tensor, memory: Memory, *, block_m: int = 1, block_n: 
     X, V = memory.place("X", x), memory.place("V", v)
     O = memory.empty("O", x.shape[0], v.shape[1], like=x)
     for rows in blocks(X.rows, block_m):
-        with memory.sram(kernel="online softmax") as sram:
-            m = sram.compute("m", lowest(len(rows), x), rows)
-            l = sram.compute("l", zeros(len(rows), 1, x), rows)
-            acc = sram.compute("O", zeros(len(rows), V.cols, x), rows)
+        with memory.sram("online softmax", ONLINE_TILES, rows=rows) as sram:
+            sram.start(m=lowest(len(rows), x), l=zeros(len(rows), 1, x), O=zeros(len(rows), V.cols, x))
             for cols in blocks(X.cols, block_n):
-                x_j, v_j, m_old = sram.load(X, rows, cols), sram.load(V, cols), m
-                m, l = update(sram, m, l, x_j, rows)
-                acc = torch.exp(m_old - m) * acc + torch.exp(x_j - m) @ v_j
-                acc = sram.compute("O", acc, rows, op="O = O exp(m - m') + exp(x - m') V")
-            sram.store(O, acc / nonzero(l), rows)
+                x_j, v_j, m_old = sram.load(X, rows, cols), sram.load(V, cols), sram.m
+                update(sram, x_j)
+                sram.O = torch.exp(m_old - sram.m) * sram.O + torch.exp(x_j - sram.m) @ v_j
+            sram.store(O, sram.O / nonzero(sram.l), rows)
     return O.tensor
 
 
-def update(sram: Sram, m: Tensor, l: Tensor, x: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-    """Return the running maximum and sum (rows, 1) after a further piece x (rows, cols) of the rows."""
-    m_new = torch.maximum(m, row_max(x))
-    l_new = l * torch.exp(m - m_new) + torch.exp(x - m_new).sum(-1, keepdim=True)
-    l = sram.compute("l", l_new, rows, op="l = l exp(m - m') + sum exp(x - m')")
-    return sram.compute("m", m_new, rows, op="m = m'"), l
+def update(sram: Sram, x: Tensor) -> None:
+    """Update the running maximum m and sum l of rows in SRAM by a further piece x (rows, cols)."""
+    m_new = torch.maximum(sram.m, row_max(x))
+    sram.l = sram.l * torch.exp(sram.m - m_new) + row_sum(torch.exp(x - m_new))
+    sram.m = m_new
 
 
 def write_softmax(memory: Memory, X: Array, Y: Array) -> None:
@@ -139,15 +141,14 @@ def write_softmax(memory: Memory, X: Array, Y: Array) -> None:
     block_m = memory.sram_elements // (block_n + statistics)
     fits = block_n >= X.cols
     for rows in blocks(X.rows, block_m):
-        with memory.sram(kernel="softmax") as sram:
-            m = sram.compute("m", lowest(len(rows), X.tensor), rows)
-            l = sram.compute("l", zeros(len(rows), 1, X.tensor), rows)
+        with memory.sram("softmax", ONLINE_TILES, rows=rows) as sram:
+            sram.start(m=lowest(len(rows), X.tensor), l=zeros(len(rows), 1, X.tensor))
             for cols in blocks(X.cols, block_n):
                 x = sram.load(X, rows, cols)
-                m, l = update(sram, m, l, x, rows)
+                update(sram, x)
             for cols in blocks(X.cols, block_n):
                 x = x if fits else sram.load(X, rows, cols)
-                sram.store(Y, torch.exp(x - m) / nonzero(l), rows, cols)
+                sram.store(Y, torch.exp(x - sram.m) / nonzero(sram.l), rows, cols)
 
 
 def write_softmax_gradient(memory: Memory, Y: Array, dY: Array, dX: Array) -> None:
@@ -158,12 +159,12 @@ def write_softmax_gradient(memory: Memory, Y: Array, dY: Array, dX: Array) -> No
     block_m = memory.sram_elements // (2 * block_n + statistics)
     fits = block_n >= Y.cols
     for rows in blocks(Y.rows, block_m):
-        with memory.sram(kernel="softmax gradient") as sram:
-            total = sram.compute("rowsum", zeros(len(rows), 1, Y.tensor), rows)
+        with memory.sram("softmax gradient", rows=rows) as sram:
+            sram.start(rowsum=zeros(len(rows), 1, Y.tensor))
             for cols in blocks(Y.cols, block_n):
                 y, dy = sram.load(Y, rows, cols), sram.load(dY, rows, cols)
-                total = sram.compute("rowsum", total + (y * dy).sum(-1, keepdim=True), rows)
+                sram.rowsum = sram.rowsum + row_sum(y * dy)
             for cols in blocks(Y.cols, block_n):
                 if not fits:
                     y, dy = sram.load(Y, rows, cols), sram.load(dY, rows, cols)
-                sram.store(dX, y * (dy - total), rows, cols)
+                sram.store(dX, y * (dy - sram.rowsum), rows, cols)

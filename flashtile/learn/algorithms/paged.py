@@ -96,10 +96,10 @@ class PagedCache:
             return call.load_keys(sram, range(first, first + len(keys)))
 
         for rows in blocks(Q.rows, self._rows_beside_a_page(Q.cols, O.cols)):
-            with memory.sram(kernel="attention") as sram:
-                acc, m, l = flash2.attend(memory, sram, call, rows, blocks(length, self.page_size), load_keys)
-                sram.store(O, acc / nonzero(l), rows)
-                sram.store(LSE, log_sum_exp(m, l), rows)
+            with memory.sram("attention", flash2.TILES, rows=rows) as sram:
+                flash2.attend(sram, call, rows, blocks(length, self.page_size), load_keys)
+                sram.store(O, sram.O / nonzero(sram.l), rows)
+                sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
         memory.release(Q, table)
         return O.tensor, LSE.tensor
 

@@ -20,8 +20,11 @@ from torch import Tensor
 
 from flashtile.learn.algorithms.call import blocks, chosen_blocks, place, zeros
 from flashtile.learn.algorithms.flash2 import block_sizes
-from flashtile.learn.algorithms.memory import Memory
+from flashtile.learn.algorithms.memory import Memory, Tile
 from flashtile.learn.algorithms.tiled_matmul import product
+
+TILES = {"S": Tile("S = Q K^T", "rows", "keys"), "O": Tile("O += S V")}
+"""Tiles of :func:`fused`, for the trace."""
 
 
 def separate(
@@ -63,15 +66,15 @@ def fused(
     Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.cols, V.cols))
     O = memory.empty("O", Q.rows, V.cols, like=q)
     for rows in blocks(Q.rows, Br):
-        with memory.sram(kernel="O = Q K^T V") as outer:
-            q_i = outer.load(Q, rows)
-            acc = outer.compute("O", zeros(len(rows), V.cols, q), rows)
+        with memory.sram("O = Q K^T V", TILES, rows=rows) as sram:
+            q_i = sram.load(Q, rows)
+            sram.start(O=zeros(len(rows), V.cols, q))
             for keys in blocks(K.rows, Bc):
-                with memory.sram() as sram:
+                with sram.scope(keys=keys):
                     k_j, v_j = call.load_keys(sram, keys)
-                    s = sram.compute("S", q_i @ k_j.T, rows, keys, op="S = Q K^T")
-                    acc = outer.compute("O", acc + s @ v_j, rows, op="O += S V")
-            outer.store(O, acc, rows)
+                    sram.S = q_i @ k_j.T
+                    sram.O = sram.O + sram.S @ v_j
+            sram.store(O, sram.O, rows)
     return O.tensor
 
 

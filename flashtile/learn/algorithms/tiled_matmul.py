@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split
 from flashtile.learn.algorithms.call import blocks, chosen_blocks, zeros
-from flashtile.learn.algorithms.memory import Array, Memory, SramExceededError
+from flashtile.learn.algorithms.memory import Array, Memory, SramExceededError, Tile
 from flashtile.learn.algorithms.warps import Warps
 
 MAX_BLOCK_K = 16
@@ -90,15 +90,16 @@ def product(
     block_m, block_n = chosen_blocks(block_m, block_n, block_sizes(memory, max(C.cols, 1)))
     depth = A.rows if transpose_a else A.cols
     op = f"{C.name} += {A.name}{'^T' if transpose_a else ''} {B.name}{'^T' if transpose_b else ''}"
+    tiles = {"c": Tile(op, "rows", "cols", name=C.name)}
     for rows in blocks(C.rows, block_m):
         for cols in blocks(C.cols, block_n):
-            with memory.sram(kernel=C.name) as sram:  # a GPU's thread block
-                c = sram.compute(C.name, zeros(len(rows), len(cols), C.tensor), rows, cols)
+            with memory.sram(C.name, tiles, rows=rows, cols=cols) as sram:  # a GPU's thread block
+                sram.start(c=zeros(len(rows), len(cols), C.tensor))
                 for strip in blocks(depth, strip_width(memory)):
                     a = sram.load(A, strip, rows).T if transpose_a else sram.load(A, rows, strip)
                     b = sram.load(B, cols, strip).T if transpose_b else sram.load(B, strip, cols)
-                    c = sram.compute(C.name, c + a @ b, rows, cols, op=op)
-                sram.store(C, finish(c, rows, cols), rows, cols)
+                    sram.c = sram.c + a @ b
+                sram.store(C, finish(sram.c, rows, cols), rows, cols)
 
 
 def two_levels(

@@ -19,9 +19,27 @@ import torch
 from torch import Tensor
 
 from flashtile.learn.algorithms import flash2
-from flashtile.learn.algorithms.call import Head, blocks, chosen_blocks, log_sum_exp, nonzero, place, zeros
+from flashtile.learn.algorithms.call import (
+    Head,
+    blocks,
+    chosen_blocks,
+    log_sum_exp,
+    nonzero,
+    place,
+    row_sum,
+    zeros,
+)
 from flashtile.learn.algorithms.flash_decoding import block_sizes, of_split, split_blocks
-from flashtile.learn.algorithms.memory import Memory, Sram
+from flashtile.learn.algorithms.memory import Memory, Sram, Tile
+
+TILES = {
+    "S": Tile("S = Q K^T - phi", "rows", "keys"),
+    "P": Tile("P = exp(S)", "rows", "keys", name="S"),  # in the place of S
+    "l": Tile("l += rowsum P"),
+    "O": Tile("O += P V"),
+}
+MERGE_TILES = {"O": Tile("O += O_s"), "l": Tile("l += l_s")}
+"""Tiles of both kernels, for the trace."""
 
 
 def forward(
@@ -65,10 +83,10 @@ def forward(
     outside: list[range] = []  # on a GPU: a flag in HBM that any split may set
     for split, parts in enumerate(split_blocks(K.rows, Bc, num_splits)):
         for rows in blocks(Q.rows, Br):
-            with memory.sram(kernel="split") as sram:
-                acc, l, inside = attend(memory, sram, call, rows, parts, phi, bounds)
-                sram.store(O_s, acc, of_split(split, rows, Q.rows))
-                sram.store(L_s, l, of_split(split, rows, Q.rows))
+            with memory.sram("split", TILES, rows=rows) as sram:
+                inside = attend(sram, call, rows, parts, phi, bounds)
+                sram.store(O_s, sram.O, of_split(split, rows, Q.rows))
+                sram.store(L_s, sram.l, of_split(split, rows, Q.rows))
             if not inside and rows not in outside:
                 outside.append(rows)
 
@@ -76,51 +94,50 @@ def forward(
     LSE = memory.empty("lse", Q.rows, 1, like=q)
     for rows in blocks(Q.rows, Br):
         if rows in outside:
-            with memory.sram(kernel="recompute") as sram:
-                acc, m, l = flash2.attend(memory, sram, call, rows, blocks(K.rows, Bc))
-                sram.store(O, acc / nonzero(l), rows)
-                sram.store(LSE, log_sum_exp(m, l), rows)
+            with memory.sram("recompute", flash2.TILES, rows=rows) as sram:
+                flash2.attend(sram, call, rows, blocks(K.rows, Bc))
+                sram.store(O, sram.O / nonzero(sram.l), rows)
+                sram.store(LSE, log_sum_exp(sram.m, sram.l), rows)
             continue
-        with memory.sram(kernel="merge") as sram:
-            acc = sram.compute("O", zeros(len(rows), V.cols, q), rows)
-            l = sram.compute("l", zeros(len(rows), 1, q), rows)
+        with memory.sram("merge", MERGE_TILES, rows=rows) as sram:
+            sram.start(O=zeros(len(rows), V.cols, q), l=zeros(len(rows), 1, q))
             for split in range(num_splits):
                 part = of_split(split, rows, Q.rows)
-                acc = sram.compute("O", acc + sram.load(O_s, part), rows, op="O += O_s")
-                l = sram.compute("l", l + sram.load(L_s, part), rows, op="l += l_s")
-            sram.store(O, acc / nonzero(l), rows)
-            sram.store(LSE, log_sum_exp(zeros(len(rows), 1, q) + phi, l), rows)
+                sram.O = sram.O + sram.load(O_s, part)
+                sram.l = sram.l + sram.load(L_s, part)
+            sram.store(O, sram.O / nonzero(sram.l), rows)
+            sram.store(LSE, log_sum_exp(zeros(len(rows), 1, q) + phi, sram.l), rows)
     memory.release(O_s, L_s)
     return O.tensor, LSE.tensor, outside
 
 
 def attend(
-    memory: Memory,
-    outer: Sram,
+    sram: Sram,
     call: Head,
     rows: range,
     key_blocks: list[range],
     phi: float,
     bounds: tuple[float, float],
-) -> tuple[Tensor, Tensor, bool]:
-    """Return (sum of exp(S - phi) V, sum of exp(S - phi), whether all visible scores are within the
-    bounds)."""
+) -> bool:
+    """Return whether all visible scores are within the bounds.
+
+    Leaves O = sum of exp(S - phi) V and l = sum of exp(S - phi) in SRAM.
+    """
     low, high = bounds
-    q_i = outer.load(call.Q, rows)
-    acc = outer.compute("O", zeros(len(rows), call.V.cols, q_i), rows)
-    l = outer.compute("l", zeros(len(rows), 1, q_i), rows)
+    q_i = sram.load(call.Q, rows)
+    sram.start(O=zeros(len(rows), call.V.cols, q_i), l=zeros(len(rows), 1, q_i))
     inside = True
     for keys in key_blocks:
         if not call.mask.sees_any(rows, keys):
-            memory.record("skip", "S", rows, keys)
+            sram.skip("S", rows, keys)
             continue
-        with memory.sram() as sram:
+        with sram.scope(keys=keys):
             k_j, v_j = call.load_keys(sram, keys)
-            s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
-            s = sram.compute("S", s - phi, rows, keys, op="S = Q K^T - phi")
-            seen = s[s > -torch.inf]
+            sram.S = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys) - phi
+            scores = sram.S
+            seen = scores[scores > -torch.inf]
             inside = inside and bool(((seen > low) & (seen < high)).all())
-            p = sram.compute("S", torch.exp(s), rows, keys, op="P = exp(S)")
-            l = outer.compute("l", l + p.sum(-1, keepdim=True), rows, op="l += rowsum P")
-            acc = outer.compute("O", acc + p @ v_j, rows, op="O += P V")
-    return acc, l, inside
+            sram.P = torch.exp(sram.S)
+            sram.l = sram.l + row_sum(sram.P)
+            sram.O = sram.O + sram.P @ v_j
+    return inside

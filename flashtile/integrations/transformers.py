@@ -31,6 +31,9 @@ LITERAL_NAMES = ("flash_attention_2", "flash_attention_3")
 BIASED = ("t5", "mt5", "umt5")
 """Model types that support no flash implementation only because they add a bias to their scores."""
 
+WITH_OWN_MASKS = ("gemma3", "paligemma")
+"""Model types that Transformers 5.24 bars from flash implementations because FlashAttention drops their masks."""
+
 LEAVING_OUT = ("gpt_neo",)
 """Model types whose code for flash implementations omits their windows."""
 
@@ -50,8 +53,8 @@ def register(as_flash_attention: bool = False) -> None:
             or ``config.json`` may contain, on any device. The model's config keeps its name. An installed
             flash-attn package is not used then. To change this setting, call :func:`unregister` first.
 
-    A model that supports no flash implementation and is not one of :data:`BIASED`, or is one of
-    :data:`LEAVING_OUT`, raises a ValueError. ``output_attentions=True`` raises a NotImplementedError with
+    A model that supports no flash implementation raises a ValueError, unless it is one of :data:`BIASED` or
+    :data:`WITH_OWN_MASKS`. So does a model of :data:`LEAVING_OUT`. ``output_attentions=True`` raises a NotImplementedError with
     packed sequences. Otherwise a second pass over queries and keys computes the weights, before dropout. They
     have no gradient, and weights of padded queries are undefined. A mask (batch, heads or 1, seqlen_q,
     seqlen_k) made by the model or its user is read element by element.
@@ -211,7 +214,7 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
 
     A model that lists its compatible flash implementations (those with sinks) would fall back to one of the
     list, so our names are added to it. A model that supports none is refused, because terms that it adds to
-    its scores could be lost; models in ``BIASED`` pass these terms on.
+    its scores could be lost; models in ``BIASED`` and ``WITH_OWN_MASKS`` pass these terms or masks on.
     """
 
     @functools.wraps(check)
@@ -221,7 +224,7 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
             attn_implementation = NAMES[0]
         if attn_implementation in NAMES + _PAGED:
             model = type(self)
-            served = self._supports_flash_attn or self.config.model_type in BIASED
+            served = self._supports_flash_attn or self.config.model_type in BIASED + WITH_OWN_MASKS
             if not served or self.config.model_type in LEAVING_OUT:
                 raise ValueError(
                     f"attn_implementation={asked_for!r}: {model.__name__} supports no flash "

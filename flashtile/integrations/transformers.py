@@ -32,7 +32,7 @@ BIASED = ("t5", "mt5", "umt5")
 """Model types that support no flash implementation only because they add a bias to their scores."""
 
 WITH_OWN_MASKS = ("gemma3", "paligemma")
-"""Model types that Transformers 5.24 bars from flash implementations because FlashAttention drops their masks."""
+"""Model types that Transformers 5.24 marks as without flash attention because it drops their masks."""
 
 LEAVING_OUT = ("gpt_neo",)
 """Model types whose code for flash implementations omits their windows."""
@@ -53,11 +53,11 @@ def register(as_flash_attention: bool = False) -> None:
             or ``config.json`` may contain, on any device. The model's config keeps its name. An installed
             flash-attn package is not used then. To change this setting, call :func:`unregister` first.
 
-    A model that supports no flash implementation raises a ValueError, unless it is one of :data:`BIASED` or
-    :data:`WITH_OWN_MASKS`. So does a model of :data:`LEAVING_OUT`. ``output_attentions=True`` raises a NotImplementedError with
-    packed sequences. Otherwise a second pass over queries and keys computes the weights, before dropout. They
-    have no gradient, and weights of padded queries are undefined. A mask (batch, heads or 1, seqlen_q,
-    seqlen_k) made by the model or its user is read element by element.
+    A model that supports no flash implementation raises a ValueError, unless it is one of :data:`BIASED`
+    or :data:`WITH_OWN_MASKS`. So does a model of :data:`LEAVING_OUT`. ``output_attentions=True`` raises a
+    NotImplementedError with packed sequences. Otherwise a second pass over queries and keys computes the
+    weights, before dropout. They have no gradient, and weights of padded queries are undefined. A mask
+    (batch, heads or 1, seqlen_q, seqlen_k) made by the model or its user is read element by element.
 
     Raises:
         ModuleNotFoundError: Transformers is not installed.
@@ -214,7 +214,7 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
 
     A model that lists its compatible flash implementations (those with sinks) would fall back to one of the
     list, so our names are added to it. A model that supports none is refused, because terms that it adds to
-    its scores could be lost; models in ``BIASED`` and ``WITH_OWN_MASKS`` pass these terms or masks on.
+    its scores could be lost. Models in ``BIASED`` and ``WITH_OWN_MASKS`` pass their terms and masks on.
     """
 
     @functools.wraps(check)

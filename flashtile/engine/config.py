@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_CONFIG_BYTES = 2**24
-MOST = 2**24
+MAX_SIZE = 2**24
 """The largest size that a config may name. Larger ones are mistakes or attacks."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -28,7 +28,7 @@ class Family:
     Attributes:
         fields: the fields that the family's config class in Transformers has, with the class's defaults.
             Any other field of ``config.json`` is ignored.
-        qkv_bias, o_bias: whether the attention's projections have a bias. None: as ``attention_bias`` says.
+        qkv_bias, o_bias: whether the attention's projections have a bias. None: ``attention_bias`` decides.
         qk_norm: RMSNorm of each query and key head before the rotation (Qwen 3).
         unit_norm: norms multiply by ``1 + weight``, and embeddings by ``sqrt(hidden_size)`` (Gemma).
         sandwich_norm: norms also follow attention and MLP, before the residual is added (Gemma 2).
@@ -169,7 +169,7 @@ class ModelConfig:
         if rope["rope_type"] not in ("linear", "yarn"):
             return length
         stretched = rope.get("original_max_position_embeddings", length) * rope["factor"]
-        return max(length, int(min(MOST, stretched)))
+        return max(length, int(min(MAX_SIZE, stretched)))
 
 
 class ConfigError(ValueError):
@@ -185,7 +185,7 @@ class _Fields:
     def refuse(self, name: str, allowed: str) -> ConfigError:
         return ConfigError(f"{self.source}: {name} must be {allowed}, got {self.values.get(name)!r:.80}")
 
-    def size(self, name: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+    def size(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
         value = self.values.get(name)
         value = default if value is None else value
         if type(value) is not int or not least <= value <= most:
@@ -208,7 +208,7 @@ class _Fields:
         return value
 
     def activation(self, name: str) -> str:
-        """Return our name of an activation."""
+        """Return the name that :class:`ModelConfig` uses for a field's activation."""
         value = self.values.get(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise NotImplementedError(
@@ -356,15 +356,18 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
     if not isinstance(given, Mapping):
         raise ConfigError(f"{source} must be an object, got {given!r:.80}")
     if any(isinstance(value, Mapping) for value in given.values()):
-        raise NotImplementedError(f"{source} by type of layer are not supported, got {sorted(given)!r:.80}")
+        raise NotImplementedError(
+            f"{source} must be the same for all types of layers, got {sorted(given)!r:.80}"
+        )
     rope = _Fields({"rope_theta": fields.values["rope_theta"], **given}, source)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise NotImplementedError(
             f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}"
         )
-    if (rope.values.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1) != 1:
-        raise NotImplementedError(f"{source}: partial_rotary_factor must be 1")
+    rotated = rope.values.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1
+    if rotated != 1:
+        raise NotImplementedError(f"{source}: partial_rotary_factor must be 1, got {rotated!r:.80}")
     found: dict[str, Any] = {
         "rope_type": kind,
         "rope_theta": rope.number("rope_theta", family.fields["rope_theta"]),
@@ -383,7 +386,7 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
     if kind == "yarn":
         for name in ("mscale", "mscale_all_dim"):
             if rope.values.get(name):
-                raise NotImplementedError(f"{source}: {name} is not supported")
+                raise NotImplementedError(f"{source}: {name} is not supported, got {rope.values[name]!r:.80}")
         if found["rope_theta"] == 1:  # all pairs would rotate at the same frequency
             raise rope.refuse("rope_theta", "other than 1 with rope_type 'yarn'")
         found |= {name: rope.number(name, value) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}

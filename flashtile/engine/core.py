@@ -1,8 +1,8 @@
-"""The engine: it takes requests, computes one step at a time, and returns answers.
+"""The engine: accepts requests, computes one step at a time, and returns answers.
 
-While a step runs on the GPU, the next one is scheduled and launched, and then the results of the running one
-are read: tokens, ends of answers, texts. Penalties, beam search and logits processors need the last token on
-the host; with them the engine reads the results before it schedules the next step.
+While a step runs on the GPU, the next one is scheduled and launched. Then the results of the running step are
+read: its tokens, and the answers that they end. Penalties, beam search and logits processors need the last
+token on the host. With them, the results are read before the next step is scheduled.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class EngineStats:
     """Statistics of an engine: its present state, and totals since its start.
 
     Attributes:
-        running, waiting: number of sequences that have memory, and of those that wait for it.
+        running, waiting: number of sequences with blocks of the cache, and of those without.
         cache_usage: share of the cache's blocks that sequences use, from 0 to 1.
         num_preemptions: total number of preemptions.
-        prompt_tokens, generation_tokens: total tokens computed of prompts, and generated.
-        prefix_queries, prefix_hits: total tokens looked up in the prefix cache, and found there.
+        prompt_tokens, generation_tokens: total number of computed prompt tokens, and of generated tokens.
+        prefix_queries, prefix_hits: total number of tokens looked up in the prefix cache, and found there.
     """
 
     running: int
@@ -66,7 +66,8 @@ class Engine:
         max_model_len: maximum number of tokens of prompt and answer together.
         seed: seed of requests without a seed of their own.
         overlap: launch a step before the results of the previous one are read.
-        speculator: guesses tokens. The engine then waits for the results of each step.
+        speculator: guesses the next tokens. With one, a step's results are read before the next step is
+            scheduled.
 
     Attributes:
         on_change: called with the name, positional and keyword arguments of each call that changes the
@@ -119,10 +120,11 @@ class Engine:
             cache_salt: only requests with the same salt share blocks through the prefix cache.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: an argument is not served. Nothing is queued then.
+            TypeError, ValueError, NotImplementedError: an argument is invalid or not supported. Nothing is
+                queued then.
         """
         if not isinstance(request_id, str) or not request_id:
-            raise TypeError(f"request_id must be a string, got {request_id!r:.60}")
+            raise TypeError(f"request_id must be a string that is not empty, got {request_id!r:.60}")
         if request_id in self.requests:
             raise ValueError(f"request_id must be new, but an unfinished request has {request_id!r:.60}")
         if not isinstance(params, (SamplingParams, BeamSearchParams)):
@@ -131,7 +133,7 @@ class Engine:
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ValueError(
-                f"the prompt must be shorter than max_model_len={self.max_model_len} tokens, "
+                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, "
                 f"got {len(tokens)}"
             )
         self._check_tokens(params)
@@ -172,32 +174,36 @@ class Engine:
             unknown = set(prompt) - {"prompt", "prompt_token_ids"}
             if unknown:
                 raise NotImplementedError(
-                    f"a prompt must have prompt or prompt_token_ids, got {sorted(unknown)}"
+                    f"prompt must be a dict with the keys prompt or prompt_token_ids, got {sorted(unknown)}"
                 )
             text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
             given = text if tokens is None else tokens
             if not (text is None or isinstance(text, str)) or isinstance(tokens, str):
-                raise TypeError("prompt must be a string, and prompt_token_ids must be a list of tokens")
+                raise TypeError(
+                    "prompt must be a string, and prompt_token_ids must be a list of tokens, "
+                    f"got {type(text).__name__} and {type(tokens).__name__}"
+                )
             prompt = given
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("a prompt must be tokens: there is no tokenizer")
+                raise ValueError("prompt must be a list of tokens without a tokenizer, got a string")
             text, prompt = prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, (list, tuple)):
-            raise TypeError(f"a prompt must be a string or a list of tokens, got {type(prompt).__name__}")
+            raise TypeError(f"prompt must be a string or a list of tokens, got {type(prompt).__name__}")
         if set(map(type, prompt)) == {int}:  # fast path: checking each token delays the first one
             found = list(prompt)
         else:
             found = [as_int("prompt_token_ids", token) for token in prompt]
         if not found:
-            raise ValueError("a prompt must have at least one token")
+            raise ValueError("prompt must have at least one token, got 0")
         if min(found) < 0 or max(found) >= self.config.vocab_size:
-            raise ValueError(f"prompt_token_ids must be from 0 to {self.config.vocab_size - 1}")
+            wrong = min(found) if min(found) < 0 else max(found)
+            raise ValueError(f"prompt_token_ids must be from 0 to {self.config.vocab_size - 1}, got {wrong}")
         return text, found
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether :meth:`step` has anything to do."""
+        """Whether a request is unfinished, or results of a launched step are not read yet."""
         return bool(self.requests) or self._in_flight is not None
 
     def step(self) -> list[RequestOutput]:
@@ -264,7 +270,7 @@ class Engine:
                 "logit_bias": list(params.logit_bias or ()),
             }
             if params.stops and self.tokenizer is None:
-                raise ValueError("stop must be empty without a tokenizer: stop texts are found in the text")
+                raise ValueError(f"stop must be empty without a tokenizer, got {params.stops!r:.60}")
             for name in ("logprobs", "prompt_logprobs"):
                 if (getattr(params, name) or 0) > size:
                     raise ValueError(f"{name} must be at most vocab_size={size}, got {getattr(params, name)}")
@@ -423,7 +429,7 @@ class Engine:
         return found
 
     def _output(self, request: Request) -> RequestOutput | None:
-        """The output of a request, or None while its ``output_kind`` returns nothing."""
+        """Return the output of a request, or None while its ``output_kind`` returns nothing."""
         finished = request.finished
         params = request.params
         if isinstance(params, BeamSearchParams):

@@ -102,7 +102,7 @@ class Drafter:
     def _pass(self, batch: int, first: bool) -> None:
         """Compute the logits after each sequence's last token. The first pass computes two tokens."""
         tokens, places, rows, left = (state[:batch] for state in self._state)
-        # A sequence that wants no more drafts may have no block there, so nothing is written for it.
+        # A sequence with enough drafts may have no block for further ones, so nothing is written for it.
         goes_on, offsets = left > 0, None
         table = self.block_table.index_select(0, torch.where(goes_on, rows, self.spare_row))
         lengths = torch.where(goes_on, places, 1) - int(first)

@@ -22,7 +22,7 @@ class Draw:
         samples: one sequence for each row of the logits.
         choice: their sampling parameters on the device.
         shaped: rows whose logits may have to be changed before the draw.
-        scored: (row, number of log-probabilities) of the rows that want some.
+        scored: (row, number of log-probabilities) of the rows for which they were requested.
     """
 
     samples: tuple[Sequence, ...]
@@ -85,7 +85,8 @@ def shape(logits: Tensor, sample: Sequence) -> None:
     for process in params.logits_processors or ():
         changed = process(sample.outputs, logits)
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
-            raise ValueError(f"logits_processors must return logits of shape {tuple(logits.shape)}")
+            got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
+            raise ValueError(f"logits_processors must return logits of shape {tuple(logits.shape)}, got {got}")
         logits.copy_(changed)
     if sample.num_outputs - 1 < params.min_tokens and request.ends:
         logits[on_device(list(request.ends), torch.int64, device)] = -torch.inf
@@ -103,9 +104,9 @@ def is_special(sample: Sequence) -> bool:
 
 
 def _num_logprobs(sample: Sequence) -> int | None:
-    """Return the number of log-probabilities that a sample wants, None for none.
+    """Return how many log-probabilities of a sample are needed, or None if none are.
 
-    A beam needs enough of them that ``beam_width`` remain when all end tokens are among them.
+    A beam needs so many that ``beam_width`` remain without the end tokens.
     """
     params = sample.request.params
     if isinstance(params, BeamSearchParams):

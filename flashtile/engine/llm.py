@@ -40,7 +40,7 @@ DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
 }
-MAX_UNASKED = 2**20
+MAX_DEFAULT_LENGTH = 2**20
 """Upper limit of the default ``max_model_len``, because longer rotary and block tables waste memory."""
 CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn}
 
@@ -57,15 +57,16 @@ class LLM:
         device: "cuda", "cpu" ...; None is the first GPU, or the CPU if there is none.
         seed: seed of requests without a seed of their own.
         max_model_len: maximum number of tokens of prompt and answer together. None: the model's
-            ``max_position_embeddings``, limited by the memory and by 2^20.
+            ``max_position_embeddings``, but at most 2^20 and at most the tokens that fit into the KV cache.
         max_num_seqs: maximum number of sequences computed at a time.
         max_num_batched_tokens: maximum number of tokens computed in a step. None: 8192 on a GPU, 1024 on a
             CPU.
-        gpu_memory_utilization: share of the GPU's memory that the engine may take, above 0 and at most 1.
-        kv_cache_memory_bytes: bytes of the KV cache. None: what the weights and the largest step leave of
-            that share.
-        num_gpu_blocks_override: number of blocks of the KV cache, which overrides both.
-        block_size: tokens of a block.
+        gpu_memory_utilization: share of the GPU's memory that the engine may use, above 0 and at most 1.
+        kv_cache_memory_bytes: bytes of the KV cache. None: the part of that share that the weights and the
+            temporary memory of the largest step leave free; 1 GiB on a CPU.
+        num_gpu_blocks_override: number of blocks of the KV cache. It overrides ``gpu_memory_utilization``
+            and ``kv_cache_memory_bytes``.
+        block_size: tokens per block of the KV cache.
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
         enable_prefix_caching: reuse the blocks of equal prefixes.
         swap_space: GiB of host memory that preempted sequences are swapped to. 0: they are recomputed.
@@ -83,7 +84,7 @@ class LLM:
 
     Raises:
         FileNotFoundError: the folder lacks a file.
-        ValueError, TypeError, NotImplementedError: an argument or the model is not served.
+        ValueError, TypeError, NotImplementedError: an argument or the model is invalid or not supported.
         ModuleNotFoundError: a package is missing (``pip install 'flashtile[engine]'``).
 
     Examples:
@@ -137,7 +138,7 @@ class LLM:
         self.dtype = _weight_dtype(dtype, config, self.device, quantization)
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
         length = _between(
-            "max_model_len", max_model_len, min(config.max_position_embeddings, MAX_UNASKED), 1,
+            "max_model_len", max_model_len, min(config.max_position_embeddings, MAX_DEFAULT_LENGTH), 1,
             config.longest_sequence,
         )  # fmt: skip
         utilization, host_bytes = _memory_limits(gpu_memory_utilization, swap_space)
@@ -227,12 +228,13 @@ class LLM:
             priority: one integer for each prompt; lower values are scheduled first.
 
         Raises:
-            TypeError, ValueError, NotImplementedError: an argument is not served. Nothing is computed then.
+            TypeError, ValueError, NotImplementedError: an argument is invalid or not supported. Nothing is
+                computed then.
         """
         if lora_request is not None:
-            raise NotImplementedError("lora_request must be None")
+            raise NotImplementedError(f"lora_request must be None, got {lora_request!r:.60}")
         if use_tqdm:
-            raise NotImplementedError("use_tqdm must be False")
+            raise NotImplementedError(f"use_tqdm must be False, got {use_tqdm!r:.60}")
         many = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
@@ -276,7 +278,15 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[RequestOutput]:
-        """Return the likeliest continuations of each prompt, the best first in ``outputs``."""
+        """Return the likeliest continuations of each prompt, the best first in ``outputs``.
+
+        Args:
+            prompts: as in :meth:`generate`.
+            params: parameters of the search.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: an argument is invalid or not supported.
+        """
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be BeamSearchParams, got {type(params).__name__}")
         many = _as_prompts(prompts)
@@ -299,7 +309,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
-            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+            raise ValueError("skip_tokenizer_init must be False to use the tokenizer, got True")
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -317,8 +327,8 @@ class LLM:
     def close(self) -> None:
         """Wait for the device and free the CUDA graphs.
 
-        Call it before you destroy a process group, which may wait for the graphs. At the end of the process
-        it happens by itself. Later requests capture new graphs.
+        Call it before you destroy a process group, because NCCL may wait for the graphs. Graphs are also
+        freed when the process ends. Later requests capture new graphs.
         """
         self.engine.runner.close()
 
@@ -406,7 +416,7 @@ def _weight_dtype(
     if is_choice(dtype, ("auto",)):
         found = torch.float32 if device.type == "cpu" else DTYPES[config.dtype]
     if not is_choice(found, tuple(DTYPES.values())):
-        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r:.60}")
+        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r:.60}")
     if quantization is not None and found == torch.float32:
         raise ValueError("dtype must be bfloat16 or float16 with quantization='fp8', got float32")
     assert isinstance(found, torch.dtype)
@@ -428,7 +438,8 @@ def _fitting_tokenizer(folder: Path, config: ModelConfig) -> Tokenizer:
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, more than the model's {config.vocab_size}"
+            f"tokenizer must have at most the model's vocab_size={config.vocab_size} tokens, "
+            f"got {tokenizer.vocab_size}"
         )
     return tokenizer
 
@@ -488,7 +499,7 @@ def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:
     if is_choice(name, ("auto",)):
         return dtype
     if not is_choice(name, tuple(CACHE_DTYPES)):
-        raise ValueError(f"kv_cache_dtype must be auto, {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
+        raise ValueError(f"kv_cache_dtype must be one of auto, {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
     return CACHE_DTYPES[name]
 
 
@@ -504,7 +515,8 @@ def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
     draft = read_config(settings.model)
     if draft.vocab_size != config.vocab_size:
         raise ValueError(
-            f"the draft model must have the model's vocab_size={config.vocab_size}, got {draft.vocab_size}"
+            "speculative_config must name a draft model with the model's "
+            f"vocab_size={config.vocab_size}, got {draft.vocab_size}"
         )
     if settings.tree_width > 1 and max(*config.windows, *draft.windows) >= 0:
         raise NotImplementedError(
@@ -514,7 +526,7 @@ def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
 
 
 def _common_window(config: ModelConfig, draft: ModelConfig | None) -> int:
-    """Return the window to the left that every layer of both models stays within, -1 if there is none."""
+    """Return the largest ``window_left`` of all layers of both models, -1 if a layer has no window."""
     windows = [one.common_window for one in (config, draft) if one is not None]
     return max(windows) if min(windows) >= 0 else -1
 

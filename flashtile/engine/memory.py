@@ -36,17 +36,17 @@ def memory_left(model: Model, max_num_batched_tokens: int, block_size: int, util
 
 @torch.inference_mode()
 def run_one_layer(model: Model, tokens: int, block_size: int) -> int:
-    """Run a step of ``tokens`` tokens of one prompt through one layer, to measure its peak memory.
+    """Run a step of one prompt of ``tokens`` tokens through one layer, so that memory can be measured.
 
     One layer suffices, because layers run one after another and each needs the same temporary memory. The
-    prompt is cut to the model's longest sequence.
+    prompt is limited to the positions of the rotary tables.
 
     Returns:
         Bytes of the keys and values allocated for the step.
     """
     config, device = model.config, model.embedding.device
     one = copy.copy(model)
-    one.layers = model.layers[-1:]  # the last prepares no other layer's input
+    one.layers = model.layers[-1:]  # the other layers also prepare the next layer's input
     caches = torch.zeros(
         2, 1, -(-tokens // block_size), block_size, model.kv_heads, config.head_dim,
         dtype=model.embedding.dtype, device=device,

@@ -23,7 +23,7 @@ from flashtile.reference.rotary import rotate
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
-"""Up to this many rows, flat products add residuals and prepare their results for the following norm."""
+"""Up to this many tokens, products also add the residual and prepare their result for the following norm."""
 Hidden = Tensor | BeforeNorm
 """Hidden states between layers: (total_new, hidden_size), possibly prepared for the next norm."""
 
@@ -85,7 +85,7 @@ class Matrix:
         residual: Hidden | None = None,
         following: Norm | None = None,
     ) -> Any:
-        """Multiply x (tokens, K), normalised by ``norm``, by the weight; add bias and residual.
+        """Return (tokens, N): x (tokens, K), normalised by ``norm``, times the weight, plus bias and residual.
 
         With ``following`` the result is prepared for that norm. The result may reuse the residual's memory:
         above ``FEW_ROWS`` tokens the sum is made in place, because :func:`linear` would copy the residual.
@@ -116,7 +116,7 @@ class Norm:
 
 
 def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
-    """Return x as a product takes it, and the product's arguments that complete the norm."""
+    """Return (x, keyword arguments of :func:`linear`) so that the product's input is normalised."""
     if isinstance(x, BeforeNorm):
         return x.scaled, {"x_scale": x.factor}
     return (x, {"norm_weight": norm.weight, "norm_eps": norm.eps}) if norm.fused else (norm(x), {})
@@ -173,11 +173,11 @@ class Attention:
         x, normed = operand(x, norm)
         if cache.k.dtype != x.dtype:
             return None
-        one, placed = step.cu_seqlens_q is None, step.slots is not None
+        one, has_slots = step.cu_seqlens_q is None, step.slots is not None
         q = linear_qkv(
             x, self.qkv.weight, cache.k, cache.v, self.qkv_bias,
-            positions=step.positions if placed else step.cache_seqlens,
-            block_table=None if placed else step.block_table, slot_mapping=step.slots,
+            positions=step.positions if has_slots else step.cache_seqlens,
+            block_table=None if has_slots else step.block_table, slot_mapping=step.slots,
             rotary_cos=cache.cos, rotary_sin=cache.sin, weight_scale=self.qkv.scale, prefetch=True, **normed,
         )  # fmt: skip
         return flash_attn_with_kvcache(
@@ -302,7 +302,7 @@ class Layer:
         self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
         self.sandwich, self.ranks = config.family.sandwich_norm, ranks
         self.following: Norm | None = None  # the next layer's first norm
-        # An all-reduce or a second norm comes before the next norm, so its input is not ready here.
+        # An all-reduce or a second norm before the next norm would change the prepared input.
         self.prepares = ranks.world == 1 and self.before_mlp.fused and not self.sandwich
         if self.sandwich:
             self.after_attention = self.before_mlp
@@ -361,7 +361,7 @@ class Model:
         self.rotary = cos.to(self.embedding.device), sin.to(self.embedding.device)
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Return the last layer's hidden states (total_new, hidden_size), and append keys and values.
+        """Append keys and values, and return the last layer's hidden states (total_new, hidden_size).
 
         Args:
             step: the new tokens.
@@ -383,7 +383,7 @@ class Model:
         return self.ranks.join(self.own_logits(hidden))
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of this process's part of the vocabulary."""
+        """Return the logits (rows, vocab_size / world) of this process's part of the vocabulary."""
         logits = self.head(hidden, norm=self.norm)
         cap = self.config.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits

@@ -86,7 +86,9 @@ def shape(logits: Tensor, sample: Sequence) -> None:
         changed = process(sample.outputs, logits)
         if not isinstance(changed, Tensor) or changed.shape != logits.shape:
             got = tuple(changed.shape) if isinstance(changed, Tensor) else type(changed).__name__
-            raise ValueError(f"logits_processors must return logits of shape {tuple(logits.shape)}, got {got}")
+            raise ValueError(
+                f"logits_processors must return logits of shape {tuple(logits.shape)}, got {got}"
+            )
         logits.copy_(changed)
     if sample.num_outputs - 1 < params.min_tokens and request.ends:
         logits[on_device(list(request.ends), torch.int64, device)] = -torch.inf

@@ -85,9 +85,9 @@ class Matrix:
         residual: Hidden | None = None,
         following: Norm | None = None,
     ) -> Any:
-        """Return (tokens, N): x (tokens, K), normalised by ``norm``, times the weight, plus bias and residual.
+        """Return the product (tokens, N) of x (tokens, K), normalised by ``norm``, and the weight.
 
-        With ``following`` the result is prepared for that norm. The result may reuse the residual's memory:
+        Bias and residual are added. With ``following`` the result is prepared for that norm. The result may reuse the residual's memory:
         above ``FEW_ROWS`` tokens the sum is made in place, because :func:`linear` would copy the residual.
         """
         normed: dict[str, Any] = {}

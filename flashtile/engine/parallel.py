@@ -24,14 +24,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 ONE_SHOT_BYTES = 2**23
-"""Bytes that a rank sends to all ranks, itself included. Up to so many, one kernel that writes into the
+"""Bytes that a rank sends to all ranks, itself included. Up to this size, one kernel that writes into the
 memory of all ranks is faster than NCCL."""
 PATIENCE = timedelta(days=365)
-"""Timeout of host collectives. A server may be idle for long, and ended processes are noticed without it."""
+"""Timeout of host collectives. A server may be idle for long, and the end of a process raises without it."""
 
 
 SECONDS = 600.0
-"""How long a GPU waits for the others within a step, because another rank may still compile kernels."""
+"""Seconds for which a GPU waits for the others within a step, because a rank may still compile kernels."""
 MESSAGE = 1024
 """Bytes of the first broadcast of a message."""
 
@@ -90,7 +90,7 @@ class ProcessRanks(Ranks):
         device: this process's device.
 
     Raises:
-        ValueError: the number of processes is another.
+        ValueError: ``world`` differs from the number of started processes.
     """
 
     def __init__(self, world: int, device: torch.device):

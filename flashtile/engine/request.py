@@ -35,7 +35,7 @@ class Sequence:
         forked: the request's other answers were forked from this one, or this is one of them.
         guesses: speculated tokens that the next step verifies.
         parents: the parent of each guess (:class:`flashtile.engine.speculation.Guesses`).
-        held: excluded from steps: a beam that waits for the other beams.
+        held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
         logprobs, cumulative_logprob: log-probabilities of the answer's tokens, if they were requested.
     """
 
@@ -70,7 +70,7 @@ class Sequence:
 
     @property
     def wanted(self) -> int:
-        """Number of tokens to compute before the next token can be chosen; 0 if none is wanted."""
+        """Number of tokens to compute before the next token can be chosen; 0 if none is to be chosen."""
         full = self.num_outputs >= self.request.max_outputs
         return 0 if self.held or full else self.num_tokens + len(self.guesses) - self.num_computed
 
@@ -130,7 +130,7 @@ class Request:
     def reads_prompt_cache(self) -> bool:
         """Whether the prompt's blocks may come from the prefix cache.
 
-        False if log-probabilities of the prompt are wanted, because cached tokens yield no logits.
+        False if log-probabilities of the prompt are requested, because cached tokens yield no logits.
         """
         return isinstance(self.params, BeamSearchParams) or self.params.prompt_logprobs is None
 

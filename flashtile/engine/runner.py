@@ -58,7 +58,8 @@ class InFlight:
         best: the logits of the chosen tokens. They are not finite if the row has NaN or infinity, because
             the draw always chooses those.
         scores: log-probabilities by index of the sample, if requested.
-        failed: by index of the sample, why it has no token: an error of a logits processor, or its logits.
+        failed: error messages by index of the sample. Its logits processor raised, or its logits are not
+            finite.
         prompt_scores: (sequence, first position, log-probabilities) of prompts, if requested.
         drafted: sequences and the draft model's guesses for them.
         event: a CUDA event recorded after the copies to the host; None on a CPU.
@@ -87,7 +88,7 @@ class InFlight:
         return self.tokens.tolist()
 
     def scores_of(self, i: int) -> TokenScores | None:
-        """Return the log-probabilities of sample i, or None if its request wants none."""
+        """Return the log-probabilities of sample i, or None if none were requested."""
         found = self.scores.get(i)
         return None if found is None else _scores(found)[0]
 
@@ -451,7 +452,7 @@ class Runner:
         in_flight.event.record()
 
     def _score_prompts(self, schedule: SchedulerOutput, hidden: Tensor, in_flight: InFlight) -> None:
-        """Compute log-probabilities of prompt tokens for the requests that want them, in pieces."""
+        """Compute the requested log-probabilities of prompt tokens, ``LOGITS_ROWS`` rows at a time."""
         at = 0
         for entry in schedule.entries:
             first, at = at, at + entry.num_tokens

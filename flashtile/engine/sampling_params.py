@@ -14,7 +14,7 @@ from flashtile.checks.conversions import as_float, as_int, check_flag
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 """(tokens of the answer so far, logits (vocab_size,) float32) -> logits, possibly changed in place."""
 
-LEAST_TEMPERATURE = 1e-30
+MIN_TEMPERATURE = 1e-30
 MAX_N = 1024
 MAX_STOPS = 64
 MAX_LISTED = 2**16
@@ -42,25 +42,26 @@ class SamplingParams:
             multiplied by it if negative. 1 changes nothing.
         temperature: divisor of the logits. 0 takes the likeliest token.
         top_p: sample from the smallest set of likeliest tokens that has this probability.
-        top_k: sample from so many likeliest tokens; 0 or -1: from all.
+        top_k: sample from the ``top_k`` likeliest tokens; 0 or -1: from all.
         min_p: drop tokens below this share of the likeliest token's probability.
         seed: makes the answer repeatable, independent of the rest of the batch. None or -1: the draws depend
             on the engine's seed and the request's number.
         stop: texts that end an answer. It is cut before them unless ``include_stop_str_in_output``.
         stop_token_ids: tokens that end an answer, in addition to the model's own.
         ignore_eos: continue after the model's end token.
-        max_tokens: maximum number of tokens of an answer. None: what ``max_model_len`` leaves.
-        min_tokens: before so many tokens, end tokens are not chosen and stop texts are ignored.
+        max_tokens: maximum number of tokens of an answer. None: only ``max_model_len`` limits it.
+        min_tokens: minimum number of tokens of an answer. Before it, end tokens are not chosen and stop texts
+            are ignored.
         logprobs: number of likeliest tokens whose log-probabilities are returned at each position, in
             addition to the chosen token's; -1: the whole vocabulary. They are the model's own, before
             temperature, penalties and filters.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens.
         logprob_token_ids: not supported; use ``logprobs``.
-        detokenize: False: ``text`` stays empty.
+        detokenize: make the answer's ``text``. False leaves it empty.
         skip_special_tokens: leave the tokenizer's special tokens out of the text.
         include_stop_str_in_output: keep the stop text or end token in the answer's text.
-        output_kind: contents of the outputs before the last one.
-        logit_bias: addends of logits by token, from -100 to 100.
+        output_kind: contents of the request's outputs (:class:`RequestOutputKind`).
+        logit_bias: dict from a token to the number added to its logit, from -100 to 100.
         allowed_token_ids: the only tokens that may be chosen.
         bad_words: not supported; forbid tokens with ``logit_bias`` or a logits processor.
         logits_processors: functions of the answer's tokens so far and the logits. They run on the host, one
@@ -130,7 +131,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _tokens("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                raise ValueError("allowed_token_ids must not be empty: no token could be chosen")
+                raise ValueError("allowed_token_ids must not be empty, got []")
         self.logit_bias = _bias(self.logit_bias)
         self._refuse_what_is_not_served()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
@@ -138,10 +139,10 @@ class SamplingParams:
         if not isinstance(self.output_kind, RequestOutputKind):
             raise TypeError(f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.60}")
         if not self.detokenize and self.stop:
-            raise ValueError("stop must be empty with detokenize=False: stop texts are found in the text")
+            raise ValueError(f"stop must be empty with detokenize=False, got {self.stop!r:.60}")
         processors = self.logits_processors or []
         if not isinstance(processors, Sequence) or not all(callable(one) for one in processors):
-            raise TypeError("logits_processors must be a list of functions")
+            raise TypeError(f"logits_processors must be a list of functions, got {processors!r:.60}")
         self.logits_processors = list(processors)
 
     def _refuse_what_is_not_served(self) -> None:
@@ -149,7 +150,8 @@ class SamplingParams:
             if getattr(self, name):
                 raise NotImplementedError(f"{name} is not supported, got {getattr(self, name)!r:.60}")
         if self.spaces_between_special_tokens is not True:
-            raise NotImplementedError("spaces_between_special_tokens must be True")
+            got = f"{self.spaces_between_special_tokens!r:.60}"
+            raise NotImplementedError(f"spaces_between_special_tokens must be True, got {got}")
 
     @property
     def greedy(self) -> bool:
@@ -210,7 +212,7 @@ class BeamSearchParams:
 def _temperature(value: Any) -> float:
     """Return the temperature, raised if logits divided by it could overflow float32. 0 stays 0."""
     found = _float("temperature", value, 0, 1e6)
-    return max(found, LEAST_TEMPERATURE) if found else 0.0
+    return max(found, MIN_TEMPERATURE) if found else 0.0
 
 
 def _int(name: str, value: Any, least: int, most: int) -> int:
@@ -222,7 +224,7 @@ def _int(name: str, value: Any, least: int, most: int) -> int:
 
 def _float(name: str, value: Any, least: float, most: float) -> float:
     number: float = as_float(name, value, "a number")
-    if not least <= number <= most:  # so written, it refuses NaN too
+    if not least <= number <= most:  # this form also refuses NaN
         raise ValueError(f"{name} must be from {least} to {most}, got {value}")
     return number
 
@@ -232,7 +234,7 @@ def _strings(name: str, value: Any) -> list[str]:
     if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) for text in found):
         raise TypeError(f"{name} must be a string or a list of strings, got {value!r:.60}")
     if len(found) > MAX_STOPS or not all(found):
-        raise ValueError(f"{name} must be at most {MAX_STOPS} strings, none of them empty")
+        raise ValueError(f"{name} must be at most {MAX_STOPS} strings, none of them empty, got {found!r:.60}")
     return list(found)
 
 

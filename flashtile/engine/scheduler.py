@@ -50,7 +50,7 @@ class SchedulerOutput:
 
     Attributes:
         entries: the sequences and tokens to compute.
-        moves: (kind, pairs of blocks) to copy or swap before, in this order.
+        moves: (kind, pairs of blocks): copies and swaps to make before the step, in this order.
         preempted: sequences that lost their memory.
         swapped: sequences that the moves swap out or in.
     """
@@ -103,10 +103,12 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
+        # A seat is one of the max_num_seqs sequences that may have memory.
         self._promised = 0  # seats reserved for answers that are not forked yet
         self._beam_searches: set[Request] = set()
         self._full = False  # a sequence waits for a seat
-        self._stuck: tuple[Sequence, int] | None = None  # last sequence without room, blocks available then
+        # The last sequence that was not started for lack of blocks, and the blocks available at that time.
+        self._stuck: tuple[Sequence, int] | None = None
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raise ValueError if the pool could never hold it."""
@@ -122,7 +124,7 @@ class Scheduler:
         if needed > blocks:
             raise ValueError(
                 f"the prompt's {request.num_prompt} tokens with max_tokens={request.max_outputs} need "
-                f"{needed} blocks of keys and values, got a cache of {blocks}"
+                f"{needed} blocks of keys and values, got a cache of {blocks} blocks"
             )
         for sequence in request.sequences:
             insort(self.waiting, sequence, key=ORDER)

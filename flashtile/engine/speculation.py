@@ -25,7 +25,7 @@ from flashtile.checks.conversions import as_int
 from flashtile.engine.request import Sequence, State
 from flashtile.engine.sampling_params import SamplingParams
 
-MOST_GUESSES = 62
+MAX_GUESSES = 62
 """Largest number of guesses: with up to two tokens before them, a row of the tree mask fits into 64 bits."""
 
 UNKNOWN = -1
@@ -153,12 +153,12 @@ def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftMo
         given["model"] = Path(folder)
     found: PromptLookup | DraftModel = kind(**given)
     count = found.num_speculative_tokens
-    if not 1 <= count <= MOST_GUESSES:
-        raise ValueError(f"num_speculative_tokens must be from 1 to {MOST_GUESSES}, got {count}")
+    if not 1 <= count <= MAX_GUESSES:
+        raise ValueError(f"num_speculative_tokens must be from 1 to {MAX_GUESSES}, got {count}")
     if isinstance(found, DraftModel):
-        if not 1 <= found.tree_width <= MOST_GUESSES // count:
+        if not 1 <= found.tree_width <= MAX_GUESSES // count:
             raise ValueError(
-                f"tree_width must be from 1 to {MOST_GUESSES // count} with "
+                f"tree_width must be from 1 to {MAX_GUESSES // count} with "
                 f"num_speculative_tokens={count}, got {found.tree_width}"
             )
     elif not 1 <= found.prompt_lookup_min <= found.prompt_lookup_max <= 16:
@@ -198,7 +198,7 @@ class Speculator:
         self._places: dict[Sequence, tuple[int, dict[tuple[int, ...], int]]] = {}
 
     def guess(self, sequence: Sequence) -> Guesses:
-        """Guess the tokens that follow a sequence. Return no guesses if its last tokens are new."""
+        """Guess the tokens that follow a sequence. Return none if its last tokens do not occur earlier."""
         count = _room(sequence, self.settings.num_speculative_tokens, 1)
         if not count:
             return row([])
@@ -219,7 +219,7 @@ class Speculator:
         """Map each run of tokens to the position after its latest occurrence."""
         done, places = self._places.get(sequence, (1, {}))
         tokens = sequence.tokens
-        for end in range(done, len(tokens)):  # the last tokens have nothing after them yet
+        for end in range(done, len(tokens)):  # no token follows the run at the end yet
             for length in range(self.settings.prompt_lookup_min, self.settings.prompt_lookup_max + 1):
                 if length <= end:
                     places[tuple(tokens[end - length : end])] = end

@@ -50,7 +50,7 @@ class Account:
         self.characters -= characters
         self.steps -= steps
         if self.characters < 0 or self.steps < 0:
-            raise TemplateError("it computes more than a chat template may")
+            raise TemplateError("the template computes more than a chat template may")
 
     def pay_for(self, value: Any) -> None:
         """Charge the characters of a value as text, and a step for each of its elements."""
@@ -172,13 +172,13 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         return _compiled(template).render({**variables, ACCOUNT: Account(variables)})
     except Exception as error:  # a template can raise any exception
         found = str(error) or type(error).__name__
-        raise ValueError(f"the chat template does not take these messages: {found}") from None
+        raise ValueError(f"chat_template cannot render these messages: {found}") from None
 
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template: str) -> Template:
     if len(template) > MAX_TEMPLATE:
-        raise TemplateError(f"it has {len(template)} characters, more than {MAX_TEMPLATE}")
+        raise TemplateError(f"expected at most {MAX_TEMPLATE} characters, got {len(template)}")
     environment = BoundedEnvironment()
     tree = environment.parse(template)
     _meter(tree)

@@ -14,7 +14,7 @@ from typing import Any
 from flashtile.engine.config import ConfigError, read_json
 
 BYTES = "ByteTokenizer"
-"""The ``tokenizer_class`` in tokenizer_config.json that means: tokens are UTF-8 bytes."""
+"""Value of ``tokenizer_class`` in tokenizer_config.json for tokens that are UTF-8 bytes."""
 
 PLAIN_CHAT = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -23,7 +23,7 @@ PLAIN_CHAT = (
 """Chat template of byte-level models, which have none of their own."""
 
 SHORT = 8
-"""A text of at most so many characters per allowed token is encoded without a check of its length."""
+"""A text of at most this many characters per allowed token is encoded without a check of its length."""
 PIECE, CERTAIN = 2**14, 64
 """Characters of a longer text that are encoded together; margin of tokens for the cuts between pieces."""
 
@@ -82,7 +82,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """UTF-8 bytes that a token adds to a text, possibly part of a character; empty for unknown tokens."""
+        """Return the UTF-8 bytes that a token adds to a text, possibly part of a character.
+
+        Empty for unknown tokens.
+        """
 
     def spell(self, token: int) -> str:
         """Return a token as text, or in OpenAI's form ``bytes:\\xe2\\x98`` if it is part of a character."""
@@ -127,7 +130,7 @@ class Tokenizer(ABC):
             variables: further variables of the template.
 
         Raises:
-            ValueError: there is no template, or it does not take these messages.
+            ValueError: there is no template, or it cannot render these messages.
             ModuleNotFoundError: jinja2 is not installed.
         """
         from flashtile.engine.templates import render
@@ -142,7 +145,7 @@ class Tokenizer(ABC):
             raise ValueError("add_generation_prompt must be False with continue_final_message=True")
         messages = [_checked_message(message) for message in messages]
         if not messages:
-            raise ValueError("messages must not be empty")
+            raise ValueError("messages must not be empty, got []")
         shown = {
             "messages": messages,
             "tools": list(tools) if tools else None,
@@ -153,7 +156,8 @@ class Tokenizer(ABC):
             last = messages[-1]["content"]
             if not isinstance(last, str) or last.strip() not in text:
                 raise ValueError(
-                    "the last message must appear in the prompt with continue_final_message=True"
+                    "continue_final_message must be False if the template does not render the last message "
+                    "as given, got True"
                 )
             text = text[: text.rindex(last.strip()) + len(last.strip())]
         return text
@@ -256,7 +260,7 @@ class _FastStream(TextStream):
 
     CONTEXT = 5
     UNFINISHED = "\ufffd"
-    MOST_WAITING = 16  # tokens without a text of their own; each step decodes all of them
+    MAX_WAITING = 16  # tokens without a text of their own; each step decodes all of them
 
     def __init__(self, tokenizer: FastTokenizer, before: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
@@ -271,7 +275,7 @@ class _FastStream(TextStream):
         self.window.append(token)
         text, waiting = self._text(), len(self.window) - self.read
         new = text[len(self.shown) :]
-        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MOST_WAITING:
+        if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
             return ""
         if text == self.shown:  # special tokens, which are skipped
             del self.window[self.read :]

@@ -144,7 +144,7 @@ def open_weights(
                     f"{path} has a weight that {config.model_type} does not have: {name!r:.120}"
                 )
             if name in places:
-                raise ConfigError(f"{path} has {name!r}, but another file has it already")
+                raise ConfigError(f"{path}: expected each weight in one file, got {name!r} in a second one")
             part = file.get_slice(name)
             shape, kind = tuple(part.get_shape()), part.get_dtype()
             if shape != expected[name].shape:

@@ -134,7 +134,7 @@ def test_rotary_frequencies_are_those_of_the_class(model_type, values):
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, NotImplementedError,
-            "rope_parameters by type of layer are not supported",
+            "rope_parameters must be the same for all types of layers",
         ),
         ({"per_layer_config": {"0": {}}}, NotImplementedError, "per_layer_config is not supported"),
         ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention is not"),

@@ -175,7 +175,7 @@ def test_speculation_that_cannot_be_is_refused(tmp_path):
     refused("config.json", FileNotFoundError, model=str(tmp_path))
     config = {**SIZES, "model_type": "llama", "vocab_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refused("must have the model's vocab_size=120, got 8", model=str(tmp_path))
+    refused("model with the model's vocab_size=120, got 8", model=str(tmp_path))
     refused(
         "tree_width must be 1 for models with sliding windows", NotImplementedError, "gemma2",
         model=str(folder("llama2")), tree_width=2,

@@ -18,9 +18,9 @@ from flashtile.engine.server.protocol import ApiCall
 from flashtile.engine.server.service import Ready, Service
 
 SLOW_READER = 5.0
-"""Seconds that a client may take to read an answer, after the time for the answer has ended."""
+"""Seconds beyond ``request_timeout`` for which a client may still read an answer."""
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Sent in place of minus infinity, which JSON does not have."""
 
 logger = logging.getLogger("flashtile.server")
@@ -30,7 +30,7 @@ Chunks = Callable[[int, RequestOutput, CompletionOutput], list[dict[str, Any]]]
 
 
 class Usage:
-    """Token counts of a call. ``counts_answers`` is False if the client wants only the prompt back."""
+    """Token counts of a call. ``counts_answers`` is False if the call returns only the prompt."""
 
     def __init__(self, prompts: Sequence[Ready], counts_answers: bool = True):
         self.prompt = sum(len(prompt.tokens) for prompt in prompts)
@@ -127,7 +127,7 @@ def spelt(token: int, entry: Logprob) -> str:
 
 
 def clamped(entry: Logprob) -> float:
-    return max(entry.logprob, LEAST_LOGPROB)
+    return max(entry.logprob, MIN_LOGPROB)
 
 
 def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None]:

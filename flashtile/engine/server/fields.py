@@ -1,4 +1,4 @@
-"""Reading of a JSON body field by field. Fields that no reader takes are refused by name."""
+"""Reading of a JSON body field by field. Fields that are not read are refused by name."""
 
 from __future__ import annotations
 

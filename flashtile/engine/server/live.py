@@ -7,8 +7,8 @@ from typing import Any
 from flashtile.engine.core import Engine
 from flashtile.engine.request import Sequence
 
-MOST_SEQUENCES = 64
-MOST_BLOCKS = 4096
+MAX_SEQUENCES = 64
+MAX_BLOCKS = 4096
 """Largest numbers of sequences and blocks that the page shows. Its totals count all of them."""
 
 
@@ -19,12 +19,12 @@ def snapshot(engine: Engine) -> dict[str, Any]:
     """
     scheduler, stats = engine.scheduler, engine.stats()
     manager, pool = scheduler.manager, scheduler.manager.pool
-    shown = scheduler.running[:MOST_SEQUENCES]
+    shown = scheduler.running[:MAX_SEQUENCES]
     computed = {id(entry.sequence): entry.num_tokens for entry in engine.last_schedule.entries}
     return {
         "block_size": manager.block_size,
         "num_blocks": pool.num_blocks,
-        "refs": "".join(str(min(9, count)) for count in pool.refs[:MOST_BLOCKS]),
+        "refs": "".join(str(min(9, count)) for count in pool.refs[:MAX_BLOCKS]),
         "cache_usage": stats.cache_usage,
         "num_running": stats.running,
         "num_waiting": stats.waiting,
@@ -47,5 +47,5 @@ def _described(engine: Engine, sequence: Sequence, step_tokens: int) -> dict[str
         "computed": sequence.num_computed,
         "tokens": sequence.num_tokens,
         "step_tokens": step_tokens,
-        "blocks": blocks[:MOST_BLOCKS],
+        "blocks": blocks[:MAX_BLOCKS],
     }

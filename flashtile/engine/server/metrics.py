@@ -43,12 +43,12 @@ class Metrics:
         self.label = f'model_name="{escaped}"'
         seconds = {
             "time_to_first_token_seconds": "From the arrival of a request to its first token.",
-            "inter_token_latency_seconds": "Between two tokens; without streaming, the mean of an answer.",
-            "request_time_per_output_token_seconds": "Mean of a request after its first token.",
+            "inter_token_latency_seconds": "Time between two tokens; without streaming, an answer's mean.",
+            "request_time_per_output_token_seconds": "Mean time per token of a request after its first.",
             "e2e_request_latency_seconds": "From the arrival of a request to its end.",
             "request_queue_time_seconds": "From the arrival of a request to the first step that computes it.",
-            "request_prefill_time_seconds": "From that step to its first token.",
-            "request_decode_time_seconds": "From its first token to its end.",
+            "request_prefill_time_seconds": "From the first step of a request to its first token.",
+            "request_decode_time_seconds": "From the first token of a request to its end.",
         }
         tokens = {
             "iteration_tokens_total": "Tokens that a step of the engine computes.",
@@ -106,7 +106,7 @@ class Metrics:
             "num_preemptions_total": ("Sequences that lost their memory for a while.", stats.num_preemptions),
             "prompt_tokens_total": ("Tokens of prompts that were computed.", stats.prompt_tokens),
             "generation_tokens_total": ("Tokens of answers.", stats.generation_tokens),
-            "prefix_cache_queries_total": ("Tokens of prompts looked up there.", stats.prefix_queries),
+            "prefix_cache_queries_total": ("Tokens of prompts looked up in it.", stats.prefix_queries),
             "prefix_cache_hits_total": ("Tokens of prompts found in the prefix cache.", stats.prefix_hits),
         }
         for kind, numbers in (("gauge", gauges), ("counter", counters)):

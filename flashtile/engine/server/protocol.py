@@ -34,12 +34,12 @@ class ApiCall:
         params: sampling parameters. ``max_tokens`` is None if the client left it out.
         max_tokens_field: the client's name of ``max_tokens``.
         logprobs: how many likeliest tokens to list in addition to the chosen one; None: no log-probabilities.
-        prompt_logprobs: the same for the prompt's tokens.
+        prompt_logprobs: as ``logprobs``, for the prompt's tokens.
         stream: answer with server-sent events.
         include_usage, continuous_usage: send token counts in a last event, or in every event.
         return_token_ids: return tokens in addition to texts.
         add_special_tokens: add the tokenizer's special tokens to prompts.
-        truncate_prompt_tokens: keep only so many last tokens of a prompt; None: all.
+        truncate_prompt_tokens: how many of a prompt's last tokens to keep; None: all.
         request_id, priority, cache_salt: as for :meth:`flashtile.engine.Engine.add_request`.
         fields: names of the fields that the client gave.
     """
@@ -139,7 +139,7 @@ def read_prompts(body: Body) -> list[str | list[int]]:
     prompt = body.take("prompt")
     if isinstance(prompt, str):
         return [prompt]
-    allowed = "a string, a list of tokens, or a list of such, none of them empty"
+    allowed = "a string, a list of tokens, or a list of strings and lists of tokens, none of them empty"
     if not isinstance(prompt, list) or not prompt:
         raise wrong("prompt", allowed, prompt)
     if _are_tokens(prompt):
@@ -180,9 +180,9 @@ def read_tokenize(body: Body) -> TokenizeCall:
     conversation = read_conversation(body) if "messages" in body else None
     prompt = body.take("prompt")
     if conversation is None and not isinstance(prompt, str):
-        raise wrong("prompt", "a string, where there are no messages", prompt)
+        raise wrong("prompt", "a string if messages is absent", prompt)
     if conversation is not None and prompt is not None:
-        raise wrong("prompt", "absent where messages is given", prompt)
+        raise wrong("prompt", "absent if messages is given", prompt)
     call = TokenizeCall(
         prompt, conversation, body.flag("add_special_tokens", conversation is None),
         body.flag("return_token_strs"),
@@ -270,7 +270,7 @@ def _read_beams(
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
     try:
-        # Without the client's max_tokens, the room after the prompt decides (Service.set_max_tokens).
+        # Without the client's max_tokens, Service.set_max_tokens sets it to the room after the prompt.
         return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MOST_TOKENS, **given)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise refused(error, body.fields) from None

@@ -50,7 +50,7 @@ class Server:
         await self._door.end()
 
     def hurry(self) -> None:
-        """Make :meth:`stop` wait no longer for calls to finish."""
+        """Make :meth:`stop` abort unfinished calls now."""
         self._patience = 0.0
 
     async def _wait_for_calls(self) -> None:

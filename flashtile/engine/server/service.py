@@ -16,7 +16,7 @@ from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, 
 from flashtile.engine.tokenizer import Tokenizer
 
 TRUNCATED = 4
-"""With ``truncate_prompt_tokens``, a text may be so many times as long as without."""
+"""Factor by which a text may be longer with ``truncate_prompt_tokens`` than without."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Limits:
         api_keys: keys of which one must be sent as ``Authorization: Bearer KEY``. Empty: no key is needed.
         max_concurrent_requests: calls answered at a time. Further calls get status 429.
         max_prompts: prompts of a call.
-        max_prompt_tokens: tokens of a prompt; None: what the model takes.
+        max_prompt_tokens: tokens of a prompt; None: one less than the engine's ``max_model_len``.
         max_logprobs: log-probabilities at each position.
         max_body_bytes: bytes of a call's body.
         body_timeout, request_timeout: seconds to receive a body, and to finish an answer.

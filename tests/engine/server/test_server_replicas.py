@@ -199,7 +199,7 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
             status, text = await post(client, "hello")
             assert (status, json.loads(text)["error"]["code"]) == (503, "engine_dead")
             assert (await get(client, "/health"))[0] == 503
-        for code, restarts in ((5, process.MOST_FAILURES - 1), (process.BAD_ARGUMENTS, 0)):
+        for code, restarts in ((5, process.MAX_FAILURES - 1), (process.BAD_ARGUMENTS, 0)):
             broken = Replica(0, [sys.executable, "-c", f"raise SystemExit({code})"], os.environ)
             broken.start()
             assert not await broken.wait_until_up()

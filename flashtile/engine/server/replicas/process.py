@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a replica is restarted, doubled after each failure."""
-MOST_FAILURES = 3
-"""A replica is given up after so many starts in a row that end before it serves."""
+MAX_FAILURES = 3
+"""A replica is given up after this many starts in a row that end before it serves."""
 BAD_ARGUMENTS = 2
 """Exit code of an invalid command line, after which a restart is useless."""
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("flashtile.server")
 
 
 def end_with_stdin() -> None:
-    """Make this replica receive SIGTERM when its parent process has ended, for whatever reason."""
+    """Make this replica receive SIGTERM when its parent process has ended, even if the parent was killed."""
     if not os.environ.pop(ORPHAN, None):
         return
 
@@ -143,7 +143,7 @@ class Replica:
                 logger.error("replica %d has ended with code %d", self.number, code)
             if time.monotonic() - begun > LONGEST_PAUSE:
                 pause = FIRST_PAUSE
-            if self._failures >= (1 if code == BAD_ARGUMENTS else MOST_FAILURES):
+            if self._failures >= (1 if code == BAD_ARGUMENTS else MAX_FAILURES):
                 self.given_up = True
                 self._changed.set()
                 return

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 PIECE = 256
-"""Prefixes are compared in pieces of so many bytes of the prompt's JSON text."""
+"""Bytes of the prompt's JSON text in a piece. Prefixes are compared in whole pieces."""
 SLACK = 8
-"""A replica with more calls than this above the idlest one gets no calls for the sake of its prefixes."""
+"""How many calls more than the idlest replica a replica may have to be preferred for its prefixes."""
 REMEMBERED = 2**16
 """Number of remembered prefixes; the least recently used ones are dropped."""
 

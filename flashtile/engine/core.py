@@ -133,8 +133,7 @@ class Engine:
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise ValueError(
-                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, "
-                f"got {len(tokens)}"
+                f"prompt must be shorter than max_model_len={self.max_model_len} tokens, got {len(tokens)}"
             )
         self._check_tokens(params)
         if isinstance(params, BeamSearchParams) and 4 * params.beam_width > self.config.vocab_size:

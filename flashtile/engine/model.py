@@ -87,8 +87,9 @@ class Matrix:
     ) -> Any:
         """Return the product (tokens, N) of x (tokens, K), normalised by ``norm``, and the weight.
 
-        Bias and residual are added. With ``following`` the result is prepared for that norm. The result may reuse the residual's memory:
-        above ``FEW_ROWS`` tokens the sum is made in place, because :func:`linear` would copy the residual.
+        Bias and residual are added. With ``following``, the result is prepared for that norm. The result may
+        reuse the residual's memory: above ``FEW_ROWS`` tokens the sum is made in place, because
+        :func:`linear` would copy the residual.
         """
         normed: dict[str, Any] = {}
         if norm is not None:

@@ -94,7 +94,10 @@ class BlockManager:
 
     @property
     def block_table(self) -> Tensor:
-        """(max_sequences, ceil(max_seqlen / block_size)) int32 on the CPU, stale beyond a length."""
+        """Blocks of each row, (max_sequences, ceil(max_seqlen / block_size)) int32 on the CPU.
+
+        Entries beyond a sequence's length are stale.
+        """
         return self.table.entries_tensor
 
     @property
@@ -144,7 +147,7 @@ class BlockManager:
         """
         tokens = as_ints("tokens", tokens)
         if len(tokens) > self.max_seqlen:
-            raise ValueError(f"expected at most max_seqlen={self.max_seqlen} tokens, got {len(tokens)}")
+            raise ValueError(f"tokens: expected at most max_seqlen={self.max_seqlen}, got {len(tokens)}")
         table, found = self.table, []
         for block_hash in block_hashes(tokens[:-1], self.block_size, salt):
             if block_hash not in self.pool.block_of:
@@ -417,7 +420,7 @@ class BlockManager:
         row = table.row(sequence)
         written = table.written[row]
         if len(tokens) > written:
-            text = f"expected at most the {written} written tokens of sequence {sequence} as tokens"
+            text = f"tokens: expected at most the {written} written tokens of sequence {sequence}"
             raise ValueError(f"{text}, got {len(tokens)}")
         start, skipped, new = row * table.max_blocks, table.skipped[row], 0
         for column, block_hash in enumerate(block_hashes(tokens, self.block_size, salt)):
@@ -454,7 +457,7 @@ class BlockManager:
             (host block, block) pairs to copy before the next operation.
 
         Raises:
-            OutOfBlocksError: the pool is too small at the moment.
+            OutOfBlocksError: the pool has too few available blocks.
             TypeError, ValueError: as :meth:`batch`, or one is not swapped out.
         """
         return self._swap(*self.table.resolve(sequences, True), self.host_pool, self.pool, "swapping in")

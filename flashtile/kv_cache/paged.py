@@ -68,8 +68,9 @@ class PagedKVCache(BlockManager):
         block_size, max_sequences, max_seqlen, num_host_blocks, window_left: as for :class:`BlockManager`.
         dtype: dtype of keys and values: float16, bfloat16, float32, float64 (CPU), or float8_e4m3fn.
         device: device of the tensors. Swapped-out blocks are in host memory, pinned if there is a GPU.
-        k_descale, v_descale: factors of stored numbers, only for float8_e4m3fn: float32 on ``device``,
-            (num_layers, num_kv_heads) or (num_layers, num_blocks, num_kv_heads), both or neither. None: ones.
+        k_descale, v_descale: factors by which stored numbers are multiplied, only for float8_e4m3fn. Both or
+            neither must be given: float32 on ``device``, (num_layers, num_kv_heads) or (num_layers,
+            num_blocks, num_kv_heads). None: ones.
 
     Attributes:
         k, v: (num_layers, num_blocks, block_size, num_kv_heads, head_dim), initially zeros.
@@ -164,7 +165,7 @@ class PagedKVCache(BlockManager):
         head_dim_v: int | None = None,
         dtype: torch.dtype = torch.float16,
     ) -> int:
-        """Bytes of one block in all layers, keys and values: memory divided by this is ``num_blocks``."""
+        """Return the bytes of one block: keys and values of ``block_size`` tokens in all layers."""
         layers, heads = as_size("num_layers", num_layers), as_size("num_kv_heads", num_kv_heads)
         _check_dtype(dtype)
         dims = sum(_head_dims(head_dim, head_dim_v))
@@ -235,8 +236,16 @@ class PagedKVCache(BlockManager):
         return out.flatten(0, 1) if step.same_length else out
 
     def write(self, layer: int, k: Tensor, v: Tensor, step: Step) -> None:
-        """Write the step's keys (total_new, num_kv_heads, head_dim) and values in one layer, without
-        attention."""
+        """Write the step's keys and values in one layer, without attention.
+
+        Args:
+            layer: from 0 to num_layers - 1.
+            k, v: (total_new, num_kv_heads, head_dim) and (..., head_dim_v).
+            step: from :meth:`reserve_step`, still valid.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: an argument is invalid. Nothing is written then.
+        """
         layer = self._check(layer, step, k=k, v=v)
         descales = self._descales(layer)
         append_kvcache(self.k[layer], self.v[layer], k, v, slot_mapping=step.slot_mapping, **descales)
@@ -330,7 +339,7 @@ def _bytes(memory: Tensor) -> Tensor:
 
 
 def _head_dims(head_dim: Any, head_dim_v: Any) -> tuple[int, int]:
-    """(head_dim of keys, head_dim of values)."""
+    """Validate both head sizes and return (head_dim of keys, head_dim of values)."""
     of_keys = as_size("head_dim", head_dim, 1, MAX_HEAD_DIM)
     return of_keys, of_keys if head_dim_v is None else as_size("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)
 

@@ -64,7 +64,7 @@ class BlockPool(ArraysWithViews):
 
     Args:
         num_blocks: blocks in the pool.
-        null_blocks: blocks at its start that are never allocated.
+        null_blocks: number of blocks at the pool's start that are never allocated.
 
     Attributes:
         refs: number of references to each block, int32, the prefix cache's included. A sequence may write to

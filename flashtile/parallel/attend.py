@@ -18,7 +18,7 @@ from flashtile.problems.attention import NO_EXTRAS, Extras, Options
 
 @dataclass(frozen=True)
 class Scores:
-    """Options of the scores other than the mask."""
+    """Options of the attention calls other than the mask, as for :func:`flashtile.attention`."""
 
     softmax_scale: float
     softcap: float = 0.0
@@ -44,8 +44,13 @@ class Scores:
 class State:
     """Running out and lse of a rank's queries over the keys attended to so far.
 
-    Rows begin with the sink, if there is one. The latest partial result is merged only when the next one
-    comes, so that the last merge can also round.
+    Args:
+        q: (batch, tokens, heads_q, head_dim).
+        head_dim_v: head size of the values.
+        scores: options of the calls.
+        sink: (heads_q,) or None. With a sink, lse of a row starts at the sink instead of -inf.
+
+    The latest partial result is merged only when the next one arrives, so that the last merge can also round.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:
@@ -66,7 +71,8 @@ class State:
             self._last = out, lse, rows[0]
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) with out rounded to the dtype of q."""
+        """Return out (batch, tokens, heads_q, head_dim_v), rounded to q's dtype, and lse (batch, heads_q,
+        tokens)."""
         return self._with_last(self.q.dtype)
 
     def _with_last(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -83,7 +89,10 @@ class State:
 def attend_once(
     q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) over only the keys of ``pair``. Unless parts must be merged, the kernel rounds."""
+    """Attend to only the keys of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
+
+    If no partial results must be merged, the kernel rounds out to q's dtype itself.
+    """
     if not pair.disjoint:
         state = State(q, v.shape[-1], scores, sink)
         state.attend(k, v, pair)
@@ -98,7 +107,7 @@ def attend_once(
 
 
 def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) over no keys: out is 0, and lse is the sink or -inf."""
+    """Return (out, lse) of queries q without any keys: out is 0 in ``dtype``, and lse is the sink or -inf."""
     batch, tokens, heads, _ = q.shape
     out = q.new_zeros((batch, tokens, heads, head_dim_v), dtype=dtype)
     lse = q.new_full((batch, heads, tokens), -torch.inf, dtype=wide(q.dtype))
@@ -109,6 +118,10 @@ def first_state(q: Tensor, head_dim_v: int, sink: Tensor | None, dtype: torch.dt
 
 class Total:
     """Sum of gradients (batch, tokens, heads, head_dim), which is 0 for tokens to which nothing was added.
+
+    Args:
+        like: a tensor of the sum's shape and device.
+        dtype: dtype in which parts are summed.
 
     Up to two parts are kept unsummed, so that one pass can add the last two and round.
     """
@@ -129,7 +142,7 @@ class Total:
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in ``dtype``."""
-        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # one of all tokens is the first
+        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # a part of all tokens comes first
         bounds = [bound for _, *of_part in parts for bound in of_part]
         if bounds == [*self._whole]:
             return parts[0][0].to(dtype)
@@ -142,7 +155,7 @@ class Total:
             result[:, :start], result[:, stop:] = first[:, :start], first[:, stop:]
             torch.add(first[:, start:stop], second, out=result[:, start:stop])
             return result
-        if [0, *bounds[1::2]] == [*bounds[::2], self._whole[1]]:  # side by side
+        if [0, *bounds[1::2]] == [*bounds[::2], self._whole[1]]:  # the parts cover all tokens without overlap
             result = torch.empty_like(self._like, dtype=dtype)
             for part, start, stop in parts:
                 result[:, start:stop] = part
@@ -213,7 +226,10 @@ def _forward(
     partial: bool,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of the rows of ``call``."""
+    """Compute one call, and return out (batch, rows, heads_q, head_dim_v) and lse (batch, heads_q, rows).
+
+    With ``partial``, out is float32 (float64 for float64 inputs) instead of q's dtype.
+    """
     options = scores.options(call, partial)
     if isinstance(call, Packed):
         extras = Extras(*call.offsets(q.device), sink=sink)
@@ -241,5 +257,5 @@ def covers(pair: Pair, q: Tensor, k: Tensor) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums over devices."""
+    """Return the dtype of partial results and sums over ranks: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

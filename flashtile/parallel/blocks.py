@@ -150,7 +150,7 @@ class Pair:
 
 @lru_cache(maxsize=4096)
 def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> Pair:
-    """Return the calls of the tokens ``queries`` of one rank with the tokens ``keys`` of another."""
+    """Return the calls between one rank's tokens ``queries`` and another rank's tokens ``keys``."""
     one_document = len(mask.starts_q) == 2
     if one_document and _own_causal(queries, keys, mask):
         length = tokens_of(queries)
@@ -176,7 +176,7 @@ def _blocks(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
         column = 0
         for of_k in keys:
             if of_q.step != of_k.step and of_q.length > 1 and of_k.length > 1:
-                raise ValueError(f"pieces must have one step, got {of_q} and {of_k}")
+                raise ValueError(f"pieces must have equal steps, got {of_q} and {of_k}")
             for document in _documents(of_q, of_k, mask):
                 block = _block(*document, mask)
                 if block is not None:
@@ -203,14 +203,14 @@ def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piec
 
 
 def _cut(piece: Piece, start: int, stop: int) -> tuple[int, Piece]:
-    """Return (index of the first token, part) of the part of a piece within positions [start, stop)."""
+    """Cut a piece to positions [start, stop), and return (index of its first remaining token, the rest)."""
     first = min(piece.length, max(0, -((piece.start - start) // piece.step)))
     last = min(piece.length, max(0, -((piece.start - stop) // piece.step)))
     return first, Piece(piece.start + first * piece.step, max(0, last - first), piece.step)
 
 
 def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Block | None:
-    """Return the smallest rectangle around the scores that the window leaves; None if it leaves none.
+    """Return the smallest rectangle around the scores that are visible under the window, or None.
 
     Query i sees key j where ``low <= j - i <= high``.
     """
@@ -270,7 +270,7 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """Return ``block`` with its keys numbered through the concatenated ``ranges``, one of which has them."""
+    """Return ``block`` with its keys renumbered as in the concatenated ``ranges``, one of which has them."""
     before = 0
     for start, stop in ranges:
         if start <= block.k_start < stop:

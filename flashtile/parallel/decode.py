@@ -1,6 +1,6 @@
 """Decode context parallelism: decoding over a KV cache whose tokens are interleaved over ranks.
 
-Each rank attends to its own tokens, and the partial results are merged by lse.
+Each rank attends to its own tokens, and the partial results are merged by their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Te
     """
     check_dense("lengths", lengths)
     if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool:
-        raise TypeError(f"lengths must be of integers, got {lengths.dtype}")
+        raise TypeError(f"lengths must be integers, got {lengths.dtype}")
     size, rank, interleave = as_int("size", size), as_int("rank", rank), as_int("interleave", interleave)
     check_int("size", size, 1, MAX_LENGTH)
     check_int("rank", rank, 0, size - 1)
@@ -75,43 +75,51 @@ def context_parallel_decode(
     timeout: float = TIMEOUT,
     backend: str | None = None,
 ) -> Tensor | Any:
-    """:func:`flashtile.flash_attn_with_kvcache` over a cache whose tokens are interleaved over ranks.
+    """Attend to a KV cache whose tokens are interleaved over ranks, after appending new tokens to it.
 
-    Partial results are float32 until they are merged. Nothing is read on the host: once it has run, a step
-    can be captured in a CUDA graph.
+    All ranks of the group call this together. Each computes :func:`flashtile.flash_attn_with_kvcache` over
+    its own tokens. Partial results are float32 until they are merged. Nothing is read on the host, so a step
+    can be captured in a CUDA graph after its first call.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), the same on all ranks: the last tokens of each sequence.
         k_cache, v_cache: this rank's own tokens (:func:`flashtile.parallel.own_tokens`), dense or in pages,
             as for :func:`flashtile.flash_attn_with_kvcache`.
-        k, v: (batch, seqlen_new, heads_kv, head_dim), the same on all ranks: appended first. Each token is
-            written by the rank that it belongs to. Dense caches must be contiguous.
-        cache_seqlens: (batch,) int32: tokens of each *whole* sequence, on all ranks together, before k.
-        block_table: (batch, max_blocks) int32, of this rank's pages, with pages for the tokens to come.
+        k, v: (batch, seqlen_new, heads_kv, head_dim) and (..., head_dim_v), the same on all ranks. These new
+            tokens are appended before attention; each is written by the rank to which it belongs. None:
+            nothing is appended. Dense caches must be contiguous.
+        cache_seqlens: (batch,) int32, tokens of each *whole* sequence, on all ranks together, without the new
+            ones.
+        block_table: (batch, max_blocks) int32, this rank's pages, including those for the new tokens. None:
+            the cache is dense.
         group: the process group; None is the default one.
         interleave: number of consecutive tokens on one rank.
-        merge: "allgather": every rank gets out of all heads. "reduce_scatter": rank r gets that of
-            the r-th part of the query heads, of which there must be a multiple of the ranks.
-            "symmetric": as "allgather", by one kernel over torch's symmetric memory, for NVIDIA GPUs of one
-            host that reach each other's. The first call of a size must not be within the capture of a graph.
-            Calls of one group must follow one another on the GPU, as on one stream, in the same order on all
-            ranks. Memory stays with the group.
-        causal: query i sees keys up to its own, number ``length - seqlen_q + i``; otherwise all.
-        sink: (heads_q,), the same on all ranks.
+        merge: how partial results are merged.
+
+            * "allgather": every rank gets out of all heads.
+            * "reduce_scatter": rank r gets out of the r-th part of the query heads. Their number must be a
+              multiple of the number of ranks.
+            * "symmetric": as "allgather", by one kernel over torch's symmetric memory, for NVIDIA GPUs of one
+              host that can map each other's memory. The first call of a size must not be within the capture
+              of a graph. Calls of one group must run one after another on the GPU, for example on one
+              stream, and in the same order on all ranks. The memory is kept as long as the group.
+        causal: query i of a sequence of ``length`` tokens sees the keys up to position
+            ``length - seqlen_q + i``. False: every query sees all keys.
+        sink: (heads_q,), the same on all ranks, or None.
         softmax_scale, softcap, k_descale, v_descale, backend: as for
             :func:`flashtile.flash_attn_with_kvcache`.
         return_lse: also return the log-sum-exp.
-        timeout: seconds to wait for the other ranks.
+        timeout: seconds to wait for the other ranks; 600 by default.
 
     Returns:
-        out, (batch, seqlen_q, heads_q or this rank's part of them, head_dim_v) in the dtype of q; with
-        ``return_lse`` (out, lse), lse (batch, heads, seqlen_q). A rank without tokens of a sequence adds
-        nothing to it.
+        out (batch, seqlen_q, heads, head_dim_v) in the dtype of q, where heads is heads_q, or this rank's
+        part of them with "reduce_scatter". With ``return_lse``, (out, lse) with lse (batch, heads, seqlen_q).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: naming the argument; ValueError too where ranks disagree.
-        RuntimeError: a rank is gone, or has not come within ``timeout``; the first call with
-            merge="symmetric" is being captured.
+        TypeError, ValueError, NotImplementedError: an argument is invalid or not supported; the message names
+            it. ValueError is also raised if ranks disagree on an argument.
+        RuntimeError: a rank has ended or has not made this call within ``timeout``, or the first call with
+            merge="symmetric" is within the capture of a graph.
 
     Examples:
         >>> import torch.distributed as dist
@@ -237,7 +245,15 @@ def _merged(
     timeout: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """out (batch, seqlen_q, heads, head_dim) and lse (batch, seqlen_q, heads) over all ranks' tokens."""
+    """Merge this rank's out and lse with those of the other ranks.
+
+    Args:
+        out: (batch, seqlen_q, heads, head_dim_v).
+        lse: (batch, seqlen_q, heads).
+
+    Returns:
+        out in ``dtype``, and lse (batch, seqlen_q, heads), of all heads or of this rank's part.
+    """
     if shared is not None:
         from flashtile.backends.portable.exchange import exchange
 
@@ -253,7 +269,7 @@ def _merged(
         states = torch.stack(ranks.all_to_all(sent, [sent[0].numel()] * ranks.size, timeout))
     rows = (*out.shape[:2], heads)
     sizes = [num_bytes([((*rows, out.shape[3]), out.dtype)]), num_bytes([(rows, lse.dtype)])]
-    outs, lses = states.split(sizes, dim=1)  # views: combining takes parts as they lie
+    outs, lses = states.split(sizes, dim=1)  # views: combining takes parts of any strides
     outs = outs.view(out.dtype).unflatten(1, (*rows, out.shape[3]))
     lses = lses.view(lse.dtype).unflatten(1, rows)
     return flash_attn_combine(outs, lses, out_dtype=dtype)

@@ -15,12 +15,12 @@ SEQUENCE, HEADS = 1, 2
 def attend_local(attend: Callable[..., Any], q: Any, k: Any, v: Any, return_lse: bool, layout: str) -> Any:
     """Call ``attend(q, k, v, group)`` on the local tensors of DTensors (batch, seqlen, heads, head_dim).
 
-    Exactly one dimension of the mesh must shard the sequence; its group is passed on. The other dimensions
-    may shard batch or heads, which needs no communication, or replicate.
+    Exactly one dimension of the mesh must shard the sequence; its group is passed to ``attend``. The other
+    dimensions may shard batch or heads, which needs no communication, or replicate.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, DTensor):
-            raise TypeError(f"{name} must be a DTensor as q, k and v are, got {type(tensor).__name__}")
+            raise TypeError(f"{name} must be a DTensor if q is one, got {type(tensor).__name__}")
         if tensor.dim() != 4:
             raise NotImplementedError(
                 f"{name} must be (batch, seqlen, heads, head_dim) as a DTensor, got {tuple(tensor.shape)}"

@@ -54,54 +54,58 @@ def context_parallel_attention(
     timeout: float = TIMEOUT,
     backend: str | None = None,
 ) -> Tensor | Any:
-    """:func:`flashtile.attention` of a sequence whose tokens lie on several ranks, differentiable.
+    """Compute :func:`flashtile.attention` of a sequence whose tokens are distributed over ranks.
 
-    All ranks of the group call it together, each with its own tokens of q, k and v, as
-    :func:`flashtile.parallel.shard` cuts them. What is computed of the same row in several parts is float32
-    until it has been merged by lse; so are the gradients of keys until those of all ranks have been added, in
-    a fixed order.
+    The result is differentiable. All ranks of the group call this together, each with its own tokens of q, k and v, as
+    :func:`flashtile.parallel.shard` cuts them. Partial results of a row are float32 until they are merged by
+    their log-sum-exp. Gradients of keys and values are float32 until those of all ranks have been added, in a
+    fixed order. For float64 inputs, both are float64.
 
     Args:
         q: (batch, tokens of this rank, heads_q, head_dim), or (tokens, heads_q, head_dim) with
-            ``cu_seqlens_q``. Ranks may have different numbers of tokens, none as well.
-        k, v: likewise, (..., heads_kv, head_dim). DTensors (batch, seqlen, heads, head_dim) may be given, all
-            placed alike: the dimension of their mesh that shards the sequence is the group, the others may
-            shard batch or heads; ``layout`` must be "contiguous" then.
+            ``cu_seqlens_q``. Ranks may have different numbers of tokens, and some may have none.
+        k, v: as q, with heads_kv heads; the head_dim of v may differ. q, k and v may also be DTensors
+            (batch, seqlen, heads, head_dim) with equal placements. The group is then the dimension of their
+            mesh that shards the sequence; other dimensions may shard batch or heads. ``layout`` must be
+            "contiguous" for DTensors.
         group: the process group that shares the sequence; None is the default one.
-        mesh: a DeviceMesh instead: of one dimension, or of two, (ring, ulysses), of which the second
-            exchanges tokens for heads and should be the faster link.
-        method: "ring": keys and values travel. "ulysses": tokens are exchanged for heads, then each rank
-            attends alone. "allgather": keys and values of all ranks on each. "auto": the one that takes the
-            least time by the IO model (:func:`flashtile.parallel.explain`); on a mesh of two
-            dimensions always Ulysses within a ring.
-        layout: which tokens a rank has, "zigzag", "contiguous" or "striped". Under a causal mask zigzag and
-            striped give all ranks equally much to compute. All but contiguous must be cut as ``shard`` cuts.
-        cu_seqlens_q, cu_seqlens_k: offsets of documents packed in the *whole* sequence, to its very end, the
-            same on all ranks; cu_seqlens_k is cu_seqlens_q if not given. They are read on the host: a list or
-            a CPU tensor spares a synchronisation.
-        softmax_scale, causal, window_size, softcap, backend: as for :func:`flashtile.attention`; masks are
+        mesh: a DeviceMesh instead of ``group``, with dimensions (ranks,) or (ring, ulysses). The second
+            dimension of (ring, ulysses) exchanges tokens for heads and should have the faster link.
+        method: how ranks exchange data.
+
+            * "ring": keys and values travel around the ranks.
+            * "ulysses": tokens are exchanged for heads, then each rank attends to the whole sequence.
+            * "allgather": each rank gathers the keys and values that its queries see.
+            * "auto": the fastest method by the IO model (:func:`flashtile.parallel.explain`). On a mesh
+              (ring, ulysses) it is always Ulysses within a ring.
+        layout: which tokens a rank has, "zigzag", "contiguous" or "striped". Under a causal mask, zigzag and
+            striped give all ranks the same work. Zigzag and striped tensors must be cut as by ``shard``.
+        cu_seqlens_q, cu_seqlens_k: offsets of documents packed in the *whole* sequence, from 0 to its number
+            of tokens, the same on all ranks. cu_seqlens_k defaults to cu_seqlens_q. They are read on the
+            host, so a list or a CPU tensor saves a synchronisation.
+        softmax_scale, causal, window_size, softcap, backend: as for :func:`flashtile.attention`. Masks are
             aligned to the bottom right of the whole sequence.
-        sink: (heads_q,), the same on all ranks. Its gradient is the part of what this rank computed: add them
-            up over the group, as those of all replicated parameters.
-        deterministic: as for :func:`flashtile.attention`. Sums over ranks always have one order.
+        sink: (heads_q,), the same on all ranks, or None. Its gradient covers only this rank's queries: sum it
+            over the group, as you do for all replicated parameters.
+        deterministic: as for :func:`flashtile.attention`. Sums over ranks always have the same order.
         return_lse: also return the log-sum-exp of this rank's rows.
-        timeout: seconds to wait for the other ranks.
+        timeout: seconds to wait for the other ranks; 600 by default.
 
     Returns:
-        out of this rank's rows, shaped as q with the head_dim of v; with ``return_lse`` (out, lse), lse
-        (batch, heads_q, tokens) or (heads_q, tokens).
+        out of this rank's rows, in the shape of q with the head_dim of v. With ``return_lse``, (out, lse)
+        with lse (batch, heads_q, tokens), or (heads_q, tokens) with ``cu_seqlens_q``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; ValueError too where ranks
-            disagree on a shape, the mask or the method, on all of them alike.
-        RuntimeError: a rank is gone, or has not come within ``timeout``.
+        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`. ValueError is also raised,
+            on all ranks, if they disagree on a shape, the mask or the method.
+        RuntimeError: a rank has ended or has not made this call within ``timeout``.
 
-    With gloo every call compares its arguments over the ranks, and every wait ends after ``timeout``. With
-    NCCL calls of a kind that was compared before are not compared again (FLASHTILE_DEBUG=1: they are), and
-    what ranks wait for on the GPU ends by the group's own timeout.
+    With gloo, every call compares its arguments over the ranks, and every wait ends after ``timeout``. With
+    NCCL, a call with the same arguments as an earlier one is not compared again unless FLASHTILE_DEBUG=1, and
+    waits on the GPU end after the group's own timeout.
 
-    A graph of ``torch.compile`` ends before the call and another begins after it: ranks talk on the host, and
-    what they say decides what is computed. With ``fullgraph=True`` that is an error which says so.
+    The call breaks the graph of ``torch.compile``, because ranks exchange their arguments on the host before
+    they compute. With ``fullgraph=True`` the compiler raises an error that says so.
 
     Examples:
         >>> import torch.distributed as dist
@@ -160,7 +164,7 @@ def _call_in_eager_mode(*arguments: Any, **named: Any) -> Any:
     return torch.compiler.disable(context_parallel_attention)(*arguments, **named)
 
 
-# torch.compiler.disable as a decorator would take the seconds that the compiler's import takes.
+# torch.compiler.disable as a decorator would import the compiler, which takes seconds.
 _call_in_eager_mode._torchdynamo_disable = True  # type: ignore[attr-defined]
 _call_in_eager_mode._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
     "the ranks of context_parallel_attention compare their calls on the host"
@@ -322,7 +326,7 @@ def _in_two_dimensions(
 def _ulysses(
     call: _Call, ranks: Ranks, groups_q: tuple, groups_k: tuple, ring: Ranks, shards: Shards
 ) -> Method:
-    """Ulysses in each group of ranks, and a ring of the groups."""
+    """Make the method that uses Ulysses in each group of ranks, and a ring of the groups."""
     inner_q, inner_k = (
         tuple(in_order([piece for pieces in group for piece in pieces]) for group in groups)
         for groups in (groups_q, groups_k)
@@ -358,7 +362,9 @@ def _offsets(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
     of_q = _read_offsets("cu_seqlens_q", cu_seqlens_q)
     of_k = of_q if cu_seqlens_k is None else _read_offsets("cu_seqlens_k", cu_seqlens_k)
     if len(of_k) != len(of_q):
-        raise ValueError(f"cu_seqlens_k must have {len(of_q)} entries, as cu_seqlens_q, got {len(of_k)}")
+        raise ValueError(
+            f"cu_seqlens_k must have as many entries as cu_seqlens_q, {len(of_q)}, got {len(of_k)}"
+        )
     return of_q, of_k
 
 
@@ -367,7 +373,9 @@ def _read_offsets(name: str, offsets: Any) -> tuple[int, ...]:
     if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
         raise TypeError(f"{name} must be a tensor or a list of ints, got {type(offsets).__name__}")
     if len(values) < 2 or values[0] != 0 or any(b < a for a, b in pairwise(values)):
-        raise ValueError(f"{name} must rise from 0 and have at least 2 entries, got {list(values)[:8]}")
+        raise ValueError(
+            f"{name} must start at 0, not decrease, and have at least 2 entries, got {list(values)[:8]}"
+        )
     return tuple(values)
 
 
@@ -376,7 +384,7 @@ def _find_ranks(group: Any, mesh: Any, method: str) -> tuple[Ranks, tuple[int, .
         return ranks_of(group), None
     check_mesh(group, mesh)
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"mesh must have 1 dimension or 2, (ring, ulysses), got {mesh.ndim}")
+        raise ValueError(f"mesh must have dimensions (ranks,) or (ring, ulysses), got {mesh.ndim} dimensions")
     if mesh.ndim == 2 and method != "auto":
         raise ValueError(
             f"method must be 'auto' on a mesh of two dimensions (Ulysses within a ring), got {method!r}"

@@ -1,8 +1,9 @@
 """All-gather: each rank gathers the keys and values that its queries see (Llama 3, arXiv:2407.21783, section
 3.3.2).
 
-There is one exchange and nothing to merge, which suits few key heads. Messages are received directly into the
-tensors that attention reads, and gradients of keys are sent from the tensors that it wrote.
+There is one exchange, and no partial results are merged. This suits models with few key heads. Messages are
+received directly into the tensors that attention reads. Gradients of keys and values are sent directly from
+the tensors that the backward pass wrote.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ class AllGather:
         return found
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Gather the part of every rank's tensors that this rank needs."""
+        """Gather the tokens of every rank's tensors that this rank's queries see.
+
+        Each tensor (batch, tokens of this rank, heads, head_dim) becomes (batch, gathered tokens, ...).
+        """
         tokens = self._pair(self._rank).tokens
         gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
         sent = [
@@ -125,8 +129,10 @@ class AllGather:
         return gathered
 
     def _sums(self, gradients: list[Tensor], like: list[Tensor]) -> list[Total]:
-        """Sum the gradients of this rank's own tokens over ranks: its own term first, then those of the
-        others in their order."""
+        """Sum the gradients of this rank's own tokens over ranks.
+
+        This rank's own term is the first, and those of the others follow in the order of ranks.
+        """
         dtype = gradients[0].dtype
         sent = [
             Message(other, as_bytes([part.of_gathered(t)]))

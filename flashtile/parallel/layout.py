@@ -72,24 +72,25 @@ def check_layout(layout: str) -> None:
 
 
 def shard(x: Tensor, dim: int, group: Any = None, layout: str = "zigzag", *, mesh: Any = None) -> Tensor:
-    """Return this rank's part of a tensor that every rank has whole. Differentiable.
+    """Return this rank's part of a tensor of which every rank has the whole. Differentiable.
 
-    Cut tokens, labels and positions with it once per batch. Apart from attention, a transformer's layers work
-    on each token separately. The gradient of ``x`` is that of this rank's part, and 0 elsewhere.
+    Cut tokens, labels and positions with this function once per batch. Apart from attention, a transformer's
+    layers work on each token separately. The gradient of ``x`` is that of this rank's part, and 0 elsewhere.
 
     Args:
         x: any shape and dtype.
         dim: the dimension of the sequence.
         group: process group over which the sequence is cut; None is the default one.
-        layout: "contiguous", "zigzag" or "striped" (:func:`flashtile.parallel.pieces_of`). Lengths need not
-            be divisible; parts may be empty.
+        layout: which tokens rank r of ``size`` gets. "contiguous": the r-th of ``size`` consecutive parts.
+            "zigzag": chunks r and ``2 * size - 1 - r`` of ``2 * size`` consecutive chunks. "striped": tokens
+            r, r + size, ... The length need not be divisible; parts may be empty.
         mesh: a DeviceMesh of one or two dimensions, instead of ``group``.
 
     Returns:
         A new tensor, (..., tokens of this rank, ...).
 
     Raises:
-        TypeError, ValueError: naming the argument.
+        TypeError, ValueError: an argument is invalid; the message names it.
 
     Examples:
         >>> import torch.distributed as dist
@@ -122,11 +123,14 @@ def unshard(
     Args:
         x: this rank's part. Dtype and shape, except for ``dim``, must be equal on all ranks.
         dim, group, layout, mesh: as for :func:`shard`.
-        timeout: seconds to wait for the other ranks.
+        timeout: seconds to wait for the other ranks; 600 by default.
+
+    Returns:
+        The whole tensor, (..., tokens of all ranks, ...), the same on every rank.
 
     Raises:
-        TypeError, ValueError: naming the argument.
-        RuntimeError: ranks disagree, or one does not answer within ``timeout``.
+        TypeError, ValueError: an argument is invalid, or ranks disagree on it; the message names it.
+        RuntimeError: a rank has ended or has not made this call within ``timeout``.
 
     Examples:
         >>> import torch.distributed as dist

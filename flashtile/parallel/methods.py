@@ -1,4 +1,4 @@
-"""Interface of the methods, and the description of a call over ranks."""
+"""Interface of the methods of context parallelism, and the description of a call over ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from flashtile.parallel.ranks import Ranks
 
 @dataclass(frozen=True)
 class Shards:
-    """A call as the ranks of one group share it.
+    """Description of a call that the ranks of one group make together.
 
     Args:
         ranks: the group.
-        pieces_q, pieces_k: the tokens of each rank's q and of its k and v.
+        pieces_q, pieces_k: for each rank, the tokens of its q, and those of its k and v.
+        mask: the mask of the whole sequence.
+        scores: the other options of attention.
         timeout: seconds to wait for a rank.
-        keys_shared: other ranks also attend to these key heads, so gradients of keys are returned in float32
-            and summed by the caller.
+        keys_shared: whether ranks outside of the group attend to the same key heads. Gradients of keys and
+            values are then returned in float32, and the caller sums them.
     """
 
     ranks: Ranks
@@ -47,7 +49,13 @@ class Shards:
 
 
 class Forward(NamedTuple):
-    """Results of a rank's queries over all keys, and the tensors that the backward pass needs."""
+    """Result of a forward pass on one rank.
+
+    Attributes:
+        out: (batch, tokens, heads_q, head_dim_v), of this rank's queries over all keys.
+        lse: (batch, heads_q, tokens).
+        saved: tensors that the backward pass needs.
+    """
 
     out: Tensor
     lse: Tensor
@@ -55,8 +63,10 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of this rank's tokens. dsink covers what this rank computed; its sum over ranks is
-    complete."""
+    """Gradients of this rank's tokens, in the shapes of q, k and v.
+
+    dsink (heads_q,) covers only this rank's computations: the sum over ranks is the gradient of the sink.
+    """
 
     dq: Tensor
     dk: Tensor

@@ -1,4 +1,4 @@
-"""Cost of each method by the IO model, to choose one, and to plan for other machines.
+"""Cost of each method of context parallelism by the IO model, to choose a method or to plan for a machine.
 
 Times cover only attention, with one rank per GPU. Products run at ``REACHED`` of a card's peak. A message
 takes the latency of a link plus its bytes over the bandwidth, both directions at once. A ring overlaps
@@ -67,7 +67,7 @@ LINKS = {
 
 @dataclass(frozen=True)
 class Sharing:
-    """Attention of one sequence length over ranks.
+    """Description of attention over a sequence that ranks share, for cost estimates.
 
     Args:
         batch, seqlen, heads_q, heads_kv, head_dim, head_dim_v, dtype: sizes of the whole call, all ranks
@@ -79,7 +79,7 @@ class Sharing:
     Examples:
         >>> from flashtile.parallel import Sharing
         >>> causal = Sharing(1, 131072, 32, 8, 128, 128, right=0)
-        >>> causal.key_bytes, causal.key_gradient_bytes  # of a token: bfloat16, and as gradients float32
+        >>> causal.key_bytes, causal.key_gradient_bytes  # per token: bfloat16; gradients are float32
         (4096, 8192)
     """
 
@@ -114,7 +114,7 @@ class Sharing:
 
     @property
     def key_gradient_bytes(self) -> int:
-        """Bytes of a token's dK and dV as ranks send them, in float32 (float64 for float64)."""
+        """Bytes of a token's dK and dV, which ranks send in float32 (float64 for float64)."""
         return self.key_bytes * max(4, ELEMENT_BYTES[self.dtype]) // ELEMENT_BYTES[self.dtype]
 
     @property
@@ -122,9 +122,11 @@ class Sharing:
         return ("forward", "backward") if self.backward else ("forward",)
 
     def flops(self, which: str, pairs: float) -> float:
-        """Return the FLOPs of all heads and sequences, each with ``pairs`` visible scores.
+        """Return the FLOPs of a pass over all heads and sequences.
 
-        The forward pass has two products, the backward pass five.
+        Args:
+            which: "forward", which has two products, or "backward", which has five.
+            pairs: number of visible scores of one head.
         """
         both = self.head_dim + self.head_dim_v
         per_pair = 2 * both if which == "forward" else 2 * (2 * both + self.head_dim)
@@ -160,7 +162,7 @@ class ParallelEstimate:
 
 
 MAX_RANKS = 2**14
-"""The ring's steps are looked at one by one."""
+"""Largest number of ranks, because the time of an estimate grows with the number of the ring's steps."""
 
 
 def _size(name: str, value: Any) -> int:
@@ -172,8 +174,14 @@ def _size(name: str, value: Any) -> int:
 def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[ParallelEstimate]:
     """Estimate the cost of every method. Return the estimates, the fastest first.
 
+    Args:
+        sharing: the call of all ranks together.
+        ranks: number of ranks, from 1 to 16384.
+        card: the GPU of each rank.
+        link: the link between GPUs.
+
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: the card has no peak for the dtype, or ``ranks`` is not from 1 to 16384.
 
     Examples:
@@ -201,7 +209,10 @@ def two_dimensions(
     """Estimate Ulysses over ``inner_link`` within groups, with a ring of the groups over ``link``.
 
     Args:
-        ring, ulysses: sizes of the mesh's two dimensions.
+        sharing: the call of all ranks together.
+        ring, ulysses: number of groups, and of ranks in each group.
+        card: the GPU of each rank.
+        link, inner_link: the links between groups, and within a group.
 
     Raises:
         TypeError: a size is not an int.
@@ -244,8 +255,10 @@ def choose(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEsti
 
 @dataclass(frozen=True)
 class ParallelExplanation:
-    """The method that ``method="auto"`` chooses, with the costs of all methods. ``str()`` makes a text of
-    it."""
+    """The method that ``method="auto"`` chooses, with the costs of all methods, the fastest first.
+
+    ``str()`` returns a text for people.
+    """
 
     sharing: Sharing
     card: Card
@@ -276,8 +289,9 @@ def explain(
     Args:
         sharing: the call of all ranks together.
         ranks: number of ranks that share the sequence.
-        card, link: one of :data:`flashtile.io_model.CARDS` and of :data:`flashtile.parallel.LINKS`. None is
-            this machine's, or an H200 with NVLink if it has no GPU.
+        card: one of :data:`flashtile.io_model.CARDS`. None: this machine's, or an H200 if it has no GPU.
+        link: one of :data:`flashtile.parallel.LINKS`. None: NVLink if the ranks fit into this machine, or if
+            it has no GPU; otherwise InfiniBand.
 
     Examples:
         >>> from flashtile.parallel import LINKS, Sharing, explain
@@ -294,7 +308,7 @@ def explain(
 
 @lru_cache(maxsize=64)
 def setting_of(device: torch.device, ranks: int) -> tuple[Card, Link]:
-    """Return the card and link to choose by: NVLink within a host, else InfiniBand; an H200 without a GPU."""
+    """Return the default card and link of :func:`explain` for tensors on ``device``."""
     if device.type != "cuda":
         return find_card("h200"), LINKS["nvlink"]
     card = card_of_device(torch.cuda.get_device_name(device)) or find_card("h200")
@@ -306,7 +320,7 @@ def _seconds(sharing: Sharing, card: Card, which: str, pairs: float) -> float:
 
 
 def _ranks_to_look_at(ranks: int) -> Iterable[int]:
-    """Return ranks with the extreme costs. Costs change evenly, so the ends and the middle suffice."""
+    """Return the ranks whose costs are computed: costs are largest at the first, middle or last rank."""
     return sorted({0, ranks // 2, ranks - 1})
 
 
@@ -328,7 +342,8 @@ def _ring(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstim
         for which in sharing.passes:
             work = [_seconds(sharing, card, which, pair.pairs) for pair in steps]
             sizes = [pair.tokens * sharing.key_bytes for pair in steps[1:]]
-            # Gradients of keys return a step later. All ranks are alike, so as many tokens return as came.
+            # Gradients of keys return one step later. As many tokens return as came, because all ranks have
+            # nearly the same pieces.
             back = [0] + [pair.tokens * sharing.key_gradient_bytes for pair in steps[1:]]
             for t in range(ranks):
                 arriving = sizes[t] if t < ranks - 1 else 0

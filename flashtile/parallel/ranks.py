@@ -47,7 +47,7 @@ class Pending:
         """Wait until all messages have arrived. On a GPU the current stream waits, and the host does not.
 
         Raises:
-            RuntimeError: a rank is gone, or has not answered within the timeout.
+            RuntimeError: a rank has ended, or has not answered within the timeout.
         """
         on_gpu = any(buffer.is_cuda for _, buffer in self._messages)
         for peer, work in self._works:
@@ -56,7 +56,7 @@ class Pending:
 
 
 class Ranks:
-    """A process group, as context parallelism uses it. Ranks are numbered from 0 within it."""
+    """A process group with the exchanges that context parallelism needs. Its ranks are numbered from 0."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -100,7 +100,7 @@ class Ranks:
         return list(incoming.split(list(sizes)))
 
     def gather(self, x: Tensor, lengths: Sequence[int], timeout: float) -> list[Tensor]:
-        """Gather ``x`` (own length, ...) of every rank; part ``rank`` is (lengths[rank], ...)."""
+        """Gather every rank's ``x`` (own length, ...). Part ``rank`` of the result is (lengths[rank], ...)."""
         # Every backend gathers parts of equal size, so pad; lengths differ by a few tokens at most.
         rest, longest = tuple(x.shape[1:]), max(lengths)
         own = x
@@ -111,7 +111,7 @@ class Ranks:
         return [part[:length] for part, length in zip(whole, lengths, strict=True)]
 
     def stack(self, x: Tensor, timeout: float) -> Tensor:
-        """Stack every rank's ``x``, which must have one shape, to (ranks, ...)."""
+        """Stack every rank's ``x`` to (ranks, ...). Its shape must be equal on all ranks."""
         if self.size == 1:
             return x.unsqueeze(0)
         flat = as_bytes([x])
@@ -163,7 +163,7 @@ class Ranks:
             values = [of_rank.get(name) for of_rank, _, _ in records]
             if any(other != values[0] for other in values):
                 listed = ", ".join(f"rank {rank} has {other!r}" for rank, other in enumerate(values))
-                raise ValueError(f"the ranks disagree on {name}: {listed}; it must be the same on all")
+                raise ValueError(f"the ranks disagree on {name}: {listed}; all ranks must have the same")
         result = {name: tuple(of_rank[name] for _, of_rank, _ in records) for name in own}
         if not always:
             if not self._agreed and self.size > 1:
@@ -198,7 +198,7 @@ class Ranks:
     def _is_there(self, key: str) -> bool:
         try:
             return bool(self._store.check([key]))
-        except Exception:  # the store's own rank is gone
+        except Exception:  # the rank that hosts the store has ended
             return False
 
     def _run(self, function: Any, peers: Sequence[int], timeout: float) -> Any:
@@ -213,8 +213,9 @@ class Ranks:
     def _silent(self, peers: Sequence[int], timeout: float) -> RuntimeError:
         named = ", ".join(map(str, sorted(set(peers)))) or "some"
         return RuntimeError(
-            f"rank {self.rank} of {self.size} heard nothing from rank {named} within {timeout:g} s: it is "
-            "gone, has raised an error, or makes another call (all ranks must make the same, in one order)"
+            f"rank {self.rank} of {self.size} heard nothing from rank {named} within {timeout:g} s: that "
+            "rank has ended, has raised an error, or makes another call (all ranks must make the same calls "
+            "in the same order)"
         )
 
 
@@ -229,7 +230,7 @@ _known: WeakKeyDictionary[Any, Ranks] = WeakKeyDictionary()
 
 
 def ranks_of(group: Any = None, mesh: Any = None) -> Ranks:
-    """Return the ranks of a group, or of a whole mesh: one object per group, which counts its rounds."""
+    """Return the :class:`Ranks` of a group, or of all ranks of a mesh. Each group has one such object."""
     if mesh is not None:
         check_mesh(group, mesh)
         group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
@@ -251,16 +252,16 @@ def check_mesh(group: Any, mesh: Any) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, got {type(mesh).__name__}")
     if group is not None:
-        raise ValueError("group must be None where mesh is given, got both")
+        raise ValueError("group must be None if mesh is given, got both")
     if mesh.get_coordinate() is None:
-        raise ValueError("mesh must have this rank in it, got one of other ranks")
+        raise ValueError("mesh must contain this rank, got a mesh of other ranks")
 
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors to one flat uint8 tensor. Pass the widest dtype first, to keep all aligned."""
+    """Concatenate tensors to one flat uint8 tensor. Pass the widest dtype first, so that all are aligned."""
     flat = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 

@@ -66,7 +66,8 @@ class Ring:
         return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
     def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:
-        """Exchange gradients of step ``t``: send those of rank - t's keys, receive own ones from rank + t."""
+        """Exchange gradients of step ``t``: send those of the keys of rank - t, and receive those of this
+        rank's keys from rank + t."""
         shards, ranks = self.shards, self.shards.ranks
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)
@@ -90,7 +91,10 @@ class _Returning(NamedTuple):
 def _travel(
     shards: Shards, k: Tensor, v: Tensor, steps: Sequence[int]
 ) -> Iterator[tuple[int, Pair, Tensor, Tensor]]:
-    """Yield (t, pair, keys, values) of each step. The next keys travel while the caller computes."""
+    """Yield (t, pair, keys, values) of each step; in step t the keys are those of rank - t.
+
+    The next step's keys and values are in transit while the caller computes.
+    """
     rank, size = shards.ranks.rank, shards.ranks.size
     outgoing: dict[Ranges, list[Tensor]] = {}
 

@@ -1,4 +1,4 @@
-"""Memory that every rank of a group can write to, by torch's symmetric memory."""
+"""Memory that every rank of a group can write to, on torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 
 class Shared(NamedTuple):
-    """Arguments of ``exchange`` other than the rows."""
+    """Arguments of :func:`flashtile.backends.portable.exchange.exchange` other than rows, dtype and timeout.
+
+    Attributes:
+        memories: (ranks,) int64, the address of each rank's memory.
+        calls: counters of calls, int64, one for each program of the kernel.
+        rank: this rank's number.
+        variant: constants of the kernel.
+    """
 
     memories: Tensor
     calls: Tensor
@@ -33,14 +40,18 @@ def check_symmetric(q: Tensor) -> None:
     if not q.is_cuda or torch.version.hip is not None:
         where = "an AMD GPU" if q.is_cuda else q.device
         raise NotImplementedError(
-            f"merge='symmetric' needs NVIDIA GPUs, got q on {where}: use merge='allgather'"
+            f"q must be on an NVIDIA GPU with merge='symmetric', got q on {where}: use merge='allgather'"
         )
     if q.dtype == torch.float64:
-        raise NotImplementedError("merge='symmetric' does not support float64: use merge='allgather'")
+        raise NotImplementedError(
+            "q must not be float64 with merge='symmetric', got torch.float64: use merge='allgather'"
+        )
 
 
 def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) -> Shared:
-    """Return shared memory for ``rows`` rows of float32. All ranks must call this with equal arguments.
+    """Return shared memory for ``rows`` rows of ``head_dim`` float32 numbers and their lse.
+
+    All ranks must call this with equal arguments.
 
     Capacities are rounded up to powers of two. The first call of a capacity synchronises the ranks on the
     host.

@@ -23,15 +23,15 @@ Heads = Callable[[int], list[int]]
 
 
 def query_heads(heads: int, size: int, rank: int) -> range:
-    """Return the query heads of a rank. With more ranks than heads, some ranks have none."""
+    """Return the (consecutive) query heads of a rank. With more ranks than heads, some ranks have none."""
     return range(rank * heads // size, (rank + 1) * heads // size)
 
 
 def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
-    """Return the key heads of a rank's query heads.
+    """Return the key heads that a rank's query heads attend to.
 
-    If the query heads do not share them in groups of equal size, each query head gets its own copy: key heads
-    are then listed several times.
+    If key heads do not serve equal numbers of the rank's query heads, each query head gets its own copy. Key
+    heads are then listed several times.
     """
     group = heads_q // heads_kv
     own = query_heads(heads_q, size, rank)

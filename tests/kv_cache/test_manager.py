@@ -420,9 +420,9 @@ class TestWrongCalls:
             (lambda: manager.truncate(sequence, 6), "length must be from 0 to 5"),
             (
                 lambda: manager.cache_blocks(sequence, range(6)),
-                "expected at most the 5 written tokens of sequence 0 as tokens, got 6",
+                "tokens: expected at most the 5 written tokens of sequence 0, got 6",
             ),
-            (lambda: manager.create(range(65)), "expected at most max_seqlen=64 tokens, got 65"),
+            (lambda: manager.create(range(65)), "tokens: expected at most max_seqlen=64, got 65"),
             (
                 lambda: manager.create(torch.zeros(2, 2)),
                 r"tokens must be one-dimensional, got shape \(2, 2\)",

@@ -20,10 +20,11 @@ _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
 
 
 class MultiheadAttention(torch.nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` computed by flashtile; state dicts of either load into the other.
+    """``torch.nn.MultiheadAttention`` computed by flashtile.
 
-    The constructor is torch's; ``kdim``, ``vdim``, ``batch_first``, ``add_bias_kv`` and ``add_zero_attn`` are
-    supported. Keys that ``key_padding_mask`` excludes cost nothing.
+    State dicts of either module load into the other. The constructor is torch's: ``kdim``, ``vdim``,
+    ``batch_first``, ``add_bias_kv`` and ``add_zero_attn`` are supported. Keys that ``key_padding_mask``
+    excludes cost nothing.
 
     Examples:
         >>> theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -47,30 +48,30 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (out, weights), as torch's module does.
+        """Compute multi-head attention, and return (out, weights) as torch's module does.
 
         Args:
             query: (batch, seqlen_q, embed_dim) with ``batch_first``, (seqlen_q, batch, embed_dim) without, or
                 (seqlen_q, embed_dim).
-            key, value: likewise, (..., seqlen_k, ..., kdim) and vdim.
+            key, value: as query, with seqlen_k instead of seqlen_q, and kdim or vdim instead of embed_dim.
             key_padding_mask: (batch, seqlen_k), True for excluded keys; or floats to add.
             need_weights: also return the weights, which take memory of (batch, heads, seqlen_q, seqlen_k).
                 The default is True, as in torch; pass False unless the weights are needed.
             attn_mask: (seqlen_q, seqlen_k) or (batch * heads, seqlen_q, seqlen_k), True for what is excluded;
-                or floats to add, which get their gradient. Masks that are causal (aligned to the bottom
-                right), and masks that exclude the same keys for every query, cost no work on what they hide.
+                or floats to add, which get their gradient. Scores hidden by a causal mask (aligned to the
+                bottom right), or by a mask that excludes the same keys for every query, cost no work.
             average_attn_weights: whether the weights are averaged over the heads.
-            is_causal: states that ``attn_mask`` is causal. If seqlen_q equals seqlen_k this is believed
-                without reading the mask, and ``attn_mask`` may be omitted.
+            is_causal: states that ``attn_mask`` is causal. If seqlen_q equals seqlen_k, the mask is then not
+                read, and ``attn_mask`` may be omitted.
 
         Returns:
-            out, shaped as query; weights (batch, seqlen_q, seqlen_k), (batch, heads, seqlen_q, seqlen_k)
-            without ``average_attn_weights``, or None. A query that sees no key gets weights of 0, and its out
-            is the bias of the last projection.
+            (out, weights): out in the shape of query. Weights are (batch, seqlen_q, seqlen_k), or (batch,
+            heads, seqlen_q, seqlen_k) without ``average_attn_weights``, or None without ``need_weights``. A
+            query that sees no key has weights of 0, and its out is the bias of the last projection.
 
         Raises:
-            NotImplementedError: ``add_bias_kv`` with a causal mask; nested tensors.
-            TypeError, ValueError: naming the argument, what it was and what is allowed.
+            NotImplementedError: ``add_bias_kv`` is used with a causal mask, or a tensor is nested.
+            TypeError, ValueError: an argument is invalid; the message names it.
         """
         for name, flag in (
             ("need_weights", need_weights),
@@ -87,7 +88,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             self._check_with_weights(name, tensor)
             if tensor.dim() not in (2, 3) or tensor.dim() != query.dim() or tensor.shape[-1] != size:
                 raise ValueError(
-                    f"{name} must have 2 or 3 dimensions, as query has, the last of size {size}, "
+                    f"{name} must have 2 or 3 dimensions, as many as query, and the last of size {size}, "
                     f"got shape {tuple(tensor.shape)}"
                 )
         batched = query.dim() == 3
@@ -103,7 +104,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         masking = self._masking(key_padding_mask, attn_mask, is_causal, q, k)
         if self.bias_k is not None:
             if masking.pattern.causal:
-                raise NotImplementedError("attn_mask must not be causal with add_bias_kv")
+                raise NotImplementedError("attn_mask must not be causal with add_bias_kv, got a causal mask")
             biases: tuple[Any, Any] = self.bias_k, self.bias_v
             added = (t.view(1, 1, *k.shape[2:]).expand_as(k[:, :1]) for t in biases)
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
@@ -141,14 +142,15 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         """
         weight = self.out_proj.weight
         if tensor.device != weight.device:
-            raise ValueError(f"{name} is on {tensor.device}, but the module's weights are on {weight.device}")
+            raise ValueError(
+                f"{name} must be on the device of the module's weights, {weight.device}, got {tensor.device}"
+            )
         device_type = tensor.device.type
         if device_type != "meta" and torch.is_autocast_enabled(device_type):
             return
         if tensor.dtype != weight.dtype:
             raise TypeError(
-                f"{name} has dtype {tensor.dtype}, but the module's weights have {weight.dtype}: "
-                "they must be equal"
+                f"{name} must have the dtype of the module's weights, {weight.dtype}, got {tensor.dtype}"
             )
 
     def _project(self, same: bool, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -174,7 +176,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         biases: list[Tensor] = []
         if padding is not None:
             _check_mask("key_padding_mask", padding, [(batch, seqlen_k)], q)
-            keys = _taking_part("key_padding_mask", padding)
+            keys = _as_visible("key_padding_mask", padding)
             if keys is None:
                 biases.append(padding[:, None, None])
         if attn_mask is not None:
@@ -187,7 +189,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         causal = is_causal and seqlen_q == seqlen_k
         if attn_mask is not None and not causal:
             heads = attn_mask.unflatten(0, (batch, -1)) if attn_mask.dim() == 3 else attn_mask[None, None]
-            mask = _taking_part("attn_mask", heads)
+            mask = _as_visible("attn_mask", heads)
             if mask is None:
                 biases.append(heads)
         bias = functools.reduce(torch.add, biases).to(q.dtype) if biases else None
@@ -205,7 +207,10 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         return _Masking(MaskPattern(keys, causal, False), mask, bias)
 
     def _weights(self, q: Tensor, k: Tensor, lse: Tensor, masking: _Masking) -> Tensor:
-        """Compute the attention weights from the log-sum-exp; the sink's column is last."""
+        """Compute the attention weights (batch, heads, seqlen_q, seqlen_k) from the log-sum-exp.
+
+        With ``add_zero_attn``, the sink is one more key at the end.
+        """
         scale = self.head_dim**-0.5
         scores = torch.einsum("bqhd,bkhd->bhqk", q.to(lse.dtype) * scale, k.to(lse.dtype))
         if masking.bias is not None:
@@ -221,9 +226,12 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
 
 
 class _Masking(NamedTuple):
-    """Everything that hides or changes scores: a pattern, a mask and a bias.
+    """Everything that hides or changes scores (batch, heads, seqlen_q, seqlen_k).
 
-    Tensors broadcast to the scores.
+    Attributes:
+        pattern: which keys are padding, and whether the mask is causal.
+        mask: booleans that broadcast to the scores, True for visible ones, or None.
+        bias: floats that broadcast to the scores, or None.
     """
 
     pattern: MaskPattern
@@ -254,16 +262,18 @@ class _Masking(NamedTuple):
 
     def with_one_more_key(self) -> _Masking:
         keys, mask, bias = (
-            None if cells is None else F.pad(cells, (0, 1), value=value)
-            for cells, value in ((self.pattern.keys, True), (self.mask, True), (self.bias, 0.0))
+            None if tensor is None else F.pad(tensor, (0, 1), value=value)
+            for tensor, value in ((self.pattern.keys, True), (self.mask, True), (self.bias, 0.0))
         )
         return _Masking(self.pattern._replace(keys=keys), mask, bias)
 
 
-def _taking_part(name: str, mask: Tensor) -> Tensor | None:
-    """Return True for what takes part, from a mask that is True for what is excluded, or of 0 and -inf.
+def _as_visible(name: str, mask: Tensor) -> Tensor | None:
+    """Convert a mask in torch's form to booleans that are True for visible keys or scores.
 
-    None for a mask that adds other values or needs a gradient.
+    In torch's form, True is excluded, or floats of 0 and -inf are added.
+
+    Returns None for a mask that adds other values or requires a gradient.
     """
     if mask.requires_grad:
         return None
@@ -277,4 +287,4 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]], q: Tenso
         allowed = " or ".join(map(str, shapes))
         raise ValueError(f"{name} must have shape {allowed}, got {tuple(mask.shape)}")
     if mask.device != q.device:
-        raise ValueError(f"{name} is on {mask.device}, not on {q.device}: all must be on one device")
+        raise ValueError(f"{name} must be on query's device, {q.device}, got {mask.device}")

@@ -14,7 +14,7 @@ MODULES = (
     "flash_attn.layers.rotary",
     "flash_attn_interface",
 )
-"""The modules of FlashAttention-2, and FlashAttention-3's only one."""
+"""The modules of FlashAttention-2, and the only module of FlashAttention-3, ``flash_attn_interface``."""
 
 
 def install_as_flash_attn() -> None:
@@ -44,7 +44,9 @@ def install_as_flash_attn() -> None:
         module = sys.modules.get(name)
         if module is not None and module.__name__ != f"{_PACKAGE}.{name}":
             place = getattr(module, "__file__", None)
-            raise RuntimeError(f"{name} was imported from {place}: call install_as_flash_attn() before that")
+            raise RuntimeError(
+                f"{name} must not be imported before install_as_flash_attn(), got a module from {place}"
+            )
     for name in MODULES:
         sys.modules[name] = importlib.import_module(f"{_PACKAGE}.{name}")
 

@@ -1,8 +1,7 @@
 """``flash_attn_interface``: FlashAttention-3's functions, with its argument names and order, and its results.
 
-Arguments that only tune its kernels are accepted and ignored: ``num_splits`` outside of
-``flash_attn_with_kvcache``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` (our kernels read lengths
-on the device).
+Arguments that only tune FlashAttention-3's kernels are accepted and ignored: ``pack_gqa``, ``sm_margin``,
+``scheduler_metadata``, and ``num_splits`` outside of ``flash_attn_with_kvcache``.
 """
 
 from __future__ import annotations
@@ -169,9 +168,9 @@ def flash_attn_with_kvcache(
     """Call :func:`flashtile.flash_attn_with_kvcache` with ``page_table`` as its ``block_table``.
 
     Args:
-        cache_batch_idx: with ``page_table``, each sequence's row of it.
-        q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also over
-            pages. Any may be left out.
+        cache_batch_idx: (batch,) int32. With ``page_table``, the row of ``page_table`` of each sequence.
+        q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also with
+            ``page_table``. None: 1.
     """
     _refuse(attention_chunk=attention_chunk or None)
     k_descale, v_descale = _of_sequences(k_descale, v_descale)
@@ -200,7 +199,7 @@ def get_scheduler_metadata(
     *others: Any,
     **named: Any,
 ) -> Tensor:
-    """Return an empty ``scheduler_metadata``: there is nothing to prepare."""
+    """Return an empty ``scheduler_metadata``, because flashtile's kernels read lengths on the device."""
     check_dense("cache_seqlens", cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
@@ -234,4 +233,4 @@ def _of_sequences(k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[A
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise NotImplementedError(f"{name} is not supported: it must be left out")
+            raise NotImplementedError(f"{name} is not supported and must be left out, got {value!r:.60}")

@@ -27,8 +27,9 @@ def flex_attention(
     *,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``torch.nn.attention.flex_attention.flex_attention`` on flashtile's kernels, which need no compilation
-    by ``torch.compile``.
+    """Compute ``torch.nn.attention.flex_attention.flex_attention`` by flashtile's kernels.
+
+    ``torch.compile`` is not needed.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim), any strides.
@@ -38,16 +39,17 @@ def flex_attention(
         block_mask: made by FlexAttention's or :func:`flashtile.masks.create_block_mask`; None hides nothing.
         scale: factor of the scores; None is ``head_dim ** -0.5``.
         enable_gqa: allow more query heads than key/value heads, as a multiple.
-        return_lse: also return the log-sum-exp, natural, (batch, heads, seqlen_q) float32.
-        kernel_options: None or empty: the kernels choose their own.
+        return_lse: also return the natural log-sum-exp, (batch, heads, seqlen_q) float32.
+        kernel_options: must be None or empty.
         backend: as for :func:`flashtile.attention`.
 
     Returns:
-        (batch, heads, seqlen_q, head_dim of value); with ``return_lse`` (out, lse).
+        out (batch, heads, seqlen_q, head_dim of value). With ``return_lse``, (out, lse).
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`; ``kernel_options`` that
-            are given; heads that differ without ``enable_gqa``.
+        TypeError, ValueError: as :func:`flashtile.attention`, or numbers of heads differ without
+            ``enable_gqa``.
+        NotImplementedError: as :func:`flashtile.attention`, or ``kernel_options`` is not empty.
 
     Examples:
         >>> query, key, value = torch.randn(3, 1, 2, 128, 16).unbind()  # (batch, heads, seqlen, head_dim)
@@ -66,7 +68,7 @@ def flex_attention(
             )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
-            f"key has {key.shape[1]} heads, but query has {query.shape[1]}: enable_gqa must be True for that"
+            f"key must have the {query.shape[1]} heads of query unless enable_gqa is True, got {key.shape[1]}"
         )
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise TypeError(f"kernel_options must be a dict or None, got {named(kernel_options)}")

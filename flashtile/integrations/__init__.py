@@ -1,1 +1,1 @@
-"""Doors into other libraries. Each changes its library only when its function is called."""
+"""Integrations into other libraries. Each changes its library only when its function is called."""

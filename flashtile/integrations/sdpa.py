@@ -1,8 +1,8 @@
-"""flashtile under ``torch.nn.functional.scaled_dot_product_attention``.
+"""Two ways to compute ``torch.nn.functional.scaled_dot_product_attention`` by flashtile.
 
 :class:`sdpa` replaces the function in ``torch.nn.functional``, for every call in the process that looks it up
-there. :func:`register` adds flashtile to torch's registry of flash attention implementations, which work
-below autograd and serve the calls of torch's flash backend.
+there. :func:`register` adds flashtile to torch's registry of flash attention implementations. These replace
+torch's flash backend, below autograd.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ _OF_SDPA = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
 
 class sdpa:  # noqa: N801 - a context manager, named as torch names its own
-    """``F.scaled_dot_product_attention`` computed by flashtile, within a ``with`` block or until disabled.
+    """Replace ``F.scaled_dot_product_attention`` by flashtile, within a ``with`` block or until disabled.
 
     Arguments have torch's meaning: ``is_causal`` is aligned at the upper left, a boolean mask is True for
     visible keys, and heads are grouped only with ``enable_gqa``.
 
     Masks of padded keys, causal masks and combinations of both are recognised, as booleans or as floats of 0
-    and -inf. Scores that they hide cost no work. Recognising a mask waits for the device in every call,
-    except for a boolean (batch, 1, 1, seqlen_k) on a GPU. Other masks are read element by element, as
-    booleans or as a bias with its gradient. So is every mask in a graph or under a transform.
+    and -inf. Scores that they hide cost no work. Recognising a mask synchronises with the device in every
+    call, except for a boolean (batch, 1, 1, seqlen_k) on a GPU. All other masks are read element by element,
+    as booleans or as a bias with its gradient. So is every mask within a CUDA graph, a compiled graph or a
+    transform.
 
     ``nn.MultiheadAttention`` is served as well, except on torch's fast path of inference
     (``torch.backends.mha.set_fastpath_enabled(False)`` disables that).
 
-    A name imported before (``from torch.nn.functional import scaled_dot_product_attention``) is not replaced,
-    nor are calls that ``torch.compile`` has compiled before. The backward pass may run after the block,
-    except for checkpointed modules, which compute the forward pass again.
+    Two kinds of calls are not replaced: calls of a name imported before (``from torch.nn.functional import
+    scaled_dot_product_attention``), and calls that ``torch.compile`` has compiled before. The backward pass
+    may run after the block, except for checkpointed modules, which compute the forward pass again.
 
     Args:
         fallback: pass calls that flashtile does not support (head sizes above 576, for example) to torch.
@@ -82,10 +83,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         """Replace the function until :meth:`disable`.
 
         Raises:
-            RuntimeError: this object has replaced it already.
+            RuntimeError: this object has already replaced the function.
         """
         if self._replaced is not None:
-            raise RuntimeError("this flashtile.sdpa is enabled already")
+            raise RuntimeError("this flashtile.sdpa is already enabled")
         self._replaced = getattr(F, FUNCTION)
         setattr(F, FUNCTION, self._attend)
 
@@ -93,7 +94,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         """Restore the replaced function.
 
         Raises:
-            RuntimeError: this object has not replaced it, or something else has replaced it since.
+            RuntimeError: this object has not replaced the function, or other code has replaced it since.
         """
         if self._replaced is None or getattr(F, FUNCTION) != self._attend:
             raise RuntimeError(f"torch.nn.functional.{FUNCTION} must be this flashtile.sdpa to disable it")
@@ -132,8 +133,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         return out
 
     def _fall_back(self, *arguments: Any, **named: Any) -> Tensor:
-        """Return torch's result. For tensor subclasses, which look the function up by name, torch's function
-        is restored during the call."""
+        """Return torch's result.
+
+        Tensor subclasses look the function up by name, so torch's function is restored during their call.
+        """
         if not has_torch_function([a for a in arguments if isinstance(a, Tensor)]):
             return self._replaced(*arguments, **named)
         setattr(F, FUNCTION, self._replaced)
@@ -164,7 +167,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
                 f"got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
         if is_causal and attn_mask is not None:
-            raise ValueError("attn_mask must be None with is_causal=True")
+            raise ValueError("attn_mask must be None with is_causal=True, got a tensor")
         q, k, v = (_heads_second(t) for t in (query, key, value))
         options: dict[str, Any] = {"dropout_p": dropout_p, "softmax_scale": scale, "backend": self.backend}
         if isinstance(attn_mask, CausalBias) and attn_mask.variant == CausalVariant.LOWER_RIGHT:
@@ -182,10 +185,11 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
     def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern | None:
-        """Return the pattern of a mask, or None if it has another one or cannot be read.
+        """Return the pattern of a mask, or None if no pattern is recognised or the mask cannot be read.
 
-        Successive layers share a mask. A known pattern is used again only if the mask has the same elements:
-        neither its address nor its version reveals every write (numpy, ``.data``, kernels, graph replays).
+        Successive layers share a mask. A known pattern is reused only if the mask has the same elements.
+        Address and version do not suffice, because some writes change neither (numpy, ``.data``, kernels,
+        graph replays).
         """
         check_dense("attn_mask", mask)
         _check_broadcast(mask, query, seqlen_k)
@@ -205,11 +209,16 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
 
 
 class _Looked(NamedTuple):
-    """A mask whose pattern was determined."""
+    """A mask whose pattern was determined.
+
+    Attributes:
+        kind: shape, dtype and device of the mask, and sizes of the call.
+        held: a copy of the mask's elements, without broadcast dimensions.
+        pattern: the pattern, or None if none was recognised.
+    """
 
     kind: tuple
     held: Tensor
-    """A copy of its elements."""
     pattern: MaskPattern | None
 
 
@@ -226,18 +235,24 @@ def _heads_second(tensor: Tensor) -> Tensor:
 
 
 def _check_broadcast(mask: Tensor, query: Tensor, seqlen_k: int) -> None:
-    """Check that ``mask`` broadcasts to the scores. With more than 4 dimensions, leading ones must be 1."""
+    """Check that ``mask`` broadcasts to the scores.
+
+    If the scores have more than 4 dimensions, all but the last two of the mask must be 1.
+    """
     scores = (*query.shape[:-1], seqlen_k)
     allowed = scores if len(scores) <= 4 else (1, *scores[-2:])
     pairs = zip(reversed(mask.shape), reversed(allowed), strict=False)
     if mask.dim() > len(allowed) or any(size not in (1, whole) for size, whole in pairs):
         raise ValueError(f"attn_mask must broadcast to {allowed}, got shape {tuple(mask.shape)}")
     if mask.device != query.device:
-        raise ValueError(f"attn_mask must be on {query.device} as query is, got {mask.device}")
+        raise ValueError(f"attn_mask must be on query's device, {query.device}, got {mask.device}")
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Return visible keys and values, and our options, for torch's causal mask aligned at the upper left."""
+    """Return (keys, values, options of attention) for torch's causal mask, aligned at the upper left.
+
+    Keys and values after the last visible one are cut off.
+    """
     beyond = q.shape[1] - k.shape[1]
     if not is_causal or beyond == 0:
         return k, v, {"causal": is_causal}
@@ -254,7 +269,7 @@ def register() -> None:
     a GPU, without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that.
 
     Raises:
-        NotImplementedError: torch is older than 2.11; :class:`flashtile.sdpa` needs no registry.
+        NotImplementedError: torch is older than 2.11. :class:`flashtile.sdpa` works with older releases.
 
     Examples:
         >>> import torch.nn.attention
@@ -266,7 +281,7 @@ def register() -> None:
     import torch.nn.attention as registry
 
     if not hasattr(registry, "restore_flash_attention_impl"):
-        text = f"torch must be 2.11 or newer for its registry, got {torch.__version__}: use flashtile.sdpa"
+        text = f"torch must be 2.11 or newer for register(), got {torch.__version__}: use flashtile.sdpa"
         raise NotImplementedError(text)
     registry.register_flash_attention_impl(NAME, register_fn=_Registration)
 

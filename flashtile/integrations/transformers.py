@@ -1,9 +1,9 @@
-"""``attn_implementation="flashtile"`` for Hugging Face Transformers, once :func:`register` has been called.
+"""``attn_implementation="flashtile"`` for Hugging Face Transformers, after :func:`register` has been called.
 
 :mod:`flashtile.integrations.transformers_attention` computes the attention. In compiled models and over
-pages, Transformers' own code for its flash implementations calls our functions, which it loads in place of
-FlashAttention's. It passes only arguments that a function names, so these functions have Transformers' names:
-``s_aux`` is the attention sink.
+pages, Transformers' own code for flash implementations calls :func:`dense`, :func:`varlen` and
+:func:`with_kvcache` instead of FlashAttention's functions. That code passes only arguments that a function
+names, so these functions use Transformers' argument names. For example, ``s_aux`` is the attention sink.
 """
 
 from __future__ import annotations
@@ -26,43 +26,44 @@ NAMES = ("flashtile", "flashtile_2")
 """Two names of one implementation. Continuous batching decodes over pages only for names ending in 2 or 3."""
 
 LITERAL_NAMES = ("flash_attention_2", "flash_attention_3")
-"""Transformers' own names, of FlashAttention's packages."""
+"""Transformers' own names of FlashAttention's packages."""
 
 BIASED = ("t5", "mt5", "umt5")
-"""Model types that support no flash implementation only because they add a bias to their scores."""
+"""Model types whose position bias is the only reason why they support no flash implementation."""
 
 WITH_OWN_MASKS = ("gemma3", "paligemma")
-"""Model types that Transformers 5.24 marks as without flash attention because it drops their masks."""
+"""Model types that Transformers 5.24 marks as without flash attention, because it drops their masks."""
 
-LEAVING_OUT = ("gpt_neo",)
-"""Model types whose code for flash implementations omits their windows."""
+WINDOWLESS = ("gpt_neo",)
+"""Model types whose code for flash implementations ignores the model's windows. They are refused."""
 
 _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling before 5.20
 
 
 def register(as_flash_attention: bool = False) -> None:
-    """Make ``attn_implementation="flashtile"`` known to Transformers. A second call changes nothing.
+    """Register ``attn_implementation="flashtile"`` in Transformers. A second call changes nothing.
 
-    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` accept the name. Supported are
-    padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the position
-    bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``. On a GPU, use ``"flashtile_2"`` for
-    the latter, which attends to the pages in place.
+    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. Supported
+    are padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the
+    position bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``. For ``generate_batch`` on a
+    GPU, use the name ``"flashtile_2"``, which attends to the pages in place.
 
     Args:
         as_flash_attention: also serve the names ``"flash_attention_2"`` and ``"flash_attention_3"`` that code
             or ``config.json`` may contain, on any device. The model's config keeps its name. An installed
             flash-attn package is not used then. To change this setting, call :func:`unregister` first.
 
-    A model that supports no flash implementation raises a ValueError, unless it is one of :data:`BIASED`
-    or :data:`WITH_OWN_MASKS`. So does a model of :data:`LEAVING_OUT`. ``output_attentions=True`` raises a
-    NotImplementedError with packed sequences. Otherwise a second pass over queries and keys computes the
-    weights, before dropout. They have no gradient, and weights of padded queries are undefined. A mask
-    (batch, heads or 1, seqlen_q, seqlen_k) made by the model or its user is read element by element.
+    Selecting the name raises a ValueError for a model that supports no flash implementation, except for
+    :data:`BIASED` and :data:`WITH_OWN_MASKS` model types, and for :data:`WINDOWLESS` model types.
+    ``output_attentions=True`` raises a NotImplementedError with packed sequences. Otherwise a second pass over
+    queries and keys computes the weights, before dropout. They have no gradient, and weights of padded
+    queries are undefined. A mask (batch, heads or 1, seqlen_q, seqlen_k) made by the model or its user is
+    read element by element.
 
     Raises:
         ModuleNotFoundError: Transformers is not installed.
         NotImplementedError: Transformers is older than 5.17.
-        RuntimeError: flashtile is registered already with another ``as_flash_attention``.
+        RuntimeError: flashtile is already registered with another ``as_flash_attention``.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM, LlamaConfig
@@ -81,7 +82,9 @@ def register(as_flash_attention: bool = False) -> None:
     literal = LITERAL_NAMES if as_flash_attention else ()
     if isinstance(loading._lazy_imports, _Loader):
         if loading._lazy_imports.literal != literal:
-            raise RuntimeError("register was called with another as_flash_attention: unregister() first")
+            raise RuntimeError(
+                "as_flash_attention must be the same in all calls of register: call unregister() to change it"
+            )
         return
     from transformers.integrations.flash_attention import flash_attention_forward
     from transformers.masking_utils import flash_attention_mask
@@ -194,8 +197,11 @@ def with_kvcache(
 
 
 class _Loader:
-    """Replaces Transformers' loader of an implementation's functions: it gives ours for our names and for
-    ``literal`` ones, and otherwise Transformers' own."""
+    """Replacement of Transformers' loader of an implementation's functions.
+
+    Returns flashtile's functions for ``NAMES`` and for the names ``literal``. For other names it calls
+    Transformers' own loader.
+    """
 
     def __init__(self, loading: Any, literal: tuple[str, ...]) -> None:
         self.original, self.literal = loading._lazy_imports, literal
@@ -208,34 +214,35 @@ class _Loader:
 
 
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:
-    """Wrap Transformers' choice of an implementation, so that models accept our names.
+    """Wrap Transformers' function that chooses an implementation, so that models accept flashtile's names.
 
-    A ``literal`` name is checked under our name, because Transformers would require FlashAttention's package.
+    A ``literal`` name is checked as "flashtile", because Transformers would require FlashAttention's package.
 
-    A model that lists its compatible flash implementations (those with sinks) would fall back to one of the
-    list, so our names are added to it. A model that supports none is refused, because terms that it adds to
-    its scores could be lost. Models in ``BIASED`` and ``WITH_OWN_MASKS`` pass their terms and masks on.
+    Models with sinks list their compatible flash implementations, and fall back to one of the list, so
+    flashtile's names are added to it. A model that supports no flash implementation is refused, because terms
+    that it adds to its scores could be lost. Models in ``BIASED`` and ``WITH_OWN_MASKS`` pass their terms and
+    masks to attention.
     """
 
     @functools.wraps(check)
     def choose(self: Any, attn_implementation: str | None, *arguments: Any, **named: Any) -> Any:
-        asked_for = attn_implementation
-        if asked_for in literal:
+        requested = attn_implementation
+        if requested in literal:
             attn_implementation = NAMES[0]
         if attn_implementation in NAMES + _PAGED:
             model = type(self)
             served = self._supports_flash_attn or self.config.model_type in BIASED + WITH_OWN_MASKS
-            if not served or self.config.model_type in LEAVING_OUT:
+            if not served or self.config.model_type in WINDOWLESS:
                 raise ValueError(
-                    f"attn_implementation={asked_for!r}: {model.__name__} supports no flash "
-                    'attention; use "sdpa" or "eager"'
+                    'attn_implementation must be "sdpa" or "eager" for '
+                    f"{model.__name__}, which supports no flash attention, got {requested!r}"
                 )
             listed = model._compatible_flash_implementations
             if listed and any("flash" in name for name in listed) and NAMES[0] not in listed:
                 model._compatible_flash_implementations = [*listed, *NAMES]
             _lend(sys.modules[model.__module__])
         chosen = check(self, attn_implementation, *arguments, **named)
-        return asked_for if asked_for in literal else chosen
+        return requested if requested in literal else chosen
 
     return choose
 

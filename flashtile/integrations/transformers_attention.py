@@ -1,7 +1,7 @@
 """The attention function that Transformers' models call in every layer.
 
-Masks become arguments of flashtile's functions. Tokens are not unpadded and padded again, and no layer waits
-for the device: :mod:`flashtile.integrations.transformers_masks` reads a mask once in a forward pass.
+Masks become arguments of flashtile's functions, so tokens are not unpadded and padded again. No layer waits
+for the device: :mod:`flashtile.integrations.transformers_masks` reads a mask once per forward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 IN_CONFIG = {
     "dropout_p": "dropout_p (attention_dropout or attention_probs_dropout_prob in the model's config)"
 }
-"""Names of arguments in errors, as users of a model know them."""
+"""Replacements of argument names in errors by names that users of a model know."""
 
 EVERYWHERE = {"causal": False, "window_size": (-1, -1)}
 """Options for masks that already include causality and windows."""
@@ -37,7 +37,10 @@ Options = dict[str, Any]
 """Keywords of :func:`flashtile.attention`."""
 
 FEW_QUERIES = 16
-"""With at most so many queries per sequence, a call over a cache is a decoding step, whose keys are split."""
+"""Largest number of queries per sequence for which a call over a cache is computed as a decoding step.
+
+A decoding step splits the keys among programs.
+"""
 
 
 def serving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +102,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
             options["sink"] = s_aux.to(q.dtype)
         if dropout:
             options["dropout_p"] = dropout
-        if torch.is_grad_enabled() and _wants_determinism(others.get("deterministic")):
+        if torch.is_grad_enabled() and _is_deterministic(others.get("deterministic")):
             options["deterministic"] = True
         try:
             if with_scores:
@@ -168,11 +171,11 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, module: Any) -> Tensor:
-    """Compute attention under a mask of keys (batch, seqlen_k), True for keys that exist.
+    """Compute attention under a mask of keys (batch, seqlen_k), True for keys that are not padding.
 
-    The mask is shorter than a static cache, whose later keys are not written yet. Queries are the last
-    tokens. If there are as many queries as keys, and causality or a window shows that both are from one text,
-    queries are padded like keys. In cross-attention, they may not be.
+    The mask may be shorter than a static cache, whose later keys are not written yet. Queries are the last
+    tokens. Queries are padded as keys are if there are as many of both, and causality or a window shows that
+    both are from the same text. In cross-attention the padding may differ.
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]
@@ -195,7 +198,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, mod
 
 
 def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options) -> Tensor:
-    """Compute attention of padded sequences as packed ones, in place.
+    """Compute attention of padded sequences as packed ones, without moving tokens.
 
     ``max_seqlen`` is the batch's padded length, so that batches of one shape share a launch.
     """
@@ -208,7 +211,7 @@ def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
-    """Compute attention of packed sequences."""
+    """Compute attention of packed sequences. q, k and v are (batch, seqlen, heads, head_dim)."""
     out: Tensor = attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), **options)
     return out.unflatten(0, q.shape[:2])
 
@@ -236,15 +239,20 @@ def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any
 
 
 def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
-    """Compute attention under any mask of keys. Causality and windows count positions, padding included, as
-    in eager attention."""
+    """Compute attention under any mask of keys (batch, seqlen_k).
+
+    Causality and windows count positions, padding included, as in eager attention.
+    """
     return attention(q, k, v, key_padding_mask=keys, **options)
 
 
 def _with_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (out, weights) for a mask of scores, a position bias, or if weights are wanted.
+    """Compute attention with a mask of scores or a position bias, or return attention weights.
+
+    Returns out (batch, seqlen_q, heads, head_dim), and weights (batch, heads, seqlen_q, keys) if
+    ``output_attentions`` is set, otherwise None.
 
     A mask of four dimensions already includes causality and windows.
     """
@@ -275,8 +283,8 @@ def _refuse_packed(position_ids: Tensor | None, batch: int, others: dict[str, An
     given = any("cu_seq" in name and offsets is not None for name, offsets in others.items())
     if restarts or given or others.get("cache") is not None:
         raise NotImplementedError(
-            "output_attentions must be False, without position bias or mask of scores, for packed sequences "
-            'and paged caches: use model.set_attn_implementation("eager") for them'
+            "output_attentions must be False, and position bias and mask of scores must be absent, for "
+            'packed sequences and paged caches: use model.set_attn_implementation("eager") for these'
         )
 
 
@@ -296,7 +304,7 @@ def _collector() -> Any:
 
 
 def _is_causal(module: Any) -> bool:
-    """Whether a module attends causally. In Transformers 5.17 UMT5's decoder has no attribute for it."""
+    """Whether a module attends causally. In Transformers 5.17, UMT5's decoder does not say that it does."""
     biased_decoder = getattr(module, "is_decoder", False) and getattr(
         module, "has_relative_attention_bias", False
     )
@@ -318,6 +326,6 @@ def _in_dtype_of_weights(module: Any, *tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
-def _wants_determinism(asked: bool | None) -> bool:
-    """Whether the call, or Transformers' setting in the environment, asks for determinism."""
-    return os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1" if asked is None else bool(asked)
+def _is_deterministic(requested: bool | None) -> bool:
+    """Whether the call, or Transformers' environment variable, requests a deterministic backward pass."""
+    return os.environ.get("FLASH_ATTENTION_DETERMINISTIC") == "1" if requested is None else bool(requested)

@@ -22,19 +22,23 @@ class Runs(NamedTuple):
 
 
 class Padding:
-    """Contents of a mask of keys, (batch, seqlen) and True for keys that exist.
+    """Contents of a mask of keys, (batch, seqlen), True for keys that are not padding.
 
-    Making one waits for the device; nothing after that does. The mask itself is not kept, because it holds
-    this object alive in turn.
+    The constructor waits for the device; the methods do not. The mask itself is not stored, because this
+    object is kept alive by the mask.
+
+    Attributes:
+        whole: whether there is no padding.
+        solid: whether the keys of each sequence are contiguous, with padding only before and after them.
+        on_left, on_right: whether all padding is before the keys, or after them.
     """
 
     def __init__(self, mask: Tensor) -> None:
         self._device, self._shape = mask.device, mask.shape
         keys = mask.bool().cpu()
         self.whole = bool(keys.all())
-        """Whether there is no padding."""
+        # Number of keys of each sequence, and where they begin if they are contiguous.
         self._lengths, self._starts = keys.sum(1), keys.int().argmax(1)
-        """Number of keys of each sequence, and where they begin if they are contiguous."""
         self.solid = self.on_left = self.on_right = self.whole
         if self.whole:
             return
@@ -42,7 +46,6 @@ class Padding:
         self.on_left = bool((ends == keys.shape[1]).all())  # then there is no padding in between
         if self.on_left:
             self.solid = True
-            """Whether the keys of each sequence are contiguous, with padding only before and after them."""
         else:
             places = torch.arange(keys.shape[1])
             side_by_side = (places >= self._starts[:, None]) & (places < ends[:, None])
@@ -51,20 +54,20 @@ class Padding:
 
     @functools.cached_property
     def starts(self) -> Tensor:
-        """(batch,) int32, where the keys of each sequence begin."""
+        """Position of the first key of each sequence, (batch,) int32 on the mask's device."""
         return self._on_device(self._starts)
 
     @functools.cached_property
     def lengths(self) -> Tensor:
-        """(batch,) int32, how many keys each sequence has."""
+        """Number of keys of each sequence, (batch,) int32 on the mask's device."""
         return self._on_device(self._lengths)
 
     @functools.cached_property
     def runs(self) -> Runs:
         """Three runs per sequence: the padding before its tokens, the tokens, and the padding after them.
 
-        Queries of padding see no key: their results and gradients are 0 and cost hardly any work. So no
-        tokens have to be packed and unpacked.
+        Queries of padding see no key, so their results and gradients are 0 and cost hardly any work. Tokens
+        need not be packed and unpacked.
         """
         batch, seqlen = self._shape
         begin = torch.arange(batch) * seqlen
@@ -78,12 +81,12 @@ class Padding:
 
 
 class _Known:
-    """The contents of a tensor, valid for one forward pass of one model, in which each layer reads them once.
+    """The contents of a tensor, valid for one forward pass of one model, in which each layer uses them once.
 
-    A version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing the
-    elements would make every layer wait for the device. But nothing writes to the tensor between the layers
-    of a forward pass. So it is read again when a layer comes a second time, for another model, and in a new
-    pass, which begins with the creation of masks.
+    A tensor's version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing
+    elements would make every layer wait for the device. However, nothing writes to the tensor between the
+    layers of a forward pass. So the tensor is read again in three cases: a layer uses it a second time,
+    another model uses it, or a new pass begins, which the creation of masks shows.
     """
 
     def __init__(self, tensor: Tensor, found: Any, in_pass: int | None) -> None:
@@ -120,25 +123,28 @@ _read: Any = WeakTensorKeyDictionary()
 
 
 def padding_of(mask: Tensor, module: Any) -> Padding:
-    """Return the contents of a mask of keys, read once per forward pass: all layers get the same tensor.
+    """Return the contents of a mask of keys (batch, seqlen), which is read once per forward pass.
 
     Args:
-        module: the layer's attention.
+        mask: the same tensor in all layers.
+        module: the layer's attention module.
     """
     padding: Padding = _once(mask, module, Padding)
     return padding
 
 
 class Packing(NamedTuple):
-    """Sequences that lie one after the other in a batch of one."""
+    """Sequences that are packed one after another in a batch of one."""
 
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor  # (sequences + 1,) int32
     max_seqlen: int
 
 
 def packing_of(positions: Tensor, module: Any) -> Packing | None:
-    """Return the packing that restarting positions of a batch of one describe, or None. See
-    :func:`padding_of`."""
+    """Return the packing that ``positions`` (1, tokens) describe, or None if they do not restart.
+
+    The positions are read once per forward pass, as by :func:`padding_of`.
+    """
     packing: Packing | None = _once(positions, module, _read_positions)
     return packing
 
@@ -164,9 +170,9 @@ def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
 def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """Wrap Transformers' function that makes the mask of a forward pass, and read that mask once.
 
-    The result is None without padding, otherwise the mask of keys. A static cache always has a mask, because
-    its length tells how many keys are written. If a model adds other rules to causality and windows, the
-    result is a mask of scores; for example, Gemma 3's image tokens all see each other.
+    The wrapped function returns None without padding, otherwise a mask of keys. A static cache always gets a
+    mask, whose length is the number of written keys. If a model adds rules to causality and windows, the
+    result is a mask of scores. For example, Gemma 3's image tokens all see each other.
     """
 
     @functools.wraps(original)
@@ -199,11 +205,11 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
 def _says_more(
     mask_function: Callable[..., Any] | None = None, use_vmap: bool = False, config: Any = None, **others: Any
 ) -> bool:
-    """Whether a mask differs from causality, windows and packed sequences, because the model has added a
-    function of its own or blocks.
+    """Whether a mask has other rules than causality, windows and packed sequences.
 
-    With ``use_bidirectional_attention`` the attention module itself sees both ways. Then a function that says
-    so adds nothing, and causality does.
+    A model adds such rules as a mask function or as blocks. With ``use_bidirectional_attention`` the
+    attention module itself is not causal. Then a function for bidirectional attention adds no rule, and a
+    causal mask does.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:

@@ -1,8 +1,9 @@
 """Fast path for decoding steps in Transformers (one query per sequence), whose time is dominated by the host.
 
 The layers of a step call attention with tensors of equal shapes and strides. The first layer takes the
-general path. The others look up its launch by the arguments that Transformers passes, and pass these tensors
-to it without a transpose: a compiled kernel takes addresses, which a transpose does not change.
+general path. The others look up the first layer's launch by the arguments that Transformers passes. They pass
+these tensors to the launch without a transpose, because a compiled kernel needs only addresses, which a
+transpose does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from flashtile.operators.decode import DECODE
 from flashtile.problems.decode import DecodeOptions
 
 _launches: BoundedCache = BoundedCache(CACHE_BYTES)
-"""(launch, shape of out) by the key of :func:`kind_of_step`."""
+"""Maps the key of :func:`kind_of_step` to (launch, shape of out)."""
 
 
 def kind_of_step(
@@ -67,8 +68,10 @@ def attend_by(kind: tuple, query: Tensor, key: Tensor, value: Tensor) -> Tensor 
 
 
 def remember(kind: tuple, q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, out: Tensor) -> None:
-    """Keep the launch that gave ``out``, for (batch, tokens, heads, head_dim) tensors, for the layers that
-    follow."""
+    """Store the launch that computed ``out``, for the following layers.
+
+    q, k, v and out are (batch, tokens, heads, head_dim).
+    """
     launch: Any = DECODE.launches.get((options, *signatures((q, k, v))))
     if getattr(launch, "takes_addresses", False):
         _launches.store(kind, (launch, tuple(out.shape)), SIGNATURE_BYTES)

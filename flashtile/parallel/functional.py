@@ -56,10 +56,10 @@ def context_parallel_attention(
 ) -> Tensor | Any:
     """Compute :func:`flashtile.attention` of a sequence whose tokens are distributed over ranks.
 
-    The result is differentiable. All ranks of the group call this together, each with its own tokens of q, k and v, as
-    :func:`flashtile.parallel.shard` cuts them. Partial results of a row are float32 until they are merged by
-    their log-sum-exp. Gradients of keys and values are float32 until those of all ranks have been added, in a
-    fixed order. For float64 inputs, both are float64.
+    The result is differentiable. All ranks of the group call this together, each with its own tokens of q, k
+    and v, as :func:`flashtile.parallel.shard` cuts them. Partial results of a row are float32 until they are
+    merged by their log-sum-exp. Gradients of keys and values are float32 until those of all ranks have been
+    added, in a fixed order. For float64 inputs, both are float64.
 
     Args:
         q: (batch, tokens of this rank, heads_q, head_dim), or (tokens, heads_q, head_dim) with

@@ -100,7 +100,7 @@ class Ranks:
         return list(incoming.split(list(sizes)))
 
     def gather(self, x: Tensor, lengths: Sequence[int], timeout: float) -> list[Tensor]:
-        """Gather every rank's ``x`` (own length, ...). Part ``rank`` of the result is (lengths[rank], ...)."""
+        """Gather every rank's ``x`` (own length, ...) and return a list of (lengths[rank], ...)."""
         # Every backend gathers parts of equal size, so pad; lengths differ by a few tokens at most.
         rest, longest = tuple(x.shape[1:]), max(lengths)
         own = x

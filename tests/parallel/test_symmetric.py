@@ -61,7 +61,7 @@ def test_tensors_on_a_cpu_are_refused():
     try:
         q, cache = torch.randn(1, 1, 2, 16), torch.zeros(1, 8, 2, 16)
         lengths = torch.tensor([3], dtype=torch.int32)
-        with pytest.raises(NotImplementedError, match=r"q must be on an NVIDIA GPU with merge='symmetric', got"):
+        with pytest.raises(NotImplementedError, match="must be on an NVIDIA GPU with merge='symmetric', got"):
             context_parallel_decode(q, cache, cache, cache_seqlens=lengths, merge="symmetric")
     finally:
         dist.destroy_process_group()

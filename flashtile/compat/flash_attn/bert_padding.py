@@ -27,7 +27,7 @@ __all__ = [
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Return ``input[indices]``."""
+    """Return ``input[indices]``: rows (total, ...) of input (rows, ...) at ``indices`` (total,)."""
     check_dense("input", input)
     check_dense("indices", indices)
     check_dtype("indices", indices, (torch.int32, torch.int64))
@@ -43,7 +43,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``input[indices]`` and input itself."""
+    """Return (``input[indices]``, input), as :func:`index_first_axis`."""
     return index_first_axis(input, indices), input
 
 
@@ -56,11 +56,16 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack hidden_states (batch, seqlen, ...). Return (tokens, indices, cu_seqlens, max_seqlen, seqused).
+    """Pack the tokens of padded sequences.
 
     Args:
+        hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), 1 for tokens, 0 for padding.
         unused_mask: (batch, seqlen), 1 for unused tokens, which are packed but not counted in seqused.
+
+    Returns:
+        (tokens (total, ...), indices (total,) into the flattened batch, cu_seqlens (batch + 1,) int32,
+        max_seqlen, seqused (batch,) int32).
     """
     mask = attention_mask
     if unused_mask is not None:
@@ -81,10 +86,15 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Pack a batch whose rows hold several sequences. Return (tokens, indices, cu_seqlens, max_seqlen).
+    """Pack the tokens of a batch whose rows hold several sequences each.
 
     Args:
+        hidden_states: (batch, seqlen, ...).
         attention_mask_in_length: (batch, seqlen) int. Each row lists its sequences' lengths, then zeros.
+
+    Returns:
+        (tokens (total, ...), indices (total,) into the flattened batch, cu_seqlens (sequences + 1,) int32,
+        max_seqlen).
     """
     check_dense("hidden_states", hidden_states)
     check_dense("attention_mask_in_length", attention_mask_in_length)
@@ -103,7 +113,7 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Return a tensor (batch, seqlen, ...) with the tokens at ``indices`` and 0 elsewhere."""
+    """Return a tensor (batch, seqlen, ...) with hidden_states (total, ...) at ``indices`` and 0 elsewhere."""
     with _names(tokens="hidden_states"):
         return pad(hidden_states, indices, batch, seqlen)
 

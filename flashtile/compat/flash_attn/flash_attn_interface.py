@@ -1,7 +1,7 @@
 """``flash_attn.flash_attn_interface``: the public functions, and FlashAttention's functions below autograd.
 
-ring-flash-attention and other implementations of context parallelism call the latter. The lse of a row
-without keys is -inf, as in FlashAttention-3.
+The functions below autograd are those that ring-flash-attention and other implementations of context
+parallelism call. The lse of a row without keys is -inf, as in FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
 ) -> Results:
     if leftpad_k is not None:
-        raise NotImplementedError("leftpad_k must be None: use flash_attn_with_kvcache's cache_leftpad")
+        raise NotImplementedError(
+            "leftpad_k must be None, got a tensor: use cache_leftpad of flash_attn_with_kvcache"
+        )
     window_size = (window_size_left, window_size_right)
     if block_table is None:
         return _forward(
@@ -102,7 +104,10 @@ def _flash_attn_varlen_forward(
 
 @torch.no_grad()
 def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any) -> Results:
-    """:func:`flashtile.attention` with the arguments of ``named``, dense or packed, and what dropout used."""
+    """Call :func:`flashtile.attention` with the arguments ``named``, for dense or packed sequences.
+
+    With dropout, also return the state of its random numbers, and with ``return_softmax`` S_dmask.
+    """
     rng_state = draw_state(q) if named["dropout_p"] else None
     out, lse = attention(q, k, v, **named, rng_state=rng_state, return_lse=True)
     if not return_softmax or rng_state is None:
@@ -136,9 +141,9 @@ def _flash_attn_backward(
     deterministic: bool = False,
     rng_state: Tensor | None = None,
 ) -> None:
-    """Write the gradients into dq, dk and dv; None for one that is not wanted.
+    """Write the gradients into dq, dk and dv. Pass None for a gradient that is not needed.
 
-    Nothing is returned: there is no ``softmax_d``.
+    Unlike FlashAttention's function, this one does not return ``softmax_d``.
     """
     _backward(
         (dq, dk, dv), dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal,
@@ -172,7 +177,7 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> None:
-    """Write the gradients into dq, dk and dv, as :func:`_flash_attn_backward`."""
+    """Write the gradients of packed sequences into dq, dk and dv, as :func:`_flash_attn_backward`."""
     _backward(
         (dq, dk, dv), dout, q, k, v, out, softmax_lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale, causal=causal,

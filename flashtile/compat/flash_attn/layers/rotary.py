@@ -46,14 +46,19 @@ def apply_rotary_emb(
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``.
         cos, sin: (positions, rotary_dim / 2).
-        interleaved: pairs are neighbours (GPT-J), not half a rotary_dim apart (Llama).
+        interleaved: whether the elements of a pair are neighbours (GPT-J). False: they are rotary_dim / 2
+            apart (Llama).
         inplace: write into x, and return it.
         seqlen_offsets: int or (batch,), the position of a sequence's first token. A token whose position has
-            no row in cos is left as it is.
-        max_seqlen: the longest sequence with ``cu_seqlens``; it is not needed here.
+            no row in cos is not rotated.
+        cu_seqlens: (batch + 1,) int32 offsets of packed sequences, or None.
+        max_seqlen: ignored; FlashAttention requires it with ``cu_seqlens``.
+
+    Returns:
+        The rotated tensor, in the shape of x.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: cos and sin differ in shape, are too wide, or have too few rows for an int offset.
     """
     _check_tables(x, cos, sin, interleaved, 4 if cu_seqlens is None else 3)
@@ -90,7 +95,7 @@ def apply_rotary_emb(
     else:
         if seqlen_offsets + x.shape[-3] > rows:
             raise ValueError(
-                f"cos and sin must have rows for positions to {seqlen_offsets + x.shape[-3]}, got {rows}"
+                f"cos and sin must have at least {seqlen_offsets + x.shape[-3]} rows, got {rows}"
             )
         positions = tokens + seqlen_offsets
     # Positions without a row use an appended last row, which rotates by 0.
@@ -132,7 +137,7 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rank: 
 
 def _check_writable(name: str, tensor: Tensor) -> None:
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
-        raise ValueError(f"{name} must not be a leaf that requires a gradient: it is written in place")
+        raise ValueError(f"{name} must not be a leaf that requires grad, because {name} is written in place")
 
 
 def apply_rotary_emb_qkv_(
@@ -149,11 +154,12 @@ def apply_rotary_emb_qkv_(
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, num_heads_q + 2 heads_kv, head_dim).
-        cos_k, sin_k: tables of the keys, if they differ (XPos).
-        num_heads_q: number of query heads in the second form of qkv.
+        cos, sin, interleaved, seqlen_offsets: as for :func:`apply_rotary_emb`.
+        cos_k, sin_k: tables of the keys, if they differ from those of the queries (XPos).
+        num_heads_q: number of query heads, required for the second shape of qkv.
 
     Raises:
-        ValueError: qkv has another shape, or its heads cannot be told apart.
+        ValueError: qkv has another shape, or num_heads_q does not fit its heads.
     """
     check_dense("qkv", qkv)
     _check_writable("qkv", qkv)
@@ -208,6 +214,7 @@ class RotaryEmbedding(torch.nn.Module):
         base: base of the geometric series of frequencies.
         interleaved: as for :func:`apply_rotary_emb`.
         scale_base: scale base of XPos (Sun et al. 2022, arXiv:2212.10554), for example 512; None: no XPos.
+        device: device of the frequencies.
     """
 
     def __init__(
@@ -234,8 +241,10 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Make tables for positions below ``seqlen``. They are computed in float32, even in a module cast to
-        another dtype."""
+        """Make tables for positions below ``seqlen``.
+
+        They are computed in float32 and rounded to ``dtype``, even in a module cast to another dtype.
+        """
         kept = self._cos_cached
         if (
             kept is not None

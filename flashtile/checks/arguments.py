@@ -1,8 +1,6 @@
-"""Checks of single tensors and numbers.
+"""Checks of single tensors and numbers, which the other modules combine to the checks of a call.
 
-Each raises an error that names the argument, its value and what is allowed.
-
-The other modules of this package combine them into the checks of a kind of call.
+Each check raises an error that names the argument, its value and what is allowed.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ ERRORS = (TypeError, ValueError, NotImplementedError)
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
     """Return ``error`` with its arguments renamed to those of the outer function that the user called.
 
-    Quoted words are values and stay. So does everything after the first line, which quotes the user's code.
+    Quoted words are values, and lines after the first quote the user's code, so both stay unchanged.
     """
     words = "|".join(map(re.escape, names))
     first, *code = str(error).splitlines(keepends=True)
@@ -41,7 +39,10 @@ def renamed(error: Exception, names: dict[str, str]) -> Exception:
 
 
 def as_int(name: str, value: Any) -> Any:
-    """Convert anything integral to an int: numpy integers, integer tensors of one element."""
+    """Convert an integral value to an int, for example a numpy integer or an integer tensor of one element.
+
+    Raise TypeError naming the argument for any other value, bools included. A SymInt is returned unchanged.
+    """
     if type(value) is int or isinstance(value, torch.SymInt):
         return value
     is_bool = isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool)
@@ -54,7 +55,10 @@ def as_int(name: str, value: Any) -> Any:
 
 
 def as_float(name: str, value: Any, allowed: str) -> Any:
-    """Convert any real number to a float: ints, numpy floats."""
+    """Convert a real number to a float, for example an int or a numpy float.
+
+    Raise TypeError for any other value, bools included. ``allowed`` describes allowed values in the message.
+    """
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
     if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
@@ -66,14 +70,14 @@ def as_float(name: str, value: Any, allowed: str) -> Any:
 
 
 def as_device(name: str, value: Any) -> torch.device:
-    """The device that a value names, which torch has here, with its index."""
+    """Return the device that ``value`` names, with its index; ValueError if torch has no such device."""
     try:
         if value is not None:  # for None torch takes its default
             return torch.empty(0, device=value).device
-        first = "it has no default"
+        first = "there is no default device"
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         first = str(error).partition("\n")[0]
-    raise ValueError(f"{name} must be a device that torch has here, got {named(value)}: {first}")
+    raise ValueError(f"{name} must be a device that torch has here, got {named(value)} ({first})")
 
 
 def named(value: Any) -> str:
@@ -101,7 +105,13 @@ def check_dense(name: str, tensor: Any) -> None:
 def check_heads_tensor(
     name: str, tensor: Tensor, packed: bool, total: str, seqlen: str, first: Tensor, most: int = MAX_HEAD_DIM
 ) -> None:
-    """Check the layout (total, heads, head_dim) if ``packed``, else (batch, seqlen, heads, head_dim)."""
+    """Check the layout (total, heads, head_dim) if ``packed``, else (batch, seqlen, heads, head_dim).
+
+    Args:
+        total, seqlen: names of these dimensions in messages.
+        first: the tensor whose device ``tensor`` must have.
+        most: the largest head_dim.
+    """
     rank, layout = (
         (3, f"({total}, heads, head_dim)") if packed else (4, f"(batch, {seqlen}, heads, head_dim)")
     )
@@ -132,9 +142,9 @@ def check_same_dtype(name: str, tensor: Tensor, name_of_first: str, first: Tenso
 def check_head_dim(name: str, tensor: Tensor, most: int = MAX_HEAD_DIM) -> None:
     head_dim = tensor.shape[-1]
     if head_dim == 0:
-        raise ValueError(f"{name} has head_dim 0: it must be from 1 to {most}")
+        raise ValueError(f"{name} must have a head_dim from 1 to {most}, got head_dim 0")
     if head_dim > most:
-        raise NotImplementedError(f"{name} has head_dim {head_dim}: it must be from 1 to {most}")
+        raise NotImplementedError(f"{name} must have a head_dim from 1 to {most}, got head_dim {head_dim}")
 
 
 def check_last_stride(name: str, tensor: Tensor) -> None:
@@ -154,7 +164,7 @@ def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
 
 
 def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
-    """Check the queries for the values: shaped as q, with the head_dim of v."""
+    """Check qv, the queries for the values: they must have the shape of q with the head_dim of v."""
     check_dense("qv", qv)
     check_same_dtype("qv", qv, "q", q)
     check_device("qv", qv, q)
@@ -174,7 +184,7 @@ def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
         )
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
     if heads_kv == 0 or heads_q == 0:
-        raise ValueError(f"q has {heads_q} heads and {name_of_k} has {heads_kv}: both need at least one")
+        raise ValueError(f"q has {heads_q} heads and {name_of_k} has {heads_kv}: both must have at least one")
     if heads_q % heads_kv != 0:
         words = f"q has {heads_q} heads, which must be a multiple of the {heads_kv} heads of {name_of_k}"
         transposed = q.dim() == k.dim() == 4 and heads_q > q.shape[1] > 0 == q.shape[1] % max(k.shape[1], 1)
@@ -182,10 +192,10 @@ def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
 
 
 TRANSPOSED = (
-    "look like (batch, heads, seqlen, head_dim), where (batch, seqlen, heads, head_dim) is read: call "
+    "look like (batch, heads, seqlen, head_dim), but must be (batch, seqlen, heads, head_dim): call "
     "transpose(1, 2) on them and on the result (FLASHTILE_LAYOUT_HINTS=0 turns this hint off)"
 )
-MOST_HEADS = 128
+MAX_HEADS = 128
 """Largest number of heads that large models have. Larger sizes that exceed seqlen are probably tokens."""
 
 
@@ -195,7 +205,7 @@ def looks_transposed(q: Tensor, k: Tensor) -> bool:
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():
         return False  # comparing a symbol would add a guard to the graph
     grouped = seqlen_q > seqlen_k > 1 and seqlen_q % seqlen_k == 0
-    return heads_q > MOST_HEADS or grouped
+    return heads_q > MAX_HEADS or grouped
 
 
 def hints_layout() -> bool:
@@ -203,9 +213,11 @@ def hints_layout() -> bool:
 
 
 def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
-    """Check offsets: (batch + 1,) int32, contiguous. Their values are checked by ``check_offset_values``."""
+    """Check offsets: (batch + 1,) int32, contiguous. ``check_offset_values`` checks their values."""
     if offsets is None:
-        raise TypeError(f"{name} must be an int32 torch.Tensor like its partner, got None")
+        raise TypeError(
+            f"{name} must be an int32 torch.Tensor if offsets of the other side are given, got None"
+        )
     check_dense(name, offsets)
     if offsets.dtype != torch.int32:
         raise TypeError(f"{name} must be int32, got {offsets.dtype}")
@@ -217,7 +229,7 @@ def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
 
 
 def check_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any, first: Tensor) -> None:
-    """Check the offsets of queries and keys, which must have equally many sequences."""
+    """Check the offsets of queries and keys, which must have the same number of sequences."""
     check_offsets("cu_seqlens_q", cu_seqlens_q, first)
     check_offsets("cu_seqlens_k", cu_seqlens_k, first)
     if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
@@ -273,10 +285,10 @@ def check_floats(
 def check_broadcast(
     name: str, tensor: Tensor, scores: tuple[Any, Any, Any, Any], packed: bool, first: Tensor
 ) -> None:
-    """Check a tensor that broadcasts to the scores: four dimensions, each that of the scores or 1.
+    """Check a tensor that broadcasts to the scores (batch, heads_q, seqlen_q, seqlen_k).
 
-    The last dimension must be that of the keys. Users may omit leading dimensions or give one key; the public
-    functions have expanded that by then.
+    It must have four dimensions, each that of the scores or 1, and the last must be that of the keys. Users
+    may omit leading dimensions or give one key; the public functions expand such tensors before this check.
     """
     of_rows, of_keys = ("max_seqlen_q", "max_seqlen_k") if packed else ("seqlen_q", "seqlen_k")
     pairs = zip(tensor.shape[:-1], scores[:-1], strict=False)
@@ -337,9 +349,10 @@ def check_rotary(
 
 
 def check_int(name: str, value: int, least: int, most: int, least_said: str | None = None) -> None:
-    """Check a range.
+    """Raise ValueError unless ``value`` is from ``least`` to ``most``.
 
-    A number read from a tensor under tracing (``.item()``) is checked when the graph runs.
+    ``least_said`` replaces ``least`` in the message. A number that is read from a tensor under tracing
+    (``.item()``) is checked when the graph runs.
     """
     if isinstance(value, torch.SymInt):
         torch._check(value >= least, lambda: f"{name} must be from {least_said or least} to {most}")
@@ -372,7 +385,10 @@ def check_backend(backend: Any) -> None:
 
 
 def is_choice(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """Whether a value is one of these. One of another type is not compared: arrays compare by element."""
+    """Whether ``value`` is one of ``allowed``.
+
+    Values of other types are not compared, because ``==`` of an array compares elements.
+    """
     return isinstance(value, tuple(map(type, allowed))) and value in allowed
 
 

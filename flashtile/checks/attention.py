@@ -87,7 +87,7 @@ def check_call(
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
-    """Raise unless all tensors are dense, and for a required gradient that is not computed."""
+    """Raise unless all tensors are dense and every required gradient can be computed."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
     for name, extra in zip(Extras._fields, extras, strict=True):
@@ -96,8 +96,8 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Option
     slopes = extras.alibi_slopes
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "alibi_slopes requires grad, but no gradient is computed for it in a call that cannot have a "
-            "score_mod: it must be detached"
+            "alibi_slopes must not require grad in a call that cannot have a score_mod, because its gradient "
+            "is not computed: detach alibi_slopes"
         )
 
 
@@ -115,8 +115,8 @@ def _check_masks(q: Tensor, k: Tensor, batch: int, extras: Extras, options: Opti
         return
     if packed:
         raise NotImplementedError(
-            "key_padding_mask must be None with cu_seqlens_k: packed sequences have no padding (seqused_k "
-            "gives the number of keys in use)"
+            "key_padding_mask must be None with cu_seqlens_k, because packed sequences have no padding "
+            "(seqused_k gives the number of keys in use), got a tensor"
         )
     check_dtype("key_padding_mask", padding, (torch.bool,))
     if tuple(padding.shape) != (batch, seqlen_k):
@@ -135,7 +135,7 @@ def _check_dropout(rng_state: Tensor | None, dropout_p: float, q: Tensor) -> Non
         return
     check_dtype("rng_state", rng_state, (torch.int64,))
     if tuple(rng_state.shape) != (2,):
-        raise ValueError(f"rng_state must have shape (2,), seed and offset, got {tuple(rng_state.shape)}")
+        raise ValueError(f"rng_state must have shape (2,), (seed, offset), got {tuple(rng_state.shape)}")
     check_device("rng_state", rng_state, q)
     check_last_stride("rng_state", rng_state)
 

@@ -1,7 +1,7 @@
-"""Converts the arguments that users may pass to the exact types that calls are described and cached by.
+"""Conversions of arguments to the exact types by which calls are described and cached.
 
-In Python ``True == 1 == 1.0`` and all three hash alike, so each option gets its type here, before any
-look-up.
+In Python ``True == 1 == 1.0``, and all three have the same hash. So each option is converted to its type
+before any look-up.
 """
 
 from __future__ import annotations
@@ -79,31 +79,32 @@ def make_options(
 MAX_SECONDS = 2**31 - 1
 
 FOREIGN = {
-    "attn_mask": "flashtile.attention takes a boolean mask, and causal and window_size without one",
-    "attention_mask": "flashtile.attention takes key_padding_mask, True for keys that take part; "
-    "flash_attn_varlen_func takes packed tokens, which cost no work on padded queries either",
-    "mask": "flashtile.attention takes it",
+    "attn_mask": "use mask (boolean) of flashtile.attention, or causal and window_size",
+    "attention_mask": "use key_padding_mask of flashtile.attention, True for keys that are not padding, or "
+    "flash_attn_varlen_func on packed tokens, which also skips padded queries",
+    "mask": "use mask of flashtile.attention",
     "is_causal": "use causal, which is aligned to the bottom right",
     "scale": "use softmax_scale",
-    "enable_gqa": "leave it out, heads are grouped by themselves",
-    "need_weights": "flashtile.attention takes return_attn_weights",
-    "output_attentions": "flashtile.attention takes return_attn_weights",
+    "enable_gqa": "leave enable_gqa out, because heads are grouped automatically",
+    "need_weights": "use return_attn_weights of flashtile.attention",
+    "output_attentions": "use return_attn_weights of flashtile.attention",
 }
 FOREIGN["key_padding_mask"] = FOREIGN["attention_mask"]
-"""Names of arguments in other attention functions, with what to use here."""
+"""Argument names of other attention functions, and what to use instead."""
 
 
 def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
-    """Raise TypeError for an unknown keyword, as Python does, with what to use instead."""
+    """Raise TypeError for an unknown keyword, as Python does, with a hint what to use instead."""
     name = next(iter(unknown))
     hint = f": {FOREIGN[name]}" if name in FOREIGN else ""
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
-    """Split a mask into (mask, key_padding_mask): only the second if all rows and heads see the same keys.
+    """Convert a mask that only hides padded keys: return (mask, key_padding_mask), one of which is None.
 
-    An invalid mask is returned as it is, so that errors name ``mask``.
+    key_padding_mask (batch, seqlen_k) is returned if all rows and heads see the same keys. An invalid mask is
+    returned unchanged, so that errors name ``mask``.
     """
     if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (mask, q, k)):
         return mask, None
@@ -131,9 +132,9 @@ def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def as_scores(scores: Any, seqlen_k: Any) -> Any:
-    """Expand a mask or bias to four dimensions, with the last one of length seqlen_k by stride 0.
+    """Expand a mask or bias to four dimensions, of which the last is seqlen_k.
 
-    A tensor that does not broadcast to the scores is returned as it is, so that errors name it.
+    A tensor that does not broadcast to the scores is returned unchanged, so that errors name it.
     """
     if not isinstance(scores, Tensor) or scores.is_nested or scores.layout != torch.strided:
         return scores
@@ -157,7 +158,7 @@ def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
 def as_offsets(cu_seqlens: Any) -> Any:
     """Cast ``cu_seqlens`` from int64, which ``cumsum`` returns, to int32.
 
-    Anything else is returned as it is, so that errors name it.
+    Any other value is returned unchanged, so that errors name it.
     """
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype is torch.int64:
         return cu_seqlens.int()
@@ -165,13 +166,13 @@ def as_offsets(cu_seqlens: Any) -> Any:
 
 
 def as_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
-    """Cast both offsets, once if they are the same tensor."""
+    """Apply :func:`as_offsets` to both offsets, only once if they are the same tensor."""
     of_q = as_offsets(cu_seqlens_q)
     return of_q, of_q if cu_seqlens_k is cu_seqlens_q else as_offsets(cu_seqlens_k)
 
 
 def with_unit_stride(tensor: Any) -> Any:
-    """Return ``tensor``, or a copy if its last stride is not 1, as FlashAttention does."""
+    """Return ``tensor``, or a contiguous copy if its last stride is not 1, as FlashAttention does."""
     if not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() == 0 or tensor.stride(-1) == 1:
         return tensor
     if tensor.shape[-1] <= 1 or tensor.layout != torch.strided:
@@ -191,16 +192,19 @@ def as_seconds(name: str, value: Any) -> float:
 def refuse_descales(
     q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
 ) -> None:
-    """Raise ValueError for a scale that this call does not take; ``allowed`` says which calls do."""
+    """Raise ValueError if a scale is given. ``allowed`` says in the message which calls accept scales."""
     if q_descale is k_descale is v_descale is None:
         return
     given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     name = next(name for name, descale in given.items() if descale is not None)
-    raise ValueError(f"{name} must be None, got a tensor: it is only accepted {allowed}")
+    raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
 
 
 def refuse_beyond(extras: Extras, options: Options, where: str) -> None:
-    """Raise NotImplementedError for the first extra or option that only full attention supports."""
+    """Raise NotImplementedError for an option or tensor that only :func:`flashtile.attention` supports.
+
+    ``where`` says in the message which call does not support it.
+    """
     for name in Options._fields[OPTIONS_OF_ALL:]:
         if getattr(options, name) != Options._field_defaults[name]:
             raise NotImplementedError(f"{name} must be left out {where}, got {getattr(options, name)}")
@@ -217,7 +221,10 @@ def check_flag(name: str, value: Any) -> None:
 def lengths_tensor(
     length: Any, name: str, tokens: Tensor, name_of_offsets: str, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Make ``cache_seqlens`` from an int for all sequences of ``tokens``, called ``name`` in errors."""
+    """Return ``cache_seqlens`` (batch,) int32 with the int ``length`` for every sequence of ``tokens``.
+
+    ``name`` and ``name_of_offsets`` are the names of ``tokens`` and ``cu_seqlens`` in errors.
+    """
     length = as_int("cache_seqlens", length)
     if not 0 <= length <= MAX_LENGTH:
         raise ValueError(f"cache_seqlens must be from 0 to {MAX_LENGTH}, got {length}")
@@ -231,7 +238,7 @@ def lengths_tensor(
 
 
 def split_arguments(num_splits: Any, split_size: Any) -> tuple[int, int]:
-    """Convert num_splits and split_size to ints; split_size is 0 for None."""
+    """Convert num_splits and split_size to ints. A split_size of None becomes 0."""
     if type(num_splits) is not int:
         num_splits = as_int("num_splits", num_splits)
     if split_size is None:
@@ -243,7 +250,7 @@ def split_arguments(num_splits: Any, split_size: Any) -> tuple[int, int]:
 
 
 def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None]:
-    """Split softmax_max into (number for all heads, tensor with one per head), one of which is None."""
+    """Return softmax_max as (number for all heads, tensor with one number per head), one of which is None."""
     if isinstance(softmax_max, Tensor):
         return None, softmax_max
     return as_float("softmax_max", softmax_max, "a number, a tensor or None"), None

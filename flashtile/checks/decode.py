@@ -50,7 +50,7 @@ from flashtile.problems.decode import (
 
 DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
 PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"
-SHARED_MEMORY = "v_cache shares memory with k_cache: keys and values need separate memory"
+SHARED_MEMORY = "v_cache must not share memory with k_cache, but v_cache shares memory with k_cache"
 
 
 def check_decode(
@@ -105,7 +105,7 @@ def _check_prior(q: Tensor, v_cache: Tensor, tensors: CacheTensors) -> None:
 def check_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> None:
-    """Raise for an append that no backend could do, with the errors of :func:`check_decode`."""
+    """Raise for an append that no backend could compute. Errors are as for :func:`check_decode`."""
     slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
     if slots:
         check_dense("slot_mapping", tensors.slot_mapping)
@@ -151,7 +151,10 @@ def check_append(
 def check_copy(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise for a copy that no backend could do. The caches may have a leading dimension of layers."""
+    """Raise for a copy of blocks that no backend could compute. Errors are as for :func:`check_decode`.
+
+    The caches may have a leading dimension of layers.
+    """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)
         if cache.dim() not in (4, 5):
@@ -160,7 +163,8 @@ def check_copy(
                 f"head_dim), got {tuple(cache.shape)}"
             )
         if cache.dtype not in (*DTYPES, FP8):
-            raise TypeError(f"{name} must be a floating dtype that caches have, got {cache.dtype}")
+            allowed = "float16, bfloat16, float32, float64 or float8_e4m3fn"
+            raise TypeError(f"{name} must be {allowed}, got {cache.dtype}")
         check_device(name, cache, k_cache)
         check_last_stride(name, cache)
     if k_cache.shape[:-1] != v_cache.shape[:-1]:
@@ -174,11 +178,11 @@ def check_copy(
         raise TypeError(f"block_pairs must be int32 or int64, got {block_pairs.dtype}")
     if block_pairs.dim() != 2 or block_pairs.shape[1] != 2:
         raise ValueError(
-            f"block_pairs must have shape (n, 2) of (source, destination), got {tuple(block_pairs.shape)}"
+            f"block_pairs must have shape (n, 2), (source, destination) pairs, got {tuple(block_pairs.shape)}"
         )
     check_device("block_pairs", block_pairs, k_cache)
     expected = (*k_cache.shape[:-3], k_cache.shape[-2])
-    layout = "(num_blocks, heads_kv), with num_layers in front where the caches have it"
+    layout = "(num_blocks, heads_kv), with num_layers in front if the caches have layers,"
     for name, descale in zip(tensors._fields, tensors, strict=True):
         check_floats(name, descale, (expected,), layout, k_cache)
     check_pair("k_descale", tensors.k_descale, "v_descale", tensors.v_descale)
@@ -189,11 +193,13 @@ def check_no_gradient(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raise for a cache that requires a gradient, because it is written in place."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if isinstance(cache, Tensor) and cache.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires grad, but is written in place: it must be detached")
+            raise ValueError(
+                f"{name} must not require grad, because {name} is written in place: detach {name}"
+            )
 
 
 def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise for caches written in place in which two elements share memory."""
+    """Raise for caches in which two elements share memory, because they are written in place."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(
@@ -230,7 +236,7 @@ def check_combine(
     if lse_partial.dtype != wide:
         raise TypeError(f"lse_partial must be {wide} with {out_partial.dtype}, got {lse_partial.dtype}")
     if out_partial.shape[0] == 0:
-        raise ValueError("out_partial has no split: it must have at least one")
+        raise ValueError("out_partial must have at least one split, but out_partial has no split")
     if lse_partial.shape != out_partial.shape[:-1]:
         raise ValueError(
             f"lse_partial must have the shape of out_partial without head_dim, "
@@ -246,7 +252,7 @@ def check_combine(
 
 
 def check_combined_into(out_partial: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """Raise for an ``out`` that cannot take the result."""
+    """Raise unless ``out`` has the shape, dtype and device of the result."""
     check_dense("out", out)
     check_device("out", out, out_partial)
     if out.shape != out_partial.shape[1:]:
@@ -302,7 +308,8 @@ def _check_tree(
         raise ValueError(f"tree_mask cannot be combined with causal or window_size, got {given}")
     if tensors.alibi_slopes is not None:
         raise ValueError(
-            "alibi_slopes must be None with tree_mask: a node's position in the cache is not its depth"
+            "alibi_slopes must be None with tree_mask, because a node's position in the cache is not its "
+            "depth, got a tensor"
         )
 
 
@@ -328,18 +335,20 @@ def _check_slots(k: Tensor, tensors: AppendTensors) -> None:
     )
     for name in excluded:
         if getattr(tensors, name) is not None:
-            raise ValueError(f"{name} must be None with slot_mapping, which gives all tokens' positions")
+            raise ValueError(
+                f"{name} must be None with slot_mapping, which gives all tokens' positions, got a tensor"
+            )
 
 
 def _check_rotary(k: Tensor, batch: int, tensors: AppendTensors) -> None:
     check_rotary(tensors.rotary_cos, tensors.rotary_sin, k, k.shape[-1], (k.dtype, torch.float32))
     check_int32("rotary_seqlens", tensors.rotary_seqlens, (batch,), "(batch,)", k)
     if tensors.rotary_cos is None and tensors.rotary_seqlens is not None:
-        raise ValueError("rotary_seqlens must be None without rotary_cos and rotary_sin")
+        raise ValueError("rotary_seqlens must be None without rotary_cos and rotary_sin, got a tensor")
 
 
 def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
-    """Raise for a cache that does not match queries or new keys like ``q``."""
+    """Raise for a cache that does not match ``q``, which may be queries or new keys."""
     layout = DENSE_CACHE if block_table is None else PAGED_CACHE
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)
@@ -347,9 +356,7 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
             raise ValueError(f"{name} must have 4 dimensions {layout}, got shape {tuple(cache.shape)}")
         if cache.dtype not in (q.dtype, FP8):
             fp8 = "" if q.dtype == FP8 else f", or {FP8}"
-            raise TypeError(
-                f"{name} has dtype {cache.dtype}: it must be {q.dtype}, like queries and new keys{fp8}"
-            )
+            raise TypeError(f"{name} must be {q.dtype}, like queries and new keys{fp8}, got {cache.dtype}")
         check_device(name, cache, q)
         check_head_dim(name, cache, MAX_HEAD_DIM)
         check_last_stride(name, cache)
@@ -360,15 +367,15 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
             f"{tuple(k_cache.shape)}, except for head_dim"
         )
     if k_cache.shape[2] == 0:
-        raise ValueError("k_cache has 0 heads: it must have at least one")
+        raise ValueError("k_cache must have at least one head, got 0")
     if block_table is not None and k_cache.shape[1] == 0:
-        raise ValueError("k_cache has page_size 0: a page must hold at least one token")
+        raise ValueError("k_cache must have pages of at least one token, got page_size 0")
 
 
 def _check_addresses(
     k_cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None
 ) -> None:
-    """Check what addresses the sequences: a block table for pages, or rows of a dense cache."""
+    """Check the tensors that address the sequences: a block table of pages, or rows of a dense cache."""
     if block_table is not None:
         check_dense("block_table", block_table)
         if block_table.dtype != torch.int32:
@@ -397,7 +404,7 @@ def _check_addresses(
 def check_descales(
     cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, batch: int | None
 ) -> None:
-    """Raise for scales that an FP8 cache cannot have.
+    """Raise for scales that do not match the cache, or that are given for a cache of another dtype than e4m3.
 
     ``batch`` is None if tokens are addressed by slots instead of sequences.
     """
@@ -405,7 +412,7 @@ def check_descales(
         return
     if cache.dtype != FP8:
         name = "v_descale" if k_descale is None else "k_descale"
-        raise ValueError(f"{name} must be None: the cache is {cache.dtype}, only {FP8} is scaled")
+        raise ValueError(f"{name} must be None for a cache of {cache.dtype}, because only {FP8} is scaled")
     check_pair("k_descale", k_descale, "v_descale", v_descale)
     heads = cache.shape[2]
     shapes: tuple[tuple[int, ...], ...] = ((heads,), (cache.shape[0], heads))

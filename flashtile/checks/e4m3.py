@@ -1,4 +1,4 @@
-"""Converts queries and new keys of float8_e4m3fn for an FP8 cache, as in FlashAttention-3's interface.
+"""Conversion of queries and new keys in float8_e4m3fn over an FP8 cache, as in FlashAttention-3's interface.
 
 bfloat16 represents every e4m3 number exactly, so the call is computed in bfloat16. The scales of q are
 multiplied into those of the keys, without rounding.
@@ -17,15 +17,20 @@ from flashtile.problems.decode import FP8, MAX_HEAD_DIM
 
 
 class Widened(NamedTuple):
-    """A call's arguments in the form that an operation takes."""
+    """The arguments of a call after conversion.
+
+    Attributes:
+        q: queries in bfloat16.
+        k, v: new keys and values in bfloat16, if they were e4m3; otherwise unchanged.
+        descales: scales of the cache's keys and values when they are read.
+        new_descales: scales of k and v when they are written.
+    """
 
     q: Tensor
     k: Any
     v: Any
     descales: tuple[Tensor | None, Tensor | None]
-    """Scales of the cache's keys and values, for reading."""
     new_descales: tuple[Tensor | None, Tensor | None]
-    """Scales of k and v, for writing."""
 
 
 def widen(
@@ -38,7 +43,9 @@ def widen(
     block_table: Tensor | None,
     cu_seqlens_q: Tensor | None,
 ) -> Widened:
-    """Convert a call with e4m3 queries to one with bfloat16 queries; ``scaled`` are the scales of q, k, v.
+    """Convert a call with e4m3 queries to one with bfloat16 queries.
+
+    ``scaled`` holds the scales (q_descale, k_descale, v_descale).
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.flash_attn_with_kvcache`.
@@ -46,7 +53,7 @@ def widen(
     q_descale, k_descale, v_descale = scaled
     check_dense("q", q)
     if q.dtype != FP8:
-        raise ValueError(f"q_descale must be None: q is {q.dtype}, only {FP8} is scaled")
+        raise ValueError(f"q_descale must be None for q of {q.dtype}, because only {FP8} is scaled")
     packed = isinstance(cu_seqlens_q, Tensor)
     check_heads_tensor("q", q, packed, "total_q", "seqlen_q", q, MAX_HEAD_DIM)
     batch = cu_seqlens_q.shape[0] - 1 if isinstance(cu_seqlens_q, Tensor) else q.shape[0]

@@ -72,10 +72,11 @@ def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: Quan
     check_int("rotary_offset", options.rotary_offset, 0, MAX_LENGTH)
     if cos is None and sin is None:
         if offsets is not None or options.rotary_offset:
-            raise ValueError("rotary_offset must be 0 without rotary_cos and rotary_sin")
+            got = "a tensor" if offsets is not None else options.rotary_offset
+            raise ValueError(f"rotary_offset must be 0 without rotary_cos and rotary_sin, got {got}")
         return
     if options.role == "v":
-        raise ValueError("rotary_cos must be None for role 'v': values have no positions")
+        raise ValueError("rotary_cos must be None for role 'v' (values are not rotated), got a tensor")
     check_rotary(cos, sin, x, x.shape[-1], TABLE_DTYPES)
     assert cos is not None
     check_int32("rotary_offset", offsets, (batch,), "(batch,)", x)
@@ -88,7 +89,7 @@ def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: Quan
 
 
 def check_inputs(q: Any, k: Any, v: Any) -> None:
-    """Raise unless q, k and v, quantised or not, match each other. Quantising checks the rest."""
+    """Raise unless q, k and v, quantised or not, match each other. :func:`check_quantize` checks the rest."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Quantized):
             if x.role != name:
@@ -101,13 +102,13 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
                 )
         if len(x.shape) != len(q.shape) or len(x.shape) not in (3, 4):
             raise ValueError(
-                f"{name} must have shape (batch, seqlen, heads, head_dim) or (total, heads, head_dim), as q, "
-                f"got {tuple(x.shape)}"
+                f"{name} must have shape (batch, seqlen, heads, head_dim) or (total, heads, head_dim), and as "
+                f"many dimensions as q, got {tuple(x.shape)}"
             )
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, but q has {q.dtype}: they must be equal")
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, but q is on {q.device}: they must be on one device")
+            raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal")
     if k.shape[:-1] != v.shape[:-1]:
@@ -119,7 +120,7 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
 def check_sequences(
     q: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None
 ) -> None:
-    """Raise for offsets or lengths that do not match the sequences of q, before they are used."""
+    """Raise for offsets or lengths that do not match the sequences of q. Called before they are used."""
     batch = q.shape[0]
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_pair("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)

@@ -52,8 +52,8 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
     if options.activation == SWIGLU:
         if columns % 2:
             raise ValueError(
-                f"weight has {columns} rows: with activation={SWIGLU!r} it must have an even number, half of "
-                "them for the gate"
+                f"weight must have an even number of rows with activation={SWIGLU!r}, half of them for the "
+                f"gate, got {columns} rows"
             )
         columns //= 2
     shape = (x.shape[0], columns)
@@ -96,11 +96,11 @@ def check_qkv(
     check_written(k_cache, v_cache)
     heads_kv, head_dim = k_cache.shape[2:]
     if head_dim % 2:
-        raise ValueError(f"k_cache has head_dim {head_dim}: it must be even")
+        raise ValueError(f"k_cache must have an even head_dim, got {head_dim}")
     if weight.shape[0] % head_dim or weight.shape[0] // head_dim <= 2 * heads_kv:
         raise ValueError(
-            f"weight has {weight.shape[0]} rows: it must have head_dim = {head_dim} for each query head and "
-            f"for the {heads_kv} heads of keys and of values"
+            f"weight must have head_dim = {head_dim} rows for each query head and for each of the {heads_kv} "
+            f"heads of keys and of values, got {weight.shape[0]} rows"
         )
     rows = x.shape[0]
     check_rotary(tensors.rotary_cos, tensors.rotary_sin, x, head_dim, (x.dtype, torch.float32))
@@ -111,7 +111,7 @@ def check_qkv(
 
 
 def _check_places(rows: int, tensors: QkvTensors, x: Tensor) -> None:
-    """Check what addresses the new keys and values: slots, or positions and a block table."""
+    """Check the tensors that address the new keys and values: slots, or positions and a block table."""
     slots, table = tensors.slot_mapping, tensors.block_table
     if (slots is None) == (table is None):
         given = "neither" if slots is None else "both"
@@ -132,7 +132,7 @@ def _check_places(rows: int, tensors: QkvTensors, x: Tensor) -> None:
             raise TypeError(f"block_table must be int32, got {table.dtype}")
         if table.dim() != 2 or table.shape[0] != rows or table.shape[1] == 0:
             raise ValueError(
-                f"block_table must have shape (rows of x, max_blocks) with {rows} rows and at least a block, "
+                f"block_table must have shape (rows of x, max_blocks) with {rows} rows and at least 1 block, "
                 f"got {tuple(table.shape)}"
             )
         check_device("block_table", table, x)
@@ -172,12 +172,16 @@ def _check_product(x: Any, weight: Any, tensors: Any, options: Any) -> None:
     else:
         check_same_dtype("weight", weight, "x", x)
         if scale is not None:
-            raise ValueError(f"weight_scale must be None: weight is {weight.dtype}, only {E4M3} is scaled")
+            raise ValueError(
+                f"weight_scale must be None for a weight of {weight.dtype}, because only {E4M3} is scaled"
+            )
     check_floats("bias", tensors.bias, ((N,),), "(N,)", x, (x.dtype,))
     check_floats("norm_weight", tensors.norm_weight, ((K,),), "(K,)", x, (x.dtype,))
     check_floats("x_scale", tensors.x_scale, ((x.shape[0],),), "(rows of x,)", x)
     if tensors.x_scale is not None and tensors.norm_weight is not None:
-        raise ValueError("x_scale must be None with norm_weight, which computes its own factors")
+        raise ValueError(
+            "x_scale must be None with norm_weight, because the norm computes its own factors, got a tensor"
+        )
     _check_eps("norm_eps", options.norm_eps)
     check_backend(options.backend)
 

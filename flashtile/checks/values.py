@@ -1,7 +1,8 @@
 """Checks of values: lengths, offsets, block tables, and positions that are written twice.
 
-They read from the device. On the CPU they run for every call, on a GPU only on request (``debug_checks=True``
-or ``FLASHTILE_DEBUG=1``). The kernels never access memory outside the tensors in any case.
+These checks read from the device. On the CPU they run for every call, on a GPU only with
+``debug_checks=True`` or ``FLASHTILE_DEBUG=1``. Without them, kernels still access no memory outside of the
+tensors.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: i
             raise ValueError(f"{name} must not decrease, got {start} then {end} at entry {i + 1}")
         if end - start > max_seqlen:
             raise ValueError(
-                f"{name} has a sequence of {end - start} tokens (number {i}), "
-                f"longer than {name.replace('cu_seqlens', 'max_seqlen')} = {max_seqlen}"
+                f"{name} must have sequences of at most {name.replace('cu_seqlens', 'max_seqlen')} = "
+                f"{max_seqlen} tokens, got {end - start} tokens in sequence {i}"
             )
     if offsets[-1] > total:
         raise ValueError(f"{name} must end within the tensor's {total} tokens, got {offsets[-1]}")
@@ -94,7 +95,7 @@ def check_decode_values(
 def check_append_values(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> None:
-    """Raise ValueError for writes beyond the capacity or outside the pool, or two writes to one position."""
+    """Raise ValueError for a write beyond the capacity or outside the pool, or two writes to one position."""
     if tensors.cu_seqlens_k_new is not None:
         longest = options.max_seqlen_k_new
         most_new = k.shape[0] if longest is None else longest
@@ -158,7 +159,7 @@ def check_prefix_values(
 
 
 def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Raise ValueError for block lists that name a block twice, or one that does not exist.
+    """Raise ValueError for block lists that name a block twice, or a block that does not exist.
 
     Args:
         kind: "kv" for lists of key blocks, "q" for lists of query blocks.
@@ -275,10 +276,10 @@ def _check_writers(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> None:
         raise ValueError(f"slot_mapping must name each slot once, got {again} twice")
     if tensors.block_table is not None:
         raise ValueError(
-            f"block_table writes two tokens to one position, offset {offset} of block {row}: "
-            "a shared block must be copied before it is written"
+            "block_table must give each token its own position, got two tokens at offset "
+            f"{offset} of block {row}: copy a shared block before you append to it"
         )
-    raise ValueError(f"cache_batch_idx must name each row that is appended to once, got {row} twice")
+    raise ValueError(f"cache_batch_idx must name each row at most once in an append, got {row} twice")
 
 
 def _first_repeated(values: Tensor) -> int | None:

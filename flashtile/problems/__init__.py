@@ -1,4 +1,1 @@
-"""Frozen descriptions of calls, their options and memory layouts.
-
-They import no other package of flashtile.
-"""
+"""Frozen descriptions of calls, their options and memory layouts. Imports no other package of flashtile."""

@@ -1,6 +1,6 @@
 """Sequence and position of each new token, and the address of a position in the cache, in plain torch.
 
-Used on the CPU and by the checks of values; also a reference for readers of the kernels.
+The CPU backend and the checks of values use these functions. They also define what the kernels compute.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from flashtile.problems.decode import AppendTensors, CacheTensors
 
 
 def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (sequence, index within it) of each row of k or q in memory, both (rows,) int64.
+    """Return (sequence, index within the sequence) of each row of k or q in memory, both (rows,) int64.
 
-    Rows after the last of ``cu_seqlens`` belong to no sequence and are left out.
+    Rows after the last offset of ``cu_seqlens_k_new`` belong to no sequence and are left out.
     """
     if cu_seqlens_k_new is None:
         batch, seqlen = k.shape[:2]
@@ -40,7 +40,7 @@ def sequence_lengths(
 def locate(
     sequence: Tensor, position: Tensor, k_cache: Tensor, tensors: CacheTensors | AppendTensors
 ) -> tuple[Tensor, Tensor]:
-    """Return (page, offset in it) of positions in a paged cache, (row, position) in a dense one; all int64.
+    """Return the int64 address of positions: (page, offset in the page), or (row, position) if dense.
 
     Sequences and positions are (n,), or broadcast against each other.
     """
@@ -53,10 +53,16 @@ def locate(
 
 
 def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> Tensor:
-    """Return the scales of tokens of these sequences, stored in these pages or rows.
+    """Return the scales of the tokens of some sequences, which are stored in some pages or rows.
 
-    The shape is (heads_kv,), with the dimensions of ``sequence`` or ``row`` in front where scales depend on
-    them.
+    Args:
+        descale: (heads_kv,), (pages or rows, heads_kv) or (batch, 1, heads_kv).
+        sequence: sequences of the tokens.
+        row: pages, or rows of a dense cache, of the tokens.
+
+    Returns:
+        (heads_kv,), or (..., heads_kv) with the dimensions of ``sequence`` or ``row`` if scales depend on
+        them.
     """
     if descale.dim() == 1:
         return descale
@@ -64,9 +70,9 @@ def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> T
 
 
 def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """Return (rows of k in memory, page or row, offset) for all tokens that an append writes.
+    """Return (rows of k in memory, page or row of the cache, offset) of all n tokens that an append writes.
 
-    The last two are (n,) int64; the rows are a slice where they are the first n.
+    Page and offset are (n,) int64. Rows of k are (n,) int64, or a slice if they are the first n.
     """
     if tensors.slot_mapping is not None:
         token = (tensors.slot_mapping >= 0).nonzero().squeeze(1)
@@ -74,7 +80,7 @@ def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Te
         return token, slots // k_cache.shape[1], slots % k_cache.shape[1]
     assert tensors.cache_seqlens is not None
     before = tensors.cache_seqlens.long()
-    if tensors.cu_seqlens_k_new is None:  # the case of every decoding step, without a look-up by token
+    if tensors.cu_seqlens_k_new is None:  # decoding steps: needs no sequence and index of each token
         batch, seqlen = k.shape[:2]
         position = before.unsqueeze(1)  # (batch, seqlen)
         if seqlen != 1:

@@ -51,22 +51,20 @@ class Extras(NamedTuple):
 
 
 EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
+"""Number of leading fields of ``Extras`` that attention in FP8 also has."""
 OPTIONS_OF_ALL = Options._fields.index("backend") + 1
-"""Number of leading options that attention in FP8 has as well; likewise of extras."""
+"""Number of leading fields of ``Options`` that attention in FP8 also has."""
 
 BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
-"""Arguments that :attr:`Problem.beyond_distance` looks for."""
+"""Arguments that hide or change scores or probabilities by more than the distance of row and key."""
 
 NO_EXTRAS = Extras()
-"""The object that calls with only q, k and v pass.
-
-It is recognised by identity, which is the fastest test.
-"""
+"""The value for calls with only q, k and v. It is recognised by identity, which is the fastest test."""
 
 
 @dataclass(frozen=True)
 class Problem(Results):
-    """Describes how a call is computed. Lengths are in tokens; a window side of -1 is unlimited.
+    """Description of an attention call. Lengths are in tokens; a window side of -1 is unlimited.
 
     ``causal`` is folded into the window (``window_right = 0``). Masks are aligned to the bottom right: query
     row ``i`` of a sequence sees keys from ``i + seqlen_k - seqlen_q - window_left`` to
@@ -111,10 +109,10 @@ class Problem(Results):
 
     @property
     def beyond_distance(self) -> str | None:
-        """The first argument that needs a general mask, None if there is none.
+        """Name of the first argument of ``BEYOND_DISTANCE`` that the call has, or None.
 
-        Such an argument hides or changes scores or probabilities by more than the distance of row and key and
-        the sequence lengths.
+        Such arguments need a general mask, because the distance of row and key and the sequence lengths do
+        not determine scores and probabilities.
         """
         return next((name for name in BEYOND_DISTANCE if getattr(self, name)), None)
 
@@ -194,7 +192,7 @@ class Problem(Results):
 
 @dataclass(frozen=True)
 class WeightsProblem(Problem):
-    """Describes how the probabilities of a call are computed from q, k and lse; there is no v."""
+    """Description of a call that computes probabilities from q, k and lse, without v."""
 
     form: str = "full"
     """"full", "columns" (sums over rows) or "top" (the largest of each row)."""
@@ -218,27 +216,28 @@ class WeightsProblem(Problem):
 def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
     """Return why TMA cannot load tiles of the bias in ``dtype``, which is that of q; None if it can."""
     if bias.dtype != dtype:
-        return f"it takes a bias in the dtype of q, {dtype}, this one has {bias.dtype}"
+        return f"bias must have q's dtype {dtype} for TMA, got {bias.dtype}"
     if bias.shape[2] == 1 or bias.stride(2) == 0:
-        return "it takes a bias of each row, not one that all rows share"
+        return "bias must have its own values for each row for TMA, got one that all rows share"
     steps = [bias.stride(2), *(bias.stride(i) for i in (0, 1) if bias.shape[i] > 1 and bias.stride(i))]
     aligned = all(step > 0 and step * bias.element_size() % 16 == 0 for step in steps)
     if address_of(bias) % 16 or bias.stride(3) != 1 or not aligned:
         return (
-            "bias must start at a multiple of 16 bytes and have positive strides in such multiples, the last "
-            f"1, for TMA, got {tuple(bias.stride())}"
+            "bias must start at a multiple of 16 bytes, have positive strides in multiples of 16 bytes, and "
+            f"last stride 1, for TMA, got strides {tuple(bias.stride())}"
         )
     return None
 
 
 def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str | None:
-    """Return why TMA cannot address the tensors, None if it can.
+    """Return why TMA cannot address q, k and v, or None if it can.
 
-    TMA needs pointers and strides in multiples of 16 bytes.
+    TMA requires pointers and strides in multiples of 16 bytes.
 
     Args:
-        ends_early: sequences of a dense k and v end early (``seqused_k``). They are then addressed as rows of
-            one packed tensor, so the distance between sequences must be a whole number of rows.
+        q, k, v: (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
+        ends_early: whether sequences of dense k and v end early (``seqused_k``). They are then addressed as
+            rows of one packed tensor, so the distance between sequences must be a whole number of rows.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         bytes_of = tensor.element_size()
@@ -255,5 +254,5 @@ def find_tma_obstacle(q: Tensor, k: Tensor, v: Tensor, ends_early: bool) -> str 
                 f"{name} must have sequences whole rows apart for TMA with seqused_k, got {tensor.stride()}"
             )
     if ends_early and k.shape[0] > 1 and k.stride(0) * v.stride(1) != v.stride(0) * k.stride(1):
-        return "k and v must have their sequences equally many rows apart for TMA with seqused_k"
+        return "k and v must have the same number of rows between sequences for TMA with seqused_k"
     return None

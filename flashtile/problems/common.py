@@ -1,7 +1,7 @@
 """Limits, conventions and result shapes that the descriptions of all calls share.
 
 A problem holds everything that decides how a call is computed (shapes, dtype, mask, options, device), and no
-data. It is frozen and hashable: backends choose and cache compiled kernels by it.
+data. It is frozen and hashable, because backends choose and cache compiled kernels by it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def address_of(tensor: Tensor) -> int | torch.SymInt:
 
 
 class Results:
-    """Shapes and dtypes of the results, derived from a call's description. It has no fields."""
+    """Base of call descriptions: shapes and dtypes of the results, derived from fields of the subclass."""
 
     batch: int
     seqlen_q: int

@@ -1,6 +1,6 @@
 """Frozen, hashable descriptions of the decoding functions' calls, without data.
 
-A backend prepares a launch for each. :mod:`flashtile.checks.decode` checks the calls.
+Backends prepare one launch for each description. :mod:`flashtile.checks.decode` checks the calls.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
 MAX_TMA_ROWS = 2**30
 MOST_SOFTMAX_MAX = 1e6
-"""Limit of softmax_max, far beyond any score whose exponent float32 can resolve."""
+"""Largest magnitude of softmax_max, far above any score whose exponential float32 can resolve."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
-"""Quantisation saturates here: e4m3 has no infinity."""
+"""Quantisation saturates at this magnitude, because e4m3 has no infinity."""
 
 
 class CacheTensors(NamedTuple):
@@ -39,13 +39,13 @@ class CacheTensors(NamedTuple):
     v_descale: Tensor | None = None
     tree_mask: Tensor | None = None
     prior_out: Tensor | None = None
-    """Attention over other keys, which the result includes: (tokens, heads_q, head_dim_v), in lse's dtype."""
+    """Attention over other keys, merged into the result: (tokens, heads_q, head_dim_v), in lse's dtype."""
     prior_lse: Tensor | None = None
     """Log-sum-exp of ``prior_out``, (heads_q, tokens)."""
     softmax_max: Tensor | None = None
     """Number subtracted from the scores of each head, (heads_q,)."""
     qv: Tensor | None = None
-    """Shaped as q with head_dim_v columns, contiguous: scores are ``q k^T + qv v^T``."""
+    """Queries for the values, shaped as q with head_dim_v, contiguous: scores are ``q k^T + qv v^T``."""
 
 
 class DecodeOptions(NamedTuple):
@@ -100,7 +100,7 @@ class AppendOptions(NamedTuple):
 
 
 class NoTensors(NamedTuple):
-    """The optional tensors of an operation that has none."""
+    """Empty: the optional tensors of an operation without optional tensors."""
 
 
 class CombineOptions(NamedTuple):
@@ -126,7 +126,9 @@ class CopyOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeProblem(Results):
-    """Attention of the newest queries of each sequence over its keys in a cache. Lengths are in tokens.
+    """Description of attention of each sequence's last queries over its keys in a cache.
+
+    Lengths are in tokens.
 
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
     ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``,
@@ -225,10 +227,10 @@ class DecodeProblem(Results):
 
 
 class AppendProblem(NamedTuple):
-    """New keys and values written into a cache, rotated and quantised on the way. Lengths are in tokens."""
+    """Description of an append, which rotates, quantises and writes keys and values. Lengths are in tokens."""
 
     batch: int
-    seqlen_new: int  # the longest, or a bound of it, if varlen
+    seqlen_new: int  # an upper bound of each sequence's new tokens if varlen
     total_new: int
     num_heads_kv: int
     head_dim: int
@@ -251,7 +253,7 @@ class AppendProblem(NamedTuple):
     total_q: int = 0
     num_heads_q: int = 0
     varlen_q: bool = False
-    rotate_q_by_token: bool = False  # otherwise every query of a sequence is rotated as at cache_seqlens
+    rotate_q_by_token: bool = False  # False: all queries of a sequence are rotated to position cache_seqlens
 
     @classmethod
     def from_tensors(
@@ -310,7 +312,7 @@ class AppendProblem(NamedTuple):
 
 
 class CombineProblem(NamedTuple):
-    """Combination of ``num_splits`` partial results of every row, over disjoint sets of keys."""
+    """Description of a merge of ``num_splits`` partial results of every row, over disjoint sets of keys."""
 
     num_splits: int
     batch: int
@@ -333,7 +335,7 @@ class CombineProblem(NamedTuple):
 
 
 class CopyProblem(NamedTuple):
-    """Copy of blocks of a cache onto others, in all layers."""
+    """Description of a copy of blocks of a cache onto other blocks, in all layers."""
 
     num_pairs: int
     num_layers: int
@@ -365,10 +367,13 @@ def capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
 
 
 def find_obstacle_in_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
-    """Return why TMA cannot address q, or each cache as one sequence of rows; None if it can."""
+    """Return why TMA cannot address q, or a cache as one sequence of tokens; None if it can."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.shape[0] > 1 and cache.stride(0) % max(cache.stride(1), 1):
-            return f"{name} must have pages (rows) whole tokens apart for TMA, got strides {cache.stride()}"
+            return (
+                f"{name} must have a whole number of tokens between pages (or rows) for TMA, "
+                f"got strides {cache.stride()}"
+            )
         tokens = cache.shape[0] * (cache.stride(0) // max(cache.stride(1), 1))
         if tokens > MAX_TMA_ROWS:
             return f"{name} must have at most {MAX_TMA_ROWS} tokens for TMA, got {tokens}"

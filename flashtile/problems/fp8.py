@@ -13,10 +13,10 @@ from flashtile.problems.attention import OPTIONS_OF_ALL, Extras, Options, Proble
 
 
 class Scales(NamedTuple):
-    """float32 scales: a stored number stands for itself times its scale. None means 1.
+    """float32 scales of q, k and v: the value of a stored number is the number times its scale. None means 1.
 
-    With block scales (``Fp8Problem.block_scales``) they are contiguous, (batch, heads, blocks), or (heads,
-    blocks) for packed sequences. Otherwise they are (batch, heads) with any strides.
+    Block scales (``Fp8Problem.block_scales``) are contiguous, (batch, heads, blocks), or (heads, blocks) for
+    packed sequences. Other scales are (batch, heads) with any strides.
     """
 
     q: Tensor | None = None
@@ -94,11 +94,10 @@ class AttendOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class QuantizeProblem:
-    """Describes how a tensor is quantised.
+    """Description of the quantisation of a tensor.
 
-    ``role`` and ``method`` are those of :func:`flashtile.fp8.quantize`.
-
-    Lengths are in rows; ``seqlen`` is the longest sequence if varlen.
+    ``role`` and ``method`` are those of :func:`flashtile.fp8.quantize`. Lengths are in rows; ``seqlen`` is
+    the longest sequence if varlen.
     """
 
     role: str
@@ -142,7 +141,11 @@ class QuantizeProblem:
 
     @property
     def values_shape(self) -> tuple[int, ...]:
-        """Shape of the values: rows with stored columns for q and k, transposed for v."""
+        """Shape of the stored values.
+
+        q and k: (batch, seqlen, heads, stored_head_dim), or (total, ...) if varlen. v: (batch, heads,
+        head_dim, columns), without batch if varlen.
+        """
         if self.role == "v":
             columns = self.blocks * self.rows
             return (*self._sequences, self.num_heads, self.head_dim, columns)
@@ -193,12 +196,12 @@ class QuantizeProblem:
 
 @dataclass(frozen=True)
 class Fp8Problem(Problem):
-    """An attention call whose q, k and v are e4m3; ``head_dim`` is the stored head size.
+    """Description of an attention call whose q, k and v are e4m3; ``head_dim`` is the stored head size.
 
     If ``v_transposed``, v is (batch, heads_kv, head_dim_v, columns), or (heads_kv, head_dim_v, columns) for
     packed sequences. A column holds a key, in the order of :func:`flashtile.problems.fp8_layout.key_order`;
     sequence b starts at column ``first_block * 128``. Columns after a sequence's last key are 0 up to the end
-    of its block; blocks of no sequence are undefined.
+    of the key's block. Blocks that belong to no sequence are undefined.
     """
 
     out_dtype: torch.dtype = torch.bfloat16

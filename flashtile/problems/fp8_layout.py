@@ -1,8 +1,8 @@
 """Memory layout of FP8 operands: blocks that share a scale, and V transposed in the kernels' key order.
 
 A block belongs to one tile (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3), so a tile of
-scores needs one product of scales. Each packed sequence starts a new block: block i of sequence b is number
-``cu_seqlens[b] // rows + b + i``, which depends on no other length and never overlaps.
+scores needs one product of scales. Each packed sequence starts a new block. Block i of sequence b has number
+``cu_seqlens[b] // rows + b + i``, which depends only on ``cu_seqlens[b]`` and is unique.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ KEY_GROUP = 32
 """Number of keys within which V^T is permuted (:func:`key_order`)."""
 
 SMALLEST_LARGEST = 2.0**-100
-"""Lower bound of the magnitude that a scale is made for: scales stay positive and their inverses finite."""
+"""Lower bound of the largest magnitude of a block, so that scales are positive and their inverses finite."""
 LARGEST_RATIO = 2.0**64
 """Largest ratio of the scales of v's blocks in one accumulator."""
 P_EXPONENT = 8
-"""Probabilities are multiplied by 2**8 before rounding: they are at most 256, within e4m3's range."""
+"""Probabilities are multiplied by 2**8 before rounding. The products are at most 256, within e4m3's range."""
 
 
 def rows_of(role: str) -> int:
@@ -47,12 +47,14 @@ def num_blocks_varlen(total: int, batch: int, rows: int) -> int:
 
 
 def first_block(start: int, b: int, rows: int) -> int:
-    """Return the number of the first block of sequence ``b``, whose first row is row ``start`` of all."""
+    """Return the number of the first block of sequence ``b``, which starts at row ``start`` of all rows."""
     return start // rows + b
 
 
 def stored_head_dim(head_dim: int, transformed: bool) -> int:
-    """Return the columns of a stored q or k: a multiple of 16 bytes for TMA, a power of 2 if transformed.
+    """Return the number of columns of a stored q or k: a multiple of 16, or a power of 2 if transformed.
+
+    TMA requires multiples of 16 bytes, and an element is one byte.
 
     Columns beyond head_dim are zero before the transform, so products of q and k are unchanged.
     """

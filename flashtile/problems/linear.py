@@ -102,11 +102,15 @@ class Heads:
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """y = epilogue(x_scale norm(x) W^T + bias), with x (M, K) and W (N, K).
+    """Description of the product y = epilogue(x_scale norm(x) W^T + bias), with x (M, K) and W (N, K).
 
-    ``end`` is the epilogue: PLAIN, SWIGLU (the first half of y's columns is the gate, the second half is what
-    it multiplies) or QKV (queries are the result, keys and values go to a paged cache). With ``next_norm``
-    the results also include y times the weight of a norm, and the norm's factors.
+    ``end`` is the epilogue:
+
+    * PLAIN: y is the result.
+    * SWIGLU: the first half of y's columns is the gate, which multiplies the second half.
+    * QKV: queries are the result, and keys and values are written to a paged cache.
+
+    With ``next_norm`` the results also include y times the weight of a norm, and the norm's factors.
     """
 
     M: int
@@ -132,7 +136,10 @@ class LinearProblem:
 
     @property
     def places(self) -> int:
-        """Output columns: N, or half of it where two rows of W make one column or are processed together."""
+        """Number of output columns that programs share: N for PLAIN, otherwise N / 2.
+
+        SWIGLU computes one column from two rows of W, and QKV processes two rows together.
+        """
         return self.N if self.end == PLAIN else self.N // 2
 
     @property
@@ -219,7 +226,7 @@ def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str,
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Whether every row starts at, and has a length of, a multiple of a copy's size."""
+    """Whether every row starts at a multiple of ``COPY_BYTES`` and has such a length."""
     strides = [
         stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1
     ]

@@ -1,8 +1,8 @@
 """The operations that programs are made of: how torch computes each, its kind, and its derivative.
 
 A derivative is written with the operations themselves: ``gradient(emit, result, *operands)`` returns the
-partial derivative with respect to each operand, None where there is none. For an operation that selects an
-operand it returns (condition, whether the operand is selected where the condition is true).
+partial derivative with respect to each operand, or None for an operand without one. For an operation that
+selects an operand, it returns for each operand (condition, whether the condition selects this operand).
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ import torch
 from torch import Tensor
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes of captured tensors that hold booleans or ints, as far as torch computes with them."""
+"""Dtypes of captured tensors of booleans or ints that torch can compute with."""
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
 
 
 class Operation(NamedTuple):
+    """An elementary operation of programs.
+
+    Attributes:
+        evaluate: computes the result of operands that are tensors or numbers.
+        kind: returns the kind of the result ("bool", "int" or "float") from those of the operands.
+        gradient: writes the partial derivatives, or None if the operation has none.
+        simplify: returns the result if it is a number or one of the operands, otherwise None.
+    """
+
     evaluate: Callable[..., Any]
     kind: Callable[..., str]
     gradient: Callable[..., tuple] | None = None
     simplify: Callable[..., Any] | None = None
-    """Returns the result if it is a number or an operand, else None."""
 
     def number(self, *numbers: Any) -> Any:
         """Compute the result for operands that are all numbers."""
@@ -50,7 +58,8 @@ def _only(symbol: str, *allowed: str) -> Callable[[str], str]:
 
     def kind_of(kind: str) -> str:
         if kind not in allowed:
-            raise TypeError(f"{symbol} takes {' and '.join(_PLURAL[one] for one in allowed)}, not a {kind}")
+            takes = " or ".join(_PLURAL[one] for one in allowed)
+            raise TypeError(f"operand of {symbol} must be {takes}, got a {kind}")
         return kind
 
     return kind_of

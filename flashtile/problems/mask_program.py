@@ -1,8 +1,8 @@
 """A score or mask function as a list of elementary operations: the traced form of a user's function.
 
 A program is straight-line: each line names the result of one operation on earlier results, on the inputs
-(``score``, ``b``, ``h``, ``q``, ``kv``) and on numbers. Its text is all that an operator, a compiled graph or
-a cache key needs of it::
+(``score``, ``b``, ``h``, ``q``, ``kv``) and on numbers. Operators, compiled graphs and cache keys hold the
+program's text::
 
     t0: int = sub q kv
     t1: float = load 0 h  # alibi.py:7: return score - slopes[head] * (q_idx - kv_idx)
@@ -30,13 +30,13 @@ INPUTS = {"score": "float", "b": "int", "h": "int", "q": "int", "kv": "int"}
 LOAD = "load"
 
 _WITH_ANY_NUMBER = frozenset(("add", "sub", "eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum"))
-"""Operations on ints that are no faster if the compiler knows the number."""
+"""Operations on ints that are not faster if the compiler knows the number."""
 
 
 Name = str
-"""An operand that is a result or an input; any other operand is a number.
+"""An operand that is a result or an input. All other operands are numbers.
 
-It is plain str, because Dynamo of torch 2.11 cannot create objects of subclasses of str.
+The type is str itself, because Dynamo of torch 2.11 cannot create objects of subclasses of str.
 """
 
 
@@ -95,10 +95,10 @@ def _operand(token: str) -> Operand:
 
 
 class Builder:
-    """Writes the lines of a program.
+    """Writer of a program's lines.
 
-    It reuses the result of an equal operation, computes operations on numbers, and leaves out those whose
-    result is one of their operands.
+    Equal operations share a result. Operations on numbers are computed at once. Operations whose result is
+    one of their operands are left out.
     """
 
     def __init__(self, lines: Sequence[Line] = ()) -> None:
@@ -120,7 +120,7 @@ class Builder:
             if simpler is not None:  # 1.0 * i is i, but must be a float
                 return simpler if self.kind(simpler) == kind else self.emit(kind, simpler)
         if any(type(operand) is int and not -(2**63) <= operand < 2**63 for operand in operands):
-            raise TypeError("an int must fit 64 bits")
+            raise TypeError(f"an int must fit into 64 bits, got an operand of {operation} that does not")
         # True == 1 == 1.0, but they are different operands.
         key = (operation, *((type(operand), operand) for operand in operands))
         if key not in self._known:
@@ -130,7 +130,7 @@ class Builder:
         return self._known[key]
 
     def finish(self, *results: Operand) -> Program:
-        """Return the program of these results, without the lines that none of them needs."""
+        """Return the program that computes these results, without unused lines."""
         needed = set(results)
         kept = []
         for line in reversed(self.lines):
@@ -150,7 +150,7 @@ def _renamed(operands: tuple[Operand, ...], names: dict[Name, Name]) -> tuple[Op
 
 
 def soft_cap_of(program: Program) -> float:
-    """Return ``cap`` of a program that is ``cap * tanh(score / cap)``, 0.0 for any other."""
+    """Return ``cap`` if the program is ``cap * tanh(score / cap)``, otherwise 0.0."""
     if [line.operation for line in program.lines] != ["div", "tanh", "mul"]:
         return 0.0
     divided, of_tanh, factors = (line.operands for line in program.lines)
@@ -163,7 +163,7 @@ def soft_cap_of(program: Program) -> float:
 
 
 def composed(first: Program, second: Program) -> Program:
-    """Return ``second`` applied to the scores of ``first``. Both number captured tensors the same way."""
+    """Return the program that applies ``second`` to the scores of ``first``. Both share captured tensors."""
     builder = Builder(first.lines)
     known: dict[Operand, Operand] = {Name("score"): first.results[0]}
 
@@ -200,10 +200,10 @@ class Load(NamedTuple):
 
 
 def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tuple[Program, tuple[Load, ...]]:
-    """Return (program, loads), where the program also computes derivatives.
+    """Return (program, loads), where the new program also computes derivatives.
 
-    Its results are the original ones, the derivative by the score and, for each load from one of ``tensors``,
-    the derivative by the element followed by the element's indices.
+    The results of the new program are the original result, the derivative by the score and, for each load
+    from one of ``tensors``, the derivative by the element followed by the element's indices.
     """
     builder = Builder(program.lines)
     (result,) = program.results

@@ -1,8 +1,8 @@
-"""Finds the ints of a program that may exceed 32 bits.
+"""Interval analysis of a program: finds the ints that may exceed 32 bits.
 
-torch computes ints in 64 bits, kernels only in as many as necessary. Bounds are propagated from line to line
-(Moore, *Interval Analysis*, 1966). Positions are bounded by the call's lengths. Batch and head indices, and
-elements of captured int32 tensors, are assumed to be at most :data:`POSITIONS`.
+torch computes ints in 64 bits. Kernels compute them in 32 bits where that suffices. Bounds are propagated
+from line to line (Moore, *Interval Analysis*, 1966). Positions are bounded by the call's lengths. Batch and
+head indices, and elements of captured int32 tensors, are assumed to be at most :data:`POSITIONS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flashtile.problems.mask_operations import kind_of_number
 from flashtile.problems.mask_program import INPUTS, LOAD, Line, Name, Program
 
 POSITIONS = 2**24
-"""Kernels are the same for all lengths up to this."""
+"""Bound of positions for which kernels are compiled: all lengths up to this bound share a kernel."""
 _INT32 = (-(2**31), 2**31 - 1)
 _INT64 = (-(2**63), 2**63 - 1)
 

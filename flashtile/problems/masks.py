@@ -1,4 +1,4 @@
-"""The score and mask functions of a call, as its problem and its launch need them."""
+"""The score and mask functions of a call, in the form that its problem and its launch use."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ MAX_CAPTURED = 8
 """Maximum number of tensors that the functions of a call may read."""
 
 MAX_SIZES = 16
-"""Maximum number of dimensions of these tensors together.
+"""Maximum total number of dimensions of the captured tensors of a call.
 
-Kernels take this many ints: the tensors' sizes and, in the remaining arguments, numbers of the programs.
+Kernels have this many int arguments: the tensors' sizes and, in the remaining ones, numbers of the programs.
 """
 
 
 @dataclass(frozen=True)
 class Mods:
-    """The functions as texts of programs, which read the captured tensors of one list."""
+    """The functions of a call as texts of programs, which read captured tensors from one common list."""
 
     score_mod: str = ""
-    """Program of score_mod, "" for none; likewise for ``mask_mod``."""
+    """Program of score_mod, "" for none."""
     mask_mod: str = ""
+    """Program of mask_mod, "" for none."""
     learned: tuple[int, ...] = ()
     """Indices of captured tensors that need a gradient."""
     ranks: tuple[int, ...] = ()
@@ -61,7 +62,7 @@ class Mods:
 
     @property
     def given(self) -> str:
-        """The name of the first function that the user gave."""
+        """Argument name of the first function that the user gave."""
         return "score_mod" if self.score_mod else "block_mask" if self.block_size else "mask_mod"
 
 

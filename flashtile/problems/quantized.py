@@ -13,14 +13,14 @@ from flashtile.problems import hadamard
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """q, k or v in e4m3, made by :func:`flashtile.fp8.quantize` and taken by :func:`flashtile.fp8.attention`.
+    """q, k or v in e4m3: made by :func:`flashtile.fp8.quantize`, read by :func:`flashtile.fp8.attention`.
 
     Args:
         values: float8_e4m3fn. q and k have the given shape, with zero columns up to a multiple of 16
             (transformed: a power of 2). v is transposed, (batch, heads, head_dim, columns) or (heads,
             head_dim, columns), with keys in the order of :func:`flashtile.problems.fp8_layout.key_order`.
-        scales: float32; a value stands for itself times its scale. Method "block": (batch, heads, blocks) or
-            (heads, blocks); "head": (batch, heads); "tensor": (1, 1).
+        scales: float32 factors of the values. Method "block": (batch, heads, blocks), or (heads, blocks) for
+            packed sequences; "head": (batch, heads); "tensor": (1, 1).
         role: "q", "k" or "v".
         method: "block", "head" or "tensor".
         seed: seed of the Hadamard transform; None if there was none.
@@ -66,10 +66,12 @@ class Quantized:
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, transformed: bool = False) -> Tensor:
-        """Return the numbers that the values stand for, in the original shape; rows of no sequence are 0.
+        """Return values times scales, in the original shape. Rows that belong to no sequence are 0.
 
         Args:
-            transformed: return q and k as the kernels see them, after the transform; False undoes it.
+            dtype: dtype of the result.
+            transformed: whether to return q and k after the Hadamard transform, as the kernels read them.
+                False undoes the transform.
         """
         if self.cu_seqlens is not None and self.cu_seqlens.shape[0] == 1:  # rows, but no sequence
             return self.values.new_zeros(self.shape, dtype=dtype)
@@ -112,7 +114,7 @@ class Quantized:
         return scales[:, block * inside].mT.where(inside[:, None], 0.0)[..., None]
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the sequence, index in it and block of each packed row, and whether it has a sequence."""
+        """Return (sequence, index in the sequence, block, whether the row is used) of each packed row."""
         assert self.cu_seqlens is not None
         rows = torch.arange(self.shape[0], device=self.device, dtype=torch.int32)
         last = max(self.cu_seqlens.shape[0] - 2, 0)

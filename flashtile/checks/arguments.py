@@ -142,9 +142,11 @@ def check_same_dtype(name: str, tensor: Tensor, name_of_first: str, first: Tenso
 def check_head_dim(name: str, tensor: Tensor, most: int = MAX_HEAD_DIM) -> None:
     head_dim = tensor.shape[-1]
     if head_dim == 0:
-        raise ValueError(f"{name} must have a head_dim from 1 to {most}, got head_dim 0")
+        raise ValueError(f"{name} has head_dim 0, but must have a head_dim from 1 to {most}")
     if head_dim > most:
-        raise NotImplementedError(f"{name} must have a head_dim from 1 to {most}, got head_dim {head_dim}")
+        raise NotImplementedError(
+            f"{name} has head_dim {head_dim}, but must have a head_dim from 1 to {most}"
+        )
 
 
 def check_last_stride(name: str, tensor: Tensor) -> None:

@@ -96,8 +96,8 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Option
     slopes = extras.alibi_slopes
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
-            "alibi_slopes must not require grad in a call that cannot have a score_mod, because its gradient "
-            "is not computed: detach alibi_slopes"
+            "alibi_slopes requires grad, but no gradient is computed for alibi_slopes in a call that cannot "
+            "have a score_mod: alibi_slopes must be detached"
         )
 
 

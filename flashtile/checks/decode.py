@@ -50,7 +50,7 @@ from flashtile.problems.decode import (
 
 DENSE_CACHE = "(batch, seqlen_cache, heads_kv, head_dim)"
 PAGED_CACHE = "(num_blocks, page_size, heads_kv, head_dim)"
-SHARED_MEMORY = "v_cache must not share memory with k_cache, but v_cache shares memory with k_cache"
+SHARED_MEMORY = "v_cache shares memory with k_cache, but must have its own memory"
 
 
 def check_decode(
@@ -193,9 +193,7 @@ def check_no_gradient(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raise for a cache that requires a gradient, because it is written in place."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if isinstance(cache, Tensor) and cache.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} must not require grad, because {name} is written in place: detach {name}"
-            )
+            raise ValueError(f"{name} requires grad, but is written in place: {name} must be detached")
 
 
 def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
@@ -236,7 +234,7 @@ def check_combine(
     if lse_partial.dtype != wide:
         raise TypeError(f"lse_partial must be {wide} with {out_partial.dtype}, got {lse_partial.dtype}")
     if out_partial.shape[0] == 0:
-        raise ValueError("out_partial must have at least one split, but out_partial has no split")
+        raise ValueError("out_partial has no split, but must have at least one")
     if lse_partial.shape != out_partial.shape[:-1]:
         raise ValueError(
             f"lse_partial must have the shape of out_partial without head_dim, "
@@ -356,7 +354,9 @@ def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor
             raise ValueError(f"{name} must have 4 dimensions {layout}, got shape {tuple(cache.shape)}")
         if cache.dtype not in (q.dtype, FP8):
             fp8 = "" if q.dtype == FP8 else f", or {FP8}"
-            raise TypeError(f"{name} must be {q.dtype}, like queries and new keys{fp8}, got {cache.dtype}")
+            raise TypeError(
+                f"{name} has dtype {cache.dtype}, but must be {q.dtype}, like queries and new keys{fp8}"
+            )
         check_device(name, cache, q)
         check_head_dim(name, cache, MAX_HEAD_DIM)
         check_last_stride(name, cache)

@@ -76,7 +76,7 @@ def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: Quan
             raise ValueError(f"rotary_offset must be 0 without rotary_cos and rotary_sin, got {got}")
         return
     if options.role == "v":
-        raise ValueError("rotary_cos must be None for role 'v' (values are not rotated), got a tensor")
+        raise ValueError("rotary_cos must be None for role 'v', got a tensor: values are not rotated")
     check_rotary(cos, sin, x, x.shape[-1], TABLE_DTYPES)
     assert cos is not None
     check_int32("rotary_offset", offsets, (batch,), "(batch,)", x)
@@ -102,8 +102,8 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
                 )
         if len(x.shape) != len(q.shape) or len(x.shape) not in (3, 4):
             raise ValueError(
-                f"{name} must have shape (batch, seqlen, heads, head_dim) or (total, heads, head_dim), and as "
-                f"many dimensions as q, got {tuple(x.shape)}"
+                f"{name} must have shape (batch, seqlen, heads, head_dim) or (total, heads, head_dim) and "
+                f"as many dimensions as q, got {tuple(x.shape)}"
             )
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, but q has {q.dtype}: they must be equal")

@@ -52,8 +52,8 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
     if options.activation == SWIGLU:
         if columns % 2:
             raise ValueError(
-                f"weight must have an even number of rows with activation={SWIGLU!r}, half of them for the "
-                f"gate, got {columns} rows"
+                f"weight has {columns} rows, but must have an even number with activation={SWIGLU!r}, "
+                "half of them for the gate"
             )
         columns //= 2
     shape = (x.shape[0], columns)
@@ -99,8 +99,8 @@ def check_qkv(
         raise ValueError(f"k_cache must have an even head_dim, got {head_dim}")
     if weight.shape[0] % head_dim or weight.shape[0] // head_dim <= 2 * heads_kv:
         raise ValueError(
-            f"weight must have head_dim = {head_dim} rows for each query head and for each of the {heads_kv} "
-            f"heads of keys and of values, got {weight.shape[0]} rows"
+            f"weight has {weight.shape[0]} rows, but must have head_dim = {head_dim} for each query head and "
+            f"for each of the {heads_kv} heads of keys and of values"
         )
     rows = x.shape[0]
     check_rotary(tensors.rotary_cos, tensors.rotary_sin, x, head_dim, (x.dtype, torch.float32))

@@ -60,8 +60,8 @@ def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: i
             raise ValueError(f"{name} must not decrease, got {start} then {end} at entry {i + 1}")
         if end - start > max_seqlen:
             raise ValueError(
-                f"{name} must have sequences of at most {name.replace('cu_seqlens', 'max_seqlen')} = "
-                f"{max_seqlen} tokens, got {end - start} tokens in sequence {i}"
+                f"{name} has a sequence of {end - start} tokens (number {i}), but sequences must have at most "
+                f"{name.replace('cu_seqlens', 'max_seqlen')} = {max_seqlen} tokens"
             )
     if offsets[-1] > total:
         raise ValueError(f"{name} must end within the tensor's {total} tokens, got {offsets[-1]}")
@@ -277,7 +277,7 @@ def _check_writers(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> None:
     if tensors.block_table is not None:
         raise ValueError(
             "block_table must give each token its own position, got two tokens at offset "
-            f"{offset} of block {row}: copy a shared block before you append to it"
+            f"{offset} of block {row}: a shared block must be copied before an append"
         )
     raise ValueError(f"cache_batch_idx must name each row at most once in an append, got {row} twice")
 

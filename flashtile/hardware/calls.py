@@ -18,24 +18,24 @@ ELEMENT_BYTES = {
 
 
 NOT_OF_PROBLEMS = ("dtype", "lengths", "page_size", "cache_dtype")
-"""Fields that the Problem of attention without a cache lacks or has in another form."""
+"""Fields of :class:`Call` that a Problem of attention without a cache lacks or has in another form."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Attention of ``batch`` sequences, or of sequences of different ``lengths``.
+    """Description of an attention call on ``batch`` sequences of one length, or of different ``lengths``.
 
     Args:
         batch: number of sequences.
-        seqlen_q, seqlen_k: tokens of each sequence; the longest where ``lengths`` is given.
-        num_heads_q, num_heads_kv: heads_q is a multiple of heads_kv.
-        head_dim, head_dim_v: head sizes of q and k, and of v and out; head_dim_v of None is head_dim.
+        seqlen_q, seqlen_k: tokens of each sequence; with ``lengths``, those of the longest.
+        num_heads_q, num_heads_kv: numbers of heads; num_heads_q must be a multiple of num_heads_kv.
+        head_dim, head_dim_v: head size of q and k, and of v and out. head_dim_v defaults to head_dim.
         dtype: name of a torch dtype.
         window_left, window_right: keys that a row sees before and after its own position, aligned to the
             bottom right; -1 is unlimited. Causal is ``window_right = 0``.
-        lengths: (seqlen_q, seqlen_k) of each sequence; None is ``batch`` times the same.
-        page_size: page size of the key/value cache, 0 for a dense one; None if there is no cache.
-        cache_dtype: dtype of the cache; None is ``dtype``.
+        lengths: (seqlen_q, seqlen_k) of each sequence. None: all sequences have seqlen_q and seqlen_k.
+        page_size: tokens per page of the key/value cache, 0 for a dense cache; None if there is no cache.
+        cache_dtype: name of the cache's dtype; defaults to ``dtype``.
 
     Raises:
         ValueError: a number, dtype or page size is not valid.
@@ -71,7 +71,7 @@ class Call:
                 raise ValueError(f"{name} must be {allowed}, got {value}")
         if self.num_heads_q % self.num_heads_kv:
             raise ValueError(
-                f"num_heads_q must be a multiple of the {self.num_heads_kv} of num_heads_kv, "
+                f"num_heads_q must be a multiple of num_heads_kv = {self.num_heads_kv}, "
                 f"got {self.num_heads_q}"
             )
         for name in ("dtype", "cache_dtype"):
@@ -125,7 +125,7 @@ class Call:
 
     @property
     def score_pairs(self) -> int:
-        """Number of (query, key) pairs over sequences and query heads, hidden ones included: S's elements."""
+        """Number of (query, key) pairs of all sequences and query heads, hidden pairs included."""
         return sum(seqlen_q * seqlen_k for seqlen_q, seqlen_k in self.sequences) * self.num_heads_q
 
     @property
@@ -159,7 +159,7 @@ class Call:
 def visible_pairs(
     seqlen_q: int, seqlen_k: int, window_left: int = UNLIMITED, window_right: int = UNLIMITED
 ) -> int:
-    """Count the (query, key) pairs that a window shows, aligned to the bottom right.
+    """Count the (query, key) pairs that are visible under a window aligned to the bottom right.
 
     Row ``i`` is at key ``i + seqlen_k - seqlen_q`` and sees from ``window_left`` keys before it to
     ``window_right`` keys after it.
@@ -175,6 +175,6 @@ def visible_pairs(
 def _sum_clamped(first: int, count: int, most: int) -> int:
     """Sum ``first + i`` over ``0 <= i < count``, each term clamped between 0 and ``most``."""
     rising = max(0, min(count, -first))  # values before this index are 0
-    full = max(rising, min(count, most - first))  # and from this one on ``most``
+    full = max(rising, min(count, most - first))  # values from this index on are ``most``
     middle = full - rising
     return middle * (2 * first + rising + full - 1) // 2 + (count - full) * most

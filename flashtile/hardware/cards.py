@@ -1,8 +1,8 @@
 """GPUs by their limits: arithmetic throughput, memory bandwidth, and memory sizes.
 
 The numbers are the vendors' own, at the boost clock, for dense (not sparse) tensor-core products that
-accumulate in fp32. Kernels reach less: a large matrix product gets 60 to 80 % of the peak of an H100, because
-its clock falls under load. :func:`flashtile.io_model.measured_card` measures the actual machine instead.
+accumulate in fp32. Kernels reach less: a large matrix product reaches 60 to 80 % of the peak of an H100,
+because the clock falls under load. :func:`flashtile.io_model.measured_card` measures a machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLACKWELL = "NVIDIA Blackwell (HGX B200) datasheet; L2 and SMs as CUDA reports 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU, or the machine that :func:`measured_card` has measured.
+    """A GPU of the table, or a device measured by :func:`flashtile.io_model.measured_card`.
 
     Args:
         name: common name.
@@ -34,9 +34,9 @@ class Card:
         tflops: peak of dense products by dtype, in 10^12 operations per second (a multiply-add is two).
         bandwidth_gbps: memory bandwidth in 10^9 bytes per second.
         memory_bytes, l2_bytes: sizes of memory and L2 cache.
-        shared_bytes: shared memory of one SM: the SRAM that holds a tile of attention.
-        l1_bytes: memory that L1 cache and shared memory of one SM divide between them; 0 if unknown.
-        capability: CUDA's compute capability; (0, 0) for anything but an NVIDIA GPU.
+        shared_bytes: bytes of shared memory of one SM, the SRAM that holds tiles of attention.
+        l1_bytes: bytes of the memory of one SM that L1 cache and shared memory share; 0 if unknown.
+        capability: CUDA's compute capability; (0, 0) for a device that is not an NVIDIA GPU.
         device_name: end of the name that the driver reports.
         source: source of the numbers.
 
@@ -64,7 +64,7 @@ class Card:
         """Return the peak of products in ``dtype``, in TFLOP/s.
 
         Raises:
-            ValueError: the card's table has no such dtype.
+            ValueError: the peak of the card in this dtype is unknown.
         """
         if dtype not in self.tflops:
             raise ValueError(f"dtype on {self.name} must be one of {', '.join(self.tflops)}, got {dtype!r}")
@@ -73,13 +73,13 @@ class Card:
     def ridge(self, dtype: str) -> float:
         """Return the FLOPs per byte at the ridge of the roofline (Williams et al. 2009).
 
-        There arithmetic and memory take equally long.
+        At the ridge, arithmetic and memory accesses take the same time.
         """
         return self.peak_tflops(dtype) * 1e3 / self.bandwidth_gbps
 
     @property
     def register_bytes(self) -> int:
-        """Register bytes of one SM, 65,536 registers of 32 bits on all of these GPUs; 0 for other devices."""
+        """Bytes of registers of one SM: 65,536 registers of 32 bits on all GPUs of the table; 0 on CPUs."""
         return 256 * KIB if self.shared_bytes else 0
 
     @property
@@ -153,7 +153,7 @@ CARDS: dict[str, Card] = {
         7700, 180 * GIB, 126 * MIB, 228 * KIB, 256 * KIB, (10, 0), "NVIDIA B200", _BLACKWELL,
     ),
 }  # fmt: skip
-"""Known GPUs by the name that ``flashtile explain --card`` takes."""
+"""Known GPUs by the name for ``flashtile explain --card``."""
 
 
 def find_card(name: str) -> Card:
@@ -174,7 +174,7 @@ def find_card(name: str) -> Card:
 
 
 def card_of_device(device_name: str) -> Card | None:
-    """Return the card that the driver calls ``device_name``, None if it is not in the table.
+    """Return the card whose driver's name is ``device_name``, or None if the table does not have it.
 
     Examples:
         >>> from flashtile.io_model import card_of_device

@@ -1,9 +1,10 @@
-"""Which kernel multiplies how many rows: measured offline, by card, shape and dtype.
+"""Tables of the fastest kernel of a matrix product, by card, shape, dtype and number of rows.
 
-For a shape (N, K) two numbers of rows matter (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section
-5). From M1 rows on, the flat product is faster than the one on CUDA cores (GEMV); from M2 on, the library's
-is fastest. flashtile brings tables in ``linear_tables/``; ``flashtile profile`` adds a user's own in the
-cache folder. Nothing is measured at run time.
+For a weight (N, K), two numbers of rows M1 and M2 select the kernel (FlashDecoding++, Hong et al. 2023,
+arXiv:2311.01282, section 5): below M1 the kernel on CUDA cores ("gemv"), from M1 the flat product on tensor
+cores ("flat"), and from M2 the vendor's library ("library"). flashtile ships tables in ``linear_tables/``.
+``flashtile profile`` measures and adds a user's own table in the cache folder. Nothing is measured at run
+time.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ class Row:
 
     Args:
         card: name of the card from the driver, such as "NVIDIA H200".
+        N, K: shape of the weight.
+        dtype, weight_dtype: names of the dtypes of x and of the weight.
         gemv_below, library_from: M1 and M2, in rows of x.
-        kernels: by number of rows (as text, because JSON has no other keys), the fastest kernel of each kind
-            with its configuration and time:
+        kernels: maps a number of rows (as text, because JSON's keys are strings) to the fastest kernel of
+            each kind, with its configuration and its time in microseconds:
             ``{"16": {"flat": {"us": 9.1, "config": [...]}, "library": {...}}}``.
         read_tbps: highest read bandwidth of the card, in 10^12 bytes per second, measured in the same run.
     """
@@ -67,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The row that decides for a shape, and the reason for choosing it."""
+    """The row that selects kernels for a shape, and ``how`` it was chosen."""
 
     row: Row
     how: str
@@ -86,7 +89,7 @@ def read_table(path: Path) -> tuple[Row, ...]:
     """Read the rows of a file.
 
     Raises:
-        ValueError: the file is not a table of this version; the message says what is wrong.
+        ValueError: the file is not a valid table of this version.
         OSError: the file cannot be read.
     """
     try:
@@ -95,12 +98,12 @@ def read_table(path: Path) -> tuple[Row, ...]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a table of flashtile profile: {error!r}") from None
     if version != VERSION:
-        raise ValueError(f"{path} has version {version!r}, this flashtile reads {VERSION}")
+        raise ValueError(f"{path} must have version {VERSION}, got {version!r}")
     try:
         rows = tuple(Row(**row) for row in document["rows"])
         for row in rows:
             if not (row.N > 0 and row.K > 0 and math.isfinite(row.read_tbps) and row.library_from >= 1):
-                raise ValueError(f"numbers of {row.key}")
+                raise ValueError(f"invalid numbers in row {row.key}")
             for m in row.kernels:
                 int(m)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -109,7 +112,7 @@ def read_table(path: Path) -> tuple[Row, ...]:
 
 
 def write_table(path: Path, rows: tuple[Row, ...]) -> None:
-    """Replace a file by these rows, atomically."""
+    """Write a file with these rows, which replaces an existing one atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "rows": [asdict(row) for row in rows]}
     written = path.with_name(f"{path.name}.{os.getpid()}")
@@ -140,7 +143,7 @@ def _shipped() -> tuple[Row, ...]:
 
 @lru_cache(maxsize=4)
 def _own(path: Path, stamp: int) -> tuple[Row, ...]:
-    """Read the user's table, once per state of the file, so that an invalid one is reported once."""
+    """Read the user's table. Cached by time of change, so that an invalid table is reported only once."""
     try:
         return read_table(path)
     except (ValueError, OSError) as error:
@@ -149,11 +152,11 @@ def _own(path: Path, stamp: int) -> tuple[Row, ...]:
 
 
 def find(card: str, N: int, K: int, dtype: str, weight_dtype: str) -> Found | None:
-    """Return the row that decides for a shape on a card; None if no table has a row for these dtypes.
+    """Return the row for a shape on a card; None if no table has a row for a weight of this element size.
 
-    Candidates in order of preference: the row of this shape on this card; then the row on this card whose
-    weight has a similar number of bytes and of rows; then such a row of another card. All 16-bit dtypes are
-    equally fast.
+    Rows of the same shape and card are preferred, then the row of the same card whose weight has the most
+    similar numbers of rows and elements, then such a row of another card. 16-bit dtypes share rows, because
+    they are equally fast.
     """
     usable = [row for row in rows() if _width(row.weight_dtype) == _width(weight_dtype)]
     if not usable:

@@ -13,7 +13,7 @@ import torch
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions by name, None for absent software. ``cuda`` and ``cudnn`` are those that torch uses."""
+    """Return versions by name, None for absent software. ``cuda`` and ``cudnn`` are torch's versions."""
     import flashtile
 
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
@@ -45,7 +45,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Describe one device; memory in bytes."""
+    """Return name, capability, memory in bytes, and number of SMs or cores of a device."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -100,7 +100,7 @@ def find_device(name: str | None) -> torch.device:
         return torch.device("cpu")
     index, count = device.index or 0, torch.cuda.device_count()
     if index >= count:
-        raise ValueError(f"device {name!r} does not exist: torch finds {count} CUDA devices")
+        raise ValueError(f"device must be one of the {count} CUDA devices that torch finds, got {name!r}")
     return torch.device("cuda", index)
 
 

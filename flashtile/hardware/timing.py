@@ -19,14 +19,14 @@ from flashtile.hardware.cards import Card, card_of_device
 MIN_CALLS = 3
 HOST_BATCHES = 7
 HOST_CALLS = {"cuda": 200, "cpu": 20}
-"""Calls per batch; fewer than the launches that CUDA can queue."""
+"""Calls per batch, fewer than CUDA can queue, so that the host never waits for the GPU."""
 CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 FLUSHED_BYTES = 2**28
-"""Bytes that flush the cache, more than the L2 cache of any GPU."""
+"""Bytes that are written to flush the L2 cache, more than the L2 cache of any GPU."""
 ESTIMATED_CALLS = 5
 WAITED = 2
-"""Time that the GPU waits for a call to be issued, in multiples of the measured time, which varies."""
+"""Time for which the GPU sleeps before a call, in multiples of the host's time to issue it, which varies."""
 CYCLES_PER_MS = 2_000_000
 """Approximate clock of a GPU."""
 
@@ -36,11 +36,11 @@ Function = Callable[[], Any]
 
 
 def time_call(function: Function, rep: float, device: torch.device, *, warm_up: bool = True) -> list[float]:
-    """Measure milliseconds of each call, over about ``rep`` milliseconds of calls.
+    """Call ``function`` for about ``rep`` milliseconds, and return the milliseconds of each call.
 
-    On CUDA this uses events. The L2 cache is flushed before each call, and the host's time to issue the call
-    is hidden. On the CPU it uses wall time; ``warm_up=False`` then counts every call, and one call may be
-    enough.
+    On CUDA, events measure the time. The L2 cache is flushed before each call, and the host's time to issue
+    the call is hidden. On the CPU, the wall clock measures the time. There ``warm_up=False`` also counts the
+    first call, which may be the only one.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -56,7 +56,7 @@ def time_call(function: Function, rep: float, device: torch.device, *, warm_up: 
 
 
 def _time_on_gpu(function: Function, rep: float) -> list[float]:
-    """Measure milliseconds between events around each call, on the current device.
+    """Return the milliseconds between events around each call, on the current device.
 
     If the host needs longer to issue a call than the GPU to run it, the GPU waits until its launches are
     queued.
@@ -140,7 +140,7 @@ def issue_time(function: Function, device: torch.device) -> float:
 
 
 def peak_allocated(function: Function, device: torch.device) -> int:
-    """Return the peak of bytes that a call adds in torch's CUDA allocator."""
+    """Return the peak of bytes that a call allocates in torch's CUDA allocator, results included."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -153,7 +153,10 @@ def peak_allocated(function: Function, device: torch.device) -> int:
 
 
 def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) -> float:
-    """Measure TFLOP/s of a square matrix product in ``dtype``, an upper bound for attention's products."""
+    """Measure the TFLOP/s of a square matrix product in ``dtype``, an upper bound for attention's products.
+
+    The fastest of ``rounds`` medians counts, each over about ``rep`` milliseconds.
+    """
     size = CEILING_SIZE[device.type]
     made_in = torch.bfloat16 if dtype == FP8 else getattr(torch, dtype)
     a, b = (torch.randn(size, size, device=device).to(made_in) for _ in range(2))
@@ -166,7 +169,7 @@ def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) ->
 
 
 def copy_ceiling(device: torch.device, rounds: int, rep: float) -> float:
-    """Measure GB/s of a copy, counting bytes read and written."""
+    """Measure the GB/s of a copy, counting bytes read and written, as the fastest of ``rounds`` medians."""
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
     return 2 * source.numel() / min(median_time(copy, rep, device) for _ in range(rounds)) * 1e-6
@@ -175,8 +178,13 @@ def copy_ceiling(device: torch.device, rounds: int, rep: float) -> float:
 def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0) -> Card:
     """Measure a device's peaks: a large matrix product in each dtype, and a large copy.
 
-    Memory sizes come from the driver; the rest comes from the table if it knows the card. On a CPU, threads
-    count as SMs and there is no shared memory. Takes a few seconds.
+    Memory sizes come from the driver, and the other numbers from the table, if the table has the card. On a
+    CPU, threads count as SMs and there is no shared memory. Takes a few seconds.
+
+    Args:
+        device: the device to measure.
+        dtypes: names of dtypes of the products.
+        rep: milliseconds of each measurement.
 
     Examples:
         >>> from flashtile.io_model import measured_card

@@ -1,4 +1,4 @@
-"""Block masks: which blocks of scores a mask leaves to compute, so that hidden blocks cost nothing.
+"""Block masks: lists of the blocks of scores with visible elements, so that hidden blocks cost nothing.
 
 As in FlexAttention (Dong et al. 2024, arXiv:2412.05496, section 4.2), a block of BLOCK_SIZE queries by keys
 is empty (skipped), full (computed without the mask) or partial. Lists hold the full and partial blocks for
@@ -23,7 +23,7 @@ from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.masks.mods import traced
 from flashtile.problems.common import MAX_LENGTH
 
-CELLS_AT_ONCE = 2**24
+ELEMENTS_AT_ONCE = 2**24
 """Number of a mask's elements that are evaluated at once to find its blocks."""
 
 LISTS = (
@@ -38,14 +38,16 @@ BACKWARD_LISTS = 4
 class BlockMask:
     """Lists of partial and full blocks, with FlexAttention's names.
 
-    All lists are int32 on one device. ``*_num_blocks`` (batch or 1, heads or 1, blocks) holds the number of
-    listed blocks of the other sequence. ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other)
-    holds their indices, of which only the first ``*_num_blocks`` are valid. ``kv_*`` lists key blocks for
-    each query block, ``q_*`` lists query blocks for each key block.
+    All lists are int32 on one device. ``kv_*`` lists hold the key blocks of each query block, ``q_*`` lists
+    the query blocks of each key block. ``full_*`` lists hold full blocks, the others partial ones.
+
+    * ``*_num_blocks`` (batch or 1, heads or 1, blocks): number of listed blocks of the other sequence.
+    * ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other sequence): indices of these blocks,
+      of which only the first ``*_num_blocks`` are valid.
     """
 
     seq_lengths: tuple[int, int]
-    """Numbers of queries and keys."""
+    """(number of queries, number of keys)."""
     kv_num_blocks: Tensor
     kv_indices: Tensor
     full_kv_num_blocks: Tensor
@@ -55,6 +57,7 @@ class BlockMask:
     full_q_num_blocks: Tensor
     full_q_indices: Tensor
     BLOCK_SIZE: tuple[int, int]
+    """(queries of a block, keys of a block)."""
     mask_mod: Callable[..., Any]
     """The mask that is applied in partial blocks."""
 
@@ -71,7 +74,7 @@ class BlockMask:
         return tuple([getattr(self, name) for name in LISTS])
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """Copy the lists to another device; the tensors of ``mask_mod`` stay where they are."""
+        """Copy the lists to another device. Tensors that ``mask_mod`` captures are not copied."""
         return replace(self, **{name: getattr(self, name).to(device) for name in LISTS})
 
     def sparsity(self) -> float:
@@ -105,13 +108,13 @@ def create_block_mask(
         B, H: batch size and number of query heads for which the mask differs; None or 1 if it is the same
             for all.
         Q_LEN, KV_LEN: numbers of queries and keys.
-        device: device of the lists; None is that of the captured tensors, otherwise the CPU.
-        BLOCK_SIZE: queries and keys of a block, multiples of 16.
+        device: device of the lists. None: the device of the captured tensors, or the CPU if there are none.
+        BLOCK_SIZE: (queries, keys) of a block, or one int for both; multiples of 16.
 
     Raises:
         TypeError: ``mask_mod`` does not compile.
-        ValueError: a length, block size or device is not allowed; a read outside a captured tensor (on a GPU
-            under ``FLASHTILE_DEBUG=1``).
+        ValueError: a length, block size or device is not allowed, or ``mask_mod`` reads outside of a captured
+            tensor (checked on a GPU only with ``FLASHTILE_DEBUG=1``).
 
     Examples:
         >>> from flashtile import masks
@@ -134,7 +137,7 @@ def create_block_mask(
     every = torch.zeros_like(some)
     keys = torch.arange(KV_LEN, device=device)
     debug = os.environ.get("FLASHTILE_DEBUG", "0") == "1"
-    at_once = max(1, CELLS_AT_ONCE // max(size_q * KV_LEN, 1))
+    at_once = max(1, ELEMENTS_AT_ONCE // max(size_q * KV_LEN, 1))
     for b in range(batch if KV_LEN else 0):
         for h in range(heads):
             for first in range(0, blocks_q, at_once):
@@ -182,15 +185,15 @@ def _device(given: Any, tensors: tuple[Tensor, ...]) -> torch.device:
         raise ValueError("device must be None or a device with data, got meta")
     for tensor in tensors:
         if tensor.device.type != device.type:
-            raise ValueError(f"mask_mod reads a tensor on {tensor.device}, but device is {device}")
+            raise ValueError(f"mask_mod must read tensors on {device}, got a tensor on {tensor.device}")
     return device
 
 
-def _any(cells: Tensor, blocks_q: int, blocks_kv: int, sizes: tuple[int, int]) -> Tensor:
-    """Return (blocks_q, blocks_kv) bool: whether a block contains a True."""
-    size_q, size_kv = (min(size, length) for size, length in zip(sizes, cells.shape, strict=True))
-    missing = blocks_kv * size_kv - cells.shape[1], blocks_q * size_q - cells.shape[0]
-    padded = torch.nn.functional.pad(cells, (0, missing[0], 0, missing[1]))
+def _any(seen: Tensor, blocks_q: int, blocks_kv: int, sizes: tuple[int, int]) -> Tensor:
+    """Return (blocks_q, blocks_kv) bool: whether a block of ``seen`` (queries, keys) contains a True."""
+    size_q, size_kv = (min(size, length) for size, length in zip(sizes, seen.shape, strict=True))
+    missing = blocks_kv * size_kv - seen.shape[1], blocks_q * size_q - seen.shape[0]
+    padded = torch.nn.functional.pad(seen, (0, missing[0], 0, missing[1]))
     return padded.view(blocks_q, size_q, blocks_kv, size_kv).any(3).any(1)
 
 
@@ -201,7 +204,7 @@ def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """Return the blocks that a block mask lists, (batch, heads, own blocks, other blocks) bool."""
+    """Convert lists of a block mask to bool (batch, heads, own blocks, other blocks), True if listed."""
     within = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     places = indices.long().clamp(0, max(indices.shape[-1] - 1, 0))
     counts = torch.zeros_like(indices).scatter_add_(-1, places, within.to(indices.dtype))
@@ -209,14 +212,16 @@ def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
 
 
 _of_flex: weakref.WeakKeyDictionary[Any, tuple[list, BlockMask]] = weakref.WeakKeyDictionary()
-"""FlexAttention's block masks converted to ours, with the attributes that they were made from."""
+"""Maps a block mask of FlexAttention to (its attributes at the conversion, the converted block mask)."""
 
 
 def of_flex_attention(block_mask: Any) -> BlockMask:
-    """Convert FlexAttention's BlockMask to a :class:`BlockMask`, once for as long as it does not change.
+    """Convert FlexAttention's BlockMask to a :class:`BlockMask`. The result is cached until the mask changes.
+
+    A :class:`BlockMask` is returned unchanged.
 
     Raises:
-        TypeError: the argument is neither.
+        TypeError: the argument is not a block mask.
         ValueError: the block mask has no lists for the backward pass.
     """
     if isinstance(block_mask, BlockMask):

@@ -1,4 +1,4 @@
-"""Evaluates programs with torch on tensors of indices, for the CPU backend and for block masks."""
+"""Evaluation of programs by torch on tensors of indices, for the CPU backend and for block masks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ def evaluate(
     """Evaluate a program on tensors that broadcast against each other.
 
     Args:
-        inputs: int64 tensors ``b``, ``h``, ``q`` and ``kv``, and ``score``.
+        program: the program.
+        inputs: int64 tensors ``b``, ``h``, ``q`` and ``kv`` (batch, head, query and key), and ``score`` for a
+            score_mod.
         tensors: the captured tensors.
         dtype: dtype of all floats.
         kind: kind of the function, for error messages.
-        check: whether a read outside a tensor is an error; otherwise it reads the nearest element. None
-            checks only on the CPU, because on a GPU the check synchronises.
+        check: whether a read outside of a tensor raises. False reads the nearest element instead. None checks
+            only on the CPU, because on a GPU the check synchronises.
         differentiable: whether results have derivatives by ``tensors``.
 
     Returns:
-        Tensors, or numbers for results that depend on no input.
+        The program's results: tensors, or numbers for results that do not depend on an input.
 
     Raises:
-        ValueError: a read outside a captured tensor, or an int divided by 0; the message shows the user's
-        line.
+        ValueError: the program reads outside of a captured tensor, and the message shows the user's line; or
+            the program divides an int by 0.
     """
     known: dict[Any, Any] = {Name(name): value for name, value in inputs.items()}
 
@@ -57,16 +59,16 @@ def evaluate(
             except RuntimeError as error:
                 if "ZeroDivisionError" not in str(error):
                     raise
-                raise ValueError(f"{kind} divides an int by 0, which torch does not") from None
+                raise ValueError(f"{kind} divides an int by 0, which torch does not define") from None
             is_float = line.kind == "float" and isinstance(computed, Tensor)
             known[line.name] = computed.to(dtype) if is_float else computed
     return [value(result) for result in program.results]
 
 
 def _in_dtype(line: Line, operands: list[Any], dtype: torch.dtype) -> list[Any]:
-    """Convert ints next to a float, or in a line whose result is a float, to ``dtype``.
+    """Convert int operands to ``dtype`` if another operand or the result is a float.
 
-    torch would convert them to float32 in a float64 call.
+    torch would convert them to float32 even in a float64 call.
     """
     if line.kind != "float" and not any(map(_is_float, operands)):
         return operands

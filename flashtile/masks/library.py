@@ -24,7 +24,7 @@ _M = TypeVar("_M", bound=Mod)
 
 
 def _ready(make: Callable[_P, _M]) -> Callable[_P, _M]:
-    """Make the functions that ``make`` returns picklable, by the call that made them instead of a closure."""
+    """Make the functions that ``make`` returns picklable: pickle stores the call of ``make``."""
 
     @functools.wraps(make)
     def made(*arguments: _P.args, **keywords: _P.kwargs) -> _M:
@@ -45,7 +45,9 @@ def _table(name: str, tensor: Any, ranks: tuple[int, ...], layout: str, of_float
     """Check a captured tensor of floats or of ints."""
     check_dense(name, tensor)
     if not (tensor.is_floating_point() if of_floats else tensor.dtype in WHOLE):
-        raise TypeError(f"{name} must be of {'floats' if of_floats else 'ints'}, got {tensor.dtype}")
+        raise TypeError(
+            f"{name} must have a dtype of {'floats' if of_floats else 'ints'}, got {tensor.dtype}"
+        )
     if tensor.dim() not in ranks:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
     return tensor
@@ -90,12 +92,12 @@ def window(left: int, right: int, offset: int = 0) -> MaskMod:
 
 @_ready
 def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
-    """Mask with a prefix that every query sees, and causal after it.
+    """Causal mask with a prefix that every query sees.
 
     From Raffel et al. 2020 (arXiv:1910.10683), section 3.2.1.
 
     Args:
-        length: length of the prefix, an int or (batch,) ints with one for each sequence.
+        length: length of the prefix, an int, or (batch,) ints for a length of each sequence.
 
     Examples:
         >>> from flashtile import masks
@@ -121,8 +123,8 @@ def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
     """Mask that lets a query see only keys of its own document, for several documents in one sequence.
 
     Args:
-        ids: (seqlen_q,) or (batch, seqlen_q), any ints: tokens with equal ids belong to one document.
-        ids_kv: ids of the keys; None for ``ids``.
+        ids: (seqlen_q,) or (batch, seqlen_q) ints. Tokens with equal ids belong to one document.
+        ids_kv: ids of the keys; None: ``ids``.
 
     Examples:
         >>> from flashtile import masks
@@ -143,7 +145,7 @@ def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
 
 @_ready
 def padding(lengths: Tensor) -> MaskMod:
-    """Mask of the first ``lengths[batch]`` keys of each sequence, (batch,) ints.
+    """Mask of the first ``lengths[batch]`` keys of each sequence, with ``lengths`` (batch,) ints.
 
     Examples:
         >>> from flashtile import masks
@@ -182,7 +184,7 @@ def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskM
 
     Token i is the pixel (i // width, i % width). At the edges the neighborhood is shifted inwards, so every
     query sees the same number of keys. Sequences with more tokens than the picture are refused, unless the
-    mask is combined by ``|`` with one that defines the other tokens.
+    mask is combined by ``|`` with a mask that defines the additional tokens.
 
     Args:
         height, width: size of the picture in tokens.
@@ -223,7 +225,7 @@ def natten(height: int, width: int, kernel_size: int | tuple[int, int]) -> MaskM
 
 @_ready
 def alibi(slopes: Tensor, offset: int = 0) -> ScoreMod:
-    """Subtract a head's slope times the distance of query and key (Press et al. 2022, arXiv:2108.12409).
+    """Score function that subtracts slope times distance (ALiBi, Press et al. 2022, arXiv:2108.12409).
 
     Args:
         slopes: (heads,) floats, learnable.
@@ -245,11 +247,13 @@ def alibi(slopes: Tensor, offset: int = 0) -> ScoreMod:
 
 @_ready
 def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
-    """Add a learnable bias per distance (Shaw et al. 2018, arXiv:1803.02155, section 3.2, as scalars).
+    """Score function that adds a learnable bias for each distance of key and query.
+
+    From Shaw et al. 2018 (arXiv:1803.02155), section 3.2, with scalars instead of vectors.
 
     Args:
-        bias: (heads, 2 * most + 1) floats, learnable. Column ``most + d`` is for key minus query = d; larger
-            distances count as ``most``.
+        bias: (heads, 2 * most + 1) floats, learnable. Column ``most + d`` is added if key minus query is d.
+            Distances are clamped to -most and most.
 
     Raises:
         ValueError: ``bias`` does not have two dimensions with an odd number of columns.
@@ -276,7 +280,7 @@ def relative_position(bias: Tensor, offset: int = 0) -> ScoreMod:
 
 @_ready
 def softcap(cap: float) -> ScoreMod:
-    """``cap * tanh(score / cap)``, as in Gemma 2 (arXiv:2408.00118, section 2).
+    """Score function ``cap * tanh(score / cap)``, as in Gemma 2 (arXiv:2408.00118, section 2).
 
     Examples:
         >>> from flashtile import masks
@@ -285,7 +289,7 @@ def softcap(cap: float) -> ScoreMod:
     """
     cap = as_float("cap", cap, "a number")
     if not 0 < cap <= FLOAT32_MAX:
-        raise ValueError(f"cap must be more than 0 and finite in float32, got {cap}")
+        raise ValueError(f"cap must be above 0 and finite in float32, got {cap}")
 
     def softcap(score, batch, head, q_idx, kv_idx):
         return cap * (score / cap).tanh()

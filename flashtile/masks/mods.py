@@ -22,11 +22,12 @@ def _global(module: str, name: str) -> Any:
 
 
 class Mod:
-    """A ``mask_mod`` or ``score_mod``; calling it calls the function that it wraps."""
+    """Base of :class:`MaskMod` and :class:`ScoreMod`, which wrap a function. A call calls that function."""
 
     kind = ""
+    """"mask_mod" or "score_mod"."""
     recipe: tuple[Callable[..., Mod], tuple] | None = None
-    """(function, arguments) from which pickle rebuilds it; None if it wraps a user's function."""
+    """(function, arguments) from which pickle rebuilds the object; None if it wraps a user's function."""
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
@@ -49,9 +50,10 @@ class Mod:
 
 @called_as("function")
 class MaskMod(Mod):
-    """``mask_mod(batch, head, q_idx, kv_idx)``: True where the key takes part.
+    """``mask_mod(batch, head, q_idx, kv_idx)``: returns True if the query sees the key.
 
-    ``a & b`` shows keys that both show, ``a | b`` those that either shows, ``~a`` those that ``a`` hides.
+    ``a & b`` shows keys that both show, ``a | b`` those that at least one shows, ``~a`` those that ``a``
+    hides.
 
     Examples:
         >>> from flashtile import masks
@@ -62,13 +64,13 @@ class MaskMod(Mod):
 
     kind = "mask_mod"
     most_tokens: int | None = None
-    """Largest number of queries or keys that the mask is defined for; None for any number."""
+    """Largest number of queries or keys for which the mask is defined; None for any number."""
 
     def __call__(self, batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:
         return self.function(batch, head, q_idx, kv_idx)
 
     def check_lengths(self, seqlen_q: int, seqlen_k: int) -> None:
-        """Raise ValueError for more queries or keys than the mask is defined for."""
+        """Raise ValueError if there are more than ``most_tokens`` queries or keys."""
         if self.most_tokens is not None and max(seqlen_q, seqlen_k) > self.most_tokens:
             raise ValueError(
                 f"mask_mod {self.name} must have at most {self.most_tokens} tokens, got {seqlen_q} queries "
@@ -104,7 +106,7 @@ def _opposite(seen: Any) -> Any:
 
 @called_as("function")
 class ScoreMod(Mod):
-    """``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score that replaces the given one.
+    """``score_mod(score, batch, head, q_idx, kv_idx)``: returns the score that replaces ``score``.
 
     Examples:
         >>> flashtile.masks.score_mod(lambda score, batch, head, q_idx, kv_idx: score / (1 + kv_idx))
@@ -122,8 +124,8 @@ def mask_mod(function: Callable[..., Any]) -> MaskMod:
 
     Args:
         function: ``function(batch, head, q_idx, kv_idx)`` from four ints to a bool, written with torch's
-            operations: FlexAttention's ``mask_mod``. Positions count from 0 within a sequence; ``head`` is a
-            query head.
+            operations, as FlexAttention's ``mask_mod``. Positions count from 0 within a sequence; ``head`` is
+            a query head.
 
     Raises:
         TypeError: the function does not compile; the message shows its line.
@@ -164,13 +166,14 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
 
     Args:
         kind: "score_mod" or "mask_mod".
-        function: takes the arguments of that kind, then a pointer for each of ``tensors``. ``tl.load`` reads
-            them in the order of a contiguous tensor. The function may use operations of ``tl`` on scalars.
-            Globals are read once, here, because Triton does not allow them to change.
+        function: function of the arguments of that kind, followed by a pointer for each of ``tensors``.
+            ``tl.load`` reads elements in the order of a contiguous tensor. The function may use operations of
+            ``tl`` on scalars. Globals are read only in this call, because Triton does not allow them to
+            change.
         tensors: captured tensors; those of a ``score_mod`` get gradients.
 
     Raises:
-        ValueError: ``kind`` is neither of the two.
+        ValueError: ``kind`` is not "score_mod" or "mask_mod".
         TypeError: the function does not compile.
 
     Examples:
@@ -188,7 +191,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
     of_kind: type[Mod] = ScoreMod if kind == "score_mod" else MaskMod
 
     def call(*arguments: Any) -> Any:
-        # Not earlier: a copy would miss later writes, and a view a later requires_grad_().
+        # Flattened at each call: a copy would miss later writes, and a view a later requires_grad_().
         flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
         return python(*arguments, *map(Pointer, flat))
 
@@ -199,6 +202,6 @@ def traced(kind: str, function: Callable[..., Any]) -> Trace:
     """Return the program of a function, cached by the rules of :mod:`flashtile.masks.traces`."""
     if isinstance(function, Mod):
         if function.kind != kind:
-            raise TypeError(f"{kind} must not be a {function.kind}, got {function!r}")
+            raise TypeError(f"{kind} must be a {kind} or a function, got {function!r}")
         function = function.function
     return kept(kind, function)

@@ -1,12 +1,13 @@
-"""Caches the programs of functions for as long as tracing again would give the same program.
+"""Cache of the programs of functions. A program is reused while tracing again would give the same program.
 
 The rule: everything that a function reads from outside is compared at every call, or its trace is not cached.
-Without one the function is run on symbols again, which takes about 100 us of host time. Compared are
+Without a cached trace the function is run on symbols again, which takes about 100 us of host time. The cache
+compares
 
 * its code and defaults, and those of the functions that it calls;
 * closure cells, globals, attributes of modules, functions and tensors, and a partial's arguments, where they
   hold numbers, strings, dtypes, tensors, tuples of these, functions, or predefined masks;
-* what it read of a tensor other than its elements: shape, strides, dtype, device, ``requires_grad``.
+* properties of tensors that the function read: shape, strides, dtype, device, ``requires_grad``.
 
 A trace is not cached if the function read anything else: an element of a list or a dict, an attribute of an
 object or a class, the result of a function that is not known to depend only on its arguments, an import
@@ -65,16 +66,16 @@ _KNOWN = {
 }
 """Callables that need no inspection.
 
-torch's functions are recorded when they get a symbol; when they get tensors, the recorder notes that data was
-read.
+Calls of torch's functions are recorded if an argument is a symbol. If all are tensors, the recorder notes
+that the function reads data.
 """
 
 _MISSING = object()
 _KEY = {kind: f"__flashtile_{kind}__" for kind in ("score_mod", "mask_mod")}
 """Keys of traces in the ``__dict__`` of their functions.
 
-What a trace holds may refer back to its function (for example one that calls itself). Only in the function's
-own dict can the garbage collector free such a cycle.
+A trace may refer back to its function, for example if the function calls itself. The garbage collector can
+free such a cycle only if the trace is in the function's own dict.
 """
 
 _called_as: dict[type, str] = {}
@@ -91,22 +92,27 @@ def called_as(attribute: str) -> Callable[[type], type]:
 
 
 class _Guards:
-    """Everything that a function can read; :meth:`hold` says whether it is unchanged."""
+    """Everything that a function can read, with its state when the function was traced."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = weakref.ref(owner)
         self.functions: list[tuple[weakref.ref, Any, Any, Any]] = []
         """(weak reference to a function, its code, defaults and keyword defaults)."""
         self.cells: list[tuple[types.CellType, Any]] = []
+        """(closure cell, its content)."""
         self.names: list[tuple[dict[str, Any], str, Any]] = []
+        """(dict, name, the value of that name)."""
         self.lengths: list[tuple[Any, int]] = []
-        """Lengths of dicts that are read as a whole."""
+        """(dict that is read as a whole, its length)."""
         self.empty: list[dict[str, Any]] = []
+        """Dicts of attributes that must stay empty."""
         self.tensors: tuple[tuple[Tensor, int, torch.dtype], ...] = ()
         """Captured tensors, with their number of dimensions and dtype."""
-        self.asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] = ()
+        self.properties: tuple[tuple[Callable[..., Any], tuple, Any], ...] = ()
+        """Properties of tensors, as in ``Trace.properties``."""
 
     def hold(self) -> bool:
+        """Whether everything is unchanged."""
         for reference, code, defaults, keywords in self.functions:
             function = reference()
             if (
@@ -128,8 +134,8 @@ class _Guards:
         for tensor, dimensions, dtype in self.tensors:
             if tensor.ndim != dimensions or tensor.dtype is not dtype:
                 return False
-        for ask, arguments, answer in self.asked:
-            if ask(*arguments) != answer:
+        for read, arguments, value in self.properties:
+            if read(*arguments) != value:
                 return False
         return not any(self.empty)
 
@@ -143,7 +149,7 @@ class _Kept(NamedTuple):
 
 
 def kept(kind: str, function: Callable[..., Any]) -> Trace:
-    """Return the program of a function, from the cache if tracing it would give the same."""
+    """Return the program of a function, from the cache if tracing again would give the same program."""
     if torch.compiler.is_dynamo_compiling():
         return trace(kind, function)
     own = getattr(function, "__dict__", None)
@@ -157,9 +163,9 @@ def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
     """Trace a function, and cache the trace in its attributes if everything that it read is guarded."""
     guards = _guards_of(function)  # before it runs, because it may change what it reads
     made = trace(kind, function)
-    if guards is not None and made.asked is not None:
+    if guards is not None and made.properties is not None:
         guards.tensors = tuple((tensor, tensor.ndim, tensor.dtype) for tensor in made.tensors)
-        guards.asked = made.asked
+        guards.properties = made.properties
         own[_KEY[kind]] = _Kept(guards, made)
     return made
 
@@ -184,7 +190,7 @@ class _Walk:
         """Where attributes can be: ``vars`` of modules, functions, partials, predefined masks and tensors."""
 
     def may_read(self, value: Any) -> bool:
-        """Guard everything reachable from ``value``; False if that is not possible."""
+        """Guard everything reachable from ``value``. Return False if that is not possible."""
         kind = type(value)
         if kind in _CONSTANTS or id(value) in _KNOWN or id(value) in self.seen:
             return True
@@ -231,7 +237,7 @@ class _Walk:
         return was is _MISSING or self.may_read(was)
 
     def attributes_are_guarded(self) -> bool:
-        """Guard each attribute name in each place where it can be, with everything reachable from it."""
+        """Guard each attribute name in each of ``spaces``, with everything reachable from the attribute."""
         done: set[tuple[int, str]] = set()
         while True:
             places = [(i, name) for i in range(len(self.spaces)) for name in self.attributes]
@@ -261,10 +267,10 @@ class _Names(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> _Names | None:
-    """Return what code reads by name.
+    """Return the names of globals and attributes that code reads.
 
-    None if the code imports, defines a class, or reads Python's own attributes (``__dict__``), through which
-    everything can be reached.
+    Returns None if the code imports, defines a class, or reads Python's own attributes (``__dict__``),
+    through which everything can be reached.
     """
     names: set[str] = set()
     attributes: set[str] = set()

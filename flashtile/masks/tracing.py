@@ -1,8 +1,8 @@
-"""Traces a user's function into a program: runs it on symbols, which record the operations on them.
+"""Tracing of a user's function into a program: the function runs on symbols, which record operations on them.
 
 Tracing is simpler than parsing: Python itself evaluates numbers, closures, loops and calls of other
 functions, and the derivative comes from the same list of operations. A symbol cannot decide an ``if`` or
-become a number; trying to raises an error that shows the user's own line.
+become a number; an attempt raises an error that shows the user's line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MACHINERY = (
     *(str(module.__file__) for module in (arguments, mask_operations, mask_program)),
 )
 _LIBRARIES = (*_MACHINERY, str(Path(torch.__file__).parent))
-"""Files whose lines are not the user's."""
+"""Files of flashtile and torch, whose lines are not shown in errors."""
 
 
 class Trace(NamedTuple):
@@ -49,10 +49,10 @@ class Trace(NamedTuple):
     """Text of the program, made once."""
     soft_cap: float
     """The soft cap, if the program is only a soft cap of the scores, else 0."""
-    asked: tuple[tuple[Callable[..., Any], tuple, Any], ...] | None
-    """(question, its arguments, the answer): properties of tensors that the function read.
+    properties: tuple[tuple[Callable[..., Any], tuple, Any], ...] | None
+    """Properties of tensors that the function read: (function, its arguments, its result).
 
-    None if it read a tensor's data as a Python number, or created a tensor.
+    None if the traced function read a tensor's data as a Python number, or created a tensor.
     """
 
 
@@ -60,8 +60,8 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
     """Run ``function``, a ``kind`` of :data:`SIGNATURES`, on symbols.
 
     Raises:
-        TypeError: it is not a function of these arguments, does something that depends on run-time values, or
-            returns no score (no boolean for a mask); the message shows its line.
+        TypeError: ``function`` does not have these arguments, does something that depends on run-time values,
+            or does not return a score (a boolean for a mask); the message shows its line.
     """
     if not callable(function):
         raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
@@ -72,7 +72,7 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 class _InOnePiece:
-    """A context in which Dynamo breaks no graph, which would leave half of a trace to Python."""
+    """A context within which Dynamo breaks no graph. A break would leave half of a trace to Python."""
 
     def __enter__(self) -> None:
         pass
@@ -107,13 +107,13 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
         text = f"{kind} must return {_said(wanted)} ({_HOW[wanted]}), got {got}"
         raise TypeError(f"{text}\n  {_first_line(function)}")
     program = recorder.builder.finish(operand)
-    asked = tuple(recorder.asked.values()) if recorder.reads_no_data else None
-    return Trace(program, tuple(recorder.tensors), str(program), soft_cap_of(program), asked)
+    properties = tuple(recorder.properties.values()) if recorder.reads_no_data else None
+    return Trace(program, tuple(recorder.tensors), str(program), soft_cap_of(program), properties)
 
 
 _HOW = {
     "float": "the modified score",
-    "bool": "True where the key takes part: comparisons joined by &, | and ~",
+    "bool": "True where the query sees the key: comparisons joined by &, | and ~",
 }
 
 
@@ -132,7 +132,7 @@ def _first_line(function: Any) -> str:
 def user_line(traceback: types.TracebackType | None = None) -> str:
     """Return ``file:line: text`` of the innermost line outside flashtile and torch.
 
-    It is that of an exception's traceback if given, otherwise of the current call.
+    The line is taken from ``traceback`` if given, otherwise from the current call stack.
     """
     if torch.compiler.is_dynamo_compiling():
         return ""
@@ -183,7 +183,7 @@ METADATA = frozenset(
         ),
     )
 )
-"""Properties of a tensor that may be read; they are compared before a cached trace is used again."""
+"""Properties of a tensor that a function may read. They are compared before a cached trace is reused."""
 
 _NUMBERS = frozenset(("item", "int", "float", "bool", "index", "tolist", "numpy"))
 """Names of methods, without underscores, that make Python numbers from a tensor's data."""
@@ -200,7 +200,7 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.builder = Builder()
         self.tensors: list[Tensor] = []
-        self.asked: dict[tuple, tuple[Callable[..., Any], tuple, Any]] = {}
+        self.properties: dict[tuple, tuple[Callable[..., Any], tuple, Any]] = {}
         self.reads_no_data = True
         self.compiling, self.busy = compiling, False
         self.placeholders: list[tuple[Tensor, Name]] = []
@@ -225,7 +225,7 @@ class _Recorder(TorchFunctionMode):
             return name
         if value.dtype == torch.float32:  # a complex tensor's absolute value, which Dynamo shows to no mode
             return self.builder.emit("abs", name)
-        raise TypeError("torch.compile does not show what is done with a value: use torch's functions")
+        raise TypeError("torch.compile does not show an operation on a value: use torch's functions")
 
     def has_symbol(self, value: Any) -> bool:
         if isinstance(value, (tuple, list)):
@@ -251,17 +251,17 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self.busy:
             if func in METADATA and not kwargs and type(args[0]) in PLAIN_TENSORS:
-                self.ask(func, *args)
+                self.read(func, *args)
             else:
                 self.reads_no_data = False
         return func(*args, **kwargs)
 
-    def ask(self, question: Callable[..., Any], tensor: Tensor, *more: Any) -> None:
-        """Record what is read of a tensor, because the program depends on it."""
-        self.asked[question, id(tensor), more] = question, (tensor, *more), question(tensor, *more)
+    def read(self, function: Callable[..., Any], tensor: Tensor, *more: Any) -> None:
+        """Record a property of a tensor, ``function(tensor, *more)``, because the program depends on it."""
+        self.properties[function, id(tensor), more] = function, (tensor, *more), function(tensor, *more)
 
     def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Record an operation. Properties of tensors that are read meanwhile are not the user's questions."""
+        """Record an operation. Properties that the recorder itself reads meanwhile are not recorded."""
         self.busy = True
         try:
             return self._call(name, args, kwargs)
@@ -294,7 +294,7 @@ class _Recorder(TorchFunctionMode):
             if value.dim() == 0:
                 if torch.compiler.is_compiling():
                     return self.operand(self.load(value, ()))
-                self.ask(_may_be_a_number, value)
+                self.read(_may_be_a_number, value)
                 if not _may_be_a_number(value):
                     return self.operand(self.load(value, ()))
                 self.reads_no_data = False
@@ -341,9 +341,9 @@ class _Recorder(TorchFunctionMode):
         """Record an arithmetic operation; booleans count as 0 and 1, and ints next to a float as floats."""
         kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
         if kinds == ["bool", "bool"] and operation not in ("and", "or", "xor"):
-            raise TypeError("two booleans are joined by &, | and ^")
+            raise TypeError(f"two booleans must be joined by &, | or ^, got {operation}")
         if "float" in kinds and operation in ("and", "or", "xor", "lshift", "rshift"):
-            raise TypeError(f"&, |, ^, << and >> take booleans and ints, got {_said('float')}")
+            raise TypeError(f"operands of &, |, ^, << and >> must be booleans or ints, got {_said('float')}")
         a, b = (self.emit("int", v) if k == "bool" != kinds[1 - i] else v
                 for i, (v, k) in enumerate(zip((a, b), kinds, strict=True)))  # fmt: skip
         return self.emit(operation, a, b)
@@ -382,7 +382,7 @@ def _plain(operation: str) -> Callable[..., Any]:
 
 def _refuse(options: dict[str, Any]) -> None:
     if options:
-        raise TypeError(f"{next(iter(options))} is an option that does not compile")
+        raise TypeError(f"option {next(iter(options))} of torch's function does not compile")
 
 
 def _where(recorder: _Recorder, condition: Any, a: Any, b: Any) -> Any:
@@ -399,7 +399,7 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
     if isinstance(exponent, float):
         base = recorder.as_float(base)
     stays_int = isinstance(exponent, int) and recorder.builder.kind(recorder.operand(base)) == "int"
-    # By squaring, which also works for negative bases and wraps ints as torch does.
+    # Repeated squaring also works for negative bases, and wraps ints as torch does.
     if number and (exponent in range(1, 65) or (stays_int and exponent > 0)):
         if exponent == 1:
             return base
@@ -412,7 +412,7 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
     power = recorder.emit("pow", recorder.as_float(base), recorder.as_float(exponent))
     if number or "float" in kinds:
         return power
-    # Torch's powers of ints are ints: those of a negative exponent are 0, but for a base of 1 or -1.
+    # Torch's powers of ints are ints: with a negative exponent they are 0, except for a base of 1 or -1.
     is_unit = recorder.arithmetic("eq", recorder.emit("abs", _as_kind("int")(recorder, base)), 1)
     is_whole = recorder.emit("or", recorder.arithmetic("ge", exponent, 0), is_unit)
     return recorder.emit("where", is_whole, power, 0.0)
@@ -432,10 +432,10 @@ def _logical(operation: str) -> Callable[..., Any]:
 
 
 def _convert(recorder: _Recorder, x: Any, dtype: Any = None, **options: Any) -> Any:
-    """``x.to(dtype)``, which only changes the kind, because all floats are computed in one dtype."""
+    """Record ``x.to(dtype)``, which only changes the kind, because all floats are computed in one dtype."""
     dtype = options.pop("dtype", dtype)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError("to must be called with a dtype, the only argument that compiles")
+        raise TypeError(f"to must be called with a dtype, the only argument that compiles, got {dtype!r:.60}")
     kind = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
     return _as_kind(kind)(recorder, x)
 
@@ -448,7 +448,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """``x.new_ones(())``, which FlexAttention uses for True."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, FlexAttention's booleans."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():
@@ -578,7 +578,7 @@ for _name in (
 
 
 def _as_run(function: Any) -> Any:
-    """Return the function to run on symbols: under ``@triton.jit`` its Python, with torch for Triton."""
+    """Return the function to run on symbols: of a ``@triton.jit`` function, its Python function on torch."""
     if isinstance(function, types.FunctionType) or not hasattr(function, "fn"):
         return function
     return in_torch(function)

@@ -1,6 +1,6 @@
-"""Runs ``@triton.jit`` functions as torch functions, so that they can be traced and differentiated.
+"""Conversion of ``@triton.jit`` functions to torch functions, so that they can be traced and differentiated.
 
-Their Python code is run with a stand-in for ``triton.language``. A captured tensor becomes a pointer to its
+Their Python code runs with a replacement of ``triton.language``. A captured tensor becomes a pointer to its
 first element. Pointers follow the other arguments (:func:`flashtile.masks.from_triton`).
 """
 
@@ -28,7 +28,7 @@ class Pointer:
 
 def _load(pointer: Any, mask: Any = None, other: Any = 0) -> Any:
     if not isinstance(pointer, Pointer):
-        raise TypeError(f"tl.load takes the pointer of a captured tensor, got {type(pointer).__name__}")
+        raise TypeError(f"tl.load must get a pointer of a captured tensor, got {type(pointer).__name__}")
     if mask is None:
         return pointer.tensor[pointer.offset]
     # Masked elements are not read; the first element is read in their place.
@@ -66,11 +66,11 @@ _language = _Language("triton.language")
 vars(_language).update(_LANGUAGE)
 
 STAND_INS = (_language, Pointer, *_LANGUAGE.values())
-"""Everything that replaces Triton, none of which ever changes."""
+"""Objects that replace Triton's. They never change."""
 
 
 def in_torch(function: Any) -> Callable[..., Any]:
-    """Return the Python function under ``@triton.jit``, for symbols and for torch's tensors."""
+    """Return the Python function of a ``@triton.jit`` function, for symbols and for torch's tensors."""
     python = function.fn
     names = {
         name: _translated(value)

@@ -227,7 +227,7 @@ class DecodeProblem(Results):
 
 
 class AppendProblem(NamedTuple):
-    """Description of an append, which rotates, quantises and writes keys and values. Lengths are in tokens."""
+    """Description of an append: keys and values are rotated, quantised, written. Lengths are in tokens."""
 
     batch: int
     seqlen_new: int  # an upper bound of each sequence's new tokens if varlen

@@ -58,8 +58,8 @@ def _only(symbol: str, *allowed: str) -> Callable[[str], str]:
 
     def kind_of(kind: str) -> str:
         if kind not in allowed:
-            takes = " or ".join(_PLURAL[one] for one in allowed)
-            raise TypeError(f"operand of {symbol} must be {takes}, got a {kind}")
+            takes = " and ".join(_PLURAL[one] for one in allowed)
+            raise TypeError(f"{symbol} takes {takes}, not a {kind}")
         return kind
 
     return kind_of

@@ -120,7 +120,7 @@ class Builder:
             if simpler is not None:  # 1.0 * i is i, but must be a float
                 return simpler if self.kind(simpler) == kind else self.emit(kind, simpler)
         if any(type(operand) is int and not -(2**63) <= operand < 2**63 for operand in operands):
-            raise TypeError(f"an int must fit into 64 bits, got an operand of {operation} that does not")
+            raise TypeError("an int must fit 64 bits")
         # True == 1 == 1.0, but they are different operands.
         key = (operation, *((type(operand), operand) for operand in operands))
         if key not in self._known:

@@ -67,6 +67,6 @@ def test_used_keys_want_sequences_whole_rows_apart(name: str) -> None:
 
 def test_used_keys_want_k_and_v_equally_far_apart() -> None:
     wider = strided(16 * 32, 32, 16)
-    assert "equally many rows apart" in obstacle("v", wider, ends_early=True)
+    assert "the same number of rows between sequences" in obstacle("v", wider, ends_early=True)
     assert obstacle("v", wider) is None
     assert find_tma_obstacle(tensor(), wider, wider, True) is None

@@ -459,7 +459,7 @@ class TestWrongCalls:
             (
                 {"k_descale": torch.ones(1, 2)},
                 ValueError,
-                "k_descale must be None, got a tensor: it is only accepted for a cache of float8_e4m3fn",
+                "k_descale must be None, got a tensor: k_descale is only accepted for a cache of float8",
             ),
             (
                 {"dtype": torch.float8_e4m3fn, "k_descale": torch.ones(2, 2), "v_descale": torch.ones(2, 2)},

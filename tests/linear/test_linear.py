@@ -135,7 +135,7 @@ BAD = {
     "activation": (ValueError, "activation must be one of None, 'silu_and_mul'", dict(activation="gelu")),
     "odd halves": (
         ValueError,
-        "weight has 47 rows: .* an even number",
+        "weight has 47 rows, .* an even number",
         dict(weight=W[:47], activation="silu_and_mul"),
     ),
     "residual": (
@@ -145,7 +145,7 @@ BAD = {
     ),
     "scale": (
         ValueError,
-        "weight_scale must be None: weight is torch.float32",
+        "weight_scale must be None for a weight of torch.float32",
         dict(weight_scale=torch.ones(48)),
     ),
     "no scale": (
@@ -188,7 +188,7 @@ BAD_QKV = {
         "positions must be given with rotary_cos",
         dict(rotary_cos=torch.ones(4, 4), rotary_sin=torch.ones(4, 4)),
     ),
-    "rows": (ValueError, "weight has 47 rows: it must have head_dim = 8", dict(weight=W[:47])),
+    "rows": (ValueError, "weight has 47 rows, but must have head_dim = 8", dict(weight=W[:47])),
     "no query": (ValueError, "weight has 32 rows", dict(weight=W[:32])),
     "one memory": (ValueError, "v_cache shares memory with k_cache", dict(v_cache=CACHES[0])),
     "expanded": (ValueError, "k_cache is expanded", dict(k_cache=CACHES[0][:1].expand(4, -1, -1, -1))),

@@ -412,7 +412,7 @@ def test_caches_that_are_no_run_of_rows():
     q, cache = torch.empty(3, 8, 4, 64), torch.empty(10, 16, 2, 64)
     assert find_obstacle_in_cache(q, cache, cache) is None
     apart = torch.empty(10, 33, 64).as_strided((10, 16, 2, 64), (33 * 64, 128, 64, 1))
-    reason = "v_cache must have pages (rows) whole tokens apart for TMA, got strides (2112, 128, 64, 1)"
-    assert find_obstacle_in_cache(q, cache, apart) == reason
+    reason = "a whole number of tokens between pages (or rows) for TMA, got strides (2112, 128, 64, 1)"
+    assert find_obstacle_in_cache(q, cache, apart) == f"v_cache must have {reason}"
     many = torch.empty(2**27, 16, 2, 64, device="meta")
     assert "at most 1073741824 tokens for TMA, got 2147483648" in find_obstacle_in_cache(q, many, many)

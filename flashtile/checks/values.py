@@ -60,8 +60,8 @@ def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: i
             raise ValueError(f"{name} must not decrease, got {start} then {end} at entry {i + 1}")
         if end - start > max_seqlen:
             raise ValueError(
-                f"{name} has a sequence of {end - start} tokens (number {i}), but sequences must have at most "
-                f"{name.replace('cu_seqlens', 'max_seqlen')} = {max_seqlen} tokens"
+                f"{name} has a sequence of {end - start} tokens (number {i}), but at most "
+                f"{name.replace('cu_seqlens', 'max_seqlen')} = {max_seqlen} are allowed"
             )
     if offsets[-1] > total:
         raise ValueError(f"{name} must end within the tensor's {total} tokens, got {offsets[-1]}")

@@ -68,7 +68,7 @@ def flex_attention(
             )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
-            f"enable_gqa must be True for {query.shape[1]} heads of query and {key.shape[1]} of key, got False"
+            f"enable_gqa must be True for {query.shape[1]} query and {key.shape[1]} key heads, got False"
         )
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise TypeError(f"kernel_options must be a dict or None, got {named(kernel_options)}")

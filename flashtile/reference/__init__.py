@@ -1,1 +1,1 @@
-"""Standard attention and related functions in plain PyTorch, to which tests compare."""
+"""Standard attention and related functions in plain PyTorch, with which tests compare results."""

@@ -48,9 +48,8 @@ def attention(
     """Compute (out, lse) by definition, with the arguments and conventions of :func:`flashtile.attention`.
 
     Args:
-        upcast: compute in this dtype and return out in it, for a reference more exact than the inputs. None
-            computes in the dtype of q, as plain PyTorch does: the baseline of the error rule. lse is then
-            float32 (float64 for float64 inputs).
+        upcast: dtype of all arithmetic and of out, for a reference more exact than the inputs. None: the
+            dtype of q, as in plain PyTorch, the baseline of the error rule. lse is at least float32.
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
     """
     options = Options(
@@ -146,15 +145,16 @@ def standard(
     factors: Tensor | None = None,
     lse_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute (out, lse) of softmax(q k^T) v with all scores in memory.
+    """Compute softmax(softmax_scale q k^T) v and its log-sum-exp with all scores in memory.
 
     Args:
         q: (..., heads_q, seqlen_q, head_dim), with heads before rows as in matrix products.
-        k, v: (..., heads_kv, seqlen_k, head_dim), in the dtype of q; each head serves heads_q / heads_kv.
-        softmax_scale: multiplies q.
+        k, v: (..., heads_kv, seqlen_k, head_dim), in the dtype of q. heads_q / heads_kv query heads share a
+            head of k and v.
+        softmax_scale: factor of q.
         hidden: bool, broadcast to the scores (..., heads_q, seqlen_q, seqlen_k): True for hidden keys.
-        empty: bool, broadcast to (..., heads_q, seqlen_q, 1): True for rows that see no key, whose out is 0
-            and lse -inf. None: there are no such rows.
+        empty: bool, broadcast to (..., heads_q, seqlen_q, 1): True for rows that see no key. Their out is 0
+            and their lse -inf. None: there are no such rows.
         bias: added to the scores after the soft cap.
         modify: function of all scores, applied after the bias.
         softcap: scores become ``softcap * tanh(scores / softcap)``; 0 turns it off.
@@ -163,6 +163,9 @@ def standard(
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
         factors: factors of the probabilities before they multiply v, as in dropout.
         lse_dtype: dtype of lse; None: lse is not computed.
+
+    Returns:
+        (out (..., heads_q, seqlen_q, head_dim_v), lse (..., heads_q, seqlen_q) or None).
     """
     group_size = q.shape[-3] // max(1, k.shape[-3])
     if group_size > 1:
@@ -176,7 +179,7 @@ def standard(
         scores = torch.as_tensor(modify(scores)).to(scores.dtype).expand(scores.shape).clone()
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
-    if modify is not None:  # it may hide the remaining keys of a row
+    if modify is not None:  # the function may have hidden the remaining keys of a row
         empty = (scores == -torch.inf).all(-1, keepdim=True)
     if sink is not None:  # one more key
         column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)
@@ -213,11 +216,17 @@ def masked(
     bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of q, k, v (..., seqlen, heads, head_dim) over the keys that are ``seen``.
+    """Compute attention of q, k, v (..., seqlen, heads, head_dim) over visible keys, and its log-sum-exp.
 
-    ``seen`` is bool and broadcasts to (..., heads, seqlen_q, seqlen_k). ``slopes`` are those of ALiBi.
-    ``bias`` broadcasts as ``seen`` does, and hides a key where it is -inf. ``options`` are those of
-    :func:`standard`.
+    Args:
+        seen: bool, broadcasts to (..., heads, seqlen_q, seqlen_k): True for visible keys.
+        lse_dtype: dtype of lse.
+        slopes: slopes of ALiBi, (..., heads).
+        bias: broadcasts as ``seen``; -inf hides a key.
+        options: the other options of :func:`standard`.
+
+    Returns:
+        (out (..., seqlen_q, heads, head_dim_v), lse (..., heads, seqlen_q)).
     """
     if bias is not None:
         hidden = bias == -torch.inf
@@ -236,7 +245,7 @@ def masked(
 
 
 def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Select sequence ``b`` (None: all) from a tensor that broadcasts to the scores of the longest."""
+    """Select sequence ``b`` (None: all) and its lengths from a tensor that broadcasts to the scores."""
     if b is not None and cells.shape[0] > 1:
         cells = cells[b : b + 1]
     return cells[:, :, :seqlen_q, :seqlen_k]
@@ -254,13 +263,13 @@ def _modified(
     seen = seen & (values.detach() != -torch.inf)
     if seen.all():
         return values
-    cells = seen.nonzero(as_tuple=True)  # batch, head, row and key of each
-    of_seen = torch.as_tensor(score_mod(scores[cells], *cells)).to(scores.dtype).expand(len(cells[0]))
-    return values.detach().index_put(cells, of_seen)
+    indices = seen.nonzero(as_tuple=True)  # batch, head, row and key of each visible score
+    of_seen = torch.as_tensor(score_mod(scores[indices], *indices)).to(scores.dtype).expand(len(indices[0]))
+    return values.detach().index_put(indices, of_seen)
 
 
 def _grids(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return batch, head, row and key of every score of dense q and k, broadcastable to each other."""
+    """Return the indices (batch, head, row, key) of the scores of dense q and k, which broadcast together."""
     batch, rows, heads, _ = q.shape
     b, h, i, j = (torch.arange(n, device=q.device) for n in (batch, heads, rows, k.shape[1]))
     return b[:, None, None, None], h[:, None, None], i[:, None], j
@@ -274,9 +283,9 @@ def visible(
     device=None,
     position: int | None = None,
 ) -> Tensor:
-    """Return (seqlen_q, seqlen_k) bool: the keys that each query sees; -1 is unlimited.
+    """Return (seqlen_q, seqlen_k) bool: the keys that each query sees. A window side of -1 is unlimited.
 
-    ``position`` is that of :func:`distance`.
+    ``position`` is the key with which the first query is aligned, as for :func:`distance`.
     """
     offset = distance(seqlen_q, seqlen_k, device, position)
     seen = torch.ones_like(offset, dtype=torch.bool)
@@ -306,7 +315,7 @@ def distance(seqlen_q: int, seqlen_k: int, device=None, position: int | None = N
 
 
 def alibi_bias(slopes: Tensor, seqlen_q: int, seqlen_k: int, dtype: torch.dtype) -> Tensor:
-    """Return what ALiBi with slopes (..., heads) adds to scores, (..., heads, seqlen_q, seqlen_k)."""
+    """Return ALiBi's bias (..., heads, seqlen_q, seqlen_k) for slopes (..., heads)."""
     wide = torch.promote_types(dtype, torch.float32)
     offsets = distance(seqlen_q, seqlen_k, slopes.device).abs()
     return -(slopes.to(wide)[..., None, None] * offsets).to(dtype)

@@ -1,6 +1,6 @@
-"""Standard attention over a cache, which stores the scores: the reference of the decoding functions.
+"""Standard attention over a cache, with all scores in memory: the reference of the decoding functions.
 
-Plain torch, one sequence after another, on any device.
+The code is plain torch and computes one sequence after another, on any device.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def attention_with_kvcache(
     qv: Tensor | None = None,
     upcast: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies that contain k and v.
+    """Compute (out, lse, k_cache, v_cache) by definition, with caches that are copies and contain k and v.
 
-    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. Numbers written into the cache, and
-    the rotated queries, are rounded to their dtypes. ``upcast`` is the dtype of attention over them and of
-    out (None: that of q, as in plain PyTorch). lse is float32, or float64 if that or q is float64.
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. Numbers that are written into the
+    cache, and rotated queries, are rounded to their dtypes. ``upcast`` is the dtype of the following
+    attention and of out (None: q's dtype, as in plain PyTorch). lse is float64 if ``upcast`` or q's dtype is
+    float64, otherwise float32.
     """
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -117,7 +118,7 @@ def attention_with_kvcache(
 def append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return copies of the caches that contain k and v."""
+    """Append k and v to copies of the caches, and return (k_cache, v_cache)."""
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     token, row, offset = destinations(k_cache, k, tensors)
     k_rows, v_rows = (t.flatten(0, -3)[token] for t in (k, v))

@@ -1,4 +1,4 @@
-"""Standard attention over the numbers that FP8 tensors stand for: the reference of FP8 attention."""
+"""Standard attention over dequantised FP8 tensors: the reference of FP8 attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def attention(
     upcast: torch.dtype = torch.float64,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of standard attention over the numbers that q, k and v stand for.
+    """Compute (out, lse) of standard attention over dequantised q, k and v.
 
     Args:
         q, k, v: results of :func:`flashtile.fp8.quantize`, float8_e4m3fn with the descales of
@@ -32,8 +32,8 @@ def attention(
         p_scale: probabilities are multiplied by this and rounded to e4m3 before the second product, as in FP8
             attention; None does not round them.
         upcast: dtype of all arithmetic and of out.
-        arguments: the other arguments of :func:`flashtile.reference.attention.attention`; quantised tensors
-            bring their own ``cu_seqlens``, ``max_seqlen`` and ``seqused``.
+        arguments: the other arguments of :func:`flashtile.reference.attention.attention`. ``cu_seqlens``,
+            ``max_seqlen`` and ``seqused`` default to those that quantised tensors hold.
     """
     scales = (q_descale, k_descale, v_descale)
     dequantized, arguments = dequantize(q, k, v, scales, upcast, arguments)
@@ -49,7 +49,7 @@ def dequantize(
     dtype: torch.dtype,
     arguments: dict[str, Any],
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Return the numbers that q, k and v stand for, and the call's arguments with those that they bring."""
+    """Return ((q, k, v) dequantised in ``dtype``, arguments with the lengths of quantised tensors)."""
     arguments = dict(arguments)
     for side, of in (("q", (q,)), ("k", (k, v))):
         names = f"cu_seqlens_{side}", f"max_seqlen_{side}", "seqused_k"
@@ -60,7 +60,7 @@ def dequantize(
         arguments["softmax_scale"] = q.shape[-1] ** -0.5
     if arguments.get("sink") is not None:
         arguments["sink"] = arguments["sink"].float()
-    # In the transformed columns, which may outnumber head_dim and all have rounding errors.
+    # Products are over the transformed columns, which may outnumber head_dim and all have rounding errors.
     transformed = isinstance(q, Quantized) and isinstance(k, Quantized)
     rows = tuple(
         x.dequantize(dtype, transformed=transformed)
@@ -72,7 +72,7 @@ def dequantize(
 
 
 def _descaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Multiply x by its scale per sequence and head, (batch, heads or heads_kv)."""
+    """Multiply x (batch, seqlen, heads, head_dim), or packed, by its scales (batch, heads or heads_kv)."""
     if descale is None:
         return x
     scale = descale.to(x.dtype).repeat_interleave(x.shape[-2] // descale.shape[1], 1)

@@ -1,4 +1,4 @@
-"""Quantisation in torch, bit for bit as in the kernels; used by the CPU backend."""
+"""Quantisation in torch, with the same bits as the kernels; used by the CPU backend."""
 
 from __future__ import annotations
 
@@ -17,14 +17,19 @@ from flashtile.reference.rotary import rotate
 
 
 class _Sequence(NamedTuple):
-    """One sequence as float32 after rotary embedding and transform, in whole blocks."""
+    """One sequence as float32 after rotary embedding and transform, in whole blocks.
+
+    Attributes:
+        b: index of the sequence.
+        start: index of the sequence's first row among all rows; 0 in a dense batch.
+        length: number of rows.
+        blocks: (heads, blocks, rows, columns), zeros after the last row in use.
+    """
 
     b: int
     start: int
-    """Index of its first row among all rows; 0 in a dense batch."""
     length: int
     blocks: Tensor
-    """(heads, blocks, rows, columns), zeros after the last row in use."""
 
     @property
     def largest(self) -> Tensor:
@@ -34,7 +39,7 @@ class _Sequence(NamedTuple):
 
 
 def quantize(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
-    """Return (values, scales) in the problem's shapes, with zeros where no sequence has data."""
+    """Quantise x, and return (values, scales) in the problem's shapes, with zeros outside of sequences."""
     values = x.new_zeros(problem.values_shape, dtype=E4M3)
     scales = x.new_zeros(problem.scales_shape, dtype=torch.float32)
     sequences = [_prepare(problem, rows, b, start, tensors) for b, start, rows in _rows(x, tensors)]

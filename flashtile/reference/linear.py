@@ -1,4 +1,4 @@
-"""Products with a weight in plain torch, step by step: the reference for all backends."""
+"""Steps of products with a weight in plain torch: the reference for all backends."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def product(
 
 
 def end(problem: LinearProblem, y: Tensor, residual: Tensor | None) -> Tensor:
-    """Apply the epilogue, except for an append."""
+    """Apply the epilogue to y (M, N). Appending of keys and values (QKV) is not part of it."""
     if problem.end == SWIGLU:
         y = silu_and_mul(y)
     return y if residual is None else y + residual.to(y.dtype)
 
 
 def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y, y times the next norm's weight, the norm's factor of each row in float32)."""
+    """Return (y (M, N), y times the next norm's weight (M, N), the norm's factors (M,) float32)."""
     wide = y.to(torch.promote_types(y.dtype, torch.float32))
     factor = torch.rsqrt(wide.square().mean(-1) + problem.next_norm_eps)
     return y, (wide * next_norm_weight.to(wide.dtype)).to(y.dtype), factor.float()
@@ -67,7 +67,7 @@ def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> 
 def turn(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, interleaved: bool
 ) -> Tensor:
-    """Apply rotary embedding to (tokens, heads, head_dim); a token at an unknown position is not rotated."""
+    """Apply rotary embedding to x (tokens, heads, head_dim). Positions without a row do not rotate."""
     if cos is None or sin is None or positions is None:
         return x
     known = (positions >= 0) & (positions < cos.shape[0])
@@ -78,7 +78,7 @@ def turn(
 def slots_of(
     problem: LinearProblem, positions: Tensor | None, slot_mapping: Tensor | None, block_table: Tensor | None
 ) -> Tensor:
-    """Return the slot of each token in the cache, (tokens,) int64; -1 for none."""
+    """Return the slot of each token in the cache, (tokens,) int64; -1 for tokens that are not written."""
     heads = problem.heads
     assert heads is not None
     if slot_mapping is not None:

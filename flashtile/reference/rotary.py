@@ -25,7 +25,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate as :func:`rotate` does, by an own angle for each token: cos and sin (..., 1, rotary_dim / 2)."""
+    """Rotate x (..., heads, head_dim) as :func:`rotate`, by each token's cos and sin (..., 1, rotary_dim / 2)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotary_dim = 2 * cos.shape[-1]
     c, s = cos.to(wide), sin.to(wide)
@@ -42,10 +42,10 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rotate_appended(
     x: Tensor, cu_seqlens: Tensor | None, tensors: AppendTensors, interleaved: bool, by_token: bool = True
 ) -> Tensor:
-    """Rotate new keys, or their queries, (rows, heads, head_dim), without rows that belong to no sequence.
+    """Rotate new keys or queries, and return (rows, heads, head_dim) of all rows that belong to a sequence.
 
-    If ``by_token``, each row has the position after that of the preceding row. Otherwise all rows have their
-    sequence's first position.
+    With ``by_token``, positions of a sequence's rows count up from its first new position. Otherwise all rows
+    of a sequence have that position.
     """
     first = tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens
     assert first is not None

@@ -1,4 +1,4 @@
-"""Checks attention on this machine: the error rule, random inputs in hard memory layouts, poisoned outputs.
+"""Checks of attention on this machine: error rule, random inputs in hard layouts, poisoned outputs.
 
     from flashtile import testing
     q, k, v = (testing.random_tensor((2, 1024, 8, 64), torch.bfloat16, "cuda", seed=i) for i in range(3))
@@ -31,13 +31,13 @@ FACTORS = {"out": 2.0, "lse": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0, "dsink": 3.0
 """Allowed error of each result, in multiples of plain PyTorch's error."""
 
 FLOAT64_UNITS = 64.0
-"""Rounding units allowed for float64, where the reference is plain PyTorch itself."""
+"""Rounding units allowed for float64 inputs, for which the reference has no higher precision."""
 
 CANCELLED_UNITS = 16.0
 """Rounding units allowed for a gradient of a score, which is a difference of sums that may cancel."""
 
 LSE_UNITS = 1 / 8
-"""Rounding units of q's dtype allowed for lse: a relative error of P far below P's own rounding."""
+"""Rounding units of q's dtype allowed for lse. The relative error of P stays far below P's own rounding."""
 
 LEARNED = ("sink", "bias")
 """Arguments other than q, k and v that get gradients."""
@@ -144,21 +144,20 @@ def measure(
 ) -> Report:
     """Measure the errors of out, lse and the gradients of one call, and what the error rule allows.
 
-    out and the gradients are compared with plain PyTorch in the dtype of q. lse, which is not rounded to that
-    dtype, is compared with plain PyTorch in its own dtype (float32) and a small part of a rounding unit of
-    q's. Takes the memory of standard attention in float64: several times 8 bytes per score (batch * heads *
-    seqlen_q * seqlen_k).
+    Errors of out and the gradients may be a multiple of those of plain PyTorch in the dtype of q. lse is not
+    rounded to that dtype. Its error may be a multiple of that of plain PyTorch in lse's dtype (float32), plus
+    a small part of a rounding unit of q's dtype. The call takes the memory of standard attention in float64:
+    several times 8 bytes per score (batch * heads * seqlen_q * seqlen_k).
 
     Args:
-        q, k, v: as for :func:`flashtile.attention`, on any device; they are not changed and get no gradients.
-        dout: gradient of out, in its shape and dtype. If neither it nor dlse is given, both are random.
-        dlse: gradient of lse, likewise.
+        q, k, v: as for :func:`flashtile.attention`, on any device. They are not changed and get no gradients.
+        dout: gradient of out, in the shape and dtype of out. If dout and dlse are None, both are random.
+        dlse: gradient of lse, in the shape and dtype of lse.
         gradients: whether dq, dk, dv and, with a sink, dsink are computed and compared.
         poison: run the call under :func:`poisoned_memory`.
-        function: the function to measure; called like :func:`flashtile.attention` with ``return_lse=True``.
-        arguments: the other arguments of :func:`flashtile.attention`, passed to ``function``. The reference
-            gets those that decide the result (all except ``deterministic`` and ``backend``). A ``sink`` and a
-            ``bias`` also get gradients.
+        function: the function to measure, with the arguments and results of :func:`flashtile.attention`.
+        arguments: the other arguments of :func:`flashtile.attention`, passed to ``function`` and, except for
+            ``deterministic`` and ``backend``, to the reference. A ``sink`` and a ``bias`` also get gradients.
 
     Examples:
         >>> from flashtile import testing
@@ -284,12 +283,16 @@ def random_tensor(
         dtype: a floating dtype.
         device: device of the tensor; the numbers depend on the device type.
         seed: seed of the numbers.
-        layout: "contiguous"; "packed": some heads of a larger tensor, as in packed q, k and v; "transposed":
-            heads before seqlen in memory; "offset": some columns of a larger head_dim, so that rows are not
-            aligned; "expanded": one head in memory, seen as all heads (stride 0).
+        layout: layout in memory.
+
+            * "contiguous": no gaps.
+            * "packed": some heads of a larger tensor, as in packed q, k and v.
+            * "transposed": heads before seqlen.
+            * "offset": some columns of a larger head_dim, so that rows are not aligned.
+            * "expanded": one head, expanded to all heads (stride 0).
 
     Raises:
-        ValueError: an unknown layout.
+        ValueError: ``layout`` is unknown.
 
     Examples:
         >>> from flashtile import testing
@@ -336,7 +339,7 @@ def random_gradients(q: Tensor, v: Tensor, *, varlen: bool = False, seed: int = 
 
 
 def random_alibi_slopes(shape: Sequence[int], device: torch.device | str, *, seed: int = 0) -> Tensor:
-    """Return float32 slopes in [0, 1) with eight bits: slope times distance is exact in all wider dtypes.
+    """Return float32 slopes from 0 to 255/256 in steps of 1/256, so that slope times distance is exact.
 
     Examples:
         >>> from flashtile import testing
@@ -365,7 +368,7 @@ def _run(
     upstream: Sequence[Tensor | None],
     gradients: bool,
 ) -> list[Tensor]:
-    """Return [out, lse], and with ``gradients`` those of every tensor in ``given``.
+    """Return [out, lse], and with ``gradients`` also the gradient of every tensor in ``given``.
 
     ``given`` holds q, k, v and learned tensors. A gradient is 0 if no result depends on its tensor.
     """
@@ -424,8 +427,8 @@ def _rounding_noise(
             allowed["dq"] += score_gradient * of(finite(k))
             allowed["dk"] += score_gradient * of(finite(q)) * queries_per_key**0.5
         if dout is not None and "dbias" in exact:
-            cells = exact["lse"].numel() * max(k.shape[-3], 1)
-            gathered = max(cells / max(exact["dbias"].numel(), 1), 1.0)  # scores per element of dbias
+            scores = exact["lse"].numel() * max(k.shape[-3], 1)
+            gathered = max(scores / max(exact["dbias"].numel(), 1), 1.0)  # scores per element of dbias
             allowed["dbias"] += score_gradient / scale * gathered**0.5 if scale else 0.0
         if sink is not None:
             delta = 0.0 if dout is None else product(dout, exact["out"], of)
@@ -439,7 +442,7 @@ def _rounding_noise(
 
 
 def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
-    """Return (heads,): the norm of the factors by which the rows' errors enter the sink's gradient."""
+    """Return (heads,): the norm over rows of the factors of their errors in the sink's gradient."""
     p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     squares = p.square().sum(-1)
     return (squares if squares.dim() == 1 else squares.sum(0)).sqrt()

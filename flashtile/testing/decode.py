@@ -1,4 +1,4 @@
-"""Checks attention over a cache on this machine, by the error rule of :mod:`flashtile.testing`.
+"""Checks of attention over a cache on this machine, by the error rule of :mod:`flashtile.testing`.
 
     from flashtile.decode import testing
     print(testing.check(q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, causal=True))
@@ -21,7 +21,7 @@ from flashtile.rounding import finite, largest, score_noise
 from flashtile.testing import LSE_UNITS, Report, compare, poisoned_memory
 
 IMPLEMENTATION_ARGUMENTS = ("num_splits", "split_size", "softmax_max", "backend", "debug_checks")
-"""Arguments that decide how a result is computed, but do not change it."""
+"""Arguments that decide how a result is computed, but do not change the exact result."""
 
 
 def check(
@@ -34,11 +34,17 @@ def check(
     poison: bool = True,
     **arguments: Any,
 ) -> Report:
-    """Raise AssertionError unless the call meets the error rule and writes exactly what it must.
+    """Raise AssertionError unless the call meets the error rule and writes exactly the new tokens.
 
-    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`, which gets copies of the caches.
-    With ``poison`` the call runs under :func:`flashtile.testing.poisoned_memory`. Takes the memory of
-    standard attention in float64.
+    The call gets copies of the caches, and takes the memory of standard attention in float64.
+
+    Args:
+        q, k_cache, v_cache, k, v: as for :func:`flashtile.flash_attn_with_kvcache`.
+        poison: run the call under :func:`flashtile.testing.poisoned_memory`.
+        arguments: the other arguments of :func:`flashtile.flash_attn_with_kvcache`.
+
+    Returns:
+        The report of out and lse.
     """
     ours_k, ours_v = _copy(k_cache), _copy(v_cache)
     with poisoned_memory() if poison else nullcontext():
@@ -69,14 +75,19 @@ def check(
 
 
 def check_cache(name: str, actual: Tensor, expected: Tensor, before: Tensor, computed: bool) -> None:
-    """Raise AssertionError unless the cache holds the new tokens and is otherwise unchanged, to the bit.
+    """Raise AssertionError unless a cache holds the new tokens and all other bits are unchanged.
 
-    ``computed``: the new tokens went through arithmetic (rotary, scales), so their last bit may differ.
+    Args:
+        name: name of the cache in errors.
+        actual: the cache after the call.
+        expected: the cache that the reference returns.
+        before: the cache before the call.
+        computed: whether the new tokens were rotated or scaled, so that their last bit may differ.
     """
     written = _bits(expected) != _bits(before)
     if not torch.equal(_bits(actual)[~written], _bits(before)[~written]):
         where = ((_bits(actual) != _bits(before)) & ~written).nonzero()[0].tolist()
-        raise AssertionError(f"{name} was changed at {where}, which the call must not write")
+        raise AssertionError(f"{name} must be unchanged at {where}, but the call has written there")
     got, target = actual[written].double(), expected[written].double()
     allowed = torch.zeros_like(target)
     if computed:

@@ -1,11 +1,11 @@
-"""Checks FP8 attention on this machine: the error rule of :mod:`flashtile.testing`, over the stored numbers.
+"""Checks of FP8 attention on this machine, by the error rule of :mod:`flashtile.testing`.
 
     from flashtile.fp8 import testing
     print(testing.check(q, k, v, causal=True))
 
-The reference is standard attention in float64 over the numbers that the e4m3 tensors and their scales stand
-for. Only attention is judged, not the error of quantisation. Plain PyTorch in the same dtype also rounds its
-probabilities to e4m3, here multiplied by 2**8 as in flashtile.
+The reference is standard attention in float64 over the dequantised e4m3 tensors. So the error of quantisation
+is not counted. Plain PyTorch in the same dtype also rounds its probabilities to e4m3, multiplied by 2**8 as
+in flashtile.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from flashtile.rounding import finite, largest, rms
 from flashtile.testing import Report, compare, poisoned_memory
 
 P_ROUNDING = 2.0**-5
-"""Typical relative error of a probability in e4m3: a quarter of the distance between adjacent numbers."""
+"""Typical relative error of a probability in e4m3: a quarter of the distance of neighbouring numbers."""
 
 SCORE_ERROR = 2.0**-20
 """Rounding error of a score, relative to the largest score that the norms of q and k allow."""
 
 SCORE_ERROR_ON_GPU = 2.0**-13
-"""Rounding error of a score on tensor cores, which sum e4m3 products in fewer bits than float32 has."""
+"""Rounding error of a score on tensor cores, which sum products of e4m3 in fewer bits than float32."""
 
 
 def check(
@@ -58,9 +58,9 @@ def check(
             :func:`flashtile.flash_attn_func`.
         method, hadamard, seed: as for :func:`flashtile.fp8.attention`.
         poison: run under :func:`flashtile.testing.poisoned_memory`.
-        backend: the backend to require; if it cannot quantise, the default backend does.
-        function: function to measure in place of :func:`flashtile.fp8.attention`, or of
-            :func:`flashtile.attention` for q of float8_e4m3fn. It gets quantised tensors in the former case.
+        backend: the required backend of attention. The default backend quantises if this one cannot.
+        function: the function to measure. None: :func:`flashtile.attention` for q of float8_e4m3fn, otherwise
+            :func:`flashtile.fp8.attention`, which gets quantised tensors.
         arguments: other arguments of :func:`flashtile.fp8.attention` except rotary embedding, or of
             :func:`flashtile.attention` with its descales.
     """
@@ -89,7 +89,7 @@ def check(
 def _noise(
     parts: tuple[Any, Any, Any], arguments: dict[str, Any], on_gpu: bool
 ) -> tuple[tuple[float, float], float]:
-    """Return the error that rounding of P may leave in out, (largest, rms), and that of scores in lse.
+    """Return (errors (largest, rms) of out due to rounding of P, error of lse due to rounding of scores).
 
     Errors of different probabilities are assumed to be independent.
     """
@@ -108,9 +108,9 @@ def standard(
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of standard attention in FP8, FlashAttention-3's baseline in section 4.3.
 
-    Each tensor has one scale; products and softmax are in float32, and so is out. With ``p_scale=1`` the
-    error on the paper's data is the one that the paper reports for its baseline; with probabilities in 16
-    bits (None) it is two thirds of that.
+    Each tensor has one scale. Products, softmax and out are in float32. With ``p_scale=1``, the error on the
+    paper's data is the one that the paper reports for its baseline. With unrounded probabilities (None), the
+    error is two thirds of that.
 
     Args:
         q, k, v: float16 or bfloat16, as for :func:`flashtile.attention`.

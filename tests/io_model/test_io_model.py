@@ -95,7 +95,7 @@ class TestCalls:
             ({"batch": -1}, "batch must be at least 0, got -1"),
             ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
             ({"head_dim_v": 0}, "head_dim_v must be at least 1, got 0"),
-            ({"num_heads_kv": 3}, "num_heads_q must be a multiple of the 3 of num_heads_kv, got 16"),
+            ({"num_heads_kv": 3}, "num_heads_q must be a multiple of num_heads_kv = 3, got 16"),
             ({"dtype": "int8"}, "dtype must be one of .*got 'int8'"),
             ({"window_left": -2}, r"window_left must be -1 \(unlimited\) or more, got -2"),
         ],

@@ -153,7 +153,7 @@ BLOCKS = masks.create_block_mask(CAUSAL, None, None, 32, 32)
 NINE = [torch.ones(2) for _ in range(9)]
 BAD_CALLS = {
     "no-function": (call(score_mod=3), TypeError, "score_mod must be a function, got int"),
-    "other-kind": (call(score_mod=CAUSAL), TypeError, "score_mod must not be a mask_mod"),
+    "other-kind": (call(score_mod=CAUSAL), TypeError, "score_mod must be a score_mod or a function"),
     "both-masks": (
         call(mask_mod=CAUSAL, block_mask=BLOCKS),
         ValueError,
@@ -262,7 +262,7 @@ BAD_CALLS = {
     ),
     "kind": (lambda: masks.from_triton(np.ones(2), None), ValueError, "kind must be one of 'score_mod', 'm"),
     "kernel": (lambda: masks.natten(4, 4, 2), ValueError, "kernel_size must be odd and from 1 to 4, got 2"),
-    "cap": (lambda: masks.softcap(0.0), ValueError, "cap must be more than 0"),
+    "cap": (lambda: masks.softcap(0.0), ValueError, "cap must be above 0"),
     "bias": (
         lambda: masks.relative_position(torch.ones(2, 4)),
         ValueError,
@@ -321,8 +321,8 @@ def test_every_argument_of_ready_masks_is_checked_by_name(name: str, argument: s
 
 def test_numbers_out_of_range_are_refused() -> None:
     for make, words in (
-        (lambda: masks.padding(torch.tensor([1.5])), "lengths must be of ints, got torch.float32"),
-        (lambda: masks.alibi(torch.tensor([1])), "slopes must be of floats, got torch.int64"),
+        (lambda: masks.padding(torch.tensor([1.5])), "lengths must have a dtype of ints, got torch.float32"),
+        (lambda: masks.alibi(torch.tensor([1])), "slopes must have a dtype of floats, got torch.int64"),
         (lambda: masks.dilated(2, 0), "dilation must be from 1"),
         (lambda: masks.dilated(-1, 1), "size must be from 0"),
         (lambda: masks.natten(0, 4, 1), "height must be from 1"),

@@ -1,4 +1,4 @@
-"""Words that a program can judge: openings of docstrings, and words that stand for too much."""
+"""What a program can judge of prose: openings of docstrings, misused words, and the length of lines."""
 
 import ast
 import re
@@ -13,6 +13,23 @@ OPENING = re.compile(r"\s*(Of|What|That|The same|The other way)\b")
 UNCLEAR = re.compile(r"\bbeside\b|, too[.,;:)]|\bwhatsoever\b", re.IGNORECASE)
 TO_DO = ("backends/cpu/",)
 """Rooms whose lines still hold an unclear word, if only as a name in code (``cpu.beside``)."""
+MISUSED = re.compile(
+    r"\b(nobody|whoever|whatever|comes? even|at its leave|for ever|"
+    r"ask(ed|s)? for|deal(s|t|ing)? (\w+ )?out)\b",
+    re.IGNORECASE,
+)
+"""Words that made programs persons, or riddles of sentences, in every use that was found."""
+MISUSED_TO_DO = ("backends/common/", "backends/hopper/", "backends/portable/", "learn/algorithms/", "op/")
+"""Rooms whose lines still hold a misused word."""
+MAX_COLUMNS = 120
+LONG_TO_DO = (
+    "CONTRIBUTING.md", "README.md", "docs/algorithms/", "docs/articles.md", "docs/benchmarking.md",
+    "docs/guides/", "docs/io_model.md", "docs/kernels/", "docs/kv_cache.md", "docs/reference/algorithms.md",
+    "docs/start.md", "docs/troubleshooting.md", "docs/visualizer.md",
+)  # fmt: skip
+"""Pages and folders of pages that still have longer lines."""
+UNBREAKABLE = re.compile(r"\[[^\]]*\]\([^)]*\)|`[^`]*`|\$[^$]*\$")
+"""A link, code or a formula, which stays on one line."""
 
 
 def docstrings(path: Path) -> list[tuple[int, str]]:
@@ -53,5 +70,106 @@ def test_no_word_stands_for_too_much():
         for path in modules(TO_DO)
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
         if UNCLEAR.search(line)
+    ]
+    assert bad == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "so that nobody waits",
+        "Whatever the lengths, the order holds.",
+        "no way of dealing them out comes even",
+        "the table is asked for the keys",
+        "Dealt out by a counter.",
+        "waits for ever",
+    ],
+)
+def test_misused_words_are_found(text):
+    assert MISUSED.search(text)
+
+
+@pytest.mark.parametrize("text", ["a task for each", "for every row", "a dealer", "asked_for"])
+def test_other_words_are_not_found(text):
+    assert not MISUSED.search(text)
+
+
+def test_no_word_is_misused():
+    bad = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:80]}"
+        for path in modules(MISUSED_TO_DO)
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if MISUSED.search(line)
+    ]
+    assert bad == []
+
+
+def is_too_long(line: str) -> bool:
+    """Whether a line of prose is longer than MAX_COLUMNS, and could be broken before."""
+    blanked = UNBREAKABLE.sub(lambda match: "x" * len(match[0]), line.strip())
+    marker = re.match(r"([-*>]|\d+\.) ", blanked)  # a line is not broken after the sign of a list
+    begin = marker.end() if marker else 0
+    return len(line) > MAX_COLUMNS and " " in blanked[begin:MAX_COLUMNS]
+
+
+def long_lines(text: str) -> list[int]:
+    """Return the numbers of too long lines of a page, outside of code blocks, formulas and tables."""
+    found, fence = [], ""
+    for number, line in enumerate(text.splitlines(), 1):
+        start = line.strip()[:3]
+        if fence:
+            fence = "" if start.startswith(fence) else fence
+        elif start == "```" or start[:2] == "$$":
+            fence = start if start == "```" else "$$"
+            closed = len(line.strip()) > len(fence) and line.strip().endswith(fence)
+            fence = "" if closed else fence
+        elif not start.startswith("|") and is_too_long(line):
+            found.append(number)
+    return found
+
+
+def pages() -> list[str]:
+    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    names = sorted(path.relative_to(ROOT).as_posix() for path in found if not path.name.endswith(".zh-CN.md"))
+    return [name for name in names if not name.startswith(LONG_TO_DO)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("word " * 25, [1]),
+        ("word " * 24, []),
+        ("```\n" + "word " * 30 + "\n```\n" + "word " * 30, [4]),
+        ("$$\n" + "x " * 90 + "\n$$\n$$" + "x " * 90 + "$$\n" + "word " * 30, [5]),
+        ("| " + "cell " * 30, []),
+        ("- [" + "word " * 20 + "](" + "x" * 40 + ")", []),
+        ("see [" + "word " * 20 + "](" + "x" * 40 + ")", [1]),
+    ],
+)
+def test_long_lines_are_found(text, expected):
+    assert long_lines(text) == expected
+
+
+def test_no_line_of_a_page_is_too_long():
+    bad = [f"{name}:{n}" for name in pages() for n in long_lines((ROOT / name).read_text("utf-8"))]
+    assert bad == []
+
+
+def prose_of(path: Path) -> list[tuple[int, str]]:
+    """(line number, line) of a module's docstrings, and of comments on lines of their own."""
+    source = path.read_text("utf-8")
+    found = [
+        (number + i, line) for number, text in docstrings(path) for i, line in enumerate(text.splitlines())
+    ]
+    lines = enumerate(source.splitlines(), 1)
+    return found + [(number, line) for number, line in lines if line.lstrip().startswith("#")]
+
+
+def test_no_line_of_a_docstring_or_comment_is_too_long():
+    bad = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in modules()
+        for number, line in prose_of(path)
+        if is_too_long(line)
     ]
     assert bad == []

@@ -36,7 +36,7 @@ def kind_of_step(
     """Return the key of the launch of a step without a mask, or None for a step that needs the general path.
 
     The arguments are those of Transformers' attention: query (batch, heads, 1, head_dim), key and value
-    (batch, heads_kv, keys, head_dim). ``others`` has the flag that asks for weights.
+    (batch, heads_kv, keys, head_dim). ``others`` has the flag ``output_attentions``.
     """
     given, positions = others.get, others.get("position_ids")
     if (

@@ -25,7 +25,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x (..., heads, head_dim) as :func:`rotate`, by each token's cos and sin (..., 1, rotary_dim / 2)."""
+    """Rotate x (..., heads, head_dim) as :func:`rotate`, by cos and sin (..., 1, rotary_dim / 2)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotary_dim = 2 * cos.shape[-1]
     c, s = cos.to(wide), sin.to(wide)

@@ -55,8 +55,8 @@ def register(as_flash_attention: bool = False) -> None:
 
     Selecting the name raises a ValueError for a model that supports no flash implementation, except for
     :data:`BIASED` and :data:`WITH_OWN_MASKS` model types, and for :data:`WINDOWLESS` model types.
-    ``output_attentions=True`` raises a NotImplementedError with packed sequences. Otherwise a second pass over
-    queries and keys computes the weights, before dropout. They have no gradient, and weights of padded
+    ``output_attentions=True`` raises a NotImplementedError with packed sequences. Otherwise a second pass
+    over queries and keys computes the weights, before dropout. They have no gradient, and weights of padded
     queries are undefined. A mask (batch, heads or 1, seqlen_q, seqlen_k) made by the model or its user is
     read element by element.
 

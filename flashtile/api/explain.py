@@ -12,7 +12,6 @@ from flashtile.backends.common.device import Target
 from flashtile.op.operation import describing
 from flashtile.op.selection import Choice, choose
 from flashtile.operators.attention import BACKWARD, FORWARD
-from flashtile.operators.masked_attention import FORWARD as MODIFIED
 from flashtile.problems.common import PREFERENCE
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
         if card is not None:
             problem = _on_card(problem, Target(card.name, card.capability, card.sm_count))
         choices.append(choose(operation, problem, backend))
-        if operation in (FORWARD, MODIFIED):
+        if operation is FORWARD:
             choices.append(choose(BACKWARD, problem, backend))
     return Explanation(tuple(choices))
 

@@ -13,7 +13,8 @@ from flashtile.masks.block_mask import BlockMask, of_flex_attention
 from flashtile.masks.mods import MaskMod, traced
 from flashtile.masks.tracing import Trace
 from flashtile.op.refusals import transforming
-from flashtile.operators.masked_attention import Functions, SignedExtras, forward
+from flashtile.operators.attention import forward_with_functions
+from flashtile.operators.functions import Functions, SignedExtras
 from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_ALL, Extras, Options
 from flashtile.problems.mask_program import alibi, composed, parse
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
@@ -58,7 +59,7 @@ def attend(
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
         # The kernels have a faster path for soft-capping.
         given, options = given._replace(score_mod=""), options._replace(softcap=given.soft_cap)
-    return forward(q, k, v, extras, options, given)
+    return forward_with_functions(q, k, v, extras, options, given)
 
 
 def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:

@@ -32,6 +32,7 @@ from flashtile.checks.arguments import (
 from flashtile.checks.conversions import make_options
 from flashtile.operators.attention import FORWARD
 from flashtile.operators.decode import DECODE
+from flashtile.operators.functions import ModifiedExtras
 from flashtile.problems.addresses import sequence_lengths
 from flashtile.problems.common import DTYPES, MAX_LENGTH, UNLIMITED
 from flashtile.reference.attention import visible
@@ -247,7 +248,9 @@ class _Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if function is FORWARD.operator:
             (q, k, _), extras, options = FORWARD.split(arguments)
-            for q_rows, k_rows in _sequences(q, k, extras):
+            # Scores that functions change are not profiled.
+            given = () if isinstance(extras, ModifiedExtras) else _sequences(q, k, extras)
+            for q_rows, k_rows in given:
                 right = 0 if options.causal else options.window_right
                 window = options.window_left, right
                 self._parts.add(q_rows, k_rows, options.softmax_scale, options.softcap, *window)

@@ -7,7 +7,6 @@ final weights: it accumulates tiles relative to a running maximum.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from flashtile.api.masks import check_tokens, check_with_functions, functions
 from flashtile.checks.arguments import check_dense
-from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.conversions import (
     apply_autocast,
     as_int,
@@ -26,19 +24,10 @@ from flashtile.checks.conversions import (
     refuse_unknown,
     with_unit_stride,
 )
-from flashtile.checks.values import check_lengths
 from flashtile.op.operation import Operation
 from flashtile.op.schema import extended
-from flashtile.operators.masked_attention import FORWARD as MODIFIED_FORWARD
-from flashtile.operators.masked_attention import (
-    ModifiedExtras,
-    ModifiedOptions,
-    arguments_of,
-    check_modified,
-    check_modified_values,
-    mods_of,
-    plain_part,
-)
+from flashtile.operators import functions as of_functions
+from flashtile.operators.functions import FURTHER_DEFAULTS, FURTHER_OPTIONS, ModifiedExtras
 from flashtile.problems.attention import NO_EXTRAS, Extras, Options, WeightsProblem
 
 MAX_TOP = 128
@@ -63,7 +52,9 @@ class TopWeights(NamedTuple):
 
 
 WeightsOptions: Any = extended("WeightsOptions", Options, {"form": str, "top": int})
-ModifiedWeightsOptions: Any = extended("ModifiedWeightsOptions", ModifiedOptions, {"form": str, "top": int})
+ModifiedWeightsOptions: Any = extended(
+    "ModifiedWeightsOptions", WeightsOptions, FURTHER_OPTIONS, FURTHER_DEFAULTS
+)
 
 
 def attention_weights(
@@ -185,27 +176,25 @@ def weights_of(
         sink=None, rng_state=None, alibi_slopes=slopes.detach() if isinstance(slopes, Tensor) else slopes
     )
     options = options._replace(dropout_p=0.0, deterministic=False)
-    if score_mod is None and mask_mod is None and block_mask is None:
-        if all(tensor is None for tensor in extras):
-            extras = NO_EXTRAS
-        found = WEIGHTS((q, k, lse), extras, WeightsOptions(*options, *form))
-    else:
+    own: Any = WeightsOptions(*options, *form)
+    if score_mod is not None or mask_mod is not None or block_mask is not None:
         check_with_functions(extras, options)
         check_tokens(mask_mod, q, k)
-        own = functions(score_mod, mask_mod, block_mask)
+        given = functions(score_mod, mask_mod, block_mask)
         with torch.no_grad():  # captured tensors get no gradient here
-            all_extras, all_options = arguments_of(extras, options, own)
-        found = MODIFIED_WEIGHTS((q, k, lse), all_extras, ModifiedWeightsOptions(*all_options, *form))
+            own = ModifiedWeightsOptions(*own, *of_functions.further_options(given))
+        extras = of_functions.with_functions(extras, given)
+    elif all(tensor is None for tensor in extras):
+        extras = NO_EXTRAS
+    found = WEIGHTS((q, k, lse), extras, own)
     weights, indices = found
     return TopWeights(weights, indices) if form[0] == "top" else weights
 
 
-def _check(
-    check: Callable[..., None], base: Any, q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any
-) -> None:
-    check(q, k, k, extras, base(*options[:-2]))
+def _check(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
+    of_functions.check(q, k, k, extras, options)
     check_dense("lse", lse)
-    expected = _problem(q, k, extras, options)
+    expected = _describe(q, k, lse, extras, options)
     if tuple(lse.shape) != expected.lse_shape:
         raise ValueError(f"lse must have shape {expected.lse_shape}, got {tuple(lse.shape)}")
     if lse.dtype != expected.lse_dtype:
@@ -214,38 +203,22 @@ def _check(
         raise ValueError(f"lse is on {lse.device}, not on {q.device}: all must be on one device")
 
 
-def _problem(q: Tensor, k: Tensor, extras: Any, options: Any) -> WeightsProblem:
-    own: dict[str, Any] = {"form": options.form, "top": options.top}
-    if isinstance(extras, ModifiedExtras):
-        own["mods"] = mods_of(q, k, extras, options)
-        extras, options = plain_part(extras, options)
-    problem: Any = WeightsProblem.from_tensors(q, k, k, extras, options, **own)
+def _describe(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> WeightsProblem:
+    own = {"form": options.form, "top": options.top, "mods": of_functions.mods_of(q, k, extras, options)}
+    problem: Any = WeightsProblem.from_tensors(q, k, k, *of_functions.plain_part(extras, options), **own)
     return problem
 
 
-def _describe(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> WeightsProblem:
-    return _problem(q, k, extras, options)
-
-
 def _fake(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor | None]:
-    problem = _problem(q, k, extras, options)
+    problem = _describe(q, k, lse, extras, options)
     weights = q.new_empty(problem.weights_shape, dtype=problem.weights_dtype)
     indices = q.new_empty(problem.weights_shape, dtype=torch.int64) if options.form == "top" else None
     return weights, indices
 
 
-def _check_traced(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
-    if isinstance(extras, ModifiedExtras):
-        extras, options = plain_part(extras, options)
-    check_types(q, k, k, extras, options)
-
-
-def _check_lengths(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
-    check_lengths(q, k, k, extras, options)
-
-
-def _check_modified_values(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> None:
-    check_modified_values(q, k, k, extras, options)
+def _with_keys_as_values(check: Callable[..., None]) -> Callable[..., None]:
+    """Return ``check`` of attention as one of the weights, which have lse in the place of v."""
+    return lambda q, k, lse, extras, options: check(q, k, k, extras, options)
 
 
 WEIGHTS = Operation(
@@ -253,27 +226,13 @@ WEIGHTS = Operation(
     tensors=("q", "k", "lse"),
     optional=NO_EXTRAS,
     options=WeightsOptions,
+    extended_to=(ModifiedExtras, ModifiedWeightsOptions),
     results=2,
-    check=partial(_check, check_call, Options),
+    check=_check,
     describe=_describe,
     fake=_fake,
-    check_values=_check_lengths,
-    check_traced=_check_traced,
-    part="weights",
-    no_gradient=_NO_GRADIENT,
-)
-MODIFIED_WEIGHTS = Operation(
-    "weights",
-    suffix="_modified",
-    tensors=("q", "k", "lse"),
-    optional=MODIFIED_FORWARD.nothing,
-    options=ModifiedWeightsOptions,
-    results=2,
-    check=partial(_check, check_modified, ModifiedOptions),
-    describe=_describe,
-    fake=_fake,
-    check_values=_check_modified_values,
-    check_traced=_check_traced,
+    check_values=_with_keys_as_values(of_functions.check_values),
+    check_traced=_with_keys_as_values(of_functions.check_traced),
     part="weights",
     no_gradient=_NO_GRADIENT,
 )

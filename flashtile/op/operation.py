@@ -80,6 +80,8 @@ class Operation:
         flops: ``(*tensors, optional, options)`` to the floating-point operations of a call.
         shardings: ``(*tensors, optional, options)`` to the placements of DTensors that need no communication.
         suffix: suffix of the operator's name, for a second operator that the same backends implement.
+        extended_to: the types of ``optional`` and ``options``, with more fields at the end, in calls with
+            further arguments. The operator takes these last, with defaults.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Operation:
         flops: Callable[..., int] | None = None,
         shardings: Callable[..., list] | None = None,
         suffix: str = "",
+        extended_to: tuple[Any, Any] | None = None,
     ) -> None:
         self.name, self.part, self.check, self.describe, self.fake = name, part, check, describe, fake
         self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
@@ -109,11 +112,21 @@ class Operation:
         self._check_values, self._check_traced = check_values, check_traced or check
         self.tensors, self.nothing, self.options, self.results = tensors, optional, options, results
         self._num_tensors = len(tensors)
-        self._num_optional = len(optional._fields)
-        self.names = tuple(n.rstrip("?") for n in tensors) + optional._fields
+        self._num_optional, self._num_options = len(optional._fields), len(options._fields)
+        extended_to = extended_to or (type(optional), options)
+        self._extended_to = extended_to
+        self.names = tuple(n.rstrip("?") for n in tensors) + extended_to[0]._fields
+        self.arguments = self.flat(self.names[: len(tensors)], *(fields._fields for fields in extended_to))
+        """Names of the operator's arguments."""
+        self._defaults = tuple(
+            fields._field_defaults[name]
+            for fields, first in zip(extended_to, (self._num_optional, self._num_options), strict=True)
+            for name in fields._fields[first:]
+        )
         self.launches: BoundedCache = BoundedCache(CACHE_BYTES)
         operator = name + suffix
-        self.operator = define(operator, schema(operator, tensors, type(optional), options, results, mutates))
+        text = schema(operator, tensors, type(optional), options, results, mutates, extended_to)
+        self.operator = define(operator, text)
         for device in ("CUDA", "CPU"):
             implement(operator, device, self._kernel)
         register_fake(operator, self._fake_kernel)
@@ -150,7 +163,8 @@ class Operation:
             prepared = self.launches.store(key, launch, SIGNATURE_BYTES)
         return prepared
 
-    def signature(self, optional: Any) -> tuple:
+    @staticmethod
+    def signature(optional: Any) -> tuple:
         """Return the properties of the optional tensors that a launch depends on."""
         return signatures(optional)
 
@@ -184,32 +198,53 @@ class Operation:
                 refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *optional))
         tell_observers(self, (*tensors, *optional))
         refuse_tangents(self.names, (*tensors, *optional))
-        return self.operator(*tensors, *optional, *options)
+        return self.operator(*self.flat(tensors, optional, options))
 
     def learning(self, tensors: Tensors, optional: Any) -> list[tuple[str, Tensor]]:
         """Return (name, tensor) for each tensor that requires a gradient."""
         given = zip(self.names, (*tensors, *optional), strict=False)
         return [(name, t) for name, t in given if t is not None and t.requires_grad]
 
+    def flat(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
+        """Return the operator's arguments."""
+        first, second = self._num_optional, self._num_options
+        return (*tensors, *optional[:first], *options[:second], *optional[first:], *options[second:])
+
     def split(self, arguments: tuple) -> tuple[Tensors, Any, Any]:
-        """Split the operator's arguments into (tensors, optional, options)."""
+        """Split the operator's arguments into (tensors, optional, options).
+
+        torch's dispatcher omits arguments at the end that have their default.
+        """
         first = self._num_tensors
-        tensors, rest = arguments[:first], arguments[first:]
-        optional, options = rest[: self._num_optional], self.options(*rest[self._num_optional :])
+        second = first + self._num_optional
+        third = second + self._num_options
+        tensors, optional, options = arguments[:first], arguments[first:second], arguments[second:third]
+        further = (*arguments[third:], *self._defaults[len(arguments) - third :])
+        if any(value is not None and (isinstance(value, Tensor) or value) for value in further):
+            wide, wide_options = self._extended_to
+            end = len(wide._fields) - self._num_optional
+            return tensors, wide(*optional, *further[:end]), wide_options(*options, *further[end:])
         given = any(tensor is not None for tensor in optional)
-        return tensors, type(self.nothing)(*optional) if given else self.nothing, options
+        return tensors, type(self.nothing)(*optional) if given else self.nothing, self.options(*options)
+
+    def returned(self, results: Any, tensors: Tensors) -> Any:
+        """Return the operator's results: tensors only, an empty one where a launch gives None."""
+        if isinstance(results, tuple) and any(r is None for r in results):
+            like = next(t for t in tensors if t is not None)
+            return tuple(like.new_empty(0) if r is None else r for r in results)
+        return results
 
     def _kernel(self, *arguments: Any) -> Any:
         tensors, optional, options = self.split(arguments)
-        return _without_none(self.launch(tensors, optional, options), tensors)
+        return self.returned(self.launch(tensors, optional, options), tensors)
 
     def _fake_kernel(self, *arguments: Any) -> Any:
         tensors, optional, options = self.split(arguments)
         self.check(*tensors, optional, options)
-        return _without_none(self.fake(*tensors, optional, options), tensors)
+        return self.returned(self.fake(*tensors, optional, options), tensors)
 
     def _refuse_backward(self, ctx: Any, *gradients: Any) -> None:
-        wanted = zip(self.names, ctx.needs_input_grad, strict=False)
+        wanted = zip(self.arguments, ctx.needs_input_grad, strict=False)
         name = next((name for name, needed in wanted if needed), self.names[0])
         raise NotImplementedError(f"{name} must not require a gradient: {self.no_gradient}")
 
@@ -260,14 +295,6 @@ def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
     On a GPU that synchronises, so it is done only under ``debug_checks`` or ``FLASHTILE_DEBUG=1``.
     """
     return debug_checks or not tensor.is_cuda or environment.get(DEBUG) == ON
-
-
-def _without_none(results: Any, tensors: Tensors) -> Any:
-    """Replace None among the results by an empty tensor, because an operator returns only tensors."""
-    if isinstance(results, tuple) and any(r is None for r in results):
-        like = next(t for t in tensors if t is not None)
-        return tuple(like.new_empty(0) if r is None else r for r in results)
-    return results
 
 
 Described = list[tuple[Operation, Any, "str | None"]]

@@ -21,16 +21,30 @@ _TYPES = {
 
 
 def schema(
-    name: str, tensors: tuple[str, ...], optional: Any, options: Any, results: int, mutates: tuple[str, ...]
+    name: str,
+    tensors: tuple[str, ...],
+    optional: Any,
+    options: Any,
+    results: int,
+    mutates: tuple[str, ...],
+    extended_to: tuple[Any, Any],
 ) -> str:
-    """Return ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)`` or the like."""
+    """Return ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)`` or the like.
+
+    Fields that only the types in ``extended_to`` have come last, with defaults.
+    """
     kinds = {n.rstrip("?"): "Tensor?" if n.endswith("?") else "Tensor" for n in tensors}
     kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(optional).items()}
     for i, written in enumerate(mutates):
         kinds[written] = kinds[written].replace("Tensor", f"Tensor({chr(ord('a') + i)}!)")
     kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(options).items()}
+    arguments = [f"{kind} {n}" for n, kind in kinds.items()]
+    for fields in extended_to:
+        for n, kind in typing.get_type_hints(fields).items():
+            if n not in kinds:
+                arguments.append(f"{_schema_type(kind)} {n}={fields._field_defaults[n]!r}".replace("'", '"'))
     returned = ", ".join(["Tensor"] * results)
-    return f"{name}({', '.join(f'{kind} {n}' for n, kind in kinds.items())}) -> ({returned})"
+    return f"{name}({', '.join(arguments)}) -> ({returned})"
 
 
 def _schema_type(annotation: Any) -> str:
@@ -40,8 +54,8 @@ def _schema_type(annotation: Any) -> str:
     return _TYPES[annotation]
 
 
-def extended(name: str, base: Any, more: dict[str, Any]) -> Any:
-    """Return a NamedTuple with the fields of ``base`` and of ``more``, which have no defaults."""
-    made: Any = namedtuple(name, (*base._fields, *more))  # type: ignore[misc]
+def extended(name: str, base: Any, more: dict[str, Any], defaults: tuple[Any, ...] = ()) -> Any:
+    """Return a NamedTuple with the fields of ``base`` and of ``more``; the last have ``defaults``."""
+    made: Any = namedtuple(name, (*base._fields, *more), defaults=defaults)  # type: ignore[misc]
     made.__annotations__ = typing.get_type_hints(base) | more
     return made

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.checks.attention import check_call, check_types
-from flashtile.checks.values import check_lengths
 from flashtile.op.flops import backward_flops, count_scores, forward_flops
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import tell_observers
-from flashtile.op.operation import Operation, is_plain
+from flashtile.op.operation import Operation, is_plain, signatures
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
 from flashtile.op.registry import register_autograd
-from flashtile.operators import derivatives, transforms
+from flashtile.operators import derivatives, functions, transforms
+from flashtile.operators.functions import (
+    CAPTURED,
+    Functions,
+    ModifiedExtras,
+    ModifiedOptions,
+    SignedExtras,
+    extras_of,
+    learned_of,
+)
 from flashtile.operators.shardings import backward_shardings, forward_shardings
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options, Problem
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options
 
-_BIAS = Extras._fields.index("bias")
+_LEARNING = ("q", "k", "v", "sink", "bias", *CAPTURED)
+"""The tensors that have gradients, in the order in which launches return these."""
 
 
 def _forward_results(
@@ -50,7 +59,8 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     dsink = None if sink is None else sink.new_empty(sink.shape)
     dbias = bias.new_empty(bias.shape) if options.bias_grad else None
     (_, dtype), _ = _forward_results(q, k, v, extras, options)
-    return *(t.new_empty(t.shape, dtype=dtype) for t in (q, k, v)), dsink, dbias
+    of_captured = (t.new_empty(t.shape) for t in (getattr(extras, CAPTURED[i]) for i in learned_of(options)))
+    return *(t.new_empty(t.shape, dtype=dtype) for t in (q, k, v)), dsink, dbias, *of_captured
 
 
 def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> int:
@@ -73,15 +83,27 @@ class ForwardOperation(Operation):
         if extras is not NO_EXTRAS:
             super().check_values(tensors, extras, options)
 
+    @staticmethod
+    def signature(optional: Any) -> tuple:
+        return optional.signature() if type(optional) is SignedExtras else signatures(optional)
+
 
 class BackwardOperation(Operation):
     def launch(self, tensors: tuple, extras: Extras, options: Options) -> Any:
-        """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero)."""
+        """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero).
+
+        With functions the gradients of captured tensors follow, None for those that are not learned.
+        """
         # Autograd passes gradients with any strides, also expanded ones (out.sum()).
         dout, dlse, q, k, v, out, lse = tensors
         dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         return super().launch((dout, dlse, q, k, v, out, lse), extras, options)
+
+    def returned(self, results: Any, tensors: Any) -> Any:
+        """Return the operator's results, of which the last is dbias or, with functions, a packed vector."""
+        *gradients, dbias = results[:5]
+        return super().returned((*gradients, functions.pack(results[5:]) if results[5:] else dbias), tensors)
 
 
 FORWARD = ForwardOperation(
@@ -90,11 +112,12 @@ FORWARD = ForwardOperation(
     optional=NO_EXTRAS,
     options=Options,
     results=2,
-    check=check_call,
-    describe=Problem.from_tensors,
+    extended_to=(ModifiedExtras, ModifiedOptions),
+    check=functions.check,
+    describe=functions.describe,
     fake=_fake_forward,
-    check_values=check_lengths,
-    check_traced=check_types,
+    check_values=functions.check_values,
+    check_traced=functions.check_traced,
     flops=_forward_flops,
     shardings=forward_shardings,
 )
@@ -104,9 +127,10 @@ BACKWARD = BackwardOperation(
     tensors=("dout?", "dlse?", "q", "k", "v", "out", "lse"),
     optional=NO_EXTRAS,
     options=Options,
+    extended_to=(ModifiedExtras, ModifiedOptions),
     results=5,
     check=lambda *arguments: None,  # the forward pass checked what it saved
-    describe=lambda *arguments: Problem.from_tensors(*of_forward(*arguments)),
+    describe=lambda *arguments: functions.describe(*of_forward(*arguments)),
     fake=_fake_backward,
     flops=_backward_flops,
     shardings=backward_shardings,
@@ -124,18 +148,50 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
             or _learns(extras.sink)
             or _learns(extras.bias)
         ):
-            return FlashAttention.apply(q, k, v, extras.sink, extras.bias, extras, options)
+            return FlashAttention.apply(extras, options, q, k, v, extras.sink, extras.bias)
         return FORWARD.launch(tensors, extras, options)
+    return _watched(tensors, extras, options)
+
+
+def forward_with_functions(
+    q: Tensor, k: Tensor, v: Tensor, plain_extras: Extras, plain_options: Options, given: Functions
+) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a call with functions."""
+    tensors = (q, k, v)
+    options = ModifiedOptions._make((*plain_options, *functions.further_options(given)))
+    sink = plain_extras.sink
+    learns = torch.is_grad_enabled() and (
+        options.learned or q.requires_grad or k.requires_grad or v.requires_grad or _learns(sink)
+    )
+    if given.extras is not None and plain_extras is NO_EXTRAS and is_plain(tensors) and not learns:
+        return FORWARD.launch(tensors, given.extras, options)
+    extras = functions.with_functions(plain_extras, given)
+    if not is_plain(tensors, extras):
+        return _watched(tensors, extras, options)
+    if learns:
+        return FlashAttention.apply(extras, options, q, k, v, sink, None, *given.captured)
+    if given.lists:
+        extras = functions.without_backward_lists(extras)
+    return FORWARD.launch(tensors, extras, options)
+
+
+def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) of a call that is not plain."""
     if carries_tangents((*tensors, *extras)):
-        check_call(q, k, v, extras, options)
+        FORWARD.check(*tensors, extras, options)
         refuse_tangents(Extras._fields, extras._replace(sink=None, bias=None))
-        return derivatives.plain(q, k, v, extras, options)
+        return derivatives.plain(*tensors, extras, options)
     if not transforming():
         return FORWARD.traced(tensors, extras, options)
-    check_call(q, k, v, extras, options)
+    if isinstance(extras, ModifiedExtras):
+        raise NotImplementedError(
+            "score_mod, mask_mod and block_mask must be None under transforms of torch.func that have no "
+            "tangents: call flashtile.attention without them, or outside of the transform"
+        )
+    FORWARD.check(*tensors, extras, options)
     for operation in (FORWARD, BACKWARD):
         tell_observers(operation, (*tensors, *extras))
-    return transforms.Forward.apply(q, k, v, *extras, *options)
+    return transforms.Forward.apply(BACKWARD, *tensors, *extras, *options)
 
 
 def _learns(extra: Tensor | None) -> bool:
@@ -146,15 +202,15 @@ class FlashAttention(torch.autograd.Function):
     """The autograd node of a plain call: it takes an eighth of the host time of the operator's own node."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, sink, bias, extras, options):
-        """Compute (out, lse); autograd needs ``sink`` and ``bias``, which ``extras`` also holds."""
+    def forward(ctx: Any, extras, options, q, k, v, *learning):
+        """Compute (out, lse); autograd needs sink, bias and captured tensors, which ``extras`` also holds."""
         out, lse = FORWARD.launch((q, k, v), extras, options)
         _save(ctx, q, k, v, out, lse, extras, options)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        return (*_gradients(ctx, dout, dlse, 4), None, None)
+        return (None, None, *_gradients(ctx, dout, dlse, 6))
 
 
 def _batched(gradient: Tensor | None) -> bool:
@@ -169,8 +225,9 @@ def _setup_context(ctx, inputs, output):
 
 
 def _operator_backward(ctx, dout, dlse):
-    dq, dk, dv, dsink, dbias = _gradients(ctx, dout, dlse, 3 + _BIAS)
-    return dq, dk, dv, *Extras(sink=dsink, bias=dbias), *(None,) * len(ctx.options)
+    found = _gradients(ctx, dout, dlse, FORWARD.arguments.index("bias"))
+    of_name = dict(zip(_LEARNING, found, strict=False))
+    return tuple(of_name.get(name) for name in FORWARD.arguments)
 
 
 def _save(ctx, q, k, v, out, lse, extras, options):
@@ -183,30 +240,29 @@ def _save(ctx, q, k, v, out, lse, extras, options):
 
 
 def _gradients(ctx, dout, dlse, bias):
-    """Return (dq, dk, dv, dsink, dbias); ``bias`` is the index of the bias among the inputs."""
+    """Return the gradients of ``_LEARNING``; ``bias`` is the index of the bias among the inputs."""
     if dout is None and dlse is None:
-        return None, None, None, None, None
+        return (None,) * len(_LEARNING)
     tensors = ctx.saved_tensors
-    saved, extras = tensors[:5], Extras(*tensors[5:]) if len(tensors) > 5 else NO_EXTRAS
+    saved, extras = tensors[:5], extras_of(tensors[5:])
     bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not _batched(dout) and not _batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
     # With create_graph this records a node that knows the second derivative.
+    given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
-        *gradients, dsink, dbias = transforms.backward(dout, dlse, *saved, *extras, *options)
+        arguments = BACKWARD.flat(given, extras, options)
+        *gradients, dsink, dbias = transforms.backward(BACKWARD, *arguments)
     else:
-        *gradients, dsink, dbias = BACKWARD.traced((dout, dlse, *saved), extras, options)
-    return *gradients, None if extras.sink is None else dsink, dbias if bias_grad else None
-
-
-def _save_for_second(ctx, inputs, output):
-    (dout, dlse, q, k, v, _, _), extras, options = BACKWARD.split(inputs)
-    ctx.save_for_backward(dout, dlse, q, k, v, *extras)
-    ctx.options = options
-    ctx.set_materialize_grads(False)
+        *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
+    of_captured = functions.unpack(dbias, extras, options)
+    dsink = None if extras.sink is None else dsink
+    return *gradients, dsink, dbias if bias_grad else None, *map(of_captured.get, CAPTURED)
 
 
 register_autograd("forward", _operator_backward, _setup_context)
-register_autograd("backward", transforms.second_derivative, _save_for_second)
+register_autograd(
+    "backward", partial(transforms.second_derivative, BACKWARD), partial(transforms.save_for_second, BACKWARD)
+)

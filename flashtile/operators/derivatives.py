@@ -8,12 +8,16 @@ Kernels compute out, lse and first gradients. Further derivatives are rare and a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.problems.attention import Extras, Options
+from flashtile.masks.block_mask import listed
+from flashtile.masks.evaluate import evaluate
+from flashtile.operators.functions import CAPTURED, ModifiedExtras, captured_of, learned_of, plain_part
+from flashtile.problems.mask_program import parse
 from flashtile.reference import attention as reference
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
@@ -23,28 +27,60 @@ LEARNED = ("sink", "bias")
 """Extras that can have derivatives."""
 
 
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options, **functions: Any
-) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) as the kernels would; ``functions`` are those of the reference."""
+def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor]:
+    """Compute (out, lse) as the kernels would."""
     wide = torch.promote_types(q.dtype, torch.float32)
+    given, _ = plain_part(extras, options)
     out, lse = reference.attention(
-        q, k, v, **extras._asdict(), max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
+        q, k, v, **given._asdict(), max_seqlen_q=options.max_seqlen_q, max_seqlen_k=options.max_seqlen_k,
         softmax_scale=options.softmax_scale, causal=options.causal,
         window_size=(options.window_left, options.window_right), attention_chunk=options.attention_chunk,
-        softcap=options.softcap, dropout_p=options.dropout_p, upcast=wide, **functions,
+        softcap=options.softcap, dropout_p=options.dropout_p, upcast=wide, **_functions(extras, options),
     )  # fmt: skip
     return out if options.partial else out.to(q.dtype), lse
 
 
-def of_call(extras: Extras, options: Options) -> tuple[Attend, list[Tensor]]:
+def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
     """Return :func:`plain` as a function of the differentiable tensors, and those besides q, k and v."""
-    names = [name for name in LEARNED if getattr(extras, name) is not None]
+    names = (*LEARNED, *(CAPTURED[i] for i in learned_of(options)))
+    learned = {name: getattr(extras, name) for name in names if getattr(extras, name) is not None}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *learned: Tensor) -> tuple[Tensor, Tensor]:
-        return plain(q, k, v, extras._replace(**dict(zip(names, learned, strict=True))), options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        return plain(q, k, v, extras._replace(**dict(zip(learned, given, strict=True))), options)
 
-    return attend, [getattr(extras, name) for name in names]
+    return attend, learned
+
+
+def _functions(extras: Any, options: Any) -> dict[str, Any]:
+    """Return the functions of a call for the reference."""
+    functions: dict[str, Any] = {}
+    if isinstance(extras, ModifiedExtras):
+        captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+        if options.score_mod:
+            functions["score_mod"] = partial(_score, options.score_mod, captured)
+        if options.mask_mod or options.block_q:
+            functions["mask_mod"] = partial(_seen, extras, options, captured)
+    return functions
+
+
+def _score(text: str, captured: Sequence[Tensor], score: Tensor, b: Any, h: Any, i: Any, j: Any) -> Any:
+    inputs = {"score": score, "b": b, "h": h, "q": i, "kv": j}
+    return evaluate(parse(text), inputs, captured, score.dtype, "score_mod", differentiable=True)[0]
+
+
+def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any, i: Any, j: Any) -> Any:
+    """Apply the mask in a block mask's partial blocks; full blocks are all visible, empty ones all hidden."""
+    seen: Any = True
+    if options.mask_mod:
+        inputs = {"b": b, "h": h, "q": i, "kv": j}
+        (seen,) = evaluate(parse(options.mask_mod), inputs, captured)
+    if options.block_q:
+        lists = (extras.kv_num_blocks, extras.kv_indices), (extras.full_kv_num_blocks, extras.full_kv_indices)
+        part, full = (listed(*of_rows) for of_rows in lists)
+        sequences, heads = part.shape[:2]
+        place = b % sequences, h % heads, i // options.block_q, j // options.block_kv
+        seen = (part[place] & seen) | full[place]
+    return seen
 
 
 def gradients(

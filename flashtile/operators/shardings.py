@@ -42,6 +42,8 @@ def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, 
 
     There is one entry for each way to divide the work.
     """
+    if len(extras) > len(Extras._fields):
+        raise NotImplementedError("score_mod, mask_mod and block_mask must be None for DTensors")
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def way(rows: Any, lse: Any, dsink: Any, **sharded: Any) -> tuple[Any, Any, list[Any], Any, Any]:

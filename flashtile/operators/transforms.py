@@ -7,13 +7,16 @@ become batches of one call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashtile.op.operation import Operation
 from flashtile.op.refusals import carries_tangents
 from flashtile.operators import derivatives
+from flashtile.operators.functions import extras_of, pack, unpack
 from flashtile.problems.attention import Extras, Options
 
 _NUM_EXTRAS = len(Extras._fields)
@@ -22,79 +25,93 @@ _WITHOUT_BATCH = Extras._fields.index("sink")
 """Index from which on extras need not have a batch dimension."""
 
 
-def backward(*arguments: Any) -> Any:
-    """``flashtile::backward`` under the active transforms, or for gradients with tangents."""
+def backward(operation: Operation, *arguments: Any) -> Any:
+    """``flashtile::backward`` under the active transforms, or for gradients with tangents.
+
+    ``operation`` is the backward pass.
+    """
     if not carries_tangents(arguments[:2]):
-        return _Backward.apply(*arguments)
-    dout, dlse, q, k, v, _, _, *rest = arguments
-    extras = Extras(*rest[:_NUM_EXTRAS])
-    attend, learned = derivatives.of_call(extras, Options(*rest[_NUM_EXTRAS:]))
-    dq, dk, dv, *of_learned = derivatives.gradients(attend, dout, dlse, (q, k, v, *learned))
-    dsink = None if extras.sink is None else of_learned.pop(0)
-    return dq, dk, dv, dsink, of_learned.pop() if of_learned else None
+        return _Backward.apply(operation, *arguments)
+    (dout, dlse, q, k, v, _, _), extras, options = operation.split(arguments)
+    attend, learned = derivatives.of_call(extras, options)
+    dq, dk, dv, *found = derivatives.gradients(attend, dout, dlse, (q, k, v, *learned.values()))
+    of_learned = dict(zip(learned, found, strict=True))
+    dsink, dbias = of_learned.pop("sink", None), of_learned.pop("bias", None)
+    return dq, dk, dv, dsink, pack(of_learned.values()) if of_learned else dbias
 
 
-def second_derivative(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
-    """Map the gradients of dq, dk, dv, dsink and dbias to those of the arguments of ``backward``.
+def second_derivative(operation: Operation, ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+    """Map the gradients of the backward pass's results to those of its arguments.
 
     out and lse get none: the gradient goes to the tensors that they are computed from.
     """
-    dout, dlse, q, k, v, *rest = ctx.saved_tensors
-    extras, options = Extras(*rest), Options(*ctx.options)
+    tensors, extras, options = ctx.saved_tensors[:5], extras_of(ctx.saved_tensors[5:]), ctx.options
     attend, learned = derivatives.of_call(extras, options)
-    asked = list(cotangents[:3])
-    asked += [] if extras.sink is None else [cotangents[3]]
-    asked += [] if extras.bias is None else [cotangents[4] if options.bias_grad else None]
-    ddout, ddlse, (ddq, ddk, ddv, *of_learned) = derivatives.of_gradients(
-        attend, asked, dout, dlse, (q, k, v, *learned)
+    own = {"sink": cotangents[3], "bias": cotangents[4] if options.bias_grad else None}
+    own |= unpack(cotangents[4], extras, options)
+    asked = [own[name] for name in learned]
+    dout, dlse, *others = tensors
+    ddout, ddlse, found = derivatives.of_gradients(
+        attend, [*cotangents[:3], *asked], dout, dlse, (*others, *learned.values())
     )
-    sink = None if extras.sink is None else of_learned.pop(0)
-    bias = of_learned.pop() if of_learned else None
-    return ddout, ddlse, ddq, ddk, ddv, None, None, *Extras(sink=sink, bias=bias), *(None,) * len(options)
+    of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (ddout, ddlse, *found), strict=True))
+    # The dispatcher omits arguments that have their default: the gradients are as many as were given.
+    given = zip(operation.arguments, ctx.needs_input_grad, strict=False)
+    return tuple(of_name.get(name) for name, _ in given)
+
+
+def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) -> None:
+    (dout, dlse, q, k, v, _, _), extras, options = operation.split(inputs)
+    ctx.save_for_backward(dout, dlse, q, k, v, *extras)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
 
 
 class Forward(torch.autograd.Function):
+    """Compute (out, lse) from the operation of the backward pass, q, k, v, extras and options."""
+
     @staticmethod
-    def forward(*arguments):
+    def forward(operation, *arguments):
         return torch.ops.flashtile.forward(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        q, k, v, *rest = inputs
+        ctx.operation, q, k, v, *rest = inputs
         ctx.save_for_backward(q, k, v, *output, *rest[:_NUM_EXTRAS])
         ctx.has_sink = Extras(*rest[:_NUM_EXTRAS]).sink is not None
         ctx.options = rest[_NUM_EXTRAS:]
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
-        options = Options(*ctx.options)._replace(bias_grad=ctx.needs_input_grad[3 + _BIAS])
-        *gradients, dsink, dbias = backward(dout, dlse, *ctx.saved_tensors, *options)
+        options = Options(*ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
+        *gradients, dsink, dbias = backward(ctx.operation, dout, dlse, *ctx.saved_tensors, *options)
         of_extras = Extras(
             sink=dsink if ctx.has_sink else None, bias=dbias if options.bias_grad else None
         )  # fmt: skip
-        return *gradients, *of_extras, *(None,) * len(ctx.options)
+        return None, *gradients, *of_extras, *(None,) * len(ctx.options)
 
     @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return _vmap(Forward.apply, 3, info.batch_size, in_dims, arguments)
+    def vmap(info, in_dims, operation, *arguments):
+        return _vmap(partial(Forward.apply, operation), 3, info.batch_size, in_dims[1:], arguments)
 
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(*arguments):
-        return torch.ops.flashtile.backward(*arguments)
+    def forward(operation, *arguments):
+        return operation.operator(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs, output):
-        dout, dlse, q, k, v, _, _, *rest = inputs
-        ctx.save_for_backward(dout, dlse, q, k, v, *rest[:_NUM_EXTRAS])
-        ctx.options = rest[_NUM_EXTRAS:]
-
-    backward = staticmethod(second_derivative)
+        ctx.operation, *arguments = inputs
+        save_for_second(ctx.operation, ctx, arguments, output)
 
     @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return _vmap(backward, 7, info.batch_size, in_dims, arguments)
+    def backward(ctx: Any, *cotangents):
+        return None, *second_derivative(ctx.operation, ctx, *cotangents)[:-1]
+
+    @staticmethod
+    def vmap(info, in_dims, operation, *arguments):
+        return _vmap(partial(backward, operation), 7, info.batch_size, in_dims[1:], arguments)
 
 
 def _vmap(
@@ -102,15 +119,15 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Return the results of ``operator`` for each sample, and the index of their sample dimension.
 
-    ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then Extras and
-    Options.
+    ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then Extras, Options
+    and what a call with functions has further.
     """
     tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
     extras, options = Extras(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
     dims: tuple[int | None, ...] = in_dims[:num_tensors]
     dim_of = dict(zip(Extras._fields, in_dims[num_tensors:], strict=False))
     _refuse_varlen(extras.cu_seqlens_q)
-    if any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
+    if len(options) > len(Options._fields) or any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
         return _one_by_one(operator, samples, in_dims, arguments)
     flat = []
     for tensor, dim in zip(tensors, dims, strict=True):

@@ -57,7 +57,7 @@ def test_a_compiled_kernel_gets_addresses_in_its_structures():
     """Triton asks the driver about each tensor that it finds there."""
     from flashtile.backends.portable.mods.compile_cases import WITH_MODS
     from flashtile.backends.portable.mods.launch import FunctionPointers, captured_of
-    from flashtile.operators.masked_attention import ModifiedExtras
+    from flashtile.operators.functions import ModifiedExtras
 
     slopes, counts, indices = torch.rand(8), torch.ones(2, 1, 32), torch.zeros(2, 1, 32, 32)
     given = {"alibi_slopes": slopes, "captured_0": torch.rand(8, 257), "captured_1": torch.zeros(2, 4096)}

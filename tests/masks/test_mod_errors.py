@@ -16,7 +16,7 @@ import flashtile
 from flashtile import masks
 from flashtile.api import masks as functional
 from flashtile.masks import BlockMask
-from flashtile.operators import masked_attention as operators
+from flashtile.operators import functions as operators
 from flashtile.problems.attention import NO_EXTRAS, Options
 
 SLOPES = torch.ones(2)
@@ -346,11 +346,12 @@ def test_reads_of_every_row_are_checked_for_a_card(row: int) -> None:
     table = torch.zeros(1)
     score_mod = masks.score_mod(lambda score, b, h, q_idx, kv_idx: score + table[(q_idx == row).int()])
     given = functional.functions(score_mod, None, None)
-    extras, options = operators.arguments_of(NO_EXTRAS, Options(), given)
+    extras = operators.with_functions(NO_EXTRAS, given)
+    options = operators.ModifiedOptions(*Options(), *operators.further_options(given))
     q, k = torch.empty(1, 300, 1, 8), torch.empty(1, 2, 1, 8)
     on_card = SimpleNamespace(is_cuda=True, shape=q.shape, device=q.device, new_zeros=q.new_zeros)
     with pytest.raises(ValueError, match="score_mod reads element 1 of 1, outside of a captured tensor"):
-        operators.check_modified_values(on_card, k, k, extras, options)  # type: ignore[arg-type]
+        operators.check_values(on_card, k, k, extras, options)  # type: ignore[arg-type]
 
 
 def test_a_picture_of_fewer_pixels_than_tokens_is_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mod_cases import HEADS, MODS, SEQLEN_K, SEQLEN_Q
+from torch.autograd import forward_ad
 from torch.nn.attention import flex_attention
 
 import flashtile
@@ -18,7 +19,8 @@ from flashtile.api import masks as functional
 from flashtile.masks.block_mask import of_flex_attention
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import traced
-from flashtile.operators import masked_attention as operators
+from flashtile.operators import functions as operators
+from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.problems.mask_operations import OPERATIONS
 from flashtile.problems.mask_program import derivatives, parse
@@ -118,11 +120,40 @@ def test_opcheck() -> None:
     block_mask = masks.create_block_mask(mask_mod, 2, None, SEQLEN_Q, SEQLEN_K, BLOCK_SIZE=16)
     bias = torch.randn(HEADS, 15, requires_grad=True)
     given = functional.functions(masks.relative_position(bias), None, block_mask)
-    extras, options = operators.arguments_of(NO_EXTRAS, Options(), given)
+    extras = operators.with_functions(NO_EXTRAS, given)
+    options = operators.ModifiedOptions(*Options(), *operators.further_options(given))
     tensors = [torch.randn(2, n, HEADS, 16, requires_grad=True) for n in (SEQLEN_Q, SEQLEN_K, SEQLEN_K)]
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
-    arguments = (*tensors, *extras, *options)
-    torch.library.opcheck(torch.ops.flashtile.forward_modified.default, arguments, test_utils=tests)
+    torch.library.opcheck(FORWARD.operator, FORWARD.flat(tensors, extras, options), test_utils=tests)
+    out, lse = (t.detach() for t in FORWARD.operator(*FORWARD.flat(tensors, extras, options)))
+    saved = (torch.randn_like(out), None, *tensors, out, lse)
+    torch.library.opcheck(BACKWARD.operator, BACKWARD.flat(saved, extras, options), test_utils=tests)
+
+
+def test_gradients_of_several_results_at_once() -> None:
+    """``is_grads_batched`` maps the backward pass over the gradients of out."""
+    table = torch.randn(HEADS, 15, requires_grad=True)
+    block_mask = masks.create_block_mask(masks.causal(), None, None, 8, 8, BLOCK_SIZE=16)
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 8, HEADS, 8).unbind())
+    out = flashtile.attention(q, k, v, score_mod=masks.relative_position(table), block_mask=block_mask)
+    given, douts = (q, k, v, table), torch.randn(3, *out.shape)
+    batched = torch.autograd.grad(out, given, douts, is_grads_batched=True, retain_graph=True)
+    single = [torch.autograd.grad(out, given, dout, retain_graph=True) for dout in douts]
+    for ours, expected in zip(batched, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(ours, torch.stack(expected))
+
+
+def test_tangents_of_a_gradient_of_out() -> None:
+    table = torch.randn(HEADS, 15, requires_grad=True)
+    q, k, v = (t.requires_grad_() for t in torch.randn(3, 1, 8, HEADS, 8).unbind())
+    out = flashtile.attention(q, k, v, score_mod=masks.relative_position(table))
+    dout, tangent = torch.randn(2, *out.shape)
+    expected = torch.autograd.grad(out, (q, v, table), tangent, retain_graph=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(dout, tangent)
+        found = torch.autograd.grad(out, (q, v, table), dual)
+        tangents = [forward_ad.unpack_dual(t).tangent for t in found]
+    torch.testing.assert_close(tangents, list(expected), atol=1e-5, rtol=1e-5)
 
 
 def test_compiled() -> None:
@@ -162,7 +193,7 @@ def test_block_masks_compiled(create: Any) -> None:
 
 def test_a_number_goes_with_tensors_on_any_device_in_a_graph(monkeypatch) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(functional, "forward", lambda *arguments: given.append(arguments[-1]))
+    monkeypatch.setattr(functional, "forward_with_functions", lambda *arguments: given.append(arguments[-1]))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     factor, table = torch.tensor(2.0), torch.ones(2, device="meta")
     q = torch.empty(1, 4, 2, 8, device="meta")

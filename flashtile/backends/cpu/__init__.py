@@ -121,12 +121,12 @@ def _backward_with_functions(
     lse: Tensor,
     extras: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return (dq, dk, dv, dsink, the gradients of the captured tensors)."""
+    """Return (dq, dk, dv, dsink, dbias, the gradients of the captured tensors)."""
     dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
     gradients, of_captured = mods.backward(
         problem, config.backward_lse, dout, dlse, q, k, v, out, lse, extras
     )
-    return *gradients, dsink, *of_captured
+    return *gradients, dsink, None, *of_captured
 
 
 def _forward_part(config: Fused | Tiled, problem: Problem, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -205,7 +205,7 @@ class BackwardKernels(NamedTuple):
 
 class HopperBackwardLaunch:
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature. With
-    functions of scores and masks None for each captured tensor comes in the place of dbias."""
+    functions of scores and masks None for each captured tensor follows."""
 
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
@@ -272,7 +272,7 @@ class HopperBackwardLaunch:
         if kernels.sum_parts is not None:
             kernels.sum_parts(*written, dk, dv)
         if kernels.functions is not None:
-            return dq, dk, dv, dsink, *(None,) * MAX_CAPTURED
+            return dq, dk, dv, dsink, None, *(None,) * MAX_CAPTURED
         if kernels.bias_gradient is not None and dbias is not None:
             kernels.bias_gradient(dbias, dout, q, k, v, workspace, extras)
         return dq, dk, dv, dsink, dbias

@@ -275,7 +275,7 @@ class PortableForwardLaunch:
 
 class PortableBackwardLaunch:
     """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature; with
-    functions ``(dq, dk, dv, dsink, *those of captured tensors)``."""
+    functions those of captured tensors follow."""
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem
@@ -326,7 +326,7 @@ class PortableBackwardLaunch:
                 q.device, *inputs, dk, dv, *functions(compute_dkdv, extras, captured, owns_keys=True)
             )
             compute_dq(q.device, *inputs, dq, *functions(compute_dq, extras, captured, gradients))
-            return dq, dk, dv, dsink, *functions.cast(gradients, captured)
+            return dq, dk, dv, dsink, None, *functions.cast(gradients, captured)
         bounds = self._key_bounds and self._key_bounds(extras.key_padding_mask)
         others = optional_pointers(extras, bounds)
         compute_dkdv(q.device, *inputs, dk, dv, *others)
@@ -343,7 +343,7 @@ class PortableBackwardLaunch:
         """Return zero gradients of the bias or of captured tensors, for calls in which no row sees a key."""
         problem = self._problem
         if problem.mods is not None:
-            return zero_gradients(problem.mods, extras)
+            return None, *zero_gradients(problem.mods, extras)
         wanted = problem.bias_grad and extras.bias is not None
         return (torch.zeros_like(extras.bias) if wanted else None,)
 

@@ -1,0 +1,277 @@
+"""The further tensors, options and checks of attention with score and mask functions, and its problem.
+
+A call with functions has further fields behind those of its ``Extras`` and ``Options``: captured tensors, the
+lists of a block mask, and the functions' programs as text. Calls without functions pay nothing for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashtile.checks.attention import check_call, check_types
+from flashtile.checks.values import check_block_lists, check_lengths
+from flashtile.masks.block_mask import BACKWARD_LISTS, LISTS
+from flashtile.masks.evaluate import evaluate
+from flashtile.masks.tracing import Trace
+from flashtile.op.operation import PLAIN_TYPES, signatures
+from flashtile.op.schema import extended
+from flashtile.problems.attention import NO_EXTRAS, Extras, Options, Problem
+from flashtile.problems.mask_program import parse
+from flashtile.problems.mask_ranges import positions_of
+from flashtile.problems.masks import MAX_CAPTURED, Mods
+
+CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
+
+_FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), Tensor | None)
+ModifiedExtras: Any = extended("ModifiedExtras", Extras, _FURTHER_TENSORS, (None,) * len(_FURTHER_TENSORS))
+"""All tensors of a call except q, k and v: attention's extras, captured tensors, a block mask's lists."""
+
+FURTHER_OPTIONS = {
+    "score_mod": str, "mask_mod": str, "learned": int, "block_q": int, "block_kv": int,
+    "mask_seqlen_q": int, "mask_seqlen_k": int,
+}  # fmt: skip
+"""Options of calls with functions.
+
+Bit i of ``learned`` is set if captured tensor i needs a gradient. Block sizes, and the lengths that the block
+mask was made for, are 0 without a block mask.
+"""
+FURTHER_DEFAULTS = "", "", 0, 0, 0, 0, 0
+ModifiedOptions: Any = extended("ModifiedOptions", Options, FURTHER_OPTIONS, FURTHER_DEFAULTS)
+
+_NUM_EXTRAS, _NUM_OPTIONS = len(Extras._fields), len(Options._fields)
+_FIRST_CAPTURED = _NUM_EXTRAS
+_NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
+
+
+class SignedExtras(ModifiedExtras):
+    """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
+
+    All tensors are plain. The lists get a new signature only when their memory changes.
+    """
+
+    captured: tuple[Tensor, ...]
+    lists: tuple[Tensor, ...]
+    signed: tuple[list[int], str] = ([], "")
+    """Addresses of the lists, and their signature as a string, because Python caches a string's hash."""
+
+    @classmethod
+    def of(cls, captured: tuple[Tensor, ...], lists: tuple[Tensor, ...]) -> SignedExtras | None:
+        """Return the extras, or None if a tensor is of a subclass, which may override operations."""
+        lists = lists[:-BACKWARD_LISTS]
+        if any(type(tensor) not in PLAIN_TYPES for tensor in (*captured, *lists)):
+            return None
+        absent = _NOT_CAPTURED[len(captured) :]
+        made = cls._make((*NO_EXTRAS, *captured, *absent, *lists, *_NO_LISTS[:BACKWARD_LISTS]))
+        made.captured, made.lists = captured, lists
+        return made
+
+    def signature(self) -> tuple:
+        addresses = [tensor.data_ptr() for tensor in self.lists]
+        at, text = self.signed
+        if at != addresses:
+            text = str(signatures(self.lists))
+            self.signed = addresses, text
+        return (text, *signatures(self.captured)) if self.captured else (text,)
+
+
+class Functions(NamedTuple):
+    """The traced form of ``score_mod``, ``mask_mod`` and ``block_mask``."""
+
+    captured: tuple[Tensor, ...]
+    lists: tuple[Tensor, ...]
+    """Lists of the block mask, () without one."""
+    score_mod: str
+    mask_mod: str
+    block_size: tuple[int, int]
+    lengths: tuple[int, int]
+    """Numbers of queries and keys that the block mask was made for."""
+    soft_cap: float
+    """The soft cap, if ``score_mod`` is only a soft cap."""
+    mask: Trace | None
+    """The trace whose text is ``mask_mod``."""
+    extras: SignedExtras | None = None
+    """Extras of a forward call with only a block mask, cached for the next one."""
+
+
+def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
+    return extras[_FIRST_CAPTURED : _FIRST_CAPTURED + MAX_CAPTURED]
+
+
+def extras_of(tensors: Sequence[Tensor | None]) -> Any:
+    """Return the extras whose tensors these are, none of them for NO_EXTRAS."""
+    if not tensors:
+        return NO_EXTRAS
+    return (Extras if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
+
+
+def learned_of(options: Any) -> tuple[int, ...]:
+    """Return the indices of captured tensors that need a gradient."""
+    bits = getattr(options, "learned", 0)
+    return tuple(i for i in range(MAX_CAPTURED) if bits >> i & 1)
+
+
+def plain_part(extras: Any, options: Any) -> tuple[Extras, Options]:
+    """Return the extras and options of attention without functions."""
+    given = Extras(*extras[:_NUM_EXTRAS])
+    nothing = all(tensor is None for tensor in given)
+    return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])
+
+
+def pack(gradients: Iterable[Tensor | None]) -> Tensor | None:
+    """Return the gradients of captured tensors as one vector, None if there are none.
+
+    An operator has the same number of results in every call, and vmap takes only results that are tensors.
+    """
+    given = [gradient.flatten() for gradient in gradients if gradient is not None]
+    return torch.cat(given) if given else None
+
+
+def unpack(packed: Tensor | None, extras: Any, options: Any) -> dict[str, Tensor | None]:
+    """Return the gradients in ``packed`` by the names of their captured tensors."""
+    names = [CAPTURED[i] for i in learned_of(options)]
+    if packed is None or not names:
+        return dict.fromkeys(names)
+    tensors = [getattr(extras, name) for name in names]
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    return {n: p.reshape(t.shape).to(t.dtype) for n, p, t in zip(names, parts, tensors, strict=True)}
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Raise for a call that no backend could compute."""
+    check_call(q, k, v, *plain_part(extras, options))
+    if not isinstance(extras, ModifiedExtras):
+        return
+    for tensor in captured_of(extras):
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(
+                f"score_mod or mask_mod reads a tensor on {tensor.device}, but q is on {q.device}"
+            )
+        if tensor is not None and tensor.numel() == 0:
+            raise ValueError(
+                f"score_mod or mask_mod reads a tensor without elements, of shape {tuple(tensor.shape)}"
+            )
+    if options.block_q:
+        _check_lists(q, k, extras, options)
+
+
+def _check_lists(q: Tensor, k: Tensor, extras: Any, options: Any) -> None:
+    lengths = q.shape[1], k.shape[1]
+    made_for = options.mask_seqlen_q, options.mask_seqlen_k
+    if made_for != lengths:
+        raise ValueError(
+            f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, but q has {lengths[0]} "
+            f"and k {lengths[1]}: make one for these lengths"
+        )
+    if extras.kv_num_blocks.dim() != 3:
+        shape = tuple(extras.kv_num_blocks.shape)
+        raise ValueError(
+            f"block_mask.kv_num_blocks must have 3 dimensions (batch, heads, blocks), got {shape}"
+        )
+    batch, heads = extras.kv_num_blocks.shape[:2]
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[2]):
+        raise ValueError(
+            f"block_mask must be of batch 1 or {q.shape[0]} and of 1 or {q.shape[2]} heads, got "
+            f"{batch} and {heads}"
+        )
+    blocks_q, blocks_kv = -(-q.shape[1] // options.block_q), -(-k.shape[1] // options.block_kv)
+    for name in LISTS:
+        tensor = getattr(extras, name)
+        if tensor is None and name in LISTS[-BACKWARD_LISTS:]:
+            continue
+        own, others = (blocks_q, blocks_kv) if "kv" in name else (blocks_kv, blocks_q)
+        shape = (batch, heads, own) if "num" in name else (batch, heads, own, others)
+        if tensor.dtype != torch.int32:
+            raise TypeError(f"block_mask.{name} must be int32, got {tensor.dtype}")
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"block_mask.{name} must have shape {shape} for {q.shape[1]} queries and {k.shape[1]} keys, "
+                f"got {tuple(tensor.shape)}"
+            )
+        if tensor.device != q.device:
+            raise ValueError(f"block_mask is on {tensor.device}, but q is on {q.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"block_mask.{name} must be contiguous, got strides {tuple(tensor.stride())}")
+
+
+def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    check_types(q, k, v, *plain_part(extras, options))
+
+
+def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
+    """Raise for offsets or lists of blocks that are inconsistent, and for reads outside captured tensors.
+
+    Reads are checked only for GPUs, because the CPU's launch checks them as it computes.
+    """
+    if not isinstance(extras, ModifiedExtras):
+        check_lengths(q, k, v, extras, options)
+        return
+    if options.block_q:
+        by_queries = check_block_lists("kv", tuple(getattr(extras, name) for name in LISTS[:4]))
+        if extras.q_indices is not None:
+            by_keys = check_block_lists("q", tuple(getattr(extras, name) for name in LISTS[4:]))
+            if not torch.equal(by_queries.mT, by_keys):
+                raise ValueError(
+                    "block_mask.q_indices and full_q_indices must name the blocks that kv_indices and "
+                    "full_kv_indices name, got others"
+                )
+    if not q.is_cuda:
+        return
+    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    for kind, text in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
+        if not text:
+            continue
+        for first in range(0, rows, 256):
+            inputs = {
+                "score": q.new_zeros((), dtype=torch.float32),
+                "b": torch.arange(batch, device=q.device)[:, None, None, None],
+                "h": torch.arange(heads, device=q.device)[:, None, None],
+                "q": torch.arange(first, min(first + 256, rows), device=q.device)[:, None],
+                "kv": torch.arange(keys, device=q.device),
+            }
+            evaluate(parse(text), inputs, captured, kind=kind, check=True)
+
+
+def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
+    if not isinstance(extras, ModifiedExtras):
+        return None
+    captured = [tensor for tensor in captured_of(extras) if tensor is not None]
+    return Mods(
+        options.score_mod,
+        options.mask_mod,
+        learned_of(options),
+        tuple(tensor.dim() for tensor in captured),
+        (options.block_q, options.block_kv) if options.block_q else None,
+        extras.kv_num_blocks.shape[1] if options.block_q else 1,
+        positions_of(q.shape[1], k.shape[1]),
+    )
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Problem:
+    mods = mods_of(q, k, extras, options)
+    return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
+
+
+def with_functions(extras: Extras, functions: Functions) -> Any:
+    """Return the extras of a call with functions."""
+    captured, lists = functions.captured, functions.lists
+    tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
+    return ModifiedExtras._make(tensors)
+
+
+def further_options(functions: Functions) -> tuple:
+    """Return the further options of a call with functions."""
+    captured, _, score_mod, mask_mod, block_size, lengths, *_ = functions
+    learned = 0
+    if captured and torch.is_grad_enabled():
+        learned = sum(1 << i for i, t in enumerate(captured) if t.requires_grad and t.is_floating_point())
+    return score_mod, mask_mod, learned, *block_size, *lengths
+
+
+def without_backward_lists(extras: Any) -> Any:
+    """Return the extras of a forward call, whose kernels read only the lists by queries."""
+    return ModifiedExtras._make((*extras[:-BACKWARD_LISTS], *_NO_LISTS[:BACKWARD_LISTS]))

@@ -585,7 +585,7 @@ class TestCommands:
             (["--peers", "fa9"], "got 'fa9'"),
             (["--backend", "tpu"], "got 'tpu'"),
             (["--device", "tpu:0"], "got 'tpu:0'"),
-            (["--device", "cuda:99"], "does not exist"),
+            (["--device", "cuda:99"], "CUDA devices"),
             (["--unit", "miles"], "got 'miles'"),
             (["--head-dim", "64,big"], "head-dim must be numbers"),
             (["-w", "ci", "--head-dim", "77"], "head-dim must be one of 16, 32, 40, 48, 64 in"),

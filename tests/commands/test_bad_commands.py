@@ -50,7 +50,7 @@ BAD = [
     (("bench", "--device", "cpu", "-w", "ci-decode", "-p", "backward"), "forward or graph"),
     (("bench", "--device", "cpu", "-w", "ci-decode", "--dtype", "float8_e4m3fn"), "dtype"),
     (("bench", "--device", "tpu:0"), "got 'tpu:0'"),
-    (("bench", "--device", "cuda:99"), "does not exist"),
+    (("bench", "--device", "cuda:99"), "CUDA devices"),
     (("bench", "--show", "{tmp}/missing.json"), "missing.json"),
     (("bench", "--show", "{tmp}"), "directory"),
     (("bench", "--show", "{tmp}/file"), "cannot be read as JSON"),

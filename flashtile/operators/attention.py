@@ -160,15 +160,13 @@ def forward_with_functions(
     tensors = (q, k, v)
     options = ModifiedOptions._make((*plain_options, *functions.further_options(given)))
     sink = plain_extras.sink
-    learns = torch.is_grad_enabled() and (
-        options.learned or q.requires_grad or k.requires_grad or v.requires_grad or _learns(sink)
-    )
-    if given.extras is not None and plain_extras is NO_EXTRAS and is_plain(tensors) and not learns:
-        return FORWARD.launch(tensors, given.extras, options)
+    if given.extras is not None and plain_extras is NO_EXTRAS and is_plain(tensors):
+        if not _needs_gradients(tensors, None, options):
+            return FORWARD.launch(tensors, given.extras, options)
     extras = functions.with_functions(plain_extras, given)
     if not is_plain(tensors, extras):
         return _watched(tensors, extras, options)
-    if learns:
+    if _needs_gradients(tensors, sink, options):
         return FlashAttention.apply(extras, options, q, k, v, sink, None, *given.captured)
     if given.lists:
         extras = functions.without_backward_lists(extras)
@@ -192,6 +190,14 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
     for operation in (FORWARD, BACKWARD):
         tell_observers(operation, (*tensors, *extras))
     return transforms.Forward.apply(BACKWARD, *tensors, *extras, *options)
+
+
+def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, options: Any) -> bool:
+    """Whether a plain call with functions needs a backward pass."""
+    q, k, v = tensors
+    return torch.is_grad_enabled() and bool(
+        options.learned or q.requires_grad or k.requires_grad or v.requires_grad or _learns(sink)
+    )
 
 
 def _learns(extra: Tensor | None) -> bool:

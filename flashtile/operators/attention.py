@@ -160,9 +160,9 @@ def forward_with_functions(
     tensors = (q, k, v)
     options = ModifiedOptions._make((*plain_options, *functions.further_options(given)))
     sink = plain_extras.sink
-    if given.extras is not None and plain_extras is NO_EXTRAS and is_plain(tensors):
-        if not _needs_gradients(tensors, None, options):
-            return FORWARD.launch(tensors, given.extras, options)
+    has_kept_extras = given.extras is not None and plain_extras is NO_EXTRAS
+    if has_kept_extras and is_plain(tensors) and not _needs_gradients(tensors, None, options):
+        return FORWARD.launch(tensors, given.extras, options)
     extras = functions.with_functions(plain_extras, given)
     if not is_plain(tensors, extras):
         return _watched(tensors, extras, options)

@@ -170,8 +170,9 @@ class Apart:
             if self._entry.call is not None:
                 self._functions = self._peer.functions(workload, inputs)
         self._times: dict[str, list[float]] = {name: [] for name in self._functions}
-        self._fused = None if ours is None else Entry(ours)
-        if ours is not None and self._fused is not None:
+        self._fused: Entry | None = None
+        if ours is not None:
+            self._fused = Entry(ours)
             with _contained(self._fused, settings.device):
                 self._fused.call = ours.prepare_with_dropout(workload, inputs, operations.DROPOUT)
         self._inputs = inputs

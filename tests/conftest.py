@@ -78,7 +78,7 @@ def balanced_work(monkeypatch: pytest.MonkeyPatch, fresh_launches: None) -> None
     """Programs share even short caches, and combine their parts; users get short work tiles whole."""
     from flashtile.backends.portable.decode import config
 
-    for name in ("MOST_WHOLE_BYTES", "MOST_UNEVEN_BYTES"):
+    for name in ("MAX_WHOLE_BYTES", "MAX_UNEVEN_BYTES"):
         monkeypatch.setattr(config, name, -1)
 
 

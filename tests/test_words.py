@@ -11,8 +11,8 @@ PACKAGE = ROOT / "flashtile"
 OPENING = re.compile(r"\s*(Of|What|That|The same|The other way)\b")
 """No docstring that begins like this can be understood without another one."""
 UNCLEAR = re.compile(r"\bbeside\b|, too[.,;:)]|\bwhatsoever\b", re.IGNORECASE)
-TO_DO = ("backends/cpu/",)
-"""Rooms whose lines still hold an unclear word, if only as a name in code (``cpu.beside``)."""
+TO_DO: tuple[str, ...] = ()
+"""Rooms whose lines still hold an unclear word, if only as a name in code (``cpu.optional_inputs``)."""
 MISUSED = re.compile(
     r"\b(nobody|whoever|whatever|comes? even|at its leave|for ever|"
     r"ask(ed|s)? for|deal(s|t|ing)? (\w+ )?out)\b",

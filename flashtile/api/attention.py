@@ -37,7 +37,7 @@ from flashtile.checks.conversions import (
 )
 from flashtile.dropout import draw_state
 from flashtile.operators import attention as operators
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 # Names of these arguments in the packed functions, for error messages.
 _OF_KV = {"k": "kv", "v": "kv"}
@@ -219,7 +219,7 @@ def attention(
             and block_mask is None
         ):
             mask, key_padding_mask = padding_of(mask, q, k)
-        extras = Extras(
+        extras = OptionalTensors(
             cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias,
             seqused_q=seqused_q,
         )  # fmt: skip
@@ -292,7 +292,9 @@ def flash_attn_func(
     options = make_options(
         None, None, softmax_scale, causal, window_size, softcap, deterministic, backend, dropout_p
     )
-    extras = NO_EXTRAS if alibi_slopes is sink is None else Extras(alibi_slopes=alibi_slopes, sink=sink)
+    extras = (
+        NO_EXTRAS if alibi_slopes is sink is None else OptionalTensors(alibi_slopes=alibi_slopes, sink=sink)
+    )
     if options.dropout_p != 0.0:
         extras = _with_state(extras, options, q)
     if qv is not None:
@@ -471,7 +473,7 @@ def flash_attn_varlen_func(
         dropout_p,
     )  # fmt: skip
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
+    extras = OptionalTensors(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink)
     if options.dropout_p != 0.0:
         extras = _with_state(extras, options, q)
     buffers = () if out is lse is None else (out, lse)
@@ -612,7 +614,7 @@ def _call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
     options: Options,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     buffers: tuple,
@@ -640,7 +642,7 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
     options: Options,
     descales: tuple[Tensor | None, Tensor | None, Tensor | None],
     buffers: tuple,
@@ -678,7 +680,9 @@ def _check_with_functions(
         raise NotImplementedError(f"{name} must be None with score_mod, mask_mod or block_mask, got a tensor")
 
 
-def _with_state(extras: Extras, options: Options, q: Tensor, rng_state: Tensor | None = None) -> Extras:
+def _with_state(
+    extras: OptionalTensors, options: Options, q: Tensor, rng_state: Tensor | None = None
+) -> OptionalTensors:
     """Add a state for dropout to ``extras``, drawn here if none is given.
 
     A wrong dropout_p is refused later.

@@ -19,7 +19,7 @@ from flashtile.checks.conversions import (
 )
 from flashtile.checks.fp8 import check_inputs, check_sequences
 from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
-from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
+from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors, Options
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.fp8_layout import METHODS, ROLES
 from flashtile.problems.quantized import Quantized, sequences
@@ -249,7 +249,7 @@ def attend_descaled(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
-    extras: Extras,
+    extras: OptionalTensors,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's scales (batch, heads_kv).

@@ -8,12 +8,12 @@ from torch import Tensor
 from flashtile.checks.arguments import check_qv
 from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.conversions import apply_autocast, with_unit_stride
-from flashtile.problems.attention import Extras, Options
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import MAX_HEAD_DIM
 
 
 def join_qv(
-    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, extras: Extras, options: Options
+    q: Tensor, k: Tensor, v: Tensor, qv: Tensor, extras: OptionalTensors, options: Options
 ) -> tuple[Tensor, Tensor]:
     """Return [q, qv] and [k, v], whose product is ``q k^T + qv v^T``; gradients flow through both.
 

@@ -15,7 +15,7 @@ from flashtile.masks.tracing import Trace
 from flashtile.op.refusals import transforming
 from flashtile.operators.attention import forward_with_functions
 from flashtile.operators.functions import Functions, SignedExtras
-from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_ALL, Extras, Options
+from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_ALL, OptionalTensors, Options
 from flashtile.problems.mask_program import alibi, composed, parse
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
 
@@ -31,7 +31,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
     options: Options,
     score_mod: Any,
     mask_mod: Any,
@@ -70,13 +70,13 @@ def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
         mask_mod.check_lengths(q.shape[1], k.shape[1])
 
 
-def learns_slopes(extras: Extras) -> bool:
+def learns_slopes(extras: OptionalTensors) -> bool:
     """Whether the ALiBi slopes need a gradient, which only kernels with a ``score_mod`` compute."""
     slopes = extras.alibi_slopes
     return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
 
 
-def takes_functions(extras: Extras, options: Options) -> bool:
+def takes_functions(extras: OptionalTensors, options: Options) -> bool:
     """Whether a call could also have a ``score_mod``."""
     if transforming():
         return False
@@ -102,7 +102,7 @@ def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
     return given._replace(captured=captured, score_mod=str(program), soft_cap=0.0, extras=None)
 
 
-def check_with_functions(extras: Extras, options: Options) -> None:
+def check_with_functions(extras: OptionalTensors, options: Options) -> None:
     """Raise NotImplementedError for an argument that cannot be combined with functions."""
     if extras is NO_EXTRAS and options[OPTIONS_OF_ALL:] == _DEFAULTS:
         return
@@ -112,7 +112,7 @@ def check_with_functions(extras: Extras, options: Options) -> None:
             raise NotImplementedError(
                 f"{name} must be left out with score_mod, mask_mod or block_mask, got {value}"
             )
-    for name, tensor in zip(Extras._fields, extras, strict=True):
+    for name, tensor in zip(OptionalTensors._fields, extras, strict=True):
         if tensor is not None and name not in ALLOWED_EXTRAS:
             hint = "score_mod" if name == "bias" else "mask_mod (flashtile.masks.document, padding)"
             raise NotImplementedError(

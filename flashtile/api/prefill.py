@@ -10,7 +10,7 @@ from flashtile.checks.conversions import cast_for_autocast, contiguous_qv, refus
 from flashtile.checks.values import check_offset_values
 from flashtile.op.operation import is_plain, reads_values
 from flashtile.operators.decode import decode
-from flashtile.problems.attention import Extras, Options
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import MAX_LENGTH
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 
@@ -25,7 +25,7 @@ def attention_over_pages(
     k: Tensor,
     v: Tensor,
     block_table: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
     options: Options,
     buffers: tuple,
     qv: Tensor | None = None,

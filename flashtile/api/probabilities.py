@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashtile import dropout
-from flashtile.problems.attention import Extras, Options
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.reference import attention as reference
 
 
@@ -42,7 +42,9 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
     return padded
 
 
-def signed_probabilities(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> Tensor:
+def signed_probabilities(
+    q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
+) -> Tensor:
     """Return :func:`probabilities`, negative where dropout dropped them."""
     assert extras.rng_state is not None
     found = probabilities(

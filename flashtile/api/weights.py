@@ -28,7 +28,7 @@ from flashtile.op.operation import Operation
 from flashtile.op.schema import extended
 from flashtile.operators import functions as of_functions
 from flashtile.operators.functions import FURTHER_DEFAULTS, FURTHER_OPTIONS, ModifiedExtras
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options, WeightsProblem
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, WeightsProblem
 
 MAX_TOP = 128
 """Largest number of weights per row that the kernels keep in registers."""
@@ -130,7 +130,7 @@ def attention_weights(
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
     seqlen_k = keys_of_scores(k, cu_seqlens_k, options)
     mask, bias = as_scores(mask, seqlen_k), as_scores(bias, seqlen_k)
-    extras = Extras(
+    extras = OptionalTensors(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, None, mask, key_padding_mask, bias,
         seqused_q=seqused_q,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def weights_of(
     q: Tensor,
     k: Tensor,
     lse: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
     options: Options,
     form: tuple[str, int],
     score_mod: Any = None,

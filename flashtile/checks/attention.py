@@ -27,7 +27,7 @@ from flashtile.checks.arguments import (
     check_slopes,
     looks_transposed,
 )
-from flashtile.problems.attention import Extras, Options
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.common import DTYPES, MAX_HEAD_DIM, MAX_LENGTH
 
 
@@ -35,7 +35,7 @@ def check_call(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
     options: Options,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     most: int = MAX_HEAD_DIM,
@@ -86,11 +86,11 @@ def check_call(
     check_score_options(options)
 
 
-def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
+def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
     """Raise unless all tensors are dense and every required gradient can be computed."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
-    for name, extra in zip(Extras._fields, extras, strict=True):
+    for name, extra in zip(OptionalTensors._fields, extras, strict=True):
         if extra is not None:
             check_dense(name, extra)
     slopes = extras.alibi_slopes
@@ -101,7 +101,7 @@ def check_types(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Option
         )
 
 
-def _check_masks(q: Tensor, k: Tensor, batch: int, extras: Extras, options: Options) -> None:
+def _check_masks(q: Tensor, k: Tensor, batch: int, extras: OptionalTensors, options: Options) -> None:
     packed = extras.cu_seqlens_q is not None
     seqlen_q, seqlen_k = (options.max_seqlen_q, options.max_seqlen_k) if packed else (q.shape[1], k.shape[1])
     if extras.mask is not None:

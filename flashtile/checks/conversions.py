@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.arguments import as_float, as_int, check_dense, check_offsets, named
-from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras, Options
+from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors, Options
 from flashtile.problems.common import MAX_LENGTH, UNLIMITED
 
 AUTOCAST_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -200,7 +200,7 @@ def refuse_descales(
     raise ValueError(f"{name} must be None, got a tensor: {name} is only accepted {allowed}")
 
 
-def refuse_beyond(extras: Extras, options: Options, where: str) -> None:
+def refuse_beyond(extras: OptionalTensors, options: Options, where: str) -> None:
     """Raise NotImplementedError for an option or tensor that only :func:`flashtile.attention` supports.
 
     ``where`` says in the message which call does not support it.
@@ -208,7 +208,7 @@ def refuse_beyond(extras: Extras, options: Options, where: str) -> None:
     for name in Options._fields[OPTIONS_OF_ALL:]:
         if getattr(options, name) != Options._field_defaults[name]:
             raise NotImplementedError(f"{name} must be left out {where}, got {getattr(options, name)}")
-    for name in Extras._fields[EXTRAS_OF_ALL:]:
+    for name in OptionalTensors._fields[EXTRAS_OF_ALL:]:
         if getattr(extras, name) is not None:
             raise NotImplementedError(f"{name} must be left out {where}, got a tensor")
 

@@ -36,8 +36,8 @@ from flashtile.problems.common import DTYPES, MAX_LENGTH, UNLIMITED
 from flashtile.problems.decode import (
     FP8,
     MAX_HEAD_DIM,
+    MAX_SOFTMAX_MAX,
     MAX_SPLITS,
-    MOST_SOFTMAX_MAX,
     AppendOptions,
     AppendTensors,
     CacheTensors,
@@ -271,9 +271,9 @@ def _batch_of_queries(q: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int 
 
 def _check_options(options: DecodeOptions) -> None:
     check_score_options(options)
-    if options.phi is not None and not abs(options.phi) <= MOST_SOFTMAX_MAX:
+    if options.phi is not None and not abs(options.phi) <= MAX_SOFTMAX_MAX:
         raise ValueError(
-            f"softmax_max must be from {-MOST_SOFTMAX_MAX} to {MOST_SOFTMAX_MAX}, got {options.phi}"
+            f"softmax_max must be from {-MAX_SOFTMAX_MAX} to {MAX_SOFTMAX_MAX}, got {options.phi}"
         )
     check_int("num_splits", options.num_splits, 0, MAX_SPLITS)
     check_int("split_size", options.split_size, 0, MAX_LENGTH)

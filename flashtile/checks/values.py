@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.addresses import destinations, new_tokens, sequence_lengths
-from flashtile.problems.attention import Extras, Options
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.decode import (
     AppendOptions,
     AppendTensors,
@@ -26,7 +26,7 @@ from flashtile.problems.decode import (
 )
 
 
-def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> None:
+def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
     """Raise ValueError for lengths that do not fit the tensors."""
     cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = extras
     if cu_seqlens_q is not None:

@@ -25,14 +25,14 @@ from flashtile.operators.functions import (
     learned_of,
 )
 from flashtile.operators.shardings import backward_shardings, forward_shardings
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 _LEARNING = ("q", "k", "v", "sink", "bias", *CAPTURED)
 """The tensors that have gradients, in the order in which launches return these."""
 
 
 def _forward_results(
-    q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options
+    q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
 ) -> tuple[Result, Result]:
     *rows, heads, _ = q.shape
     lse_shape = (heads, *rows) if extras.cu_seqlens_q is not None else (rows[0], heads, rows[1])
@@ -63,7 +63,7 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     return *(t.new_empty(t.shape, dtype=dtype) for t in (q, k, v)), dsink, dbias, *of_captured
 
 
-def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> int:
+def _forward_flops(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> int:
     return forward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
 
 
@@ -72,13 +72,13 @@ def _backward_flops(*arguments: Any) -> int:
     return backward_flops(_count_scores(q, k, extras, options), q.shape[-2], q.shape[-1], v.shape[-1])
 
 
-def _count_scores(q: Tensor, k: Tensor, extras: Extras, options: Options) -> int:
+def _count_scores(q: Tensor, k: Tensor, extras: OptionalTensors, options: Options) -> int:
     of_q = extras.cu_seqlens_q, options.max_seqlen_q
     return count_scores(q, *of_q, k.shape[1], extras.cu_seqlens_k, options.max_seqlen_k)
 
 
 class ForwardOperation(Operation):
-    def check_values(self, tensors: tuple, extras: Extras, options: Options) -> None:
+    def check_values(self, tensors: tuple, extras: OptionalTensors, options: Options) -> None:
         """Offsets and lengths are among the extras, so a call without extras has no values to check."""
         if extras is not NO_EXTRAS:
             super().check_values(tensors, extras, options)
@@ -89,7 +89,7 @@ class ForwardOperation(Operation):
 
 
 class BackwardOperation(Operation):
-    def launch(self, tensors: tuple, extras: Extras, options: Options) -> Any:
+    def launch(self, tensors: tuple, extras: OptionalTensors, options: Options) -> Any:
         """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero).
 
         With functions the gradients of captured tensors follow, None for those that are not learned.
@@ -137,7 +137,9 @@ BACKWARD = BackwardOperation(
 )
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
+) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) by the shortest path that is valid for the call."""
     tensors = (q, k, v)
     if is_plain(tensors, extras) and (extras.alibi_slopes is None or not extras.alibi_slopes.requires_grad):
@@ -154,7 +156,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -
 
 
 def forward_with_functions(
-    q: Tensor, k: Tensor, v: Tensor, plain_extras: Extras, plain_options: Options, given: Functions
+    q: Tensor, k: Tensor, v: Tensor, plain_extras: OptionalTensors, plain_options: Options, given: Functions
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of a call with functions."""
     tensors = (q, k, v)
@@ -177,7 +179,7 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
     """Compute (out, lse) of a call that is not plain."""
     if carries_tangents((*tensors, *extras)):
         FORWARD.check(*tensors, extras, options)
-        refuse_tangents(Extras._fields, extras._replace(sink=None, bias=None))
+        refuse_tangents(OptionalTensors._fields, extras._replace(sink=None, bias=None))
         return derivatives.plain(*tensors, extras, options)
     if not transforming():
         return FORWARD.traced(tensors, extras, options)

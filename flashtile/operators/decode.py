@@ -125,10 +125,10 @@ class _Decoding(Operation):
             return super().prepare_checked(tensors, optional, options)
         kind = (options, *signatures((q, *optional)), *_but_length(k_cache), *_but_length(v_cache))
         known = self._grown.get(kind)
-        launch = None if known is None else known.resized(*tensors, optional)
+        launch = None if known is None else known.with_cache_length(*tensors, optional)
         if launch is None:
             launch = super().prepare_checked(tensors, optional, options)
-        if hasattr(launch, "resized"):
+        if hasattr(launch, "with_cache_length"):
             self._grown.store(kind, launch, SIGNATURE_BYTES)
         return launch
 

@@ -24,7 +24,7 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 """Function from (q, k, v, *learned) to (out, lse)."""
 
 LEARNED = ("sink", "bias")
-"""Extras that can have derivatives."""
+"""OptionalTensors that can have derivatives."""
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The further tensors, options and checks of attention with score and mask functions, and its problem.
 
-A call with functions has further fields behind those of its ``Extras`` and ``Options``: captured tensors, the
-lists of a block mask, and the functions' programs as text. Calls without functions pay nothing for them.
+A call with functions has further fields behind those of its ``OptionalTensors`` and ``Options``: captured
+tensors, the lists of a block mask, and the functions' programs as text. Calls without functions pay nothing
+for them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flashtile.masks.evaluate import evaluate
 from flashtile.masks.tracing import Trace
 from flashtile.op.operation import PLAIN_TYPES, signatures
 from flashtile.op.schema import extended
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options, Problem
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, Problem
 from flashtile.problems.mask_program import parse
 from flashtile.problems.mask_ranges import positions_of
 from flashtile.problems.masks import MAX_CAPTURED, Mods
@@ -27,7 +28,9 @@ from flashtile.problems.masks import MAX_CAPTURED, Mods
 CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
 
 _FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), Tensor | None)
-ModifiedExtras: Any = extended("ModifiedExtras", Extras, _FURTHER_TENSORS, (None,) * len(_FURTHER_TENSORS))
+ModifiedExtras: Any = extended(
+    "ModifiedExtras", OptionalTensors, _FURTHER_TENSORS, (None,) * len(_FURTHER_TENSORS)
+)
 """All tensors of a call except q, k and v: attention's extras, captured tensors, a block mask's lists."""
 
 FURTHER_OPTIONS = {
@@ -42,13 +45,13 @@ mask was made for, are 0 without a block mask.
 FURTHER_DEFAULTS = "", "", 0, 0, 0, 0, 0
 ModifiedOptions: Any = extended("ModifiedOptions", Options, FURTHER_OPTIONS, FURTHER_DEFAULTS)
 
-_NUM_EXTRAS, _NUM_OPTIONS = len(Extras._fields), len(Options._fields)
+_NUM_EXTRAS, _NUM_OPTIONS = len(OptionalTensors._fields), len(Options._fields)
 _FIRST_CAPTURED = _NUM_EXTRAS
 _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 
 
 class SignedExtras(ModifiedExtras):
-    """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
+    """OptionalTensors that are built once for many forward calls: captured tensors and a block mask's lists.
 
     All tensors are plain. The lists get a new signature only when their memory changes.
     """
@@ -94,7 +97,7 @@ class Functions(NamedTuple):
     mask: Trace | None
     """The trace whose text is ``mask_mod``."""
     extras: SignedExtras | None = None
-    """Extras of a forward call with only a block mask, cached for the next one."""
+    """OptionalTensors of a forward call with only a block mask, cached for the next one."""
 
 
 def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
@@ -105,7 +108,7 @@ def extras_of(tensors: Sequence[Tensor | None]) -> Any:
     """Return the extras whose tensors these are, none of them for NO_EXTRAS."""
     if not tensors:
         return NO_EXTRAS
-    return (Extras if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
+    return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
 
 
 def learned_of(options: Any) -> tuple[int, ...]:
@@ -114,9 +117,9 @@ def learned_of(options: Any) -> tuple[int, ...]:
     return tuple(i for i in range(MAX_CAPTURED) if bits >> i & 1)
 
 
-def plain_part(extras: Any, options: Any) -> tuple[Extras, Options]:
+def plain_part(extras: Any, options: Any) -> tuple[OptionalTensors, Options]:
     """Return the extras and options of attention without functions."""
-    given = Extras(*extras[:_NUM_EXTRAS])
+    given = OptionalTensors(*extras[:_NUM_EXTRAS])
     nothing = all(tensor is None for tensor in given)
     return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])
 
@@ -256,7 +259,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Prob
     return Problem.from_tensors(q, k, v, *plain_part(extras, options), mods=mods)
 
 
-def with_functions(extras: Extras, functions: Functions) -> Any:
+def with_functions(extras: OptionalTensors, functions: Functions) -> Any:
     """Return the extras of a call with functions."""
     captured, lists = functions.captured, functions.lists
     tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)

@@ -9,7 +9,7 @@ from flashtile.checks.arguments import check_dense
 from flashtile.checks.attention import check_call
 from flashtile.checks.conversions import as_offset_pair, make_options
 from flashtile.operators.attention import BACKWARD, FORWARD
-from flashtile.problems.attention import NO_EXTRAS, Extras
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors
 
 
 def attention_backward(
@@ -63,7 +63,7 @@ def attention_backward(
         dropout_p,
     )  # fmt: skip
     cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
-    extras = Extras(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
+    extras = OptionalTensors(cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, rng_state=rng_state)
     if all(extra is None for extra in extras):
         extras = NO_EXTRAS
     with torch.no_grad():

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from flashtile.problems.attention import Extras, Options
+from flashtile.problems.attention import OptionalTensors, Options
 
 Rules = list[tuple[list[Any], list[Any]]]
 
 
-def forward_shardings(q: Any, k: Any, v: Any, extras: Extras, options: Options) -> Rules:
+def forward_shardings(q: Any, k: Any, v: Any, extras: OptionalTensors, options: Options) -> Rules:
     """Return rules (results, arguments) for ``flashtile::forward``, whose tensors are DTensor specs."""
     return [
         ([rows, lse], [rows, rows, rows, *of_extras, *(None,) * len(options)])
@@ -24,7 +24,15 @@ def forward_shardings(q: Any, k: Any, v: Any, extras: Extras, options: Options) 
 
 
 def backward_shardings(
-    dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, extras: Extras, options: Options
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    extras: OptionalTensors,
+    options: Options,
 ) -> Rules:
     """Return rules (results, arguments) for ``flashtile::backward``."""
     from torch.distributed.tensor import Replicate
@@ -37,18 +45,20 @@ def backward_shardings(
     return rules
 
 
-def _placements(q: Any, k: Any, v: Any, extras: Extras) -> list[tuple[Any, Any, list[Any], Any, Any]]:
+def _placements(
+    q: Any, k: Any, v: Any, extras: OptionalTensors
+) -> list[tuple[Any, Any, list[Any], Any, Any]]:
     """Return the possible placements of q, k, v and out; of lse; of the extras; of dsink; of dbias.
 
     There is one entry for each way to divide the work.
     """
-    if len(extras) > len(Extras._fields):
+    if len(extras) > len(OptionalTensors._fields):
         raise NotImplementedError("score_mod, mask_mod and block_mask must be None for DTensors")
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def way(rows: Any, lse: Any, dsink: Any, **sharded: Any) -> tuple[Any, Any, list[Any], Any, Any]:
         """Return one entry; extras that are not ``sharded`` are replicated, as is dsink without a sink."""
-        given = zip(Extras._fields, extras, strict=True)
+        given = zip(OptionalTensors._fields, extras, strict=True)
         of_extras = [None if t is None else sharded.get(name, Replicate()) for name, t in given]
         whole = Replicate() if lse == Replicate() else Partial()  # a sum over parts
         dbias = sharded.get("bias", whole)

@@ -17,11 +17,11 @@ from flashtile.op.operation import Operation
 from flashtile.op.refusals import carries_tangents
 from flashtile.operators import derivatives
 from flashtile.operators.functions import extras_of, pack, unpack
-from flashtile.problems.attention import Extras, Options
+from flashtile.problems.attention import OptionalTensors, Options
 
-_NUM_EXTRAS = len(Extras._fields)
-_BIAS = Extras._fields.index("bias")
-_WITHOUT_BATCH = Extras._fields.index("sink")
+_NUM_EXTRAS = len(OptionalTensors._fields)
+_BIAS = OptionalTensors._fields.index("bias")
+_WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 """Index from which on extras need not have a batch dimension."""
 
 
@@ -78,14 +78,14 @@ class Forward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs, output):
         ctx.operation, q, k, v, *rest = inputs
         ctx.save_for_backward(q, k, v, *output, *rest[:_NUM_EXTRAS])
-        ctx.has_sink = Extras(*rest[:_NUM_EXTRAS]).sink is not None
+        ctx.has_sink = OptionalTensors(*rest[:_NUM_EXTRAS]).sink is not None
         ctx.options = rest[_NUM_EXTRAS:]
 
     @staticmethod
     def backward(ctx: Any, dout, dlse):
         options = Options(*ctx.options)._replace(bias_grad=ctx.needs_input_grad[4 + _BIAS])
         *gradients, dsink, dbias = backward(ctx.operation, dout, dlse, *ctx.saved_tensors, *options)
-        of_extras = Extras(
+        of_extras = OptionalTensors(
             sink=dsink if ctx.has_sink else None, bias=dbias if options.bias_grad else None
         )  # fmt: skip
         return None, *gradients, *of_extras, *(None,) * len(ctx.options)
@@ -119,13 +119,13 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Return the results of ``operator`` for each sample, and the index of their sample dimension.
 
-    ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then Extras, Options
-    and what a call with functions has further.
+    ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then
+    OptionalTensors, Options and what a call with functions has further.
     """
     tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
-    extras, options = Extras(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
+    extras, options = OptionalTensors(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
     dims: tuple[int | None, ...] = in_dims[:num_tensors]
-    dim_of = dict(zip(Extras._fields, in_dims[num_tensors:], strict=False))
+    dim_of = dict(zip(OptionalTensors._fields, in_dims[num_tensors:], strict=False))
     _refuse_varlen(extras.cu_seqlens_q)
     if len(options) > len(Options._fields) or any(extra is not None for extra in extras[_WITHOUT_BATCH:]):
         return _one_by_one(operator, samples, in_dims, arguments)
@@ -140,7 +140,7 @@ def _vmap(
     if used is not None:
         used = _samples_first(used, dim_of["seqused_k"], samples).flatten()
     slopes = _slopes_by_batch(extras.alibi_slopes, dim_of["alibi_slopes"], samples, batch)
-    results = operator(*flat, *Extras(seqused_k=used, alibi_slopes=slopes), *options)
+    results = operator(*flat, *OptionalTensors(seqused_k=used, alibi_slopes=slopes), *options)
     # dsink has no batch where there is no sink.
     out_dims = tuple(None if t.dim() == 1 else 0 for t in results)
     return tuple(t if t.dim() == 1 else t.unflatten(0, (samples, batch)) for t in results), out_dims

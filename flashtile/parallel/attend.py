@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile.api.merge import merge_into
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.parallel.blocks import Block, Packed, Pair
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Saved:
         options = self.scores.options(call, self.partial)
         if isinstance(call, Block):
             return BACKWARD.launch(tensors, NO_EXTRAS, options)[:3]
-        extras = Extras(*call.offsets(self.q.device))
+        extras = OptionalTensors(*call.offsets(self.q.device))
         flat = tuple(None if t is None else t.squeeze(0) for t in tensors)
         return tuple(t.unsqueeze(0) for t in BACKWARD.launch(flat, extras, options)[:3])
 
@@ -232,11 +232,11 @@ def _forward(
     """
     options = scores.options(call, partial)
     if isinstance(call, Packed):
-        extras = Extras(*call.offsets(q.device), sink=sink)
+        extras = OptionalTensors(*call.offsets(q.device), sink=sink)
         out, lse = FORWARD.launch((q.squeeze(0), k.squeeze(0), v.squeeze(0)), extras, options)
         return out.unsqueeze(0), lse.unsqueeze(0)
     rows, keys = slice(call.q_start, call.q_stop), slice(call.k_start, call.k_stop)
-    extras = NO_EXTRAS if sink is None else Extras(sink=sink)
+    extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
     return FORWARD.launch((q[:, rows], k[:, keys], v[:, keys]), extras, options)
 
 

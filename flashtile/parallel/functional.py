@@ -30,7 +30,7 @@ from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
 from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import Ring
 from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 
 def context_parallel_attention(
@@ -242,7 +242,7 @@ def _device(q: Any) -> torch.device:
 def _own_error(q: Any, k: Any, v: Any, sink: Any, options: Options) -> Exception | None:
     """Return the error in this rank's own arguments, if any. All ranks learn of it before it is raised."""
     try:
-        extras = NO_EXTRAS if sink is None else Extras(sink=sink)
+        extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
         check_call(q, k, v, extras, options)
         check_sink(sink, q)
     except (TypeError, ValueError, NotImplementedError) as error:

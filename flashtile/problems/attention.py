@@ -35,7 +35,7 @@ class Options(NamedTuple):
     """Whether out and the gradients stay float32, to be summed over devices before they are rounded."""
 
 
-class Extras(NamedTuple):
+class OptionalTensors(NamedTuple):
     """The optional tensors of a call in addition to q, k and v; None for each that is absent."""
 
     cu_seqlens_q: Tensor | None = None
@@ -50,15 +50,15 @@ class Extras(NamedTuple):
     seqused_q: Tensor | None = None
 
 
-EXTRAS_OF_ALL = Extras._fields.index("sink") + 1
-"""Number of leading fields of ``Extras`` that attention in FP8 also has."""
+EXTRAS_OF_ALL = OptionalTensors._fields.index("sink") + 1
+"""Number of leading fields of ``OptionalTensors`` that attention in FP8 also has."""
 OPTIONS_OF_ALL = Options._fields.index("backend") + 1
 """Number of leading fields of ``Options`` that attention in FP8 also has."""
 
-BEYOND_DISTANCE = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
+NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
 """Arguments that hide or change scores or probabilities by more than the distance of row and key."""
 
-NO_EXTRAS = Extras()
+NO_EXTRAS = OptionalTensors()
 """The value for calls with only q, k and v. It is recognised by identity, which is the fastest test."""
 
 
@@ -108,13 +108,13 @@ class Problem(Results):
     """Why TMA cannot load the bias tile by tile."""
 
     @property
-    def beyond_distance(self) -> str | None:
-        """Name of the first argument of ``BEYOND_DISTANCE`` that the call has, or None.
+    def needs_general_mask(self) -> str | None:
+        """Name of the first argument of ``NEEDS_GENERAL_MASK`` that the call has, or None.
 
         Such arguments need a general mask, because the distance of row and key and the sequence lengths do
         not determine scores and probabilities.
         """
-        return next((name for name in BEYOND_DISTANCE if getattr(self, name)), None)
+        return next((name for name in NEEDS_GENERAL_MASK if getattr(self, name)), None)
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -138,7 +138,7 @@ class Problem(Results):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        extras: Extras = NO_EXTRAS,
+        extras: OptionalTensors = NO_EXTRAS,
         options: Options = Options(),  # noqa: B008 - immutable
         **others: Any,
     ) -> Problem:

@@ -17,7 +17,7 @@ from flashtile.problems.common import UNLIMITED, Results
 MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
 MAX_TMA_ROWS = 2**30
-MOST_SOFTMAX_MAX = 1e6
+MAX_SOFTMAX_MAX = 1e6
 """Largest magnitude of softmax_max, far above any score whose exponential float32 can resolve."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max

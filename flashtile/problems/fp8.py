@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems import fp8_layout as layout
-from flashtile.problems.attention import OPTIONS_OF_ALL, Extras, Options, Problem
+from flashtile.problems.attention import OPTIONS_OF_ALL, OptionalTensors, Options, Problem
 
 
 class Scales(NamedTuple):
@@ -48,7 +48,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class AttendTensors(NamedTuple):
-    """The optional tensors of an attention call in FP8: scales, and those of ``Extras``."""
+    """The optional tensors of an attention call in FP8: scales, and those of ``OptionalTensors``."""
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -64,8 +64,8 @@ class AttendTensors(NamedTuple):
         return Scales(*self[:3])
 
     @property
-    def extras(self) -> Extras:
-        return Extras(*self[3:])
+    def extras(self) -> OptionalTensors:
+        return OptionalTensors(*self[3:])
 
 
 class AttendOptions(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashtile import dropout
 from flashtile.checks.attention import check_call
-from flashtile.problems.attention import Extras, Options, Problem
+from flashtile.problems.attention import OptionalTensors, Options, Problem
 
 
 def attention(
@@ -56,7 +56,7 @@ def attention(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, *window_size, softcap, dropout_p=dropout_p,
         attention_chunk=attention_chunk,
     )  # fmt: skip
-    extras = Extras(
+    extras = OptionalTensors(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
         seqused_q,
     )  # fmt: skip

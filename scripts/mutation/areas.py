@@ -54,7 +54,7 @@ AREAS = (
             "tests/attn/test_weights.py",
             "tests/attn/test_partial_results.py",
             "tests/backends/test_kernel_cache.py",
-            "tests/backends/test_kept_kernels.py",
+            "tests/backends/test_cached_launches.py",
             "tests/decode/test_decode_kernels.py",
             "tests/linear/*",
             "tests/parallel/test_symmetric.py",

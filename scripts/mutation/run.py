@@ -36,9 +36,9 @@ FRESH = multiprocessing.get_context("spawn")
 LEFT_OUT = ("__pycache__", "*.pyc", "*.egg-info", "build", "dist")
 FIRST_SECONDS, FIRST_FILES = 2.0, 3
 """Most faults are noticed by a few quick tests: those come first, without the time to import the others."""
-MOST_SECONDS = 120.0
+MAX_SECONDS = 120.0
 """Of tests for one fault, by their own time."""
-MOST_BYTES = 24 * 2**30
+MAX_BYTES = 24 * 2**30
 """Of addresses in one process: a fault may ask for all memory."""
 
 
@@ -102,7 +102,7 @@ def _in_process(patience: float, act: Callable[..., None], *arguments: Any) -> i
 def _begin(patience: float, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     os.setsid()  # that its children can be ended with it
     resource.setrlimit(resource.RLIMIT_CPU, (int(patience), int(patience) + 5))
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     act(*arguments)
 
 
@@ -163,7 +163,7 @@ def _run(root: Path, mode: str, names: list[str], answer: Path) -> None:
 
 def in_turn(tests: Iterable[tuple[str, str, float]]) -> list[tuple[str, list[tuple[str, float]]]]:
     """(mode, tests) of the processes that a fault meets: quick tests first, one call of each function before
-    further ones, within MOST_SECONDS."""
+    further ones, within MAX_SECONDS."""
     calls: dict[str, int] = {}
     ranked = []
     for mode, name, seconds in sorted(tests, key=lambda test: test[2]):
@@ -173,7 +173,7 @@ def in_turn(tests: Iterable[tuple[str, str, float]]) -> list[tuple[str, list[tup
     ranked.sort()
     first: dict[str, list[tuple[str, float]]] = {}
     rest: dict[str, list[tuple[str, float]]] = {}
-    left, early, files = MOST_SECONDS, FIRST_SECONDS, set[str]()
+    left, early, files = MAX_SECONDS, FIRST_SECONDS, set[str]()
     for _, seconds, mode, name in ranked:
         if seconds > left and (first or rest):
             break

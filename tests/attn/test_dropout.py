@@ -73,15 +73,15 @@ def test_the_share_is_one_of_probabilities():
 
 def test_what_hopper_compares_are_numbers_in_fp16():
     pytest.importorskip("triton")
-    from flashtile.backends.hopper.refusals import MOST_DROPPED, reason_against_dropout
+    from flashtile.backends.hopper.refusals import MAX_DROPPED, reason_against_dropout
 
     sizes = "batch seqlen_q seqlen_k total_q total_k num_heads_q num_heads_kv head_dim head_dim_v"
     numbers = dict.fromkeys(sizes.split(), 64)
     problem = Problem(**numbers, dtype=torch.bfloat16, device=torch.device("meta"), softmax_scale=1.0)
-    for dropout_p in (MOST_DROPPED, MOST_DROPPED + 0.001):
+    for dropout_p in (MAX_DROPPED, MAX_DROPPED + 0.001):
         served = reason_against_dropout(replace(problem, dropout_p=dropout_p)) is None
         limit = torch.tensor(dropout.threshold(dropout_p), dtype=torch.int16).view(torch.float16)
-        assert served == (not limit.isnan()) == (dropout_p == MOST_DROPPED)
+        assert served == (not limit.isnan()) == (dropout_p == MAX_DROPPED)
 
 
 def test_every_word_of_a_state_counts():

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashtile
 from flashtile.operators import attention as operators
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from flashtile.reference import attention as reference
 from small_calls import DEVICES, OPTIONS, assert_same, dense, results, slopes, varlen
 
@@ -37,7 +37,7 @@ def cells(device):
     bias = torch.randn(1, 4, 1, 12, device=device)
     bias[..., 3] = -torch.inf
     mask = torch.rand(2, 1, 9, 12, device=device) > 0.3
-    return Extras(mask=mask, key_padding_mask=torch.rand(2, 12, device=device) > 0.3, bias=bias)
+    return OptionalTensors(mask=mask, key_padding_mask=torch.rand(2, 12, device=device) > 0.3, bias=bias)
 
 
 def operator_calls(device):
@@ -46,18 +46,26 @@ def operator_calls(device):
     offsets = keywords["cu_seqlens_q"], keywords["cu_seqlens_k"]
     return {
         "dense": (*dense(device), *NO_EXTRAS, *Options()),
-        "causal-alibi": (*dense(device), *Extras(alibi_slopes=slopes(device)), *Options(causal=True)),
+        "causal-alibi": (
+            *dense(device),
+            *OptionalTensors(alibi_slopes=slopes(device)),
+            *Options(causal=True),
+        ),
         "window-softcap": (*dense(device), *NO_EXTRAS, *Options(window_left=3, softcap=2.0)),
         "strided": (
             *(t[:, ::2] for t in dense(device)),
-            *Extras(alibi_slopes=slopes(device, 2, 4)),
+            *OptionalTensors(alibi_slopes=slopes(device, 2, 4)),
             *Options(),
         ),
-        "sink": (*dense(device), *Extras(sink=slopes(device)), *Options(causal=True)),
+        "sink": (*dense(device), *OptionalTensors(sink=slopes(device)), *Options(causal=True)),
         "cells": (*dense(device), *cells(device), *Options(causal=True)),
-        "used": (*dense(device), *Extras(seqused_k=used_keys(device)), *Options(window_right=1)),
+        "used": (*dense(device), *OptionalTensors(seqused_k=used_keys(device)), *Options(window_right=1)),
         "no-rows": (*dense(device, seqlen_q=0), *NO_EXTRAS, *Options()),
-        "varlen": (*ragged, *Extras(*offsets), *Options(max_seqlen_q=6, max_seqlen_k=6, causal=True)),
+        "varlen": (
+            *ragged,
+            *OptionalTensors(*offsets),
+            *Options(max_seqlen_q=6, max_seqlen_k=6, causal=True),
+        ),
     }
 
 
@@ -68,7 +76,7 @@ CALLS = tuple(operator_calls("cpu"))
 @pytest.mark.parametrize("name", CALLS)
 def test_opcheck_forward(name, device):
     arguments = operator_calls(device)[name]
-    names = (*"qkv", *Extras._fields)
+    names = (*"qkv", *OptionalTensors._fields)
     arguments = [
         a.detach().requires_grad_() if name in (*"qkv", "sink", "bias") and a is not None else a
         for name, a in zip_longest(names, arguments)

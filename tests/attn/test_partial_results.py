@@ -8,7 +8,7 @@ import torch
 import flashtile
 import flashtile.testing
 from flashtile.operators.attention import BACKWARD, FORWARD
-from flashtile.problems.attention import NO_EXTRAS, Extras, Options
+from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from targets import Target
 
 
@@ -41,7 +41,7 @@ def test_they_are_not_rounded(target: Target):
 def test_tokens_of_no_sequence_are_zero(target: Target):
     q, k, v = torch.randn(3, 9, 2, 16, device=target.device, dtype=torch.float16).unbind()
     offsets = torch.tensor([0, 4, 7], dtype=torch.int32, device=target.device)
-    extras = Extras(offsets, offsets)
+    extras = OptionalTensors(offsets, offsets)
     options = Options(max_seqlen_q=4, max_seqlen_k=4, backend=target.backend, partial=True)
     with flashtile.testing.poisoned_memory():
         out, lse = FORWARD.launch((q, k, v), extras, options)

@@ -16,7 +16,7 @@ from flashtile.backends import cpu
 from flashtile.backends.cpu import banded, flash
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Config, Fused, Tiled
-from flashtile.problems.attention import Extras, Options, Problem
+from flashtile.problems.attention import OptionalTensors, Options, Problem
 from flashtile.reference import attention as reference
 
 WINDOWS = ((-1, -1), (-1, 0), (0, 0), (3, -1), (-1, 4), (5, 2), (100, 100))
@@ -28,7 +28,7 @@ def using(**configs: Fused | Tiled):
 
     def attention(q, k, v, *, return_lse, alibi_slopes=None, window_size=(-1, -1), **options):
         options = Options(**options, window_left=window_size[0], window_right=window_size[1])
-        problem = Problem.from_tensors(q, k, v, Extras(alibi_slopes=alibi_slopes), options)
+        problem = Problem.from_tensors(q, k, v, OptionalTensors(alibi_slopes=alibi_slopes), options)
         config = dataclasses.replace(cpu.configure_forward(problem), **configs)
         return _WithConfig.apply(q, k, v, alibi_slopes, problem, config)
 
@@ -38,7 +38,7 @@ def using(**configs: Fused | Tiled):
 class _WithConfig(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, alibi_slopes, problem, config):
-        out, lse = cpu.prepare_forward(problem, config)(q, k, v, Extras(alibi_slopes=alibi_slopes))
+        out, lse = cpu.prepare_forward(problem, config)(q, k, v, OptionalTensors(alibi_slopes=alibi_slopes))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = alibi_slopes, problem, config
         ctx.set_materialize_grads(False)
@@ -49,7 +49,7 @@ class _WithConfig(torch.autograd.Function):
         alibi_slopes, problem, config = ctx.call
         launch = cpu.prepare_backward(problem, config)
         dout = torch.zeros(problem.out_shape, dtype=problem.dtype) if dout is None else dout.contiguous()
-        *gradients, _, _ = launch(dout, dlse, *ctx.saved_tensors, Extras(alibi_slopes=alibi_slopes))
+        *gradients, _, _ = launch(dout, dlse, *ctx.saved_tensors, OptionalTensors(alibi_slopes=alibi_slopes))
         return (*gradients, None, None, None)
 
 
@@ -61,7 +61,7 @@ def tensors(batch=1, seqlen_q=64, seqlen_k=64, heads_q=2, heads_kv=2, head_dim=1
 
 
 def configuration(q, k, v, alibi_slopes=None, **options) -> Config:
-    extras = Extras(alibi_slopes=alibi_slopes)
+    extras = OptionalTensors(alibi_slopes=alibi_slopes)
     return cpu.configure_forward(Problem.from_tensors(q, k, v, extras, Options(**options)))
 
 
@@ -311,7 +311,7 @@ def test_gradients_of_keys_are_summed_in_float32():
     slopes = torch.zeros(1)
     results = []
     for block_m in (256, 1):
-        problem = Problem.from_tensors(q, k, v, Extras(), Options())
+        problem = Problem.from_tensors(q, k, v, OptionalTensors(), Options())
         config = Fused(torch.bfloat16, BLOCK_M=block_m)
         out, lse = banded.forward(problem, config, q, k, v, slopes)
         results.append(banded.backward(problem, config, dout, q, k, v, out, lse, slopes))

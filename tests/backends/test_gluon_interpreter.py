@@ -88,7 +88,7 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("forward", tiles.store_tile, "tma.store_wait(0)  # of the tile before", "pass",
      r"stores to o_tiles\[\d\], read by a TMA store"),
     ("forward", forward.consumer, "tma.store_wait(0)", "pass", "ends before its TMA stores have read"),
-    ("forward, long", forward_attend.attend_uncut, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
+    ("forward, long", forward_attend.attend_unmasked, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),
     ("forward, long", products.pv_wait, "warpgroup_mma_wait(0, deps=[o])", "warpgroup_mma_wait(1, deps=[o])",
      "used before warpgroup_mma_wait"),
     ("backward", step.pass_dq, "mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)", "",
@@ -100,9 +100,9 @@ FAULTS: list[tuple[str, Any, str, str, str]] = [
     ("linear", linear.flat_kernel, "wait_group(STAGES - 2)", "wait_group(STAGES - 1)",
      "written by an asynchronous copy of program"),
     # Freed, or handed on, too early.
-    ("forward, long", forward_attend.attend_uncut, "k.release(i)", "k.release(i); k.release(i)",
+    ("forward, long", forward_attend.attend_unmasked, "k.release(i)", "k.release(i); k.release(i)",
      "more arrive at|nobody can go on"),
-    ("forward, long", forward_attend.attend_uncut, WAIT_FOR_O, "        v.release(i - 1)\n" + WAIT_FOR_O,
+    ("forward, long", forward_attend.attend_unmasked, WAIT_FOR_O, "        v.release(i - 1)\n" + WAIT_FOR_O,
      r"loads to v\.tiles\[\d\], read by a product"),
     (MANY_HEADS_RUN, backward.accumulate_dq, ADDED + "0)", ADDED + "1)", SOME_END),
     # A fence less.

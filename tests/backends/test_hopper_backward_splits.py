@@ -92,7 +92,7 @@ def test_few_key_heads_fill_the_card(
     """Where lengths differ, with more work tiles than multiprocessors, so that queues end together; where a
     call is short, with shares of few rows, or of a head."""
     problem = problem_of(batch, seqlen, heads, deterministic=deterministic)
-    most = heads[0] // heads[1] if deterministic else splitting.MOST_PARTS
+    most = heads[0] // heads[1] if deterministic else splitting.MAX_PARTS
     assert 1.5 * 132 <= tiles_of(problem) <= 8 * 132 or splits_of(problem).parts == most
 
 

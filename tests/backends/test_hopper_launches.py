@@ -17,9 +17,9 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon", reason="Gluon comes with Triton on Linux")
 
 from flashtile.backends import hopper
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.hopper import fp8 as hopper_fp8
-from flashtile.problems.attention import EXTRAS_OF_ALL, Extras, Problem
+from flashtile.problems.attention import EXTRAS_OF_ALL, OptionalTensors, Problem
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
 PATIENCE = 20.0
@@ -41,7 +41,7 @@ PROBLEM = Problem(
     varlen=True,
 )
 OFFSETS = torch.tensor([0, ROWS, 2 * ROWS], dtype=torch.int32)
-EXTRAS = Extras(OFFSETS, OFFSETS)
+EXTRAS = OptionalTensors(OFFSETS, OFFSETS)
 
 
 def tensor(head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -71,7 +71,7 @@ def fp8(scales: Scales, varlen: bool = True) -> Callable[[], object]:
     q, k, v = (tensor(128, dtype) for _ in range(3))
     if not varlen:
         q, k, v = (t.unflatten(0, (BATCH, ROWS)) for t in (q, k, v))
-    extras = EXTRAS if varlen else Extras()
+    extras = EXTRAS if varlen else OptionalTensors()
     return lambda: launch(q, k, v, AttendTensors(*scales, *extras[:EXTRAS_OF_ALL]))
 
 
@@ -91,11 +91,11 @@ class Kernels:
         self.launched: dict[int, list[tuple[str, tuple]]] = {}
         self.constants: dict[str, tuple] = {}
         self.when_prepared: Callable[[], None] = lambda: None
-        prepare = KeptKernel.__init__
+        prepare = CachedLaunch.__init__
         kernels = self
 
         def init(
-            kept: KeptKernel, kernel: Any, grid: int, scalars: tuple, constants: tuple, *a: Any, **k: Any
+            kept: CachedLaunch, kernel: Any, grid: int, scalars: tuple, constants: tuple, *a: Any, **k: Any
         ):
             prepare(kept, kernel, grid, scalars, constants, *a, **k)
             kept.name = kernel.fn.__name__  # type: ignore[attr-defined]
@@ -105,8 +105,8 @@ class Kernels:
         def call(kept: Any, device: torch.device, *tensors: Any) -> None:
             kernels.launched.setdefault(threading.get_ident(), []).append((kept.name, tensors))
 
-        monkeypatch.setattr(KeptKernel, "__init__", init)
-        monkeypatch.setattr(KeptKernel, "__call__", call)
+        monkeypatch.setattr(CachedLaunch, "__init__", init)
+        monkeypatch.setattr(CachedLaunch, "__call__", call)
 
 
 @pytest.fixture

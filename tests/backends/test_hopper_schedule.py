@@ -42,18 +42,18 @@ def as_python(function: Any) -> Callable:
 @pytest.mark.parametrize("num_tiles", [0, 1, 5, 131, 132, 133, 1000, 2048])
 @pytest.mark.parametrize("programs", [1, 7, 132])
 def test_every_work_tile_is_computed_once(num_tiles: int, programs: int) -> None:
-    snake_order, num_own_tiles = as_python(schedule.snake_order), as_python(schedule.num_own_tiles)
+    serpentine_order, num_own_tiles = as_python(schedule.serpentine_order), as_python(schedule.num_own_tiles)
     taken = [
-        snake_order(t, program, programs)
+        serpentine_order(t, program, programs)
         for program in range(programs)
         for t in range(num_own_tiles(program, programs, num_tiles))
     ]
     assert sorted(taken) == list(range(num_tiles))
 
 
-def test_snake_order() -> None:
-    snake_order = as_python(schedule.snake_order)
-    assert [[snake_order(t, program, 3) for t in range(3)] for program in range(3)] == [
+def test_serpentine_order() -> None:
+    serpentine_order = as_python(schedule.serpentine_order)
+    assert [[serpentine_order(t, program, 3) for t in range(3)] for program in range(3)] == [
         [0, 5, 6],
         [1, 4, 7],
         [2, 3, 8],

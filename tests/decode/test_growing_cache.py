@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from flashtile import flash_attn_with_kvcache
 from flashtile.backends import compat, portable
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.portable.decode import config, plan
 from flashtile.caches import BoundedCache
 from flashtile.op.operation import CACHE_BYTES
@@ -42,7 +42,7 @@ def kernels(monkeypatch, fresh_launches):
         self._run = launches((self._kernel.__name__, self.programs), self._fixed)
         self._run(FIRST, tensors)
 
-    monkeypatch.setattr(KeptKernel, "_compile", compile_kernel)
+    monkeypatch.setattr(CachedLaunch, "_compile", compile_kernel)
     monkeypatch.setattr(compat, "cuda_device", lambda: None)
     monkeypatch.setattr(compat, "cuda_stream", lambda index: 0)
     monkeypatch.setattr(portable, "reason_of_device", lambda *arguments: None)

@@ -18,7 +18,7 @@ from flashtile.backends.hopper.decode.combine import (
     Note,
     combine_divided_kernel,
     combine_noted_kernel,
-    write_note,
+    write_partial_record,
 )
 from flashtile.backends.hopper.decode.work import (
     TablePointers,
@@ -124,7 +124,7 @@ def _balanced_kernel(pointers, covered, slots_of, partial, lengths, slots, C: tl
     start = Start(total, share_start(program + 1, programs, total))
     splits_of = Splits(C.BLOCK_M, slots, 1, 0)
     if not C.BY_WORK_TILE:
-        write_note(partial, Note(0, program, 0, 0, 0, 0), lengths, splits_of, C)
+        write_partial_record(partial, Note(0, program, 0, 0, 0, 0), lengths, splits_of, C)
     while position < start.end:
         work, n_begin, n_end, slot, splits, position, m_block, m_block_start = balanced_tile(
             C, position, start, m_block, m_block_start, pointers, lengths
@@ -137,7 +137,7 @@ def _balanced_kernel(pointers, covered, slots_of, partial, lengths, slots, C: tl
                 tl.store(slots_of + slot, tile)
             if splits > 0:
                 note = Note(splits, program, work.m_block, work.head_kv, work.num_rows, work.sequence.start_q)
-                write_note(partial, note, lengths, splits_of, C)
+                write_partial_record(partial, note, lengths, splits_of, C)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def of_short_caches_too(monkeypatch):
     if importlib.util.find_spec("triton") is not None:
         from flashtile.backends.portable.decode import plan
 
-        monkeypatch.setattr(plan, "LEAST_UNIFIED_N_BLOCKS", 0)
+        monkeypatch.setattr(plan, "MIN_UNIFIED_N_BLOCKS", 0)
 
 
 def dtypes(target):

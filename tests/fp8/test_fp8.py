@@ -15,7 +15,7 @@ from cases import BF16, CASES, FP16, Case, Inputs
 from flashtile import fp8
 from flashtile.checks.conversions import make_options
 from flashtile.operators import fp8 as operators
-from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, Extras
+from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, Scales
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM
 from flashtile.reference import fp8 as reference
@@ -137,7 +137,7 @@ def attend_into_float16(
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
     )
-    beside = AttendTensors(*scales, *Extras(**tensors)[:EXTRAS_OF_ALL])
+    beside = AttendTensors(*scales, *OptionalTensors(**tensors)[:EXTRAS_OF_ALL])
     return operators.ATTEND((q, k, v), beside, AttendOptions(*options[:OPTIONS_OF_ALL], FP16, q.shape[-1]))
 
 

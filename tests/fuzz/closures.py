@@ -34,4 +34,4 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     state = rng.choice([name for name in closures.STATES if closures.allowed(name, way)])
     body = f"""from fuzz.closures import follows
 follows({state!r}, {way!r}, changes, {rng.randrange(2**31)}, {device!r})"""
-    return Call(body, {"changes": rng.randint(1, closures.MOST_CHANGES)})
+    return Call(body, {"changes": rng.randint(1, closures.MAX_CHANGES)})

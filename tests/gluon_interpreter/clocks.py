@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MOST_AGENTS = 320
+MAX_AGENTS = 320
 NOBODY = 0
 """The agent that has written what nobody has: its clock is never known."""
 
@@ -35,7 +35,7 @@ class Agents:
 
     def __init__(self) -> None:
         self.names = ["nobody"]
-        self.for_async = torch.arange(MOST_AGENTS)
+        self.for_async = torch.arange(MAX_AGENTS)
         """By which clock the async proxy knows an agent's writes."""
 
     def new(self, name: str, generic: bool = False) -> Agent:
@@ -45,11 +45,11 @@ class Agents:
             fenced = len(self.names)
             self.names.append(name)
             self.for_async[number] = fenced
-        if len(self.names) > MOST_AGENTS:
-            raise ValueError(f"more than {MOST_AGENTS} agents")
+        if len(self.names) > MAX_AGENTS:
+            raise ValueError(f"more than {MAX_AGENTS} agents")
         return Agent(number, fenced, name)
 
 
 def new_clock() -> Tensor:
     """Of one who knows nothing."""
-    return torch.zeros(MOST_AGENTS, dtype=torch.int32)
+    return torch.zeros(MAX_AGENTS, dtype=torch.int32)

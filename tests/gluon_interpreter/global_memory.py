@@ -14,7 +14,7 @@ from gluon_interpreter.errors import KernelError
 from gluon_interpreter.values import DTYPES, LAYOUT, TORCH_DTYPES, Value, cast, undefined, value_of
 
 TMA_ALIGNMENT = 16
-MOST_IN_A_BOX = 256
+MAX_IN_A_BOX = 256
 """Elements of a TMA box along a dimension."""
 
 
@@ -188,7 +188,7 @@ class Box:
             raise KernelError(f"TMA of memory at {address}, which is no multiple of {TMA_ALIGNMENT}")
         if self.strides[-1] != 1 or any(stride * size % TMA_ALIGNMENT for stride in self.strides[:-1]):
             raise KernelError(f"TMA with strides of {self.strides} elements of {size} bytes")
-        if len(self.shape) > 5 or any(size > MOST_IN_A_BOX for size in self.block_shape[:-1]):
+        if len(self.shape) > 5 or any(size > MAX_IN_A_BOX for size in self.block_shape[:-1]):
             raise KernelError(f"TMA of a box of {self.block_shape}")
 
     @property

@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import core
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.op.operation import Operation
 from gluon_interpreter.functions import Functions
 from gluon_interpreter.global_memory import Box, Pointer
@@ -109,7 +109,7 @@ def interpreted(seed: int = 0, functions: Functions | None = None) -> Iterator[I
         return operation.prepare(tensors, beside, options)  # kept nowhere: it is of use here alone
 
     with (
-        mock.patch.object(KeptKernel, "__call__", run),
+        mock.patch.object(CachedLaunch, "__call__", run),
         mock.patch.object(Operation, "prepared", prepared),
         mock.patch("flashtile.backends.hopper.reason_of_device", return_value=None),
     ):

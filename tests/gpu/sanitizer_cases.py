@@ -99,7 +99,7 @@ def attention(device: str, backend: str | None) -> Iterator[str]:
 def decode(device: str, backend: str | None) -> Iterator[str]:
     for name in (*WHOLE_NAMES, *DECODED_NAMES):
         if name == DECODED_NAMES[0]:  # all the rest is shared out among all programs
-            decode_config.MOST_WHOLE_BYTES = decode_config.MOST_UNEVEN_BYTES = -1
+            decode_config.MAX_WHOLE_BYTES = decode_config.MAX_UNEVEN_BYTES = -1
         tensors, arguments = build(DECODED[name], BF16, device)
         flashtile.flash_attn_with_kvcache(*tensors, backend=backend, **arguments)
         yield name

@@ -518,7 +518,7 @@ def _exported(attend: Callable[..., Tensor], qkv: tuple[Tensor, ...]) -> Callabl
     return torch.export.export(Attend(), qkv).module()
 
 
-MOST_CHANGES = 6
+MAX_CHANGES = 6
 """Each of so many changes of a state changes the result."""
 
 

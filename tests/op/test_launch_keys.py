@@ -11,7 +11,7 @@ from flashtile import fp8
 from flashtile.operators.attention import FORWARD
 from flashtile.operators.decode import COMBINE, DECODE
 from flashtile.operators.fp8 import ATTEND, QUANTIZE
-from flashtile.problems.attention import Extras, Options
+from flashtile.problems.attention import OptionalTensors, Options
 from flashtile.problems.decode import CacheTensors, CombineOptions, DecodeOptions, NoTensors
 
 
@@ -23,7 +23,7 @@ TENSORS = [randn(1, 8, 2, 16) for _ in range(3)]
 CACHE = [randn(2, 1, 4, 16), randn(2, 8, 2, 16), randn(2, 8, 2, 16)]
 PARTS = [randn(2, 1, 3, 4, 16), randn(2, 1, 3, 4)]
 EXTRAS = {
-    "forward": Extras(alibi_slopes=torch.ones(2), sink=torch.ones(2)),
+    "forward": OptionalTensors(alibi_slopes=torch.ones(2), sink=torch.ones(2)),
     "decode": CacheTensors(
         torch.tensor([3, 8], dtype=torch.int32), alibi_slopes=torch.ones(4), sink=torch.ones(4)
     ),

@@ -79,7 +79,7 @@ def test_what_cannot_be_recorded_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         record(Setting("flash9", 64, 16))
     with pytest.raises(ValueError, match="seqlen must be at least 1"):
         record(Setting("flash2", 0, 16))
-    monkeypatch.setattr("flashtile.learn.visualizer.recording.MOST_EVENTS", 1000)
+    monkeypatch.setattr("flashtile.learn.visualizer.recording.MAX_EVENTS", 1000)
     with pytest.raises(ValueError, match="more than 1000 events"):
         record(Setting("flash2", 64, 16, block="1x1"))
     with pytest.raises(SramExceededError, match="does not fit"):

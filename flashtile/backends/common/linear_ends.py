@@ -18,7 +18,7 @@ append to a cache."""
 
 
 @dataclass(frozen=True)
-class EndVariant:
+class EpilogueVariant:
     """Constants of an epilogue."""
 
     END: int

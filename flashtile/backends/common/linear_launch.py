@@ -14,7 +14,7 @@ from flashtile.backends.common.linear_ends import (
     EndCacheStrides,
     EndSizes,
     EndStrides,
-    EndVariant,
+    EpilogueVariant,
     ProductPointers,
 )
 from flashtile.problems import linear as kinds
@@ -23,7 +23,7 @@ from flashtile.problems.linear import LinearProblem
 ENDS = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: ROTARY.value}
 
 
-def end_variant(problem: LinearProblem, norm: bool | None = None) -> EndVariant:
+def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> EpilogueVariant:
     """Return the constants of the epilogue; ``norm``: whether it applies RMSNorm's factor."""
     heads = problem.heads
     fields: dict[str, Any] = {}
@@ -35,7 +35,7 @@ def end_variant(problem: LinearProblem, norm: bool | None = None) -> EndVariant:
             "PAGE_SIZE": heads.page_size,
             "HAS_SLOTS": heads.table_width == 0,
         }
-    return EndVariant(
+    return EpilogueVariant(
         END=ENDS[problem.end],
         NORM=problem.norm if norm is None else norm,
         BIAS=problem.bias,

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import LOG2_E, Matrix, load_tile, row_of_head, row_of_token, sequence
-from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
 
 ROW_PAD = 128
 """Rows of ``neg_lse`` and ``neg_delta`` come in blocks of this many; no backward BLOCK_M is larger."""
@@ -164,7 +164,7 @@ def preprocess_launch(
     counters: int = 0,
     dq_accum_columns: int = 0,
     dq_accum_heads: int = 0,
-) -> KeptKernel:
+) -> CachedLaunch:
     """``preprocess_kernel`` for one signature.
 
     Args:
@@ -178,7 +178,7 @@ def preprocess_launch(
     lengths = PreprocessLengths(
         problem.num_heads_q, problem.seqlen_q, problem.total_q, rows, counters, dq_accum_heads
     )
-    return KeptKernel(
+    return CachedLaunch(
         preprocess_kernel,
         blocks * problem.num_heads_q * problem.batch,
         (lse_factor, lengths),
@@ -190,14 +190,14 @@ def preprocess_launch(
 
 
 def preprocess_rows(
-    preprocess: KeptKernel,
+    preprocess: CachedLaunch,
     neg_lse: Tensor | int,
     neg_delta: Tensor | int,
     out: Tensor,
     dout: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    extras: Extras,
+    extras: OptionalTensors,
     dq_accum: Tensor | int | None = None,
     counters: Tensor | int | None = None,
 ) -> Tensor | None:

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from flashtile.backends.cpu import fused, mods, padded, sink, tiled, varlen
-from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
-from flashtile.problems.attention import Extras, Problem
+from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.problems.attention import OptionalTensors, Problem
 
 __all__ = [
     "NAME",
@@ -43,7 +43,7 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
     if not problem.sink:
         return attend
 
-    def launch(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> tuple[Tensor, Tensor]:
+    def launch(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors) -> tuple[Tensor, Tensor]:
         out, lse = attend(q, k, v, extras)
         sink.join(out, lse, extras)
         return out, lse
@@ -64,7 +64,7 @@ def _prepare_attend(problem: Problem, config: Config) -> Any:
     dense = partial(_module(config.forward).forward, problem, config.forward)
     if ragged:
         return partial(varlen.forward, dense, problem)
-    return lambda q, k, v, extras: dense(q, k, v, Beside.of(problem, extras))
+    return lambda q, k, v, extras: dense(q, k, v, OptionalInputs.of(problem, extras))
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
@@ -86,7 +86,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        extras: Extras,
+        extras: OptionalTensors,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         bias, dbias = extras.bias, None
         if problem.bias_grad and bias is not None:
@@ -102,7 +102,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
                 dense, problem, dout, dlse, q, k, v, out, lse, extras, dbias
             )  # fmt: skip
         else:
-            gradients = dense(dout, dlse, q, k, v, out, lse, Beside.of(problem, extras, dbias))
+            gradients = dense(dout, dlse, q, k, v, out, lse, OptionalInputs.of(problem, extras, dbias))
         dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
         return *gradients, dsink, None if bias is None or dbias is None else dbias.to(bias.dtype)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from torch import Tensor
 
 from flashtile.backends.cpu import banded
-from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.config import Fused
 from flashtile.backends.cpu.flash import attend, differentiate
+from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
@@ -18,18 +18,18 @@ def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tupl
     """Return a launch for tensors of the problem's own lengths, with all decisions on lengths made here."""
     causal = _kernel_mask(problem, problem.batch, problem.seqlen_q, problem.seqlen_k)
     if causal is None or (problem.seqlen_q == 1 and problem.group_size > 1):
-        return lambda q, k, v, extras: forward(problem, config, q, k, v, Beside.of(problem, extras))
+        return lambda q, k, v, extras: forward(problem, config, q, k, v, OptionalInputs.of(problem, extras))
     dtype, scale = config.compute_dtype, problem.softmax_scale
     return lambda q, k, v, extras: attend(dtype, q, k, v, causal, scale)
 
 
 def forward(
-    problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor, beside: Beside
+    problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...)."""
     causal = _kernel_mask(problem, q.shape[0], q.shape[1], k.shape[1])
     if causal is None:
-        return banded.forward(problem, config, q, k, v, beside.alibi_slopes)
+        return banded.forward(problem, config, q, k, v, optional.alibi_slopes)
     if q.shape[1] == 1 and problem.group_size > 1:
         return _attend_by_groups(problem, config, q, k, v)
     return attend(config.compute_dtype, q, k, v, causal, problem.softmax_scale)
@@ -45,12 +45,12 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    beside: Beside,
+    optional: OptionalInputs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), contiguous, from the gradient of out."""
     causal = _kernel_mask(problem, q.shape[0], q.shape[1], k.shape[1])
     if causal is None:
-        return banded.backward(problem, config, dout, q, k, v, out, lse, beside.alibi_slopes)
+        return banded.backward(problem, config, dout, q, k, v, out, lse, optional.alibi_slopes)
     scale = problem.softmax_scale
     dq, dk, dv = differentiate(config.compute_dtype, dout, q, k, v, out, lse, causal, scale)
     if q.dtype == config.compute_dtype == dk.dtype:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.beside import Beside
-from flashtile.problems.attention import Extras, Problem
+from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import UNLIMITED
 
 Dense = Callable[..., Any]
@@ -30,12 +30,12 @@ def covers(problem: Problem) -> bool:
 
 
 def forward(
-    dense: Dense, fallback: Dense, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: Extras
+    dense: Dense, fallback: Dense, problem: Problem, q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse). ``dense(problem, q, k, v, options)`` takes no masks, ``fallback`` takes any."""
     parts = list(_parts(problem, extras))
     if _are_all(parts, problem):
-        return dense(parts[0].problem, q, k, v, Beside())
+        return dense(parts[0].problem, q, k, v, OptionalInputs())
     rows_with_keys = sum(_length(part.sequences) * _length(part.rows) for part in parts)
     make = q.new_empty if rows_with_keys == problem.batch * problem.seqlen_q else q.new_zeros
     out = make(problem.out_shape)
@@ -43,8 +43,8 @@ def forward(
     for part in parts:
         at = part.sequences, part.rows
         own = part.sequences, slice(None), part.rows
-        function = dense if part.beside.masks == () else fallback
-        out[at], lse[own] = function(part.problem, q[at], part.of_keys(k), part.of_keys(v), part.beside)
+        function = dense if part.optional.masks == () else fallback
+        out[at], lse[own] = function(part.problem, q[at], part.of_keys(k), part.of_keys(v), part.optional)
     return out, lse
 
 
@@ -59,19 +59,19 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv). Both functions are as in :func:`forward` but take dout, dlse, ..., out, lse."""
     parts = list(_parts(problem, extras))
     if _are_all(parts, problem):
-        return dense(parts[0].problem, dout, dlse, q, k, v, out, lse, Beside())
+        return dense(parts[0].problem, dout, dlse, q, k, v, out, lse, OptionalInputs())
     dq = q.new_zeros(q.shape)
     # A key may get two terms: from rows up to the last key and from the rows after it.
     dk, dv = (t.new_zeros(t.shape, dtype=problem.lse_dtype) for t in (k, v))
     for part in parts:
         at = part.sequences, part.rows
         own = part.sequences, slice(None), part.rows
-        function = dense if part.beside.masks == () else fallback
+        function = dense if part.optional.masks == () else fallback
         dq[at], dk_term, dv_term = function(
             part.problem,
             dout[at],
@@ -81,7 +81,7 @@ def backward(
             part.of_keys(v),
             out[at],
             lse[own],
-            part.beside,
+            part.optional,
         )
         part.add(dk, dk_term)
         part.add(dv, dv_term)
@@ -95,7 +95,7 @@ class _Part(NamedTuple):
     sequences: slice
     rows: slice
     keys: slice | Tensor
-    beside: Beside
+    optional: OptionalInputs
 
     def of_keys(self, tensor: Tensor) -> Tensor:
         some = tensor[self.sequences]
@@ -109,7 +109,7 @@ class _Part(NamedTuple):
             some.index_add_(1, self.keys, term.to(gradient.dtype))
 
 
-def _parts(problem: Problem, extras: Extras) -> Iterator[_Part]:
+def _parts(problem: Problem, extras: OptionalTensors) -> Iterator[_Part]:
     """Yield the calls that compute all sequences with a visible key."""
     assert extras.key_padding_mask is not None
     causal = problem.window_right == 0
@@ -119,19 +119,19 @@ def _parts(problem: Problem, extras: Extras) -> Iterator[_Part]:
         plain = replace(problem, key_padding_mask=False, batch=sequences.stop - b)
         keys = slice(first, end) if whole else extras.key_padding_mask[b].nonzero().flatten()
         if not causal:
-            yield _Part(plain, sequences, slice(0, problem.seqlen_q), keys, Beside())
+            yield _Part(plain, sequences, slice(0, problem.seqlen_q), keys, OptionalInputs())
             continue
         if not whole:
-            beside = Beside.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
-            yield _Part(problem, sequences, slice(0, problem.seqlen_q), slice(None), beside)
+            optional = OptionalInputs.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
+            yield _Part(problem, sequences, slice(0, problem.seqlen_q), slice(None), optional)
             continue
         # Row i stands at key i + offset. Rows start to stop stand between the first key and the last.
         start, stop = max(0, first - offset), max(0, min(problem.seqlen_q, end - offset))
         if start < stop:
-            yield _Part(plain, sequences, slice(start, stop), slice(first, stop + offset), Beside())
+            yield _Part(plain, sequences, slice(start, stop), slice(first, stop + offset), OptionalInputs())
         if stop < problem.seqlen_q:
             everything = replace(plain, window_right=UNLIMITED)
-            yield _Part(everything, sequences, slice(stop, problem.seqlen_q), keys, Beside())
+            yield _Part(everything, sequences, slice(stop, problem.seqlen_q), keys, OptionalInputs())
 
 
 def _length(of: slice) -> int:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.problems.attention import Extras
+from flashtile.problems.attention import OptionalTensors
 
 
-def join(out: Tensor, lse: Tensor, extras: Extras) -> None:
+def join(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
     """Add the sink to out (..., heads, head_dim) and lse (..., heads, rows), in place.
 
     Tokens that belong to no sequence or are unused stay unchanged: they have no sink either.
@@ -26,7 +26,7 @@ def join(out: Tensor, lse: Tensor, extras: Extras) -> None:
     lse.copy_(joined)
 
 
-def _unused(lse: Tensor, extras: Extras) -> Tensor:
+def _unused(lse: Tensor, extras: OptionalTensors) -> Tensor:
     """Return a bool mask that broadcasts to lse: True for rows outside all sequences or unused."""
     used, offsets = extras.seqused_q, extras.cu_seqlens_q
     rows = torch.arange(lse.shape[-1])

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.blocks import chunks_of, sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
+from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.problems.attention import Problem
 
 
 def forward(
-    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, beside: Beside
+    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse); q (batch, seqlen_q, heads_q, head_dim), k and v (batch, seqlen_k, heads_kv, ...).
 
@@ -30,7 +30,7 @@ def forward(
     """
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=problem.lse_dtype)
-    for chunk in chunks(problem, config, q, k, v, beside):
+    for chunk in chunks(problem, config, q, k, v, optional):
         for rows in chunk.row_blocks():
             out_tile, lse_tile = _forward_rows(chunk, rows)
             chunk.tokens(out, rows).copy_(chunk.unfolded(out_tile, rows))
@@ -48,11 +48,11 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    beside: Beside,
+    optional: OptionalInputs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), contiguous, from the gradients of out and of lse (None stands for zeros)."""
     dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    for chunk in chunks(problem, config, q, k, v, beside):
+    for chunk in chunks(problem, config, q, k, v, optional):
         dk_chunk, dv_chunk = torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
         for rows in chunk.row_blocks():
             dout_tile = chunk.folded(dout, rows)
@@ -129,8 +129,8 @@ def _backward_rows(
             torch.bmm(dout, chunk.v[:, block].mT, out=ds)
             torch.addcmul(minus_delta, ds, kept, value=scale, out=ds)
         ds.mul_(p)
-        if chunk.beside.dbias is not None:
-            dbias = chunk.cells(chunk.beside.dbias, rows, keys)
+        if chunk.optional.dbias is not None:
+            dbias = chunk.cells(chunk.optional.dbias, rows, keys)
             dbias += chunk.by_heads(ds, rows, keys).sum_to_size(dbias.shape)
         if chunk.softcap > 0:
             # d tanh(x) = 1 - tanh(x)^2, with the tanh that scores() left behind.
@@ -142,7 +142,7 @@ def _backward_rows(
 
 
 def chunks(
-    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, beside: Beside
+    problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
 ) -> Iterator[Chunk]:
     """Split the call into chunks of TILE_HEADS (sequence, key/value head) pairs or whole sequences."""
     batch, _, heads_kv, _ = k.shape
@@ -151,7 +151,7 @@ def chunks(
     for b in split(range(batch), sequences):
         for h in split(range(heads_kv), heads):
             yield Chunk(
-                problem, config, q, k, v, beside, slice(b.start, b.stop), slice(h.start, h.stop)
+                problem, config, q, k, v, optional, slice(b.start, b.stop), slice(h.start, h.stop)
             )
 
 
@@ -165,7 +165,7 @@ class Chunk:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        beside: Beside,
+        optional: OptionalInputs,
         batch: slice,
         heads_kv: slice,
     ):
@@ -183,13 +183,13 @@ class Chunk:
         self.q = q
         self.k, self.v = (self.keys_of(t).to(self.dtype).contiguous().flatten(0, 1) for t in (k, v))
         self.minus_slopes: Tensor | None = None
-        self.beside = beside
+        self.optional = optional
         self.attention_chunk = problem.attention_chunk
-        self.may_hide_rows = beside.may_hide_rows or self.attention_chunk > 0
-        if beside.alibi_slopes is not None:
-            slopes = beside.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
+        self.may_hide_rows = optional.may_hide_rows or self.attention_chunk > 0
+        if optional.alibi_slopes is not None:
+            slopes = optional.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
             self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
-        self.keep_share = 1.0 if beside.dropout is None else beside.dropout.keep_share
+        self.keep_share = 1.0 if optional.dropout is None else optional.dropout.keep_share
         self.buffers: dict[str, Tensor] = {}
 
     def row_blocks(self) -> Iterator[range]:
@@ -250,7 +250,7 @@ class Chunk:
 
     def seen(self, rows: range, keys: range) -> Tensor | None:
         """Return the visible scores of a tile as bool, broadcast to :meth:`by_heads`; None without masks."""
-        parts = [self.cells(mask, rows, keys) for mask in self.beside.masks]
+        parts = [self.cells(mask, rows, keys) for mask in self.optional.masks]
         if self.attention_chunk > 0:
             own = torch.arange(rows.start + self.offset, rows.stop + self.offset) // self.attention_chunk
             parts.append(own[:, None] == torch.arange(keys.start, keys.stop) // self.attention_chunk)
@@ -258,9 +258,9 @@ class Chunk:
 
     def kept(self, rows: range, keys: range) -> Tensor | None:
         """Return (pairs, group * rows, keys): 1 where dropout keeps, else 0; None without dropout."""
-        if self.beside.dropout is None:
+        if self.optional.dropout is None:
             return None
-        kept = self.beside.dropout.kept(self.batch, self.heads_q, rows, keys).to(self.dtype)
+        kept = self.optional.dropout.kept(self.batch, self.heads_q, rows, keys).to(self.dtype)
         return kept.reshape(self.k.shape[0], -1, len(keys))
 
     def scores(
@@ -288,9 +288,9 @@ class Chunk:
                 by_head.masked_fill_(self._hidden(distance), -torch.inf)
             if self.minus_slopes is not None:
                 by_head.addcmul_(self.minus_slopes, distance.abs_())
-        if self.beside.bias is not None:
+        if self.optional.bias is not None:
             by_heads = self.by_heads(tile, rows, keys)
-            by_heads += self.cells(self.beside.bias, rows, keys)
+            by_heads += self.cells(self.optional.bias, rows, keys)
         if seen is not None:
             self.by_heads(tile, rows, keys).masked_fill_(~seen, -torch.inf)
         return tile

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.beside import Beside
-from flashtile.problems.attention import Extras, Problem
+from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.problems.attention import OptionalTensors, Problem
 
 
 def forward(
@@ -22,7 +22,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) in the problem's shapes; ``dense(q, k, v, options)`` computes one sequence."""
     out = q.new_zeros(problem.out_shape)
@@ -30,7 +30,7 @@ def forward(
     q, k, v, all_out, all_lse = with_batch(problem, q, k, v, out, lse)
     for _, one in sequences(problem, extras):
         all_out[one.queries], all_lse[one.statistics] = dense(
-            q[one.queries], k[one.keys], v[one.keys], one.beside
+            q[one.queries], k[one.keys], v[one.keys], one.optional
         )
     return out, lse
 
@@ -45,7 +45,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    extras: Extras,
+    extras: OptionalTensors,
     dbias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) and add to ``dbias`` if given.
@@ -66,7 +66,7 @@ def backward(
             v[one.keys],
             out[one.queries],
             lse[one.statistics],
-            one.beside,
+            one.optional,
         )
     return gradients
 
@@ -77,7 +77,7 @@ class Sequence(NamedTuple):
     queries: tuple[slice, slice]  # into q and out
     keys: tuple[slice, slice]  # into k and v
     statistics: tuple[slice, slice, slice]  # into lse
-    beside: Beside
+    optional: OptionalInputs
 
 
 def with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
@@ -86,10 +86,10 @@ def with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
 
 
 def sequences(
-    problem: Problem, extras: Extras, dbias: Tensor | None = None
+    problem: Problem, extras: OptionalTensors, dbias: Tensor | None = None
 ) -> Iterator[tuple[int, Sequence]]:
     """Yield the number and indices of each sequence that has queries and keys."""
-    beside, used = Beside.of(problem, extras, dbias), extras.seqused_k
+    optional, used = OptionalInputs.of(problem, extras, dbias), extras.seqused_k
     starts_q = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
     starts_k = None if extras.cu_seqlens_k is None else extras.cu_seqlens_k.tolist()
     used_keys = None if used is None else used.tolist()
@@ -103,5 +103,5 @@ def sequences(
         if used_keys is not None:
             keys = slice(keys.start, keys.start + used_keys[b])
         if rows.start < rows.stop and keys.start < keys.stop:
-            own = beside.of_sequence(b, rows.stop - rows.start, keys.stop - keys.start)
+            own = optional.of_sequence(b, rows.stop - rows.start, keys.stop - keys.start)
             yield b, Sequence((batch, rows), (batch, keys), (batch, slice(None), rows), own)

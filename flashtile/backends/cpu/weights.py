@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu import mods, reason_against, tiled
-from flashtile.backends.cpu.beside import Beside
 from flashtile.backends.cpu.config import Tiled, tiled_config
+from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.backends.cpu.varlen import sequences, with_batch
 from flashtile.problems.attention import WeightsProblem
 
@@ -45,7 +45,7 @@ def _launch(
     if problem.mods is not None:
         _keep(problem, _modified(problem, config, q, k, lse, extras), weights, indices)
     elif not (problem.varlen or problem.seqused_q or problem.seqused_k):
-        blocks = _blocks(problem, config, q, k, lse, Beside.of(problem, extras))
+        blocks = _blocks(problem, config, q, k, lse, OptionalInputs.of(problem, extras))
         _keep(problem, blocks, weights, indices)
     else:
         q, k, lse = with_batch(problem, q, k, lse)
@@ -58,15 +58,15 @@ def _launch(
                 place = (slice(b, b + 1),)
             elif problem.form == "columns":
                 place = (one.keys[0], slice(None), one.keys[1])
-            blocks = _blocks(problem, config, q[one.queries], k[one.keys], lse[one.statistics], one.beside)
+            blocks = _blocks(problem, config, q[one.queries], k[one.keys], lse[one.statistics], one.optional)
             _keep(problem, blocks, *(t[place] for t in kept))
     return weights, indices
 
 
 def _blocks(
-    problem: WeightsProblem, config: Tiled, q: Tensor, k: Tensor, lse: Tensor, beside: Beside
+    problem: WeightsProblem, config: Tiled, q: Tensor, k: Tensor, lse: Tensor, optional: OptionalInputs
 ) -> Iterator[_Rows]:
-    for chunk in tiled.chunks(problem, config, q, k, k, beside):
+    for chunk in tiled.chunks(problem, config, q, k, k, optional):
 
         def tiles(rows: range, chunk: tiled.Chunk = chunk) -> Iterator[tuple[range, Tensor]]:
             own = chunk.folded(q, rows)

@@ -25,7 +25,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
     reason = reason_of_device(problem)
     if reason is not None:
         return reason
-    beyond = replace(problem, dropout_p=0.0, bias=False).beyond_distance
+    beyond = replace(problem, dropout_p=0.0, bias=False).needs_general_mask
     if beyond is not None:
         return f"it has no {beyond}"
     if problem.partial and max(problem.head_dim, problem.head_dim_v) > 128:

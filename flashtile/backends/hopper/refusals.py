@@ -9,7 +9,7 @@ from flashtile.backends.hopper.forward.config import MAX_MODIFIED_COLUMNS, choos
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
-MOST_DROPPED = 31 / 32
+MAX_DROPPED = 31 / 32
 """Above this dropout_p, the threshold is NaN in fp16."""
 
 
@@ -51,8 +51,8 @@ def reason_against_dropout(problem: Problem) -> str | None:
     """Why the kernels do not take a call's dropout; None if they do."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_MODIFIED_COLUMNS:
         return f"it takes dropout_p for head sizes up to {MAX_MODIFIED_COLUMNS}"
-    if problem.dropout_p > MOST_DROPPED:
-        return f"it takes dropout_p up to {MOST_DROPPED}"
+    if problem.dropout_p > MAX_DROPPED:
+        return f"it takes dropout_p up to {MAX_DROPPED}"
     if problem.partial:
         return "it takes no dropout_p where results are partial"
     if problem.mods is not None:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 
@@ -122,7 +122,7 @@ class TileTable:
         """The most work tiles of one head that there can be."""
         scalars = (batch, triton.cdiv(seqlen, block), total, total_others, self.capacity)
         constants = (seqused, paired, block, TABLE_WIDTH.value, CHUNK)
-        self._fill = KeptKernel(tile_table_kernel, batch, scalars, constants, None)
+        self._fill = CachedLaunch(tile_table_kernel, batch, scalars, constants, None)
 
     def __call__(
         self, cu_seqlens: Tensor | None, cu_seqlens_others: Tensor | None, seqused: Tensor | None

@@ -100,11 +100,11 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                 continue
             for variant, any_head_dim in _VARIANTS.items():
                 problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
-                beyond_distance = problem.beyond_distance is not None
-                if beyond_distance and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
+                needs_general_mask = problem.needs_general_mask is not None
+                if needs_general_mask and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
                     continue
                 config = row_for(capability, element_bytes, padded(head_dim), windowed=variant != "full")
-                if beyond_distance:
+                if needs_general_mask:
                     config = for_cells(config)
                 for name, kernel, pointers, tile in (
                     ("forward", forward.forward_kernel, forward.ForwardPointers, config.forward),
@@ -123,7 +123,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                         num_warps=tile.num_warps,
                         num_stages=tile.num_stages,
                         spill_budget=_CELL_SPILLS.get(f"{name} {dtype} head_dim {head_dim} {variant}", 0)
-                        if beyond_distance
+                        if needs_general_mask
                         else tile.features_spill_budget
                         if variant == "features"
                         else tile.spill_budget,

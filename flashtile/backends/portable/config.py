@@ -195,6 +195,8 @@ def choose(problem: Problem) -> Config:
     """The configuration for a problem."""
     width = padded(max(problem.head_dim, problem.head_dim_v))
     windowed = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
-    beyond_distance = problem.beyond_distance is not None
-    config = row_for(capability(problem.device), problem.dtype.itemsize, width, windowed or beyond_distance)
-    return for_cells(config) if beyond_distance else config
+    needs_general_mask = problem.needs_general_mask is not None
+    config = row_for(
+        capability(problem.device), problem.dtype.itemsize, width, windowed or needs_general_mask
+    )
+    return for_cells(config) if needs_general_mask else config

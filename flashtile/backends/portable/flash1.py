@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.backends.common.tiles import Matrix, load_tile
@@ -177,7 +177,7 @@ class Flash1Launch:
 
     def __init__(self, causal: bool, softmax_scale: float) -> None:
         self._causal, self._scale = causal, softmax_scale
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         batch, seqlen_q, heads, head_dim = q.shape
@@ -194,7 +194,7 @@ class Flash1Launch:
             wide = any(block * tensor.stride(1) >= 2**31 for tensor in (q, k, v))
             variant = flash1_variant(head_dim, v.shape[-1], seqlen_q, k.shape[1], self._causal, config, wide)
             scalars = (strides, lengths, self._scale)
-            self._kernel = KeptKernel(
+            self._kernel = CachedLaunch(
                 flash1_kernel, batch * heads, scalars, (variant,), config, pointers=Flash1Pointers
             )
         self._kernel(q.device, q, k, v, out, partial, row_max, row_sum)

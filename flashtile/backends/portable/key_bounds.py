@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.problems.attention import Problem
 
@@ -34,7 +34,7 @@ class KeyBounds:
     def __init__(self, problem: Problem, key_padding_mask: Tensor) -> None:
         self._shape = (problem.batch, 2)
         scalars = (*key_padding_mask.stride(), problem.seqlen_k)
-        self._kernel = KeptKernel(key_bounds_kernel, problem.batch, scalars, (BLOCK,), None)
+        self._kernel = CachedLaunch(key_bounds_kernel, problem.batch, scalars, (BLOCK,), None)
 
     def __call__(self, key_padding_mask: Tensor) -> Tensor:
         bounds = torch.empty(self._shape, dtype=torch.int32, device=key_padding_mask.device)

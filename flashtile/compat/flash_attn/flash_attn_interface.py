@@ -26,7 +26,7 @@ from flashtile.checks.arguments import check_dense
 from flashtile.checks.conversions import as_offset_pair, make_options
 from flashtile.dropout import draw_state
 from flashtile.operators.gradients import attention_backward
-from flashtile.problems.attention import Extras
+from flashtile.problems.attention import OptionalTensors
 
 __all__ = [
     "flash_attn_func",
@@ -117,7 +117,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any
         named["window_size"], named["softcap"], False, None, named["dropout_p"],
     )  # fmt: skip
     offsets = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
-    extras = Extras(*offsets, named.get("seqused_k"), named["alibi_slopes"], rng_state=rng_state)
+    extras = OptionalTensors(*offsets, named.get("seqused_k"), named["alibi_slopes"], rng_state=rng_state)
     return out, lse, signed_probabilities(q, k, v, extras, options), rng_state
 
 

@@ -22,7 +22,7 @@ BEAMS = ("ignore_eos", "include_stop_str_in_output", "stop_token_ids", "temperat
 """Sampling fields that a beam search also takes."""
 
 LONGEST_NAME = 200
-MOST_TOKENS = 2**30
+MAX_TOKENS = 2**30
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -106,13 +106,13 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    max_tokens = body.integer("max_tokens", 16, 0, MOST_TOKENS)
+    max_tokens = body.integer("max_tokens", 16, 0, MAX_TOKENS)
     echo_only = max_tokens == 0
     if echo_only and not echo:
         raise wrong("max_tokens", "at least 1 without echo", max_tokens)
     prompts = read_prompts(body)
     common = _read_common(body, max(1, max_tokens or 1), "max_tokens", logprobs, prompt_logprobs, True)
-    best_of = body.integer("best_of", None, 1, MOST_TOKENS)
+    best_of = body.integer("best_of", None, 1, MAX_TOKENS)
     if best_of is not None and best_of != body.take("n", 1):
         raise ApiError("best_of is not supported unless it equals n", "best_of", code="unsupported_field")
     body.finish()
@@ -126,7 +126,7 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
         raise wrong("top_logprobs", "absent unless logprobs is true", top)
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
     name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    max_tokens = body.integer(name, None, 1, MOST_TOKENS)
+    max_tokens = body.integer(name, None, 1, MAX_TOKENS)
     body.take("max_tokens")
     conversation = read_conversation(body)
     common = _read_common(body, max_tokens, name, (top or 0) if wanted else None, prompt_logprobs, False)
@@ -244,7 +244,7 @@ def _read_common(
         "continuous_usage": continuous_usage,
         "return_token_ids": body.flag("return_token_ids"),
         "add_special_tokens": body.flag("add_special_tokens", add_special_tokens),
-        "truncate_prompt_tokens": body.integer("truncate_prompt_tokens", None, 1, MOST_TOKENS),
+        "truncate_prompt_tokens": body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS),
         "request_id": body.text("request_id", LONGEST_NAME),
         "priority": priority,
         "cache_salt": body.text("cache_salt", LONGEST_NAME),
@@ -271,6 +271,6 @@ def _read_beams(
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
     try:
         # Without the client's max_tokens, Service.set_max_tokens sets it to the room after the prompt.
-        return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MOST_TOKENS, **given)
+        return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MAX_TOKENS, **given)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise refused(error, body.fields) from None

@@ -22,7 +22,7 @@ from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import Card
 from flashtile.learn.io_model.kernels import L2_SHARE, KernelTraffic, walks
 from flashtile.learn.io_model.l2 import UNITS, WAVES, Stream, misses, path_of
-from flashtile.problems.attention import Extras, Options, Problem
+from flashtile.problems.attention import OptionalTensors, Options, Problem
 
 LARGEST_HEAD_DIM = 256
 
@@ -92,12 +92,12 @@ def by_program(count: int, programs: int, cost: Callable[[int], int] | None) -> 
         cost: cost of the work tile at an index, if programs take tiles from the work queue. None if tiles are
             assigned in serpentine order.
     """
-    from flashtile.backends.hopper.forward.schedule import num_own_tiles, snake_order
+    from flashtile.backends.hopper.forward.schedule import num_own_tiles, serpentine_order
 
     if cost is None:
         for program in range(programs):
             own = range(num_own_tiles.fn(program, programs, count))
-            yield (snake_order.fn(t, program, programs) for t in own)
+            yield (serpentine_order.fn(t, program, programs) for t in own)
         return
     taken: list[list[int]] = [[] for _ in range(programs)]
     free = [(0, program) for program in range(programs)]
@@ -198,7 +198,7 @@ def _problem(call: Call) -> Problem:
         tensor(rows_q, call.num_heads_q, call.head_dim),
         tensor(rows_k, call.num_heads_kv, call.head_dim),
         tensor(rows_k, call.num_heads_kv, call.width_v),
-        Extras(offsets, offsets) if call.lengths else Extras(),
+        OptionalTensors(offsets, offsets) if call.lengths else OptionalTensors(),
         Options(
             max_seqlen_q=call.seqlen_q if call.lengths else None,
             max_seqlen_k=call.seqlen_k if call.lengths else None,

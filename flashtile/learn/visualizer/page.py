@@ -35,7 +35,7 @@ DTYPE = "float16"
 FEW = 16
 """Number of recordings from which on a process for each core makes them; fewer are made in this process."""
 
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 
 SMALL_SEQLEN, SMALL_HEAD_DIM = 64, 4
 """Sizes of the runs that the page computes itself."""
@@ -88,7 +88,7 @@ def recordings(
 def record_all(settings: list[Setting], workers: int | None = None) -> Iterator[prebuilt.Recorded]:
     """Record every setting and yield (catalogue entry, packed events) of each, in order."""
     if workers is None:
-        workers = min(os.cpu_count() or 1, MOST_WORKERS) if len(settings) >= FEW else 1
+        workers = min(os.cpu_count() or 1, MAX_WORKERS) if len(settings) >= FEW else 1
     if workers == 1:
         yield from map(_record, settings)
         return

@@ -27,7 +27,7 @@ from flashtile.learn.visualizer.settings import DEFAULT_PAGE_SIZE, DEFAULT_SPLIT
 WATCHED_ROWS = 4
 SEED = 0
 
-MOST_EVENTS = 300_000
+MAX_EVENTS = 300_000
 """Most events of a run. More cannot be drawn, take minutes to record and megabytes to keep."""
 
 
@@ -96,9 +96,9 @@ class _Events(list[Event]):
     """List of events that stops a run that is too long to watch."""
 
     def append(self, event: Event) -> None:
-        if len(self) == MOST_EVENTS:
+        if len(self) == MAX_EVENTS:
             raise ValueError(
-                f"seqlen must be shorter or the blocks larger: the run has more than {MOST_EVENTS} events"
+                f"seqlen must be shorter or the blocks larger: the run has more than {MAX_EVENTS} events"
             )
         super().append(event)
 

@@ -33,7 +33,7 @@ PAPER_HEAD_DIMS = (64, 128, 256)
 
 L2_BYTES = 1e9
 """Bytes of cache to rotate over, so that none is in the L2 cache when it is read again."""
-MOST_COPIES = 16
+MAX_COPIES = 16
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class Workload:
         """Number of caches to rotate over, so that none is in the L2 cache when it is read; 1 unless
         paged."""
         paged = self.cache is not None and self.cache.page_size
-        return max(1, min(MOST_COPIES, round(L2_BYTES / self.kv_bytes()))) if paged else 1
+        return max(1, min(MAX_COPIES, round(L2_BYTES / self.kv_bytes()))) if paged else 1
 
 
 def select(

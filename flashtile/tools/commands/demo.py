@@ -42,7 +42,7 @@ PROMPT = b"class Reader:\n    def __init__(self"
 SAMPLE_BYTES = 600
 QUICK = TrainingConfig(sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10)
 TWIN_SHARE = 0.4
-MOST_TWIN_STEPS = 100
+MAX_TWIN_STEPS = 100
 """Limits of the steps that the comparison run with standard attention makes, as a share and a number.
 
 Rounding differences grow about tenfold every fifty steps, so curves of a few hundred steps are not
@@ -189,7 +189,7 @@ def run_training(
         validation_loss = validate(model, corpus, config)
         sample = generate(model, PROMPT, SAMPLE_BYTES, config)[len(PROMPT) :].decode(errors="replace")
         steps = len(result.losses)
-        twin_steps = min(MOST_TWIN_STEPS, int(TWIN_SHARE * steps))
+        twin_steps = min(MAX_TWIN_STEPS, int(TWIN_SHARE * steps))
         _, twin = run(replace(config, attention="standard", seconds=None, steps=steps, stop=twin_steps))
     size, bits = f"{config.batch} x {config.seqlen}", bits_per_byte(validation_loss)
     console.print(

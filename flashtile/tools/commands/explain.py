@@ -39,7 +39,7 @@ from flashtile.tools.bench.workloads import DTYPES
 from flashtile.tools.commands.options import bad_parameters, console, parse_device
 
 HERE = "here"
-MOST, MOST_TOKENS, MOST_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
+MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
 """Limits: sequences, heads and columns; tokens of a sequence; tokens of a sequence whose cost is counted."""
 MEASURED = (9, 0)
 """Compute capability of the cards on which flashtile has been measured."""
@@ -51,8 +51,8 @@ OF_MODEL = ("model_name", "seqlens", "batch", "dtype", "card_name", "device")
 def explain(
     context: typer.Context,
     batch: Annotated[int, typer.Option(min=0, max=MOST)] = 1,
-    seqlen_q: Annotated[int, typer.Option(min=0, max=MOST_TOKENS)] = 1024,
-    seqlen_k: Annotated[int | None, typer.Option(min=0, max=MOST_TOKENS, help="Default: that of q.")] = None,
+    seqlen_q: Annotated[int, typer.Option(min=0, max=MAX_TOKENS)] = 1024,
+    seqlen_k: Annotated[int | None, typer.Option(min=0, max=MAX_TOKENS, help="Default: that of q.")] = None,
     heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 16,
     kv_heads: Annotated[int | None, typer.Option(min=1, max=MOST, help="Default: heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1, max=MOST)] = 128,
@@ -234,9 +234,9 @@ def _lengths(text: str) -> tuple[int, ...]:
         lengths = tuple(int(part) for part in text.split(","))
     except ValueError:
         lengths = ()
-    if not lengths or not all(1 <= length <= MOST_COSTED_TOKENS for length in lengths):
+    if not lengths or not all(1 <= length <= MAX_COSTED_TOKENS for length in lengths):
         raise typer.BadParameter(
-            f"--seqlen must be numbers from 1 to {MOST_COSTED_TOKENS} by commas, got {text!r}"
+            f"--seqlen must be numbers from 1 to {MAX_COSTED_TOKENS} by commas, got {text!r}"
         )
     return lengths
 
@@ -278,8 +278,8 @@ def _check_cache_options(
 
 
 def _check_costed(call: Call, card: Card) -> None:
-    if max(call.seqlen_q, call.seqlen_k) > MOST_COSTED_TOKENS:
-        raise typer.BadParameter(f"costs are counted up to {MOST_COSTED_TOKENS} tokens, got more")
+    if max(call.seqlen_q, call.seqlen_k) > MAX_COSTED_TOKENS:
+        raise typer.BadParameter(f"costs are counted up to {MAX_COSTED_TOKENS} tokens, got more")
     if call.dtype not in card.tflops:
         allowed = ", ".join(card.tflops)
         raise typer.BadParameter(f"dtype on {card.name} must be one of {allowed}, got {call.dtype!r}")

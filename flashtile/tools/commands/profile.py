@@ -16,7 +16,7 @@ from flashtile.tools.commands.options import bad_parameters, output_file
 
 DEFAULT_MODEL = "llama-2-7b"
 LARGEST = 2**20
-MOST_ROWS = 128
+MAX_ROWS = 128
 
 
 def profile(
@@ -35,7 +35,7 @@ def profile(
         str | None, typer.Option(help="Dtype of weights; may be float8_e4m3fn. Default: dtype.")
     ] = None,
     rows: Annotated[
-        list[int] | None, typer.Option(min=1, max=MOST_ROWS, help="Rows of x, repeatable. Default: 1 to 128.")
+        list[int] | None, typer.Option(min=1, max=MAX_ROWS, help="Rows of x, repeatable. Default: 1 to 128.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(callback=output_file(".json"), help="Default: the user's table.")

@@ -17,7 +17,7 @@ from flashtile.learn.visualizer.recording import RUNNERS, record
 from flashtile.learn.visualizer.settings import MASKS, Setting, grid, own_runs
 from flashtile.tools.commands.options import BadArgument, output_file, progress_bar
 
-LONGEST, WIDEST, MOST_KIB = 16384, 4096, 2**20
+LONGEST, WIDEST, MAX_KIB = 16384, 4096, 2**20
 """Largest sizes of a run with the user's settings, because every move is computed and recorded."""
 
 
@@ -36,7 +36,7 @@ def visualize(
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, max=WIDEST, help="Default: 64.")] = None,
     block: Annotated[str | None, typer.Option(help='Queries x keys, like 64x64, or "auto".')] = None,
-    sram_kib: Annotated[int | None, typer.Option(min=1, max=MOST_KIB, help="SRAM in KiB.")] = None,
+    sram_kib: Annotated[int | None, typer.Option(min=1, max=MAX_KIB, help="SRAM in KiB.")] = None,
     mask: Annotated[str | None, typer.Option(help=f"{', '.join(MASKS)}.")] = None,
     num_splits: Annotated[int | None, typer.Option(min=1, help="For decoding.")] = None,
     page_size: Annotated[int | None, typer.Option(min=1, help="For paged.")] = None,

@@ -19,10 +19,10 @@ from flashtile.problems.decode import CacheTensors, DecodeProblem
 BLOCK_ROWS = 256
 TILE_ELEMENTS = 1 << 18
 """Elements in a tile of scores over all heads, so that the tile stays in the L2 cache."""
-LEAST_SUM, MOST_SUM = 2.0**-16, 2.0**16
+MIN_SUM, MAX_SUM = 2.0**-16, 2.0**16
 """Accepted range for a row's sum of exponentials with a unified maximum. Within it, the logarithm is as small
 as with online softmax, and terms that exp flushes to zero are negligible."""
-LEAST_VALUE = 2.0**-60
+MIN_VALUE = 2.0**-60
 """Least accepted magnitude of the largest sum of values: smaller sums may lack terms flushed to zero."""
 
 
@@ -143,7 +143,7 @@ class _Sequence:
             total += p.sum(-1, keepdim=True)
             values.baddbmm_(p, self._gather(self.v_cache, self.v_descale, keys).transpose(0, 1))
         largest = values.abs().amax()  # NaN, if one of them is
-        in_range = ((total >= LEAST_SUM) & (total <= MOST_SUM)).all() & (largest >= LEAST_VALUE)
+        in_range = ((total >= MIN_SUM) & (total <= MAX_SUM)).all() & (largest >= MIN_VALUE)
         if not (in_range and largest.isfinite()):
             return None
         # What came before, a sink or other keys, may be far from phi.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
-from flashtile.problems.attention import Extras
+from flashtile.problems.attention import OptionalTensors
 from flashtile.problems.common import LOG2_E
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 from flashtile.problems.fp8_layout import (
@@ -71,7 +71,7 @@ def attend(
     return out, lse
 
 
-def _sequences(problem: Fp8Problem, extras: Extras) -> Iterator[tuple[int, slice, slice]]:
+def _sequences(problem: Fp8Problem, extras: OptionalTensors) -> Iterator[tuple[int, slice, slice]]:
     """(number, rows of q, keys in use) of each sequence, of all rows when varlen."""
     offsets = [None if t is None else t.tolist() for t in (extras.cu_seqlens_q, extras.cu_seqlens_k)]
     used = None if extras.seqused_k is None else extras.seqused_k.tolist()
@@ -89,7 +89,7 @@ def _gather(
     k: Tensor,
     v: Tensor,
     scales: Scales,
-    extras: Extras,
+    extras: OptionalTensors,
     b: int,
     rows: slice,
     keys: slice,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, cells_view, dense_view
 from flashtile.backends.hopper.backward.bias_gradient import BiasSizes, gradient_kernel
@@ -80,7 +80,7 @@ class BiasGradient:
 
     def __init__(self, problem: Problem, variant: BackwardVariant) -> None:
         self._problem, self._variant = problem, variant
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
         self._zero_hidden: ZeroHidden | None = None
 
     def allocate(self, bias: Tensor) -> Tensor:
@@ -181,13 +181,13 @@ def gradient_views(
 
 def gradient_launch(
     problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
-) -> KeptKernel:
+) -> CachedLaunch:
     """The kernel of the bias's gradient for tensors of one signature."""
     variant = gradient_variant_of(problem, has_score_mod)
     sizes = gradient_sizes(problem, variant, bias)
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
     lse_scale = 1.0 if has_score_mod else problem.softmax_scale * LOG2_E
-    return KeptKernel(
+    return CachedLaunch(
         gradient_kernel,
         num_programs(sizes.num_tiles, q.device),
         (sizes, numbers, lse_scale),

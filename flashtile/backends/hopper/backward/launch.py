@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import contiguous_strides, has_score_mod, largest_divisor, outer_stride
 from flashtile.backends.common.tma import View, cells_view, dense_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.backward.bias_launch import BiasGradient, writes_ds
@@ -44,7 +44,7 @@ from flashtile.backends.hopper.modifiers.launch import (
 )
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.dropout import keep_share
-from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED
 
@@ -190,7 +190,7 @@ class BackwardKernels(NamedTuple):
 
     preprocess: Preprocess
     fill_table: TileTable | None
-    products: KeptKernel
+    products: CachedLaunch
     sum_parts: SumParts | None
     dq_semaphores: int
     """How many there are, if deterministic: one for each block of rows."""
@@ -221,7 +221,7 @@ class HopperBackwardLaunch:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        extras: Extras,
+        extras: OptionalTensors,
     ) -> tuple[Tensor | None, ...]:
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
@@ -295,7 +295,7 @@ class HopperBackwardLaunch:
             resident_heads=resident,
             row_vectors=problem.head_dim // 8,
         )
-        products = KeptKernel(
+        products = CachedLaunch(
             backward_kernel,
             programs,
             (),

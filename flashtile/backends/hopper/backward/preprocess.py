@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import allocator
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
-from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
 
 LINE = 32
 """Floats of a line of the L2 cache; each part of the workspace begins with a line."""
@@ -56,7 +56,7 @@ class Preprocess:
 
     def __call__(
         self,
-        last: KeptKernel,
+        last: CachedLaunch,
         dout: Tensor,
         dlse: Tensor | None,
         q: Tensor,
@@ -64,7 +64,7 @@ class Preprocess:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        extras: Extras,
+        extras: OptionalTensors,
     ) -> tuple[Any, ...]:
         """(dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum): what the kernels that
         follow are given in addition to the call's tensors. ``workspace`` is the memory of the last four.

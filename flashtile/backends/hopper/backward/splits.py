@@ -23,9 +23,9 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
 ROW_SPLITS = (1, 2, 4, 8, 16)
-MOST_PARTS = 32
+MAX_PARTS = 32
 """Largest number of parts of a gradient, so that their sum stays a short kernel."""
-MOST_BYTES = 128 * 2**20
+MAX_BYTES = 128 * 2**20
 """Largest size of the memory for parts."""
 ENOUGH_WAVES = 8
 """Waves of work tiles. With more per program, queues end together whatever the tiles cost."""
@@ -140,7 +140,7 @@ def candidates(work: Work) -> Iterator[Splits]:
     """
     heads = [count for count in range(1, work.group + 1) if work.group % count == 0]
     for splits in itertools.starmap(Splits, itertools.product(heads, ROW_SPLITS)):
-        fits = splits.parts <= MOST_PARTS and splits.parts * work.part_bytes <= MOST_BYTES
+        fits = splits.parts <= MAX_PARTS and splits.parts * work.part_bytes <= MAX_BYTES
         if splits.parts > 1 and fits and (splits.rows == 1 or work.divides_rows):
             yield splits
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.launch import padded
 from flashtile.problems.attention import Problem
@@ -74,7 +74,7 @@ class SumParts:
         rows = problem.total_k * problem.num_heads_kv
         variant = variant_of(problem, parts)
         blocks_k, blocks_v = (triton.cdiv(rows, BLOCK // d) for d in (variant.BLOCK_D, variant.BLOCK_DV))
-        self._kernel = KeptKernel(
+        self._kernel = CachedLaunch(
             sum_parts_kernel,
             blocks_k + blocks_v,
             (rows, blocks_k),

@@ -41,7 +41,7 @@ from flashtile.backends.hopper.forward.schedule import (
     num_own_tiles,
     num_parts,
     query_blocks,
-    snake_order,
+    serpentine_order,
     tile_blocks,
 )
 from flashtile.backends.hopper.forward.scores import mask
@@ -183,7 +183,7 @@ def consumer(
     i = 0
     j = 0
     for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
-        work = find_work_tile(C, snake_order(t, program, programs), pointers, schedule)
+        work = find_work_tile(C, serpentine_order(t, program, programs), pointers, schedule)
         num_blocks = query_blocks(C, work, schedule)
         for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
             block = block_of_part(num_blocks, work.place, part, C.PAIRED)
@@ -217,7 +217,7 @@ def producer(C: gl.constexpr, q, do, k, v, q_desc, k_desc, v_desc, do_desc, poin
     i = 0
     j = 0
     for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
-        work = find_work_tile(C, snake_order(t, program, programs), pointers, schedule)
+        work = find_work_tile(C, serpentine_order(t, program, programs), pointers, schedule)
         num_blocks = query_blocks(C, work, schedule)
         for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
             block = block_of_part(num_blocks, work.place, part, C.PAIRED)
@@ -239,7 +239,7 @@ def producer(C: gl.constexpr, q, do, k, v, q_desc, k_desc, v_desc, do_desc, poin
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; work tiles are dealt out in ``snake_order``."""
+    """Grid: one program for each multiprocessor at most; work tiles are dealt out in ``serpentine_order``."""
     # Use 2 j + W of q and of dO: warpgroup W's rows of the program's block number j.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import contiguous_strides
 from flashtile.backends.common.tma import View, dense_view, ragged_view
 from flashtile.backends.hopper.backward import launch as backward
@@ -28,7 +28,7 @@ from flashtile.backends.hopper.forward import launch as forward
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
 from flashtile.backends.hopper.launch import num_programs
 from flashtile.backends.hopper.tile_table import TileTable
-from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E
 
 
@@ -56,8 +56,8 @@ class WideKernels(NamedTuple):
     preprocess: Preprocess
     fill_table_k: TileTable | None
     fill_table_q: TileTable | None
-    dkv: KeptKernel
-    dq: KeptKernel
+    dkv: CachedLaunch
+    dq: CachedLaunch
     sum_parts: SumParts | None
 
 
@@ -79,7 +79,7 @@ class WideBackwardLaunch:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        extras: Extras,
+        extras: OptionalTensors,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
         kernels = self._kernels
@@ -115,7 +115,7 @@ class WideBackwardLaunch:
         programs = num_programs(blocks_k.num_tiles * dkv.ROW_SPLITS, q.device)
         last = backward.last_heads(scheduled, dkv.BLOCK_N, programs, dkv.ROW_SPLITS)
         blocks_k = blocks_k._replace(swizzle=last)
-        compute_dkv = KeptKernel(
+        compute_dkv = CachedLaunch(
             dkv_kernel,
             programs,
             (blocks_k, numbers),
@@ -125,7 +125,7 @@ class WideBackwardLaunch:
             DkvPointers,
             maxnreg=LAUNCH_REGISTERS[2],
         )
-        compute_dq = KeptKernel(
+        compute_dq = CachedLaunch(
             dq_kernel,
             num_programs(blocks_q.num_tiles, q.device),
             (statistics_shape(problem)[1], blocks_q, numbers),

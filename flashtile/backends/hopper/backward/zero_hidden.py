@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
@@ -59,7 +59,7 @@ class ZeroHidden:
     def __init__(self, problem: Problem) -> None:
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         row_blocks = triton.cdiv(problem.seqlen_q, BLOCK)
-        self._kernel = KeptKernel(
+        self._kernel = CachedLaunch(
             zero_hidden_kernel,
             problem.batch * problem.num_heads_q * row_blocks,
             (problem.seqlen_q, problem.seqlen_k, row_blocks, left, right),

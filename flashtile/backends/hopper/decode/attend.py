@@ -9,7 +9,7 @@ from flashtile.backends.hopper.channels import make_ping_pong
 from flashtile.backends.hopper.decode.convert import query_operand, scales_of_head
 from flashtile.backends.hopper.decode.results import store_partial, store_whole
 from flashtile.backends.hopper.decode.rows import mask_rows, own_range, own_rows
-from flashtile.backends.hopper.forward.attend import attend_cut, attend_uncut, skip_blocks
+from flashtile.backends.hopper.forward.attend import attend_masked, attend_unmasked, skip_blocks
 from flashtile.backends.hopper.forward.products import pv_product, qk_product, scale_rows
 from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
 from flashtile.backends.hopper.forward.scores import LN_2, apply_score_mod, mask, online_softmax, quad_sums
@@ -82,7 +82,7 @@ def attend_part(
     n = my_end - 1
     if C.HAS_RIGHT or C.HAS_TREE:
         n = min(max(full_end, my_begin), my_end - 1)
-        o, l, m, i = attend_cut(
+        o, l, m, i = attend_masked(
             C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_tile, k, v, ping_pong, rows, numbers, dtype
         )
 
@@ -99,14 +99,14 @@ def attend_part(
     p = gl.convert_layout(weights.to(dtype), p_layout)
     i += 1
     full_begin = min(full_begin, n)
-    o, l, m, p, i = attend_uncut(
+    o, l, m, p, i = attend_unmasked(
         C, W, o, l, m, p, i, n, full_begin, q_tile, q_tile, k, v, ping_pong, rows, numbers, s_layout, p_layout
     )
     o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
     if C.HAS_LEFT:
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i - 1)
-        o, l, m, i = attend_cut(
+        o, l, m, i = attend_masked(
             C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_tile, k, v, ping_pong, rows, numbers,
             dtype,
         )  # fmt: skip

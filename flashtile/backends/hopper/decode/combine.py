@@ -37,7 +37,7 @@ class Note(NamedTuple):
 
 
 @triton.jit
-def write_note(partial, note, lengths, splits, C: tl.constexpr):
+def write_partial_record(partial, note, lengths, splits, C: tl.constexpr):
     """Leave ``note`` in its place."""
     place = note.program
     if C.BY_WORK_TILE:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from flashtile.backends.common.cached_launch import NUM_WARPS
 from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.common.device import Target
-from flashtile.backends.common.kept_kernel import NUM_WARPS
 from flashtile.backends.hopper.compile_cases import HOPPER, words
 from flashtile.backends.hopper.decode.combine import combine_divided_kernel, combine_noted_kernel
 from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row

@@ -19,10 +19,10 @@ COPY_ROWS = 16
 """The fewest rows that are left to TMA. It could put 8 into a swizzled tile, but takes as long for a load of
 so few as for one of 16."""
 
-LEAST_FILLED = 0.85
+MIN_FILLED = 0.85
 """The least share of the programs, in rounds of whole work tiles of equal length. With less, programs take
 equal runs of n_blocks, wherever these begin."""
-MOST_SHARED = 4
+MAX_SHARED = 4
 """Work tiles a program up to which that is so."""
 DIVIDED_M_BLOCKS = 8
 """From so many m_blocks a sequence on, the work tiles of a long one are many already, and the queue has them
@@ -51,7 +51,7 @@ class HopperDecodeConfig(DecodeConfig):
     ) -> bool:
         programs = multiprocessors * self.programs_per_sm
         rounds = -(-work_tiles // programs)
-        return work_tiles < LEAST_FILLED * rounds * programs and work_tiles < MOST_SHARED * programs
+        return work_tiles < MIN_FILLED * rounds * programs and work_tiles < MAX_SHARED * programs
 
     @property
     def warpgroups(self) -> int:
@@ -125,7 +125,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
         return self.BLOCK_D
 
 
-MOST_LOADERS = 2
+MAX_LOADERS = 2
 """With those of v they fill a warpgroup. One warp alone issues loads of small pages too slowly."""
 REGISTERS = {(1, 1): (240, 240, 240), (1, 2): (216, 40, 128), (2, 1): (232, 40, 168)}
 """By consumer warpgroups and programs that share a multiprocessor: of a consumer's thread, of a loader's, and

@@ -23,7 +23,7 @@ from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load, partition_barrier
 from flashtile.backends.hopper.decode.attend import attend_part
-from flashtile.backends.hopper.decode.combine import Note, write_note
+from flashtile.backends.hopper.decode.combine import Note, write_partial_record
 from flashtile.backends.hopper.decode.convert import load_scales, make_reader, make_scales
 from flashtile.backends.hopper.decode.gather import (
     Source,
@@ -227,7 +227,9 @@ def consumer(
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         program = gl.program_id(0)
         if W == 0 and not C.BY_WORK_TILE:
-            write_note(call.pointers.partial, Note(0, program, 0, 0, 0, 0), call.lengths, call.splits, C)
+            write_partial_record(
+                call.pointers.partial, Note(0, program, 0, 0, 0, 0), call.lengths, call.splits, C
+            )
         while position < start.end:
             work, n_begin, n_end, slot, splits, position, m_block, m_block_start = balanced_tile(
                 C, position, start, m_block, m_block_start, call.pointers, call.lengths
@@ -241,7 +243,7 @@ def consumer(
                         note = Note(
                             splits, program, work.m_block, work.head_kv, work.num_rows, work.sequence.start_q
                         )
-                        write_note(call.pointers.partial, note, call.lengths, call.splits, C)
+                        write_partial_record(call.pointers.partial, note, call.lengths, call.splits, C)
     else:
         num_tiles = gl.load(call.table) * call.lengths.num_heads_kv * call.splits.num_splits
         t = 0

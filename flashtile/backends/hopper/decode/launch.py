@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.decode.combine import (
@@ -22,8 +22,8 @@ from flashtile.backends.hopper.decode.combine import (
 from flashtile.backends.hopper.decode.config import (
     DIVIDED_M_BLOCKS,
     DIVIDED_SLOTS,
-    LEAST_FILLED,
-    MOST_LOADERS,
+    MAX_LOADERS,
+    MIN_FILLED,
     HopperDecodeConfig,
     HopperDecodeVariant,
     gathers,
@@ -64,7 +64,7 @@ few parts there are many programs, and the more of them fit a multiprocessor the
 COMBINING_PROGRAMS = 4
 """On a multiprocessor, for what a table divides."""
 MANY_PARTS = 16
-LEAST_SPLITS = 4
+MIN_SPLITS = 4
 """Parts that it loads at a time at least."""
 DIVIDED_SPLITS = 8
 """Parts of what a table divides that are loaded at a time."""
@@ -99,7 +99,7 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
     in_step = programs // work_tiles * work_tiles
     # Programs that read the same keys for several m_blocks then do so at the same time.
-    return in_step if in_step >= LEAST_FILLED * programs else programs
+    return in_step if in_step >= MIN_FILLED * programs else programs
 
 
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
@@ -116,7 +116,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
     work_tiles = problem.batch * m_blocks_of(packed(problem), config) * (problem.num_heads_q // pack)
     consumer, loader, _ = config.registers
     copies = config.tile.BLOCK_N // copy_rows(problem, config)
-    loaders = min(copies, MOST_LOADERS)
+    loaders = min(copies, MAX_LOADERS)
     fields = layout(packed(problem), config)
     fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
     e4m3 = problem.cache_dtype == FP8
@@ -170,7 +170,7 @@ def noted_variant(
     parts = triton.next_power_of_2(triton.cdiv(programs, work_tiles))
     num_warps = 8 if parts > MANY_PARTS else 4
     most = max(1, COMBINE_TILES[num_warps] // padded(problem.head_dim_v))
-    splits = min(max(LEAST_SPLITS, parts), most)
+    splits = min(max(MIN_SPLITS, parts), most)
     rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
     tile = CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
     combining = combine_variant(problem, config, tile, variant.BY_WORK_TILE, pdl=True)
@@ -213,7 +213,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         if variant.HAS_LEFT and lengths.window_left == UNLIMITED:  # padding on the left is an edge, too
             lengths = lengths._replace(window_left=FAR)
         programs, splits = self._shares(problem, config, variant, lengths)
-        attend = KeptKernel(
+        attend = CachedLaunch(
             attend_kernel,
             programs,
             (
@@ -242,7 +242,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             return Attend(attend, None, variant.GATHER), self._combine_noted(variant, lengths, splits, places)
         rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
         self._partials = round_up(floats + rows * TABLE_WIDTH.value, 64)
-        table = KeptKernel(
+        table = CachedLaunch(
             table_kernel,
             problem.batch,
             (problem.batch, programs, lengths, splits),
@@ -281,7 +281,7 @@ class HopperDecodeLaunch(DecodeLaunch):
 
     def _combine_noted(
         self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, places: int
-    ) -> KeptKernel:
+    ) -> CachedLaunch:
         """For what balanced programs leave, by the notes in so many places."""
         assert isinstance(self._config, HopperDecodeConfig)
         combining, num_warps = noted_variant(self._problem, self._config, variant)
@@ -292,7 +292,7 @@ class HopperDecodeLaunch(DecodeLaunch):
 
     def _combine_splits(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
-    ) -> KeptKernel:
+    ) -> CachedLaunch:
         """The portable kernel, for splits by each work tile's own length."""
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
@@ -308,7 +308,7 @@ class HopperDecodeLaunch(DecodeLaunch):
 
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
-    ) -> KeptKernel:
+    ) -> CachedLaunch:
         """For what the table divides, mostly nothing: as many programs as are placed at once."""
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
@@ -317,9 +317,9 @@ class HopperDecodeLaunch(DecodeLaunch):
         return _combining(combine_divided_kernel, programs, scalars, (variant, TABLE_WIDTH.value), num_warps)
 
 
-def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num_warps: int) -> KeptKernel:
+def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num_warps: int) -> CachedLaunch:
     """A kernel that combines parts, called as the portable one is."""
-    return KeptKernel(
+    return CachedLaunch(
         kernel,
         programs,
         scalars,
@@ -335,7 +335,7 @@ class Attend:
     """The kernel, behind the one that fills the table of its queue if it has one, called as the portable one
     is."""
 
-    def __init__(self, kernel: KeptKernel, fill_table: KeptKernel | None, gathers: bool) -> None:
+    def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, gathers: bool) -> None:
         self._kernel = kernel
         self._gathers = gathers
         self._fill_table = fill_table

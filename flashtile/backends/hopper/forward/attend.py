@@ -36,7 +36,7 @@ from flashtile.backends.hopper.work_tiles import slope_of
 
 
 @gluon.jit
-def attend_uncut(
+def attend_unmasked(
     C: gl.constexpr, W: gl.constexpr, o, l, m, p, i, n_from, n_to, q, q_head, k, v, ping_pong, rows, numbers,
     s_layout: gl.constexpr, p_layout: gl.constexpr, n_cut=0,
 ):  # fmt: skip
@@ -99,7 +99,7 @@ def block_scores(
 
 
 @gluon.jit
-def attend_cut(
+def attend_masked(
     C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, o, l, m, i, n_from, n_to, q, q_head, k, v,
     ping_pong, rows, numbers, dtype: gl.constexpr,
 ):  # fmt: skip
@@ -204,7 +204,7 @@ def attend_tile(
     if C.HAS_RIGHT and C.BLOCK_N > WARPGROUP_ROWS:
         whole = whole_end(C, work, last, my_begin, my_end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
-        o, l, m, i = attend_cut(
+        o, l, m, i = attend_masked(
             C, W, HALF, o, l, m, i, my_end, whole, q_tile, q_head, k, v, ping_pong, rows, numbers, dtype
         )
         my_end = whole
@@ -212,7 +212,7 @@ def attend_tile(
     CUTS_FIRST: gl.constexpr = C.HAS_RIGHT or (C.HAS_CUTS and not C.LISTED)
     if CUTS_FIRST:
         n = min(max(full_end, my_begin), my_end - 1)
-        o, l, m, i = attend_cut(
+        o, l, m, i = attend_masked(
             C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_head, k, v, ping_pong, rows, numbers, dtype
         )
 
@@ -228,7 +228,7 @@ def attend_tile(
     p = gl.convert_layout(drop_probabilities(C, weights.to(dtype), bits, rows), p_layout)
     i += 1
     full_begin = min(full_begin, n)
-    o, l, m, p, i = attend_uncut(
+    o, l, m, p, i = attend_unmasked(
         C, W, o, l, m, p, i, n, full_begin, q_tile, q_head, k, v, ping_pong, rows, numbers, s_layout,
         p_layout, full_end,
     )  # fmt: skip
@@ -236,7 +236,7 @@ def attend_tile(
     if C.HAS_LEFT:
         o = pv_wait(C, o)
         v.release(i - 1)
-        o, l, m, i = attend_cut(
+        o, l, m, i = attend_masked(
             C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_head, k, v, ping_pong, rows, numbers,
             dtype,
         )  # fmt: skip

@@ -34,7 +34,7 @@ from flashtile.backends.hopper.forward.schedule import (
     num_own_tiles,
     num_parts,
     query_blocks,
-    snake_order,
+    serpentine_order,
     tile_blocks,
 )
 from flashtile.backends.hopper.forward.tiles import load_keys, load_queries
@@ -81,7 +81,7 @@ def consumer(
     else:
         program, programs = gl.program_id(0), gl.num_programs(0)
         for t in range(num_own_tiles(program, programs, num_tiles)):
-            tile_index = snake_order(t, program, programs)
+            tile_index = serpentine_order(t, program, programs)
             i, j = attend_work_tile(
                 C, W, tile_index, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
             )
@@ -170,7 +170,7 @@ def producer(
             leave_queue(pointers, tile_index, num_tiles, programs)
     else:
         for t in range(num_own_tiles(program, programs, num_tiles)):
-            tile_index = snake_order(t, program, programs)
+            tile_index = serpentine_order(t, program, programs)
             i, j = load_work_tile(
                 C, tile_index, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
             )
@@ -182,7 +182,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most.
 
-    Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
+    Work tiles are dealt out in ``serpentine_order``, or taken from the work queue, whose counter lies in
     ``pointers.table``. What a call does not have (a bias, a table, slopes, a sink) is None.
     """
     bias = bias_tiles.make_row_tiles(C, bias_desc)

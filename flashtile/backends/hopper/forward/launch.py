@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
-from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import (
     allocator,
     contiguous_strides,
@@ -62,7 +62,7 @@ from flashtile.backends.hopper.modifiers.launch import (
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.dropout import keep_share
-from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
 SWIZZLE_HEADS = 8
@@ -288,7 +288,7 @@ class ForwardKernels(NamedTuple):
     """The kernels of one signature, in the order of their launch."""
 
     fill_table: TileTable | None
-    attend: KeptKernel
+    attend: CachedLaunch
     functions: FunctionTensors | None = None
     """Tensors that functions of scores and masks read."""
     queued: bool = False
@@ -311,7 +311,7 @@ class HopperForwardLaunch:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        extras: Extras,
+        extras: OptionalTensors,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -351,7 +351,7 @@ class HopperForwardLaunch:
         problem = self._problem
         variant = variant_of(problem, self._config, bias=extras.bias)
         schedule = schedule_of(problem, variant, k, extras.alibi_slopes, extras.bias)
-        attend = KeptKernel(
+        attend = CachedLaunch(
             forward_kernel,
             num_programs(schedule.num_tiles, q.device, variant.PROGRAMS),
             (schedule, numbers_of(problem)),

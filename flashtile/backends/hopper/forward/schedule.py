@@ -84,7 +84,7 @@ class ForwardNumbers(NamedTuple):
 
 
 @gluon.jit
-def snake_order(t, program, programs):
+def serpentine_order(t, program, programs):
     """The work tile that ``program`` computes as its number ``t``.
 
     Work tiles come in order of falling cost. They are dealt out in snake order, 0 1 2 2 1 0 0 1 2, so that no

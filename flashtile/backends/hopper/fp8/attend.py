@@ -67,7 +67,7 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
 
 
 @gluon.jit
-def attend_uncut(
+def attend_unmasked(
     C: gl.constexpr, W: gl.constexpr, tile, o, l, m, packed, i, n_from, n_to, k_scale, v_scale,
     s_layout: gl.constexpr,
 ):  # fmt: skip
@@ -100,12 +100,12 @@ def attend_uncut(
 
 
 @gluon.jit
-def attend_cut(
+def attend_masked(
     C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, o, l, m, i, n_from, n_to, k_scale, v_scale
 ):
     """Blocks n_from - 1 down to n_to under an edge of the mask, the first ``WIDTH`` keys of each.
 
-    Without overlap, as in the 16-bit kernel. Scales as in :func:`attend_uncut`.
+    Without overlap, as in the 16-bit kernel. Scales as in :func:`attend_unmasked`.
     """
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     o_layout: gl.constexpr = o.type.layout
@@ -172,14 +172,14 @@ def attend_tile(
     if C.HAS_RIGHT and C.BLOCK_N > ROWS:
         whole = whole_end(C, work, last, my_begin, my_end, schedule)
         HALF: gl.constexpr = C.BLOCK_N // 2
-        o, l, m, i, k_scale, v_scale = attend_cut(
+        o, l, m, i, k_scale, v_scale = attend_masked(
             C, W, HALF, tile, o, l, m, i, my_end, whole, k_scale, v_scale
         )
         my_end = whole
     n = my_end - 1
     if C.HAS_RIGHT:
         n = min(max(full_end, my_begin), my_end - 1)
-        o, l, m, i, k_scale, v_scale = attend_cut(
+        o, l, m, i, k_scale, v_scale = attend_masked(
             C, W, C.BLOCK_N, tile, o, l, m, i, my_end, n + 1, k_scale, v_scale
         )
 
@@ -199,14 +199,14 @@ def attend_tile(
         o = scale_rows(o, alpha)
     i += 1
     full_begin = min(full_begin, n)
-    o, l, m, packed, i, k_scale, v_scale = attend_uncut(
+    o, l, m, packed, i, k_scale, v_scale = attend_unmasked(
         C, W, tile, o, l, m, packed, i, n, full_begin, k_scale, v_scale, s_layout
     )
     o = pv_product(C, as_operand(packed, o_layout), v.tiles.index(v.wait(i - 1)), o)
     o = warpgroup_mma_wait(0, deps=[o])
     v.release(i - 1)
     if C.HAS_LEFT:
-        o, l, m, i, k_scale, v_scale = attend_cut(
+        o, l, m, i, k_scale, v_scale = attend_masked(
             C, W, C.BLOCK_N, tile, o, l, m, i, full_begin, my_begin, k_scale, v_scale
         )
     q.release(j)

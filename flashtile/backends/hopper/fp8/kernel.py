@@ -23,7 +23,7 @@ from flashtile.backends.hopper.forward.schedule import (
     num_own_tiles,
     num_parts,
     query_blocks,
-    snake_order,
+    serpentine_order,
     tile_blocks,
 )
 from flashtile.backends.hopper.forward.tiles import load_keys, load_queries
@@ -91,7 +91,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, ping_pong, o_tile
     else:
         program, programs = gl.program_id(0), gl.num_programs(0)
         for t in range(num_own_tiles(program, programs, num_tiles)):
-            tile_index = snake_order(t, program, programs)
+            tile_index = serpentine_order(t, program, programs)
             i, j = attend_work_tile(C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, call)
     tma.store_wait(0)
 
@@ -192,7 +192,7 @@ def producer(C: gl.constexpr, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, po
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
     else:
         for t in range(num_own_tiles(program, programs, num_tiles)):
-            tile_index = snake_order(t, program, programs)
+            tile_index = serpentine_order(t, program, programs)
             i, j = load_work_tile(
                 C, tile_index, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule
             )
@@ -206,7 +206,7 @@ def forward_kernel(
 ):
     """Grid: one program for each multiprocessor at most.
 
-    Work tiles are dealt out in ``snake_order``, or taken from the work queue, whose counter lies in
+    Work tiles are dealt out in ``serpentine_order``, or taken from the work queue, whose counter lies in
     ``table``.
 
     Unused pointers (a table, used lengths, a scale) are never dereferenced.

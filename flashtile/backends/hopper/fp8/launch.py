@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.config import LAUNCH_REGISTERS
 from flashtile.backends.hopper.forward import launch as forward
@@ -59,7 +59,7 @@ class Fp8ForwardLaunch:
         problem = self._problem
         variant = fp8_forward_variant(problem, self._config, scales)
         schedule = schedule_of(problem, variant, k)._replace(alibi_stride=None)
-        attend = KeptKernel(
+        attend = CachedLaunch(
             forward_kernel,
             num_programs(schedule.num_tiles, q.device),
             (schedule, Numbers(**score_numbers(problem)), scale_strides(problem, scales)),

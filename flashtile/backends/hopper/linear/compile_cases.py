@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from flashtile.backends.common.compile_report import CompileCase
-from flashtile.backends.common.linear_launch import end_variant
+from flashtile.backends.common.linear_launch import epilogue_variant
 from flashtile.backends.hopper.compile_cases import HOPPER
-from flashtile.backends.hopper.linear.config import DEFAULT, MOST_ROWS, TILES, FlatConfig, make
+from flashtile.backends.hopper.linear.config import DEFAULT, MAX_ROWS, TILES, FlatConfig, make
 from flashtile.backends.hopper.linear.kernel import flat_kernel
 from flashtile.backends.hopper.linear.launch import flat_variant
 from flashtile.backends.portable.linear.compile_cases import (
@@ -33,11 +33,11 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             config = make(problem, tile)
             default = config == make(problem, DEFAULT[rows, width])
             yield replace(_case(name, problem, config), exhaustive=not default)
-    most = plain_problem(MOST_ROWS, (9, 0))
+    most = plain_problem(MAX_ROWS, (9, 0))
     for name, ended in everything(most).items():
         if name != "e4m3":
-            yield _case(name, ended, make(ended, DEFAULT[MOST_ROWS, 2]))
-    odd = _case("K of 8 times an odd number", replace(most, K=4104), make(most, DEFAULT[MOST_ROWS, 2]))
+            yield _case(name, ended, make(ended, DEFAULT[MAX_ROWS, 2]))
+    odd = _case("K of 8 times an odd number", replace(most, K=4104), make(most, DEFAULT[MAX_ROWS, 2]))
     yield replace(odd, divisible_by_16=frozenset())
 
 
@@ -47,7 +47,7 @@ def _case(name: str, problem: LinearProblem, config: FlatConfig) -> CompileCase:
         name=f"hopper linear {name} {tile} warps {config.num_warps} x {config.programs_per_sm}",
         kernel=flat_kernel,
         signature={"pointers": pointer_types(problem, True), **PRODUCT_TYPES},
-        constants={"C": flat_variant(problem, config), "E": end_variant(problem)},
+        constants={"C": flat_variant(problem, config), "E": epilogue_variant(problem)},
         divisible_by_16=ALIGNED,
         num_warps=config.num_warps,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flashtile.hardware.linear_table import FLAT
 from flashtile.problems.linear import E4M3, LinearProblem
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
 
 
 def padded_rows(rows: int) -> int:
-    return 8 if rows <= 8 else MOST_ROWS
+    return 8 if rows <= 8 else MAX_ROWS
 
 
 def key_of(problem: LinearProblem) -> tuple[int, int]:
@@ -90,6 +90,6 @@ def choose(problem: LinearProblem, measured: Tile | None) -> FlatConfig:
 
 
 def candidates(problem: LinearProblem) -> Iterator[FlatConfig]:
-    if problem.M <= MOST_ROWS:
+    if problem.M <= MAX_ROWS:
         for tile in TILES[key_of(problem)]:
             yield make(problem, tile)

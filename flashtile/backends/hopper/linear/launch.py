@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.linear_ends import ProductDepth, ProductPointers
 from flashtile.backends.common.linear_launch import (
     end_scalars,
-    end_variant,
+    epilogue_variant,
     new_next_norm,
     new_output,
     product_pointers,
@@ -43,7 +43,7 @@ class FlatLaunch:
     def __init__(self, problem: LinearProblem, config: FlatConfig) -> None:
         self._problem, self._config = problem, config
         self._programs = min(config.programs_per_sm * multiprocessors(problem.device), problem.places)
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Any:
         *caches, given = others
@@ -56,9 +56,9 @@ class FlatLaunch:
         self._kernel(x.device, *pointers)
         return (y, following.scaled, following.factor) if self._problem.next_norm else y
 
-    def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
+    def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> CachedLaunch:
         problem, config = self._problem, self._config
-        return KeptKernel(
+        return CachedLaunch(
             flat_kernel,
             self._programs,
             (
@@ -66,7 +66,7 @@ class FlatLaunch:
                 problem.norm_eps,
                 *end_scalars(problem, given, caches),
             ),
-            (flat_variant(problem, config), end_variant(problem)),
+            (flat_variant(problem, config), epilogue_variant(problem)),
             None,
             pointers=ProductPointers,
             num_warps=config.num_warps,

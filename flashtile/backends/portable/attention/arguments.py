@@ -4,7 +4,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flashtile.problems.attention import Extras
+from flashtile.problems.attention import OptionalTensors
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class AttentionVariant:
     BLOCK_TOP: int = 0
 
 
-OPTIONAL = (*Extras._fields, "key_bounds", "captured", "lists")
+OPTIONAL = (*OptionalTensors._fields, "key_bounds", "captured", "lists")
 """Optional pointers that all kernels take after their own; None where a call does not use one.
 
 ``key_bounds`` [batch, 2] holds the first key that padding leaves each sequence, and the end of its last.

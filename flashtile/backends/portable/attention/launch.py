@@ -10,8 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.launch import allocator, has_score_mod, outer_stride, padded
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
@@ -37,7 +37,7 @@ from flashtile.backends.portable.mods.launch import (
     zero_gradients,
 )
 from flashtile.dropout import is_fine, keep_share, threshold
-from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
 
@@ -146,11 +146,11 @@ def attention_kernel(
     problem: Problem,
     precision: str,
     inputs: tuple[Tensor, Tensor, Tensor],
-    extras: Extras,
+    extras: OptionalTensors,
     *first: Any,
     owns_keys: bool = False,
     **more: Any,
-) -> KeptKernel:
+) -> CachedLaunch:
     """One of the kernels of a call with these tensors.
 
     Args:
@@ -181,16 +181,16 @@ def attention_kernel(
     scale, keep_scale = problem.softmax_scale, 1 / keep_share(problem.dropout_p)
     numbers = AttentionNumbers(scale, scale * LOG2_E, problem.softcap, keep_scale)
     scalars = (*first, strides, lengths, numbers)
-    return KeptKernel(kernel, programs, scalars, (variant,), config, pointers=pointers)
+    return CachedLaunch(kernel, programs, scalars, (variant,), config, pointers=pointers)
 
 
 def dbias_kernel_of(
     problem: Problem,
     config: Config,
     inputs: tuple[Tensor, Tensor, Tensor],
-    extras: Extras,
+    extras: OptionalTensors,
     padded_rows: int,
-) -> KeptKernel:
+) -> CachedLaunch:
     """Return the kernel of the bias's gradient; ``inputs`` are q, k and v."""
     assert extras.bias is not None
     tile = dbias_tile(config)
@@ -203,7 +203,7 @@ def dbias_kernel_of(
     )  # fmt: skip
 
 
-def optional_pointers(extras: Extras, key_bounds: Tensor | None = None) -> tuple[Tensor | None, ...]:
+def optional_pointers(extras: OptionalTensors, key_bounds: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """Return the optional tensors, which come last in each kernel's arguments, without functions."""
     return (*extras, key_bounds, None, None)
 
@@ -222,7 +222,7 @@ class PortableForwardLaunch:
         self._new_out: Any = None
         self._key_bounds: Any = None
         self._functions: FunctionPointers | None = None
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(
         self,
@@ -261,7 +261,7 @@ class PortableForwardLaunch:
             kernel(q.device, q, k, v, out, lse, *self._functions(kernel, extras, captured))
         return out, lse
 
-    def _prepare(self, programs: int, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> KeptKernel:
+    def _prepare(self, programs: int, q: Tensor, k: Tensor, v: Tensor, extras: Any) -> CachedLaunch:
         problem, config = self._problem, self._config
         if problem.mods is not None:
             self._functions = FunctionPointers(problem, extras)
@@ -285,8 +285,8 @@ class PortableBackwardLaunch:
         self.statistics_shape = (sequences, problem.num_heads_q, self._padded_rows)
         self._key_bounds: Any = None
         self._functions: FunctionPointers | None = None
-        self._dbias: KeptKernel | None = None
-        self.kernels: tuple[KeptKernel, KeptKernel, KeptKernel] | None = None
+        self._dbias: CachedLaunch | None = None
+        self.kernels: tuple[CachedLaunch, CachedLaunch, CachedLaunch] | None = None
 
     def __call__(
         self,
@@ -349,7 +349,7 @@ class PortableBackwardLaunch:
 
     def prepare(
         self, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, extras: Any
-    ) -> tuple[KeptKernel, KeptKernel, KeptKernel]:
+    ) -> tuple[CachedLaunch, CachedLaunch, CachedLaunch]:
         problem, config = self._problem, self._config
         more: dict[str, Any] = {}
         if problem.mods is not None:

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import outer_stride, padded
 from flashtile.backends.portable.decode.append import (
     AppendLengths,
@@ -42,7 +42,7 @@ class AppendLaunch:
         self._rows = min(APPEND_ROWS, triton.next_power_of_2(max(new[1], queries[1], 1)))
         self._programs = new[0] * triton.cdiv(new[1], self._rows) * problem.num_heads_kv
         self._programs_q = queries[0] * triton.cdiv(queries[1], self._rows) * problem.num_heads_q
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(
         self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors
@@ -57,7 +57,7 @@ class AppendLaunch:
 
     def _prepare(
         self, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors
-    ) -> KeptKernel:
+    ) -> CachedLaunch:
         problem = self._problem
         q, block_table = tensors.q, tensors.block_table
         variant = AppendVariant(
@@ -105,7 +105,7 @@ class AppendLaunch:
             new_programs=self._programs,
         )
         programs = self._programs + self._programs_q
-        return KeptKernel(
+        return CachedLaunch(
             append_kernel, programs, (strides, lengths), (variant,), None, pointers=AppendPointers
         )
 
@@ -115,7 +115,7 @@ class CopyLaunch:
 
     def __init__(self, problem: CopyProblem) -> None:
         self._problem = problem
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(self, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors) -> None:
         problem = self._problem
@@ -129,7 +129,7 @@ class CopyLaunch:
 
     def _prepare(
         self, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors
-    ) -> KeptKernel:
+    ) -> CachedLaunch:
         problem = self._problem
         _, num_blocks, page_size, heads, head_dim = k_cache.shape
         head_dim_v = v_cache.shape[-1]
@@ -165,4 +165,6 @@ class CopyLaunch:
             BLOCK=block,
         )
         programs = parts * problem.num_layers * problem.num_pairs
-        return KeptKernel(copy_kernel, programs, (strides, lengths), (variant,), None, pointers=CopyPointers)
+        return CachedLaunch(
+            copy_kernel, programs, (strides, lengths), (variant,), None, pointers=CopyPointers
+        )

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import triton
 
+from flashtile.backends.common.cached_launch import NUM_WARPS
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
-from flashtile.backends.common.kept_kernel import NUM_WARPS
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import config, plan
 from flashtile.backends.portable.decode.append import (

@@ -26,10 +26,10 @@ grid."""
 WHOLE_BYTES = 192 * 1024
 """Bytes of keys and values: about what a program reads in the time that partial results take to be left and
 combined. Work tiles of no more are left whole."""
-MOST_WHOLE_BYTES = 512 * 1024
+MAX_WHOLE_BYTES = 512 * 1024
 """The most of a work tile that is left whole. Programs that share all n_blocks ask for the next one's keys
 early, and read the heads of a token side by side: with more bytes that is worth more."""
-MOST_UNEVEN_BYTES = 256 * 1024
+MAX_UNEVEN_BYTES = 256 * 1024
 """The most where lengths may differ, or keys lie in pages."""
 
 HEAD_DIMS = (64, 128, 256, 512)
@@ -57,7 +57,7 @@ class DecodeConfig:
         """
         if m_blocks > BALANCED_M_BLOCKS:
             return False
-        most = MOST_WHOLE_BYTES if even else MOST_UNEVEN_BYTES
+        most = MAX_WHOLE_BYTES if even else MAX_UNEVEN_BYTES
         if self.tile.BLOCK_M > NARROW or tile_bytes > most:
             return True
         # A program on each multiprocessor keeps the memory busy; in a last round of fewer, some wait.

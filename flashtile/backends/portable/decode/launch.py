@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import allocator, padded
 from flashtile.backends.portable.decode import plan
 from flashtile.backends.portable.decode.arguments import (
@@ -72,8 +72,8 @@ class DecodeLaunch:
         """Number of floats of partial results, rounded up so that the lse after them is aligned."""
         self._stores_lse = True
         self._new_out: Any = None
-        self._attend: KeptKernel | None = None
-        self._combine: KeptKernel | None = None
+        self._attend: CachedLaunch | None = None
+        self._combine: CachedLaunch | None = None
         self._by_capacity: tuple = ()
         self._scalars: DecodeScalars | None = None
         self._combine_scalars: tuple = ()
@@ -127,7 +127,7 @@ class DecodeLaunch:
         given ``out``."""
         return self._attend is not None and not self._varlen
 
-    def resized(
+    def with_cache_length(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
     ) -> DecodeLaunch | None:
         """This launch for dense caches of another length, by the kernels that it has. None if they do not
@@ -181,7 +181,7 @@ class DecodeLaunch:
 
     def _prepare(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
-    ) -> tuple[KeptKernel, KeptKernel | None]:
+    ) -> tuple[CachedLaunch, CachedLaunch | None]:
         """Return the attention kernel and, if it leaves partial results, the kernel that combines them."""
         problem, config = self._problem, self._config
         balanced = plan.is_balanced(problem, config)
@@ -221,7 +221,7 @@ class DecodeLaunch:
         self._by_capacity = self._decided(problem, k_cache, v_cache)
         # With dependent launch, a kernel may start before the previous one has ended and waits for it itself.
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
-        attend = KeptKernel(
+        attend = CachedLaunch(
             decode_kernel, programs, scalars, (variant,), config.tile, pointers=DecodePointers, **options
         )
         if not variant.SPLIT:
@@ -233,7 +233,7 @@ class DecodeLaunch:
 
     def _prepare_combine(
         self, scalars: DecodeScalars, work_tiles: int, programs: int, teams: int, options: dict[str, Any]
-    ) -> KeptKernel:
+    ) -> CachedLaunch:
         """The kernel for what ``programs`` leave of so many work tiles, balanced if there are teams."""
         problem, config = self._problem, self._config
         tile = plan.combine_tile(problem, config, triton.cdiv(programs, work_tiles) if teams else None)
@@ -242,7 +242,7 @@ class DecodeLaunch:
         row_blocks = triton.cdiv(scalars.splits.partial_rows, tile.rows)
         pdl = plan.has_dependent_launch(self._device)
         self._combine_scalars = (scalars.splits, teams, row_blocks)
-        return KeptKernel(
+        return CachedLaunch(
             combine_kernel,
             units * row_blocks,
             (scalars.lengths, *self._combine_scalars),
@@ -259,7 +259,7 @@ class CombineLaunch:
 
     def __init__(self, problem: CombineProblem) -> None:
         self._problem = problem
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(
         self, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
@@ -277,7 +277,7 @@ class CombineLaunch:
             splits = min(16, triton.next_power_of_2(max(problem.num_splits, 1)))
             rows_of_program = max(1, plan.COMBINE_TILE // (splits * width))
             strides = GivenStrides(*out_partial.stride()[:-1], *lse_partial.stride())
-            self._kernel = KeptKernel(
+            self._kernel = CachedLaunch(
                 combine_given_kernel,
                 triton.cdiv(rows, rows_of_program),
                 (strides, GivenSizes(problem.num_splits, problem.seqlen, problem.num_heads, rows)),

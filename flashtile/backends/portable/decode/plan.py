@@ -24,16 +24,16 @@ MAX_HEADS_PER_TEAM = 8
 COMBINE_TILE = 4096
 """Elements of partial results that four warps of a combining program load at a time. Its registers must fit
 on a multiprocessor together with two attention programs, since it waits there for their end."""
-LEAST_SPLITS = 8
+MIN_SPLITS = 8
 """Fewest splits that a combining program loads at a time: with unequal lengths, some work tiles have many."""
-LEAST_PAIRED_WIDTH = 32
+MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
 """n_blocks to prefetch: as many as are in flight, so that prefetched blocks follow without a gap."""
 FEW_N_BLOCKS = 4
 """n_blocks per multiprocessor up to which one program runs on each, if work tiles are as few. The programs of
 the next call then fit next to them. With more n_blocks, two programs keep more bytes in flight."""
 MAX_BLOCK_N = 256
-LEAST_UNIFIED_N_BLOCKS = 8
+MIN_UNIFIED_N_BLOCKS = 8
 """n_blocks of the longest sequence: with fewer, the check of a work tile costs more than a unified maximum
 saves."""
 
@@ -176,7 +176,7 @@ def effective_window(problem: DecodeProblem) -> tuple[int, int]:
 
 def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
     """Whether scores are taken over the caller's ``softmax_max``, "number" or "head", or "none"."""
-    if problem.capacity < LEAST_UNIFIED_N_BLOCKS * config.tile.BLOCK_N:
+    if problem.capacity < MIN_UNIFIED_N_BLOCKS * config.tile.BLOCK_N:
         return "none"
     if problem.softmax_max_by_head:
         return "head"
@@ -198,7 +198,7 @@ def decode_variant(
     bound_by_bytes = balanced and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if pairs:  # halves of a row are still as wide as a product must be
-        block_d, block_dv = max(block_d, LEAST_PAIRED_WIDTH), max(block_dv, LEAST_PAIRED_WIDTH)
+        block_d, block_dv = max(block_d, MIN_PAIRED_WIDTH), max(block_dv, MIN_PAIRED_WIDTH)
     if not aligned:  # as in flashtile.backends.portable.attention.launch
         block_d = block_dv = max(block_d, block_dv)
     return DecodeVariant(
@@ -252,7 +252,7 @@ def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | N
         return CombineTile(rows, max(2, COMBINE_TILE // (rows * width)), 4)
     num_warps = 8 if programs * width > COMBINE_TILE else 4
     most = max(2, COMBINE_TILE * num_warps // 4 // width)
-    splits = min(most, max(LEAST_SPLITS, triton.next_power_of_2(programs)))
+    splits = min(most, max(MIN_SPLITS, triton.next_power_of_2(programs)))
     rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
     return CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
 

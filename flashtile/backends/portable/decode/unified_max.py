@@ -11,15 +11,15 @@ import triton.language as tl
 
 from flashtile.backends.common.tiles import LOG2_E
 
-LEAST_SUM = tl.constexpr(2.0**-32)
+MIN_SUM = tl.constexpr(2.0**-32)
 """Least accepted sum of a row's exponentials: a term that exp2 flushes to zero is below 2^-94 of it."""
-MOST_SUM = tl.constexpr(2.0**120)
-LEAST_MEAN_FLOAT16 = tl.constexpr(2.0**-10)
+MAX_SUM = tl.constexpr(2.0**120)
+MIN_MEAN_FLOAT16 = tl.constexpr(2.0**-10)
 """Least accepted mean of the exponentials if they are rounded to float16, which has fewer bits below 2^-14.
 Above 2^16 float16 is infinite, and so are the sums of values."""
-MOST_FLOAT32 = tl.constexpr(2.0**16)
+MAX_FLOAT32 = tl.constexpr(2.0**16)
 """Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
-LEAST_VALUE = tl.constexpr(2.0**-60)
+MIN_VALUE = tl.constexpr(2.0**-60)
 """Least accepted magnitude of the largest sum of values: smaller sums may lack terms flushed to zero."""
 
 
@@ -54,19 +54,19 @@ def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
 
     A row with a sum of 0 is not: it may have seen no key, or its terms may have been flushed to zero.
     """
-    least = LEAST_SUM
-    most = MOST_SUM
+    least = MIN_SUM
+    most = MAX_SUM
     if operand == tl.float16:
-        least = keys.to(tl.float32) * LEAST_MEAN_FLOAT16
+        least = keys.to(tl.float32) * MIN_MEAN_FLOAT16
     elif operand == tl.float32:
-        least = 1 / MOST_FLOAT32
-        most = MOST_FLOAT32
+        least = 1 / MAX_FLOAT32
+        most = MAX_FLOAT32
     sums = (row_sum >= least) & (row_sum <= most)  # not of NaN
     size = tl.abs(acc)
-    size = tl.where(size <= MOST_SUM, size, float("inf"))
+    size = tl.where(size <= MAX_SUM, size, float("inf"))
     largest = tl.max(tl.max(tl.where(exists[:, None], size, 0.0), 1), 0)
     right = tl.min((sums | (exists == 0)).to(tl.int32), 0) != 0
-    return right & (largest >= LEAST_VALUE) & (largest <= MOST_SUM)
+    return right & (largest >= MIN_VALUE) & (largest <= MAX_SUM)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import outer_stride
 from flashtile.backends.portable.fp8.attend import (
     Fp8AttendPointers,
@@ -50,7 +50,7 @@ class Fp8AttendLaunch:
         self._config = config
         self._out_shape = problem.out_shape
         self._lse_shape = problem.lse_shape
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
@@ -70,7 +70,9 @@ class Fp8AttendLaunch:
         self._kernel(q.device, q, k, v, out, lse, *tensors)
         return out, lse
 
-    def _prepare(self, programs: int, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors) -> KeptKernel:
+    def _prepare(
+        self, programs: int, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
+    ) -> CachedLaunch:
         problem = self._problem
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
         strides = Fp8Strides(*self._strides(q), *self._strides(k), *self._strides_of_v(v))
@@ -92,7 +94,7 @@ class Fp8AttendLaunch:
         numbers = Fp8Numbers(problem.softmax_scale, problem.softcap)
         variant = fp8_attend_variant(problem, self._config)
         scalars = (strides, scale_strides, lengths, numbers)
-        return KeptKernel(
+        return CachedLaunch(
             attend_kernel, programs, scalars, (variant,), self._config.tile, pointers=Fp8AttendPointers
         )
 

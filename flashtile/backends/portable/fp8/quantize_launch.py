@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.fp8.quantize import (
     LARGEST_GIVEN,
@@ -33,7 +33,7 @@ REGISTERS = 64
 multiprocessor, so that one loads while another computes."""
 ROTARY_REGISTERS = 128
 """Registers per thread with rotary embedding, whose angles need some; not with ``rotates_halves``."""
-MOST_WARPS = 16
+MAX_WARPS = 16
 """Most warps of a program at which each thread can have that many registers."""
 
 
@@ -41,7 +41,7 @@ def rotates_halves(problem: QuantizeProblem) -> bool:
     """``QuantizeVariant.HALVES``, for blocks that fit into so few threads that two programs share an SM."""
     columns = padded(problem.stored_head_dim)
     by_halves = problem.rotary_dim == columns and not problem.rotary_interleaved
-    return by_halves and problem.rows * columns <= MOST_WARPS * 32 * ELEMENTS_PER_THREAD
+    return by_halves and problem.rows * columns <= MAX_WARPS * 32 * ELEMENTS_PER_THREAD
 
 
 def quantize_variant(problem: QuantizeProblem, native: bool, number: int) -> QuantizeVariant:
@@ -65,12 +65,12 @@ def quantize_variant(problem: QuantizeProblem, native: bool, number: int) -> Qua
 
 def num_warps(problem: QuantizeProblem) -> int:
     warps = problem.rows * padded(problem.stored_head_dim) // ELEMENTS_PER_THREAD // 32
-    return max(min(warps, MOST_WARPS) if problem.rotary_dim else warps, 1)
+    return max(min(warps, MAX_WARPS) if problem.rotary_dim else warps, 1)
 
 
 def spill_budget(problem: QuantizeProblem) -> int:
     """Bytes of register spills accepted: the largest tile and its angles fill the register file."""
-    fills = problem.rotary_dim and num_warps(problem) == MOST_WARPS and not rotates_halves(problem)
+    fills = problem.rotary_dim and num_warps(problem) == MAX_WARPS and not rotates_halves(problem)
     return 200 if fills else 0
 
 
@@ -91,7 +91,7 @@ class QuantizeLaunch:
         self._native = native
         self._values_shape, self._scales_shape = problem.values_shape, problem.scales_shape
         self._programs = triton.cdiv(problem.seqlen, problem.rows) * problem.num_heads * problem.batch
-        self._kernels: list[KeptKernel] = []
+        self._kernels: list[CachedLaunch] = []
 
     def __call__(self, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
@@ -109,7 +109,7 @@ class QuantizeLaunch:
             kernel(x.device, x, stored, scales, largest, *tensors)
         return values, scales
 
-    def _prepare(self, x: Tensor, tensors: QuantizeTensors) -> list[KeptKernel]:
+    def _prepare(self, x: Tensor, tensors: QuantizeTensors) -> list[CachedLaunch]:
         problem = self._problem
         heads, blocks = problem.num_heads, problem.blocks
         scale_strides = {
@@ -133,7 +133,7 @@ class QuantizeLaunch:
         scalars = (strides, lengths, QuantizeScaleStrides(*scale_strides), numbers)
         passes = (ONE_PASS,) if problem.method == "block" else (LARGEST_ONLY, LARGEST_GIVEN)
         return [
-            KeptKernel(
+            CachedLaunch(
                 quantize_kernel,
                 self._programs,
                 scalars,

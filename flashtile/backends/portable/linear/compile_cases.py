@@ -17,10 +17,10 @@ from flashtile.backends.common.linear_ends import (
     ProductDepth,
     ProductPointers,
 )
-from flashtile.backends.common.linear_launch import end_variant
+from flashtile.backends.common.linear_launch import epilogue_variant
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
 from flashtile.backends.portable.linear.config import (
-    MOST_FLAT_ROWS,
+    MAX_FLAT_ROWS,
     LinearConfig,
     adapted,
     candidates,
@@ -101,7 +101,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         adapted(split, FLAT, 64, 128, 4, 3, 4, 0),
     )
     if capability >= CAPABILITY:
-        many = plain_problem(MOST_FLAT_ROWS, capability)
+        many = plain_problem(MAX_FLAT_ROWS, capability)
         for problem, kind in ((few, GEMV), (many, FLAT)):
             for config in candidates(problem):
                 if config.kind == kind:
@@ -114,7 +114,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         name="linear end qkv",
         kernel=end_kernel,
         signature={"pointers": pointers, "sums_stride": "i32", **END_TYPES},
-        constants={"BLOCK_M": END_ROWS, "BLOCK_P": END_PLACES, "E": end_variant(ended, norm=False)},
+        constants={"BLOCK_M": END_ROWS, "BLOCK_P": END_PLACES, "E": epilogue_variant(ended, norm=False)},
         divisible_by_16=frozenset(("places", "sums_stride", "strides")),
         tensor_cores=False,
     )
@@ -129,7 +129,7 @@ def _case(name: str, problem: LinearProblem, config: LinearConfig) -> CompileCas
         name=f"linear {config.kind} {name} {tile} warps {config.num_warps} splits {config.splits}",
         kernel=product_kernel,
         signature={"pointers": pointers, "shares": types_of(Shares, "i32"), **PRODUCT_TYPES},
-        constants={"C": variant, "E": end_variant(problem)},
+        constants={"C": variant, "E": epilogue_variant(problem)},
         divisible_by_16=ALIGNED,
         num_warps=config.num_warps,
         spill_budget=SPILL_BUDGETS.get((config.kind, name), 0),

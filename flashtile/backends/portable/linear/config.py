@@ -17,9 +17,9 @@ from flashtile.hardware import linear_table as table
 from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY
 from flashtile.problems.linear import PLAIN, LinearProblem
 
-MOST_GEMV_ROWS = 4
+MAX_GEMV_ROWS = 4
 GEMV_INSTEAD_ROWS = 2
-MOST_FLAT_ROWS = 64
+MAX_FLAT_ROWS = 64
 """Most rows of a flat product: with more, two blocks of rows would read W twice."""
 KERNEL_US = 2.5
 """Time of an additional kernel around the library's product, minus the cost of a fused epilogue: measured on
@@ -60,7 +60,7 @@ DEFAULTS = {
 def padded_rows(rows: int, kind: str) -> int:
     """Return BLOCK_M: a power of two, at least 8 for tensor cores."""
     power = 1 << max(rows - 1, 0).bit_length()
-    return min(power, MOST_GEMV_ROWS) if kind == GEMV else min(max(power, 8), MOST_FLAT_ROWS)
+    return min(power, MAX_GEMV_ROWS) if kind == GEMV else min(max(power, 8), MAX_FLAT_ROWS)
 
 
 def device_name(device: torch.device | Target) -> str:
@@ -83,14 +83,14 @@ def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
     if problem.dtype not in SIXTEEN_BIT:
         return LIBRARY
     if found is None:
-        kind = GEMV if problem.M == 1 else FLAT if problem.M <= MOST_FLAT_ROWS else LIBRARY
+        kind = GEMV if problem.M == 1 else FLAT if problem.M <= MAX_FLAT_ROWS else LIBRARY
     else:
         kind = found.row.kind(problem.M)
-        if kind == LIBRARY and problem.M <= MOST_FLAT_ROWS:
+        if kind == LIBRARY and problem.M <= MAX_FLAT_ROWS:
             flat, library = (found.row.measured(problem.M, name) for name in (FLAT, LIBRARY))
             if flat and library and flat["us"] < library["us"] + KERNEL_US * kernels_around(problem):
                 return FLAT
-    return FLAT if kind == GEMV and problem.M > MOST_GEMV_ROWS else kind
+    return FLAT if kind == GEMV and problem.M > MAX_GEMV_ROWS else kind
 
 
 def needs_end(problem: LinearProblem) -> bool:
@@ -162,10 +162,10 @@ def halves(problem: LinearProblem) -> int:
 
 def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
     """Yield the configurations that ``flashtile profile`` measures."""
-    if problem.M <= MOST_GEMV_ROWS:
+    if problem.M <= MAX_GEMV_ROWS:
         for tile in _GEMV_TILES:
             yield adapted(problem, GEMV, *tile)
-    if problem.M <= MOST_FLAT_ROWS:
+    if problem.M <= MAX_FLAT_ROWS:
         for tile in _FLAT_TILES:
             if tile[0] >= min(problem.M, 32):  # fewer rows of W than of x waste the tensor cores
                 yield adapted(problem, FLAT, *tile)

@@ -10,14 +10,14 @@ import torch
 import triton
 from torch import Tensor
 
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import capability
-from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.common.linear_ends import ProductDepth, ProductPointers
 from flashtile.backends.common.linear_launch import (
     end_scalars,
-    end_variant,
+    epilogue_variant,
     new_next_norm,
     new_output,
     product_pointers,
@@ -77,7 +77,7 @@ class ProductLaunch:
         if config.splits > 1 or problem.next_norm:
             self._counters = self._blocks + row_blocks
         self._part = (config.BLOCK_N + 1) * config.BLOCK_M if config.splits > 1 else 0
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Any:
         *caches, given = others
@@ -102,18 +102,18 @@ class ProductLaunch:
         self._kernel(x.device, *pointers)
         return results
 
-    def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
+    def _prepare(self, x: Tensor, weight: Tensor, caches: tuple[Tensor, ...], given: Any) -> CachedLaunch:
         problem, config = self._problem, self._config
         shares = Shares(
             given.weight_scale.stride(0) if self._variant.BLOCK_SCALES else 0, config.splits, self._tiles
         )
         depth = ProductDepth(problem.K, x.stride(0), weight.stride(0))
         options: dict[str, Any] = {"launch_pdl": True} if self._variant.DEPENDENT else {}
-        return KeptKernel(
+        return CachedLaunch(
             product_kernel,
             self._blocks * config.splits,
             (depth, shares, problem.norm_eps, *end_scalars(problem, given, caches)),
-            (self._variant, end_variant(problem)),
+            (self._variant, epilogue_variant(problem)),
             None,
             pointers=ProductPointers,
             num_warps=config.num_warps,
@@ -126,7 +126,7 @@ class LibraryLaunch:
 
     def __init__(self, problem: LinearProblem) -> None:
         self._problem, self._has_end = problem, needs_end(problem)
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, *others: Any) -> Any:
         y = self._product(x, weight, *others)
@@ -154,14 +154,14 @@ class LibraryLaunch:
         self._kernel(x.device, *product_pointers(sums, None, y, given, tuple(caches)))
         return y
 
-    def _prepare(self, sums: Tensor, caches: tuple[Tensor, ...], given: Any) -> KeptKernel:
+    def _prepare(self, sums: Tensor, caches: tuple[Tensor, ...], given: Any) -> CachedLaunch:
         problem = self._problem
         programs = triton.cdiv(problem.places, END_PLACES) * triton.cdiv(problem.M, END_ROWS)
-        return KeptKernel(
+        return CachedLaunch(
             end_kernel,
             programs,
             (sums.stride(0), *end_scalars(problem, given, caches)),
-            (END_ROWS, END_PLACES, replace(end_variant(problem, norm=False), NEXT_NORM=False)),
+            (END_ROWS, END_PLACES, replace(epilogue_variant(problem, norm=False), NEXT_NORM=False)),
             None,
             pointers=ProductPointers,
         )

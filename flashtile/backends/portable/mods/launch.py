@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.kept_kernel import KeptKernel
 from flashtile.backends.portable.attention.arguments import AttentionVariant
 from flashtile.backends.portable.mods import functions
 from flashtile.backends.portable.mods.arguments import CAPTURED, Captured, Lists
-from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.masks import MAX_CAPTURED, Mods
 
 kv_lists_of = operator.attrgetter("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 q_lists_of = operator.attrgetter("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 _captured_of = operator.attrgetter(*CAPTURED)
-_PLAIN = len(Extras._fields)
-"""Number of fields of ``Extras``: the optional tensors of a call without functions, which come first."""
+_PLAIN = len(OptionalTensors._fields)
+"""Number of tensors that a call without functions may have. They come first."""
 _NO_GRADIENTS = (None,) * MAX_CAPTURED
 
 
@@ -71,7 +71,7 @@ class FunctionPointers:
 
     def __call__(
         self,
-        kernel: KeptKernel,
+        kernel: CachedLaunch,
         extras: Any,
         captured: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None] = _NO_GRADIENTS,

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable.attention.launch import attention_kernel, optional_pointers
 from flashtile.backends.portable.mods.launch import FunctionPointers, captured_of
@@ -28,7 +28,7 @@ class WeightsLaunch:
 
     def __init__(self, problem: WeightsProblem, config: WeightsConfig) -> None:
         self._problem, self._config = problem, config
-        self._kernel: KeptKernel | None = None
+        self._kernel: CachedLaunch | None = None
         self._functions: FunctionPointers | None = None
 
     def __call__(self, q: Tensor, k: Tensor, lse: Tensor, extras: Any) -> tuple[Tensor, Tensor | None]:
@@ -58,7 +58,7 @@ class WeightsLaunch:
         kernel(q.device, q, k, lse, weights, indices, *optional)
         return weights, indices
 
-    def _prepare(self, q: Tensor, k: Tensor, extras: Any, programs: int, by_keys: bool) -> KeptKernel:
+    def _prepare(self, q: Tensor, k: Tensor, extras: Any, programs: int, by_keys: bool) -> CachedLaunch:
         problem, config = self._problem, self._config
         if problem.mods is not None:
             self._functions = FunctionPointers(problem, extras)

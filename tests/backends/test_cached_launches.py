@@ -1,4 +1,4 @@
-"""Kept launches: arguments in order, tensors by address, hooks of a profiler called when there are some."""
+"""Cached launches: arguments in order, tensors by address, hooks of a profiler called when there are some."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import triton
 from triton import knobs
 
 from flashtile.backends import compat
-from flashtile.backends.common.kept_kernel import KeptKernel
+from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.tma import View
 
 GRID = (7, 1, 1)
@@ -114,7 +114,7 @@ def test_a_kernel_is_compiled_once_and_runs_on_the_stream_of_its_device(monkeypa
     monkeypatch.setattr(torch.cuda, "device", On)
     launched_on: list[int] = []
     compiled.on_launch = lambda: launched_on.append(current[0])  # type: ignore[method-assign]
-    kernel = KeptKernel(Kernel(), GRID[0], (5,), ("constant",), None)
+    kernel = CachedLaunch(Kernel(), GRID[0], (5,), ("constant",), None)
     tensor = torch.empty(3)
     assert not kernel.takes_addresses
     kernel(DEVICE, tensor, None)
@@ -142,7 +142,7 @@ def test_other_scalars_for_a_compiled_kernel(monkeypatch):
     monkeypatch.setattr(compat, "cuda_device", lambda: DEVICE.index)
     monkeypatch.setattr(compat, "cuda_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
-    kernel = KeptKernel(Kernel(), GRID[0], (32, 5, 0.5), ("constant",), None)
+    kernel = CachedLaunch(Kernel(), GRID[0], (32, 5, 0.5), ("constant",), None)
     assert kernel.with_scalars((48, 5, 0.5)) is None  # none is compiled
     kernel(DEVICE)
     for stride, n, x in (
@@ -170,7 +170,7 @@ def test_other_structures_of_scalars_for_a_compiled_kernel(monkeypatch):
     monkeypatch.setattr(compat, "cuda_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
     strides, lengths = Pair(Pair(32, 1), 16), Pair(5, 0.5)
-    kernel = KeptKernel(Kernel(), GRID[0], (strides, lengths), ("constant",), None, pointers=Pair)
+    kernel = CachedLaunch(Kernel(), GRID[0], (strides, lengths), ("constant",), None, pointers=Pair)
     tensor = torch.empty(3)
     kernel(DEVICE, tensor, None)
     assert given == [(Pair(tensor, None), strides, lengths, "constant")]
@@ -190,7 +190,7 @@ def test_whoever_sees_a_compiled_kernel_sees_its_device(monkeypatch):
     """Another thread may launch as soon as ``takes_addresses`` says so."""
     indices = []
 
-    class Watched(KeptKernel):
+    class Watched(CachedLaunch):
         def __setattr__(self, name, value):
             super().__setattr__(name, value)
             if name in ("_run", "_index") and vars(self).get("_run") is not None:

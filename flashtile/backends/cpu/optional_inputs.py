@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from flashtile.dropout import keep_share, kept
-from flashtile.problems.attention import Extras, Problem
+from flashtile.problems.attention import OptionalTensors, Problem
 
 
 class Dropout(NamedTuple):
@@ -31,7 +31,7 @@ class Dropout(NamedTuple):
         return keep_share(self.p)
 
 
-class Beside(NamedTuple):
+class OptionalInputs(NamedTuple):
     """Optional inputs of a call. Masks broadcast to (batch, heads_q, seqlen_q, seqlen_k); True is visible."""
 
     alibi_slopes: Tensor | None = None
@@ -42,7 +42,7 @@ class Beside(NamedTuple):
     dropout: Dropout | None = None
 
     @classmethod
-    def of(cls, problem: Problem, extras: Extras, dbias: Tensor | None = None) -> Beside:
+    def of(cls, problem: Problem, extras: OptionalTensors, dbias: Tensor | None = None) -> OptionalInputs:
         masks: tuple[Tensor, ...] = () if extras.mask is None else (extras.mask,)
         if extras.key_padding_mask is not None:
             masks += (extras.key_padding_mask[:, None, None],)
@@ -51,7 +51,7 @@ class Beside(NamedTuple):
             dropout = Dropout(extras.rng_state, problem.dropout_p, problem.num_heads_q)
         return cls(extras.alibi_slopes, masks, extras.bias, dbias, dropout)
 
-    def of_sequence(self, b: int, seqlen_q: int, seqlen_k: int) -> Beside:
+    def of_sequence(self, b: int, seqlen_q: int, seqlen_k: int) -> OptionalInputs:
         """Return the inputs of sequence ``b`` only, which has ``seqlen_q`` rows and ``seqlen_k`` keys."""
         slopes = self.alibi_slopes
         own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
@@ -61,7 +61,7 @@ class Beside(NamedTuple):
             for cells in (self.bias, self.dbias)
         )
         dropout = self.dropout and self.dropout._replace(first_sequence=b)
-        return Beside(own_slopes, masks, bias, dbias, dropout)
+        return OptionalInputs(own_slopes, masks, bias, dbias, dropout)
 
     @property
     def may_hide_rows(self) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,19 +87,24 @@ def launcher(
     The first ones become TMA descriptors, made by ``views``. The others are passed as one tuple if the kernel
     takes a ``pointers`` structure. ``tensors`` are examples of the arguments. Launch hooks, such as a
     profiler's, cost nothing if none is set; Triton itself would build a dictionary and call two empty chains.
-    ``launch.with_fixed(fixed)`` returns a launch with other fixed arguments, for which Triton would compile
-    the same kernel.
+    The driver receives the leaves of structures (:func:`_for_leaves`). ``launch.with_fixed(fixed)`` returns a
+    launch with other fixed arguments, for which Triton would compile the same kernel.
     """
     hooked = compiled[grid]
     present = tuple(view for view in views if view is not None)
-    run, maps = _tensor_maps(compiled.run, present)
+    run, types = _for_leaves(compiled)
+    run, maps = _tensor_maps(run, present)
     kernel = (compiled.function, compiled.packed_metadata, None, None, None)
     runtime = knobs.runtime
     first = len(present)
     of_present = iter([m.all_arguments(t.data_ptr()) for m, t in zip(maps, tensors, strict=False)])
     of_views = [[None] if view is None else next(of_present) for view in views]
-    undescribed = len(tensors) - first if pointers is None else 1
-    count = sum(map(len, of_views)) + undescribed + len(fixed)
+    of_pointers = types[len(views)] if types and pointers is not None else ()
+    of_fixed = types[len(types) - len(fixed) :]
+    whole = pointers is not None and not of_pointers
+    nested = any(isinstance(t, tuple) for t in of_pointers)
+    undescribed = 1 if whole else len(_leaves(of_pointers, of_pointers) or tensors[first:])
+    count = sum(map(len, of_views)) + undescribed + len(_leaves(fixed, of_fixed))
     run, before = _without_wrapper(run, grid, kernel, count)
     # Arguments that differ between launches are written into a copy of this list, at these indices.
     arguments: list[Any] = [*grid, None, *before]
@@ -111,7 +117,7 @@ def launcher(
     arguments += [None] * undescribed
 
     def with_fixed(fixed: tuple) -> Any:
-        every = [*arguments, *fixed]
+        every = [*arguments, *_leaves(fixed, of_fixed)]
 
         def launch(stream: int, tensors: tuple) -> None:
             if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
@@ -125,13 +131,46 @@ def launcher(
             for place, encoded, tensor in zip(places, maps, tensors, strict=False):
                 now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
             given = [t.data_ptr() if type(t) is Tensor else t for t in tensors[first:]]
-            now[addresses] = given if pointers is None else (tuple(given),)
+            if nested:
+                given = _leaves(given, of_pointers)
+            now[addresses] = (tuple(given),) if whole else given
             run(*now)
 
         launch.with_fixed = with_fixed  # type: ignore[attr-defined]
         return launch
 
     return with_fixed(fixed)
+
+
+def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
+    """Return (launcher, types of the kernel's arguments) where the launcher takes the leaves of structures.
+
+    Up to Triton 3.6 a launcher is a C function that parses nested tuples 1 to 5 us slower than their leaves
+    (measured on an H200: 5.9 and 3.9 us for decoding, 11.5 and 6.4 us with a block mask). The types are those
+    of Triton's signature, in which a structure is a tuple. There are none if the launcher takes structures as
+    they are: the kernel has none, or Triton makes launchers differently.
+    """
+    types = tuple(compiled.src.signature.values())
+    if not any(isinstance(t, tuple) for t in types):
+        return compiled.run, ()
+    leaves = SimpleNamespace(signature=dict(enumerate(_leaves(types, types))))
+    try:
+        return type(compiled.run)(leaves, compiled.metadata), types
+    except (TypeError, AttributeError):
+        return compiled.run, ()
+
+
+def _leaves(values: Iterable, types: tuple) -> list:
+    """Return the values whose type is no structure, in order; without ``types`` no value is a structure."""
+    if not types:
+        return list(values)
+    found: list = []
+    for value, of_value in zip(values, types, strict=True):
+        if isinstance(of_value, tuple):
+            found += _leaves(value, of_value)
+        else:
+            found.append(value)
+    return found
 
 
 class TensorMaps(BoundedCache):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections import namedtuple
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,16 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Compiled:
-    """What Triton hands back for a launch: its two ways to launch again."""
+    """What Triton hands back for a launch: its two ways to launch again.
+
+    ``types`` are those of the kernel's arguments, a tuple for each structure.
+    """
 
     function, packed_metadata = "function", "metadata"
 
-    def __init__(self) -> None:
+    def __init__(self, *types: object) -> None:
+        self.metadata: Any = None
+        self.src = SimpleNamespace(signature=dict(enumerate(types)))
         self.direct: list[tuple] = []
         self.hooked: list[tuple] = []
 
@@ -65,6 +71,45 @@ def test_addresses_go_in_a_structure(monkeypatch, hooked):
         assert isinstance(compiled.hooked[0][3], Pair)
     else:
         assert [run[9:] for run in compiled.direct] == [arguments]
+
+
+class Recorder:
+    """A launcher as Triton makes it of a signature. It keeps its launches by the types of their arguments."""
+
+    def __init__(self, src: SimpleNamespace, launched: list[dict]) -> None:
+        self.types = tuple(src.signature.values())
+        self.launched = launched
+
+    def __call__(self, *arguments: object) -> None:
+        self.launched.append(dict(zip(self.types, arguments[9:], strict=True)))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_driver_gets_the_leaves_of_structures(nested):
+    """A constant is a leaf even if it is a tuple."""
+    a, b, fixed = torch.empty(3), torch.empty(3), (Pair(5, Pair(6, None)), (7, 8))
+    compiled = Compiled("view", ("a", ("n", "b") if nested else "b"), ("x", ("y", "z")), "C")
+    compiled.metadata = launched = []
+    compiled.run = Recorder(compiled.src, [])
+    second = (4, b.data_ptr()) if nested else b
+    tensors = (a, a, second)
+    launch = compat.launcher(compiled, GRID, tensors, fixed, (SeenBy([3]),), Pair)
+    launch(11, tensors)
+    other = launch.with_fixed((Pair(1, Pair(2, None)), (7, 8)))
+    other(11, (b, b, second))
+    first, then = launched
+    leaves = {"a": a.data_ptr(), "b": b.data_ptr(), "x": 5, "y": 6, "z": None, "C": (7, 8)}
+    leaves |= {"n": 4} if nested else {}
+    assert first == {"view": (a.data_ptr(), [3]), **leaves}
+    assert then == {"view": (b.data_ptr(), [3]), **leaves, "a": b.data_ptr(), "x": 1, "y": 2}
+
+
+def test_structures_go_whole_where_triton_makes_launchers_differently():
+    """The function that runs these kernels cannot be made of a signature."""
+    compiled, a = Compiled(("a", "b"), ("x", "y"), "C"), torch.empty(3)
+    launch = compat.launcher(compiled, GRID, (a, None), (Pair(5, 6), "constant"), (), Pair)
+    launch(11, (a, None))
+    assert compiled.direct[0][9:] == ((a.data_ptr(), None), Pair(5, 6), "constant")
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["plain", "hooked"])

@@ -1,0 +1,280 @@
+"""Time two checkouts of flashtile against each other on one GPU, cell by cell, in turns.
+
+    python benchmarks/two_trees.py OLD NEW --out ratios.json
+    python benchmarks/two_trees.py OLD NEW --only host,grid --seconds 300
+
+OLD and NEW are folders that contain ``flashtile/``. Each has a process of its own, and only one of them works
+at a time. The cells are the host's time to issue plain calls, and both passes of the papers' grid and of the
+set ``shapes``. Results of both are compared before they are timed. A ratio is old time / new time: above 1,
+NEW is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROUNDS = 3
+MAX_DIFFERENCE = 0.02
+"""Largest difference between results of the two trees, as a part of the result's norm."""
+HOST_BATCHES, HOST_CALLS = 15, 200
+
+
+def grid_cells() -> list[dict[str, Any]]:
+    return [
+        {"set": "grid", "name": f"d{d}-s{s}{'-causal' * causal}", "which": which, "batch": 16384 // s,
+         "seqlen_q": s, "seqlen_k": s, "heads": (2048 // d,) * 2, "head_dim": d, "causal": causal}
+        for which in ("forward", "backward")
+        for d in (64, 128, 256)
+        for causal in (False, True)
+        for s in (512, 1024, 2048, 4096, 8192, 16384)
+    ]  # fmt: skip
+
+
+def shape_cells() -> list[dict[str, Any]]:
+    from flashtile.tools.bench.shapes import SHAPES
+
+    return [
+        {"set": "shapes", "which": which, **vars(shape)}
+        for which in ("forward", "backward")
+        for shape in SHAPES
+    ]
+
+
+def host_cells() -> list[dict[str, Any]]:
+    names = ("forward", "backward", "decode", "append", "block_mask", "score_mod")
+    return [{"set": "host", "name": name, "which": "host"} for name in names]
+
+
+def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return the function to time and one that returns the results to compare."""
+    import torch
+
+    import flashtile
+
+    torch.manual_seed(0)
+    (heads_q, heads_kv), head_dim = cell["heads"], cell["head_dim"]
+    width_v = cell.get("head_dim_v") or head_dim
+    batch, seqlen_q, seqlen_k = cell["batch"], cell["seqlen_q"], cell["seqlen_k"]
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    q = normal(batch, seqlen_q, heads_q, head_dim)
+    k, v = normal(batch, seqlen_k, heads_kv, head_dim), normal(batch, seqlen_k, heads_kv, width_v)
+    arguments: dict[str, Any] = {"causal": cell.get("causal", False), "softcap": cell.get("softcap", 0.0)}
+    if cell.get("window"):
+        arguments["window_size"] = (cell["window"] - 1, 0 if arguments["causal"] else -1)
+    if cell.get("alibi"):
+        arguments["alibi_slopes"] = torch.rand(heads_q, device="cuda")
+    if cell.get("sink"):
+        arguments["sink"] = torch.randn(heads_q, device="cuda")
+    if cell["which"] == "forward":
+        call = lambda: flashtile.flash_attn_func(q, k, v, **arguments)  # noqa: E731
+        return call, lambda: (call(),)
+    inputs = tuple(t.requires_grad_() for t in (q, k, v))
+    out = flashtile.flash_attn_func(*inputs, **arguments)
+    dout = normal(*out.shape)
+    call = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)  # noqa: E731
+    return call, call
+
+
+def host_call(name: str) -> Callable[[], Any]:
+    import torch
+
+    import flashtile
+
+    q, k, v = (torch.randn(2, 128, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    if name == "backward":
+        inputs = tuple(t.requires_grad_() for t in (q, k, v))
+        out = flashtile.flash_attn_func(*inputs, causal=True)
+        return lambda: torch.autograd.grad(out, inputs, out, retain_graph=True)
+    if name in ("decode", "append"):
+        cache = torch.randn(2, 64, 16, 8, 64, device="cuda", dtype=torch.bfloat16)
+        table = torch.arange(64, device="cuda", dtype=torch.int32).reshape(2, 32)
+        lengths = torch.full((2,), 100, device="cuda", dtype=torch.int32)
+        more: dict[str, Any] = {"k": k[:, :1], "v": v[:, :1]} if name == "append" else {}
+        return lambda: flashtile.flash_attn_with_kvcache(
+            q[:, :1], cache[0], cache[1], cache_seqlens=lengths, block_table=table, causal=True, **more
+        )
+    if name == "block_mask":
+        mask = flashtile.masks.create_block_mask(lambda b, h, i, j: i >= j, 2, 8, 128, 128, device="cuda")
+        return lambda: flashtile.attention(q, k, v, block_mask=mask)
+    if name == "score_mod":
+        score_mod = lambda s, b, h, i, j: s - 0.1 * (i - j)  # noqa: E731
+        return lambda: flashtile.attention(q, k, v, score_mod=score_mod)
+    return lambda: flashtile.flash_attn_func(q, k, v, causal=True)
+
+
+def device_time(call: Callable[[], Any], milliseconds: float = 20.0) -> float:
+    """Return the median milliseconds of a call with a cold L2 cache, the host's time hidden."""
+    import torch
+
+    flushed = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    call()
+    pairs: list[tuple[Any, Any]] = []
+    spent = 0.0
+    while len(pairs) < 5 or (spent < milliseconds and len(pairs) < 40):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flushed.zero_()
+        torch.cuda._sleep(400_000)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        spent += begin.elapsed_time(end)
+        pairs.append((begin, end))
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
+
+
+def host_time(call: Callable[[], Any]) -> float:
+    """Return the microseconds that the host needs to issue a call: the least of several batches.
+
+    Other work of the machine only ever adds to a batch.
+    """
+    import torch
+
+    batches = []
+    for _ in range(HOST_BATCHES):
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        batches.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+        torch.cuda.synchronize()
+    return min(batches)
+
+
+def work() -> None:
+    """Answer the questions on standard input: a cell to prepare, or "time"."""
+    import torch
+
+    call: Callable[[], Any] = lambda: None  # noqa: E731
+    cell: dict[str, Any] = {}
+    sys.stdout, answers = sys.stderr, sys.stdout
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            if question == "time":
+                answer: Any = host_time(call) if cell["which"] == "host" else device_time(call)
+            else:
+                cell = question
+                torch.cuda.empty_cache()
+                if cell["which"] == "host":
+                    call = host_call(cell["name"])
+                    call()
+                    answer = []
+                else:
+                    call, results = attention_call(cell)
+                    # A norm alone is the same for permuted results.
+                    answer = [
+                        [float(t.double().norm()), float((t.double().flatten()[::7]).sum())]
+                        for t in results()
+                    ]
+        except Exception as error:  # reported, and the next cell is measured
+            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+class Tree:
+    """A checkout and its process."""
+
+    def __init__(self, folder: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(folder).resolve())}
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd="/"
+        )
+
+    def ask(self, question: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+def same(old: Any, new: Any) -> bool:
+    return all(
+        abs(a - b) <= MAX_DIFFERENCE * max(x[0], y[0])
+        for x, y in zip(old, new, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+def measure(trees: list[Tree], cell: dict[str, Any]) -> dict[str, Any]:
+    """Return the cell with the times of both trees and their ratio, or with an error."""
+    for tree in trees:  # both compile at once
+        tree.ask(cell)
+    first = [tree.answer() for tree in trees]
+    errors = [a["error"] for a in first if isinstance(a, dict)]
+    if errors or not same(*first):
+        return {**cell, "error": errors[0] if errors else f"results differ: {first}"}
+    times: list[list[float]] = [[], []]
+    for turn in range(ROUNDS):
+        for which in (0, 1) if turn % 2 == 0 else (1, 0):
+            trees[which].ask("time")
+            times[which].append(trees[which].answer())
+    of_turns = min if cell["which"] == "host" else statistics.median
+    old, new = (of_turns(t) for t in times)
+    return {**cell, "old": old, "new": new, "ratio": old / new}
+
+
+def summarise(found: list[dict[str, Any]]) -> None:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for cell in found:
+        groups.setdefault(f"{cell['set']} {cell['which']}", []).append(cell)
+    for name, cells in groups.items():
+        timed = sorted((c for c in cells if "ratio" in c), key=lambda c: c["ratio"])
+        for cell in cells:
+            if "error" in cell:
+                print(f"  {name} {cell['name']}: {cell['error']}")
+        if timed:
+            mean = math.exp(sum(math.log(c["ratio"]) for c in timed) / len(timed))
+            worst = ", ".join(
+                f"{c['name']} {c['ratio']:.3f} ({c['old']:.4g}/{c['new']:.4g})" for c in timed[:6]
+            )
+            print(f"{name}: {len(timed)} cells, geometric mean {mean:.4f}; least {worst}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trees", nargs="*", metavar="OLD NEW")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--only", default="host,grid,shapes", help="sets of cells, by commas")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after this time")
+    parser.add_argument("--out", type=Path, help="JSON file for all cells")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return work()
+    if len(arguments.trees) != 2:
+        parser.error(f"expected two folders, OLD and NEW, got {len(arguments.trees)}")
+    sys.path.insert(0, str(Path(arguments.trees[1]).resolve()))
+    makers = {"host": host_cells, "grid": grid_cells, "shapes": shape_cells}
+    cells = [cell for name in arguments.only.split(",") for cell in makers[name]()]
+    trees = [Tree(folder) for folder in arguments.trees]
+    start = time.monotonic()
+    found: list[dict[str, Any]] = []
+    for cell in cells:
+        if time.monotonic() - start > arguments.seconds:
+            print(f"out of time: {len(found)} of {len(cells)} cells")
+            break
+        found.append(measure(trees, cell))
+        if arguments.out:
+            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+    summarise(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -144,13 +144,14 @@ def attention_case(
 
 def modifier_pointers(variant: Any) -> dict[str, Any]:
     """Types of the fields that the passes' pointers share."""
-    captured = types_of(CapturedTensors, "i32", **{f"tensor_{i}": "*i32" for i in range(MAX_CAPTURED)})
+    absent = {f"tensor_{i}": None for i in range(1, MAX_CAPTURED)}
+    captured = types_of(CapturedTensors, "i32", tensor_0="*fp32", **absent)
     return {
         "seqused_k": "*i32" if variant.SEQUSED else None,
         "alibi_slopes": "*fp32" if variant.ALIBI else None,
         "rng_state": "*i64" if variant.HAS_DROPOUT else None,
         "lists": types_of(Lists, "*i32", batch="i32", heads="i32") if variant.LISTED else None,
-        "captured": captured._replace(tensor_0="*fp32") if variant.HAS_MODS else None,
+        "captured": captured if variant.HAS_MODS else None,
     }
 
 

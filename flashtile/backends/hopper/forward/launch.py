@@ -319,15 +319,16 @@ class HopperForwardLaunch:
         kernels = self._kernels
         if kernels is None:  # published once it is complete: other threads may be here, too
             kernels = self._kernels = self._prepare(q, k, v, extras)
-        attend, table, lists, captured = kernels.attend, None, None, None
-        if kernels.fill_table is not None:
-            table = kernels.fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k)
-        elif kernels.functions is not None:
+        fill_table, attend, functions, queued = kernels
+        table = lists = captured = None
+        if fill_table is not None:
+            table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k)
+        elif functions is not None:
             # Named, for as long as the kernel is launched that is given their addresses.
-            lists, captured, _tensors = kernels.functions(extras, lse, attend.takes_addresses)
-            if kernels.queued:  # the kernel leaves the counters as it finds them
+            lists, captured, _tensors = functions(extras, lse, attend.takes_addresses)
+            if queued:  # the kernel leaves the counters as it finds them
                 table = zeroed_counters(q.device, TABLE_WIDTH.value)
-        elif kernels.queued:
+        elif queued:
             table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
         attend(
             q.device,

@@ -59,22 +59,36 @@ def is_shared(problem: Problem, bias: Tensor | None) -> bool:
 
 
 class FunctionTensors:
-    """(lists, captured) of a signature's calls, as the kernels' pointers have them. ``by_keys``: the lists
-    are those of a block mask's blocks of keys."""
+    """Tensors that the functions of a call and its block mask read, as the kernels' pointers hold them.
+
+    One object serves the calls of one signature. ``by_keys``: the lists are those of blocks of keys.
+    """
 
     def __init__(self, mods: Mods, extras: Any, by_keys: bool) -> None:
         from flashtile.backends.portable.mods.launch import captured_of, kv_lists_of, q_lists_of
 
+        captured = captured_of(extras)
         self._captured_of, self._lists_of = captured_of, q_lists_of if by_keys else kv_lists_of
-        self._sizes = mods.kernel_sizes(captured_of(extras))
-        self._listed = None if mods.block_size is None else extras.kv_num_blocks.shape[:2]
+        self._sizes = mods.kernel_sizes(captured)
+        self._list_sizes = None if mods.block_size is None else extras.kv_num_blocks.shape[:2]
+        self._has_captured = any(tensor is not None for tensor in captured)
+        self._without_captured = CapturedTensors(*captured, *self._sizes) if mods.numbers else None
 
     def __call__(self, extras: Any, missing: Tensor, by_address: bool) -> tuple[Any, Any, list]:
-        """The last are the tensors, to be kept until the launch. ``missing`` stands for absent ones."""
-        captured: list[Any] = [missing if t is None else t for t in self._captured_of(extras)]
-        listed: list[Any] = [missing if t is None else t for t in self._lists_of(extras)]
-        tensors = [*captured, *listed]
-        if by_address:
-            captured, listed = ([t.data_ptr() for t in some] for some in (captured, listed))
-        lists = None if self._listed is None else Lists(*listed, *self._listed)
-        return lists, CapturedTensors(*captured, *self._sizes), tensors
+        """Return (lists, captured, tensors that must live until the launch).
+
+        ``missing`` stands for lists that the block mask does not have. Captured tensors that a call does not
+        have are None, and so is the whole structure of a call without any, and without numbers.
+        """
+        lists, captured, tensors = None, self._without_captured, []
+        if self._has_captured:
+            tensors = self._captured_of(extras)
+            given = [None if t is None else t.data_ptr() for t in tensors] if by_address else tensors
+            captured = CapturedTensors(*given, *self._sizes)
+        if self._list_sizes is not None:
+            listed: list[Any] = [missing if t is None else t for t in self._lists_of(extras)]
+            tensors = [*tensors, *listed]
+            if by_address:
+                listed = [t.data_ptr() for t in listed]
+            lists = Lists(*listed, *self._list_sizes)
+        return lists, captured, tensors

@@ -29,7 +29,7 @@ def measurement(text: str) -> dict[str, Any]:
 
 
 def errors_table(errors: list[dict[str, Any]], first: str) -> str:
-    """Return a table: a row for each method, with its error for each kind of data, also in % of the output."""
+    """Return a table of each method's error for each kind of data, also in % of the output."""
     heads = [first, *(f"{data}, {unit}" for data in DATA for unit in ("rms", "%"))]
     return of_rows(heads, _rows(errors), [False, *[True] * 6])
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/guides/fp8.md from the measurement beside them (``benchmarks/fp8_accuracy.py``).
+"""Write the tables of docs/guides/fp8.md from the JSON that it links to (``benchmarks/fp8_accuracy.py``).
 
     python scripts/docs/fp8_tables.py
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +22,37 @@ DATA = ("normal", "outliers", "small GPT")
 
 
 def measurement(text: str) -> dict[str, Any]:
-    """The document that the page links to."""
+    """Return the document that the page links to."""
     path = re.search(r"\]\(([^)]*fp8-accuracy\.json)\)", text)
     assert path is not None
     return json.loads((PAGE.parent / path[1]).read_text())
 
 
 def errors_table(errors: list[dict[str, Any]], first: str) -> str:
-    """A row a method, for each kind of data the error, and what it is of the output's size."""
-    heads = [first, *DATA]
-    return of_rows(heads, _rows(errors), [False, True, True, True])
+    """Return a table of each method's error for each kind of data, also in % of the output."""
+    heads = [first, *(f"{data}, {unit}" for data in DATA for unit in ("rms", "%"))]
+    return of_rows(heads, _rows(errors), [False, *[True] * 6])
 
 
 def _rows(errors: list[dict[str, Any]]) -> Iterable[list[str]]:
     found = {(error["data"], error["method"]): error for error in errors}
     for method in dict.fromkeys(error["method"] for error in errors):
         cells = (found[data, method] for data in DATA)
-        yield [method, *(f"{cell['rmse']:.2e} ({100 * cell['relative']:.2g} %)" for cell in cells)]
+        numbers = ((f"{cell['rmse']:.2e}", f"{100 * cell['relative']:.2g}") for cell in cells)
+        yield [_name(method), *chain.from_iterable(numbers)]
+
+
+def _name(method: str) -> str:
+    return method.replace("a scale a", "one scale per")
 
 
 def loss_table(losses: list[dict[str, Any]]) -> str:
-    rows = [[row["method"], f"{row['bits_per_byte']:.4f}"] for row in losses]
-    return of_rows(["attention", "bits a byte"], rows, [False, True])
+    rows = [[_name(row["method"]), f"{row['bits_per_byte']:.4f}"] for row in losses]
+    return of_rows(["attention", "bits per byte"], rows, [False, True])
 
 
 def tables(document: dict[str, Any]) -> dict[str, str]:
-    """Each table by its name in the page."""
+    """Return each table by its name in the page."""
     return {
         "errors": errors_table(document["errors"], "method"),
         "ingredients": errors_table(document["one_ingredient_alone"], "rounded to e4m3 alone"),
@@ -55,7 +61,7 @@ def tables(document: dict[str, Any]) -> dict[str, str]:
 
 
 def with_tables(text: str) -> str:
-    """The page with its tables as they are measured."""
+    """Return the page with its tables made from the measurement."""
     for name, table in tables(measurement(text)).items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, between = text.split(begin)

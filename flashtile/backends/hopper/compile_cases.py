@@ -18,7 +18,7 @@ from flashtile.backends.portable.mods.arguments import Lists
 from flashtile.backends.portable.mods.compile_cases import WITH_MODS
 from flashtile.problems.attention import Problem
 from flashtile.problems.fp8 import Fp8Problem
-from flashtile.problems.masks import MAX_CAPTURED
+from flashtile.problems.masks import Mods
 
 HOPPER = "sm_90a"
 PLAIN = Problem(
@@ -62,8 +62,9 @@ WITH_FUNCTIONS = {
         PLAIN, window_right=0, mods=replace(_MODS, mask_mod="", ranks=(2,), block_size=None)
     ),
     "ragged, all": replace(PLAIN, seqlen_k=4001, sink=True, mods=replace(_MODS, block_size=(256, 256))),
+    "positions": replace(PLAIN, mods=Mods("", "t0: bool = le kv q\nreturn t0", block_size=(128, 128))),
 }
-"""A learned bias under a document mask, in parts."""
+"""A learned bias under a document mask, in parts; a block mask that reads no tensor."""
 MODIFIED = {"mods": WITH_FUNCTIONS, "dropout": WITH_DROPOUT, "bias": WITH_BIAS}
 """Calls with each modifier, by the name of their cases."""
 
@@ -142,16 +143,17 @@ def attention_case(
     )
 
 
-def modifier_pointers(variant: Any) -> dict[str, Any]:
+def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
     """Types of the fields that the passes' pointers share."""
-    absent = {f"tensor_{i}": None for i in range(1, MAX_CAPTURED)}
-    captured = types_of(CapturedTensors, "i32", tensor_0="*fp32", **absent)
+    given: Any = None if mods is None else "i32"
+    if mods is not None and mods.ranks:
+        given = types_of(CapturedTensors, "i32", tensor_0="*fp32", tensor_1="*i32")
     return {
         "seqused_k": "*i32" if variant.SEQUSED else None,
         "alibi_slopes": "*fp32" if variant.ALIBI else None,
         "rng_state": "*i64" if variant.HAS_DROPOUT else None,
         "lists": types_of(Lists, "*i32", batch="i32", heads="i32") if variant.LISTED else None,
-        "captured": captured if variant.HAS_MODS else None,
+        "captured": given,
     }
 
 

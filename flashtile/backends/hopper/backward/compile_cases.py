@@ -54,7 +54,7 @@ _MASKS = {"full": _FULL, "causal": _CAUSAL, "features": _FEATURES}
 _TABLE = ((64, 64), (128, 128), (64, 128), (128, 64))
 _WIDE = ((256, 256), (256, 128), (64, 256))
 _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
-    "mods": {64: (132, 48, 200, 60, 52), 128: (128, 244, 144, 240, 324)},
+    "mods": {64: (132, 48, 200, 60, 52, 64), 128: (128, 244, 144, 240, 324, 72)},
     "dropout": {64: (32, 60, 104), 128: (100, 212, 864)},
     "bias": {64: (60, 212, 508), 128: (132, 156, 316)},
 }
@@ -153,7 +153,7 @@ def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None
             "*i32",
             table="*i32" if variant.VARLEN else None,
             dq="*fp32" if problem.partial else "*bf16",
-            **modifier_pointers(variant),
+            **modifier_pointers(variant, problem.mods),
             scalars=BackwardScalars(
                 schedule_types(BackwardSchedule, variant),
                 types_of(AccumSizes, "i32"),
@@ -165,7 +165,9 @@ def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None
 
 def _wide_structures(variant: Any, is_dq: bool) -> dict[str, Any]:
     """Return the structures of the kernels for head sizes over 128."""
-    read = {name: kind for name, kind in modifier_pointers(variant).items() if name in DkvPointers._fields}
+    read = {
+        name: kind for name, kind in modifier_pointers(variant, None).items() if name in DkvPointers._fields
+    }
     pointers = types_of(DqPointers if is_dq else DkvPointers, "*fp32", counters="*i32", **read)
     return {
         "pointers": pointers._replace(table="*i32" if variant.VARLEN else None),

@@ -32,7 +32,7 @@ from flashtile.problems.common import UNLIMITED
 
 _CAUSAL = replace(PLAIN, window_right=0)
 _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
-    "mods": {64: (0, 100, 0, 0, 16), 128: (4, 104, 76, 80, 48)},
+    "mods": {64: (0, 100, 0, 0, 16, 0), 128: (4, 104, 76, 80, 48, 0)},
     "dropout": {64: (0, 0, 44), 128: (0, 72, 132)},
     "bias": {64: (16, 0, 36), 128: (8, 84, 80)},
 }
@@ -103,7 +103,7 @@ def _case(
             lse="*fp32",
             table="*i32" if variant.VARLEN or variant.QUEUED else None,
             sink="*fp32" if variant.SINK else None,
-            **modifier_pointers(variant),
+            **modifier_pointers(variant, problem.mods),
         ),
         "schedule": schedule_types(ForwardSchedule, variant),
         "numbers": types_of(ForwardNumbers, "fp32", scale=natural, keep_scale=dropped),

@@ -26,8 +26,8 @@ CapturedTensors = namedtuple(  # type: ignore[misc]
     "CapturedTensors",
     [f"tensor_{i}" for i in range(MAX_CAPTURED)] + [f"size_{i}" for i in range(MAX_SIZES)],
 )
-"""Tensors that functions read, contiguous, None for those that a call does not have, and the sizes of all
-their dimensions in order. The last sizes hold numbers of the programs."""
+"""Tensors that functions read, contiguous, 0 for those that a call does not have, and the sizes of all their
+dimensions in order. The last sizes hold numbers of the programs."""
 
 
 class FunctionArguments(NamedTuple):

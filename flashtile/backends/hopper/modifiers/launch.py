@@ -72,18 +72,21 @@ class FunctionTensors:
         self._sizes = mods.kernel_sizes(captured)
         self._list_sizes = None if mods.block_size is None else extras.kv_num_blocks.shape[:2]
         self._has_captured = any(tensor is not None for tensor in captured)
-        self._without_captured = CapturedTensors(*captured, *self._sizes) if mods.numbers else None
+        self._without_captured: Any = 0
+        if mods.numbers:
+            self._without_captured = CapturedTensors(*(0,) * len(captured), *self._sizes)
 
     def __call__(self, extras: Any, missing: Tensor, by_address: bool) -> tuple[Any, Any, list]:
         """Return (lists, captured, tensors that must live until the launch).
 
-        ``missing`` stands for lists that the block mask does not have. Captured tensors that a call does not
-        have are None, and so is the whole structure of a call without any, and without numbers.
+        ``missing`` stands for lists that the block mask does not have. 0 stands for captured tensors that a
+        call does not have, and for the whole structure if it has neither tensors nor numbers: functions of
+        Triton 3.6 return no structure that contains None.
         """
         lists, captured, tensors = None, self._without_captured, []
         if self._has_captured:
             tensors = self._captured_of(extras)
-            given = [None if t is None else t.data_ptr() for t in tensors] if by_address else tensors
+            given = [0 if t is None else t.data_ptr() if by_address else t for t in tensors]
             captured = CapturedTensors(*given, *self._sizes)
         if self._list_sizes is not None:
             listed: list[Any] = [missing if t is None else t for t in self._lists_of(extras)]

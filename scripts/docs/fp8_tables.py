@@ -1,4 +1,4 @@
-"""Writes the tables of docs/guides/fp8.md from the measurement beside them (``benchmarks/fp8_accuracy.py``).
+"""Writes the tables of docs/guides/fp8.md from benchmarks/results/2026-11-21-fp8-accuracy.json.
 
     python scripts/docs/fp8_tables.py
 

@@ -7,19 +7,22 @@ Data for another warp is written to shared memory, and a barrier separates the w
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from torch import Tensor
 
-from flashtile.learn.algorithms.memory import Memory
+from flashtile.learn.algorithms.memory import Memory, Tile
 
 
 class Warps:
     """Counts the bytes moved between shared memory and registers, and the barriers.
 
     Args:
-        memory: memory of the thread block; its trace gets the events, and its ``element_bytes`` is the
-        default
-            size of a number.
+        memory: memory of the thread block. Its trace gets the events, and its ``element_bytes`` is the
+            default size of a number.
         count: warps in the thread block.
+        tiles: descriptions of the tiles that warps read, write and compute, by name.
 
     Attributes:
         read_bytes, written_bytes: bytes from shared memory to registers, and back.
@@ -37,11 +40,16 @@ class Warps:
         256
     """
 
-    def __init__(self, memory: Memory, count: int):
+    def __init__(self, memory: Memory, count: int, tiles: Mapping[str, Tile] | None = None):
         if count < 1:
             raise ValueError(f"the number of warps must be at least 1, got {count}")
         self.memory, self.count = memory, count
         self.read_bytes = self.written_bytes = self.barriers = 0
+        self._warps = [Warp(self, number, tiles or {}) for number in range(count)]
+
+    def __iter__(self) -> Iterator[Warp]:
+        """Iterate over the warps of the thread block."""
+        return iter(self._warps)
 
     def read(
         self,
@@ -90,3 +98,60 @@ class Warps:
         """Make all warps wait until all have arrived."""
         self.barriers += 1
         self.memory.record("barrier", "barrier", op=why)
+
+
+class Warp:
+    """One warp of a thread block and its registers.
+
+    A tensor that is assigned to an attribute is kept in the registers; the attribute returns it. The trace
+    gets those tensors that have a description in the ``tiles`` of :class:`Warps`.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, Tile
+        >>> from flashtile.learn.algorithms.warps import Warps
+        >>> warps = Warps(Memory(), count=2, tiles={"S": Tile("S = Q K^T", "rows", "keys")})
+        >>> q, k = torch.randn(8, 4), torch.randn(16, 4)
+        >>> for warp, rows in zip(warps, (range(4), range(4, 8))):
+        ...     warp.take(rows=rows, keys=range(16))
+        ...     warp.S = warp.read("Q", q[rows.start : rows.stop]) @ warp.read("K", k).T
+        >>> warps.read_bytes  # twice half of q and all of k, two bytes each
+        320
+    """
+
+    warps: Warps
+    number: int
+    _tiles: Mapping[str, Tile]
+    _ranges: dict[str, range]
+
+    def __init__(self, warps: Warps, number: int, tiles: Mapping[str, Tile]):
+        self.warps, self.number, self._tiles, self._ranges = warps, number, tiles, {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name not in Warp.__annotations__ and name in self._tiles:
+            tile = self._tiles[name]
+            self.warps.compute(tile.name or name, value, self.number, *tile.position(self._ranges), tile.op)
+
+    def __getattr__(self, name: str) -> Tensor:
+        raise AttributeError(f"the registers of warp {self.number} hold no {name}")
+
+    def take(self, **ranges: range) -> None:
+        """Set the rows and columns that the warp works on, by the names that ``tiles`` uses."""
+        self._ranges |= ranges
+
+    def start(self, **values: Tensor) -> None:
+        """Set the initial values of accumulators, which are not recorded."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def read(self, name: str, tile: Tensor) -> Tensor:
+        """Read the warp's part of a tile from shared memory into registers."""
+        described = self._tiles.get(name, Tile())
+        rows, cols = described.position(self._ranges)
+        return self.warps.read(name, tile, self.number, rows, cols, described.element_bytes)
+
+    def write(self, name: str, value: Tensor) -> Tensor:
+        """Write a value from registers to shared memory."""
+        described = self._tiles.get(name, Tile())
+        rows, cols = described.position(self._ranges)
+        return self.warps.write(name, value, self.number, rows, cols, described.element_bytes)

@@ -136,6 +136,11 @@ class Workload:
         return self.num_heads_q // self.num_heads_kv
 
     @property
+    def changes_scores(self) -> bool:
+        """Whether a soft-cap, ALiBi or a sink changes scores or the softmax."""
+        return bool(self.softcap or self.alibi or self.sink)
+
+    @property
     def varlen(self) -> bool:
         """Whether the call is a batch of packed sequences."""
         return self.lengths is not None and self.cache is None

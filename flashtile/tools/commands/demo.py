@@ -18,12 +18,11 @@ from flashtile.learn.visualizer.page import write_page
 from flashtile.learn.visualizer.settings import grid
 from flashtile.tools.bench.report import operations_table
 from flashtile.tools.bench.workloads import Workload
-from flashtile.tools.commands.options import finite, output_folder, parse_device, progress_bar
+from flashtile.tools.commands.options import Device, finite, output_folder, parse_device, progress_bar
 from flashtile.tools.demo import exactness, operations, scaling
 from flashtile.tools.demo.corpus import Corpus, python_library
 from flashtile.tools.demo.llama import Llama, sized
-from flashtile.tools.demo.results import Results, Training, write
-from flashtile.tools.demo.setting import inspect_setting, natural_dtype
+from flashtile.tools.demo.results import Results, Training, inspect_setting, natural_dtype, write
 from flashtile.tools.demo.training import (
     TrainingConfig,
     TrainingResult,
@@ -59,10 +58,12 @@ def demo(
         ),
     ] = Path("flashtile-demo"),
     seconds: Annotated[
-        float, typer.Option(min=0.1, callback=finite, help="Time to train with flashtile's attention.")
+        float, typer.Option(min=0.1, callback=finite, help="Seconds of training with flashtile's attention.")
     ] = 45.0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a quick look.")] = False,
+    device: Device = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use small sizes, and leave out the interactive page.")
+    ] = False,
 ) -> None:
     """Measure exactness, speed, memory and a small training run on this machine, and write a report.
 

@@ -162,6 +162,9 @@ class Memory:
         if trace is not None:
             trace.sram_bytes = sram_bytes
 
+    def __repr__(self) -> str:
+        return f"Memory({', '.join(f'{name}={count}' for name, count in self.totals().items())})"
+
     @property
     def matmul_flops(self) -> int:
         return self._flops.matmul

@@ -160,9 +160,9 @@ def two_levels(
     if beta != 0 and (c is None or tuple(c.shape) != shape):
         got = None if c is None else tuple(c.shape)
         raise ValueError(f"c must have shape {shape} where beta is not 0, got {got}")
-    for block, warp, axis in ((block_m, warp_m, "m"), (block_n, warp_n, "n")):
-        if warp < 1 or block % warp:
-            raise ValueError(f"warp_{axis} must divide block_{axis} ({block}), got {warp}")
+    for block, side, axis in ((block_m, warp_m, "m"), (block_n, warp_n, "n")):
+        if side < 1 or block % side:
+            raise ValueError(f"warp_{axis} must divide block_{axis} ({block}), got {side}")
     if block_k < 1:
         raise ValueError(f"block_k must be at least 1, got {block_k}")
     A, B = memory.place("A", a), memory.place("B", b)

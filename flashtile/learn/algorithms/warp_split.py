@@ -138,7 +138,8 @@ def split_q(
                         warp.P = torch.exp(warp.S - m_new)
                         correction = torch.exp(warp.m - m_new)
                         warp.l = correction * warp.l + row_sum(warp.P)
-                        warp.O = correction * warp.O + warp.P @ warp.read("V", v_j)
+                        v_w = warp.read("V", v_j)
+                        warp.O = correction * warp.O + warp.P @ v_w
                         warp.m = m_new
                     warps.barrier(USED)
             for warp, own in zip(warps, parts, strict=True):

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 import flashtile
 from flashtile.tools.bench import contestants, documents, runner, workloads
+from flashtile.tools.bench.documents import summarize
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import Inputs, make_inputs
-from flashtile.tools.bench.summary import summarize
 from flashtile.tools.commands.bench import bench
 
 CPU = torch.device("cpu")

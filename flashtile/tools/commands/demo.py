@@ -153,13 +153,13 @@ def measure_operations(console: Console, workload: Workload, device: torch.devic
 
 def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: Path) -> None:
     """Serve the trained model, and keep it in ``folder`` for ``flashtile generate``."""
-    console.rule("the model, served: continuous batching over paged keys and values", align="left")
+    console.rule("serving the model: continuous batching over paged keys and values", align="left")
     try:
         from flashtile.tools.demo.serving import serve
 
         serving = serve(model, folder, config.seqlen, config.device)
     except ModuleNotFoundError as error:
-        console.print(f"left out: it needs {error.name} (pip install 'flashtile[engine]')", markup=False)
+        console.print(f"left out without {error.name} (pip install 'flashtile[engine]')", markup=False)
         return
     for prompt, answers in serving.answers:
         for answer in answers:
@@ -167,7 +167,7 @@ def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: P
             console.print(answer, markup=False, highlight=False)
     for line in serving.lines():
         console.print(line, markup=False)
-    console.print(f"flashtile generate {folder} 'def ' goes on from there", markup=False, soft_wrap=True)
+    console.print(f"to write more: flashtile generate {folder} 'def '", markup=False, soft_wrap=True)
 
 
 def run_training(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,6 +26,9 @@ OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
 
 STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
+
+Device = Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")]
+"""Option of a command that runs on a device."""
 
 
 class BadArgument(typer.BadParameter):

@@ -119,7 +119,7 @@ class Training:
             Check(
                 "the model learned",
                 bits <= LEARNED_BITS,
-                f"{bits:.2f} bits a byte on files it never saw, {LEARNED_BITS:g} allowed, 8 is ignorance",
+                f"{bits:.2f} bits a byte on files it never saw, {LEARNED_BITS:g} allowed, 8 by guessing",
             ),
         ]
 

@@ -16,7 +16,7 @@ from flashtile.learn.algorithms.memory import Memory, Tile
 
 
 class Warps:
-    """Counts the bytes moved between shared memory and registers, and the barriers.
+    """Counts the bytes moved between shared memory and registers, and the barriers; iterates over the warps.
 
     Args:
         memory: memory of the thread block. Its trace gets the events, and its ``element_bytes`` is the
@@ -35,7 +35,7 @@ class Warps:
         >>> from flashtile.algorithms import Memory
         >>> from flashtile.learn.algorithms.warps import Warps
         >>> warps = Warps(Memory(), count=4)
-        >>> halves = [warps.read("K", torch.ones(8, 4), warp) for warp in range(4)]
+        >>> halves = [warp.read("K", torch.ones(8, 4)) for warp in warps]
         >>> warps.read_bytes  # four times 32 numbers of two bytes
         256
     """
@@ -48,51 +48,7 @@ class Warps:
         self._warps = [Warp(self, number, tiles or {}) for number in range(count)]
 
     def __iter__(self) -> Iterator[Warp]:
-        """Iterate over the warps of the thread block."""
         return iter(self._warps)
-
-    def read(
-        self,
-        name: str,
-        tile: Tensor,
-        warp: int,
-        rows: range | None = None,
-        cols: range | None = None,
-        element_bytes: int | None = None,
-    ) -> Tensor:
-        """Read a part of a tile from shared memory into the registers of a warp."""
-        size = tile.numel() * (element_bytes or self.memory.element_bytes)
-        self.read_bytes += size
-        self.memory.record("shared_load", f"{name}.{warp}", rows, cols, size)
-        return tile
-
-    def write(
-        self,
-        name: str,
-        value: Tensor,
-        warp: int,
-        rows: range | None = None,
-        cols: range | None = None,
-        element_bytes: int | None = None,
-    ) -> Tensor:
-        """Write a value from the registers of a warp to shared memory."""
-        size = value.numel() * (element_bytes or self.memory.element_bytes)
-        self.written_bytes += size
-        self.memory.record("shared_store", f"{name}.{warp}", rows, cols, size)
-        return value
-
-    def compute(
-        self,
-        name: str,
-        value: Tensor,
-        warp: int,
-        rows: range | None = None,
-        cols: range | None = None,
-        op: str = "",
-    ) -> Tensor:
-        """Record in the trace a value that a warp computes in its registers; nothing is moved."""
-        self.memory.record("register", f"{name}.{warp}", rows, cols, op=op, column=value)
-        return value
 
     def barrier(self, why: str = "") -> None:
         """Make all warps wait until all have arrived."""
@@ -130,7 +86,7 @@ class Warp:
         object.__setattr__(self, name, value)
         if name not in Warp.__annotations__ and name in self._tiles:
             tile = self._tiles[name]
-            self.warps.compute(tile.name or name, value, self.number, *tile.position(self._ranges), tile.op)
+            self._record("register", tile.name or name, tile, op=tile.op, column=value)
 
     def __getattr__(self, name: str) -> Tensor:
         raise AttributeError(f"the registers of warp {self.number} hold no {name}")
@@ -146,12 +102,19 @@ class Warp:
 
     def read(self, name: str, tile: Tensor) -> Tensor:
         """Read the warp's part of a tile from shared memory into registers."""
-        described = self._tiles.get(name, Tile())
-        rows, cols = described.position(self._ranges)
-        return self.warps.read(name, tile, self.number, rows, cols, described.element_bytes)
+        self.warps.read_bytes += self._move("shared_load", name, tile)
+        return tile
 
-    def write(self, name: str, value: Tensor) -> Tensor:
+    def write(self, name: str, value: Tensor) -> None:
         """Write a value from registers to shared memory."""
-        described = self._tiles.get(name, Tile())
-        rows, cols = described.position(self._ranges)
-        return self.warps.write(name, value, self.number, rows, cols, described.element_bytes)
+        self.warps.written_bytes += self._move("shared_store", name, value)
+
+    def _move(self, kind: str, name: str, value: Tensor) -> int:
+        """Record a move and return its bytes."""
+        tile = self._tiles.get(name, Tile())
+        size = value.numel() * (tile.element_bytes or self.warps.memory.element_bytes)
+        self._record(kind, name, tile, bytes=size)
+        return size
+
+    def _record(self, kind: str, name: str, tile: Tile, **what: Any) -> None:
+        self.warps.memory.record(kind, f"{name}.{self.number}", *tile.position(self._ranges), **what)

@@ -67,13 +67,9 @@ def bench(
     ] = None,
     backends: Annotated[
         Names | None,
-        typer.Option(
-            "--backend", help="Backends of flashtile to compare. Default: the one that dispatch chooses."
-        ),
+        typer.Option("--backend", help="Backends of flashtile to compare. Default: dispatch's choice."),
     ] = None,
-    head_dims: Annotated[
-        Names | None, typer.Option("--head-dim", help="Only workloads with these head sizes.")
-    ] = None,
+    head_dims: Annotated[Names | None, typer.Option("--head-dim", help="Keep these head sizes only.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of all workloads, instead of their own.")] = None,
     device: Device = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each contestant, taken in turns.")] = 3,
@@ -94,17 +90,11 @@ def bench(
     ] = None,
     json_path: Annotated[
         Path | None,
-        typer.Option(
-            "--json", callback=output_file(), help="File for all numbers, written after every cell."
-        ),
+        typer.Option("--json", callback=output_file(), help="File of all numbers, after every cell."),
     ] = None,
     plot_path: Annotated[
         Path | None,
-        typer.Option(
-            "--plot",
-            callback=output_file(".png", ".svg", ".pdf"),
-            help="Picture of the speeds: .png, .svg or .pdf.",
-        ),
+        typer.Option("--plot", callback=output_file(".png", ".svg", ".pdf"), help="Chart: PNG, SVG or PDF."),
     ] = None,
     report_path: Annotated[
         Path | None,

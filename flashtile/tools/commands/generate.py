@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flashtile.tools.commands.options import Device, bad_models
+from flashtile.tools.commands.options import CacheDtype, Device, MaxModelLen, ModelDtype, bad_models
 
 DEMO = Path("flashtile-demo") / "model"
 
@@ -20,9 +20,7 @@ def generate(
     ] = DEMO,
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue, all in one batch.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 takes the likeliest token.")
-    ] = 0.8,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(help="Draw from the likeliest tokens with this total probability.")
     ] = 1.0,
@@ -31,16 +29,10 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
     beams: Annotated[int, typer.Option(help="Number of beams of a beam search; 0 samples.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are messages of a chat: apply the model's chat template.")
-    ] = False,
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of the model: auto, bfloat16, float16 or float32.")
-    ] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="Dtype of keys and values: auto or fp8.")] = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt and answer together.")
-    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages of a chat.")] = False,
+    dtype: ModelDtype = "auto",
+    kv_cache_dtype: CacheDtype = "auto",
+    max_model_len: MaxModelLen = None,
     device: Device = None,
 ) -> None:
     """Continue texts with a model, and report its speed and memory."""

@@ -28,7 +28,10 @@ STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
 
 Device = Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")]
-"""Option of a command that runs on a device."""
+ModelDtype = Annotated[str, typer.Option(help="Dtype of the model: auto, bfloat16, float16 or float32.")]
+CacheDtype = Annotated[str, typer.Option(help="Dtype of keys and values: auto or fp8.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]
+"""Options of several commands."""
 
 
 class BadArgument(typer.BadParameter):

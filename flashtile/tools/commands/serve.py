@@ -14,7 +14,16 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 
-from flashtile.tools.commands.options import Device, as_arguments, bad_models, bad_parameters, parse_device
+from flashtile.tools.commands.options import (
+    CacheDtype,
+    Device,
+    MaxModelLen,
+    ModelDtype,
+    as_arguments,
+    bad_models,
+    bad_parameters,
+    parse_device,
+)
 
 KEY = "FLASHTILE_API_KEY"
 TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -25,9 +34,7 @@ def serve(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A folder in Hugging Face's format.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen at; 0 takes a free one.")
-    ] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
     api_key: Annotated[
         list[str] | None,
@@ -36,26 +43,16 @@ def serve(
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of another tokenizer.")] = None,
     skip_tokenizer_init: Annotated[
         bool,
-        typer.Option(
-            "--skip-tokenizer-init", help="Serve without a tokenizer: prompts and answers are tokens."
-        ),
+        typer.Option("--skip-tokenizer-init", help="No tokenizer: prompts and answers are tokens."),
     ] = False,
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of the model: auto, bfloat16, float16 or float32.")
-    ] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="Dtype of keys and values: auto or fp8.")] = "auto",
-    load_format: Annotated[
-        str, typer.Option(help="Source of weights: auto, safetensors or dummy (random).")
-    ] = "auto",
+    dtype: ModelDtype = "auto",
+    kv_cache_dtype: CacheDtype = "auto",
+    load_format: Annotated[str, typer.Option(help="Weights: auto, safetensors or dummy (random).")] = "auto",
     device: Device = None,
     seed: Annotated[int, typer.Option(help="Seed of calls without one.")] = 0,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt and answer together.")
-    ] = None,
+    max_model_len: MaxModelLen = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences computed at a time.")] = 256,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens computed in a step.")
-    ] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens of a step.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to take.")] = 0.9,
     kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(help="Bytes for keys and values, instead of a share.")
@@ -70,9 +67,7 @@ def serve(
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Replicas, each with its own GPUs.")] = 1,
-    max_concurrent_requests: Annotated[
-        int, typer.Option(help="Most concurrent calls; others get status 429.")
-    ] = 1024,
+    max_concurrent_requests: Annotated[int, typer.Option(help="Most calls at once; others get 429.")] = 1024,
     max_prompts: Annotated[int, typer.Option(help="Most prompts in one call.")] = 256,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Most tokens of one prompt.")] = None,
     max_logprobs: Annotated[int, typer.Option(help="Most log-probabilities per position.")] = 20,

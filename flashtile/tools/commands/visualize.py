@@ -34,19 +34,13 @@ def visualize(
         int | None,
         typer.Option(min=1, max=LONGEST, help="Tokens of your run. Default: 1024."),
     ] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(min=1, max=WIDEST, help="Head size of your run. Default: 64.")
-    ] = None,
-    block: Annotated[
-        str | None, typer.Option(help='Blocks of your run, queries x keys, like 64x64; or "auto".')
-    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, max=WIDEST, help="Head size. Default: 64.")] = None,
+    block: Annotated[str | None, typer.Option(help='Blocks: queries x keys, like 64x64, or "auto".')] = None,
     sram_kib: Annotated[
         int | None, typer.Option(min=1, max=MAX_KIB, help="Size of SRAM in KiB. Default: 100.")
     ] = None,
     mask: Annotated[str | None, typer.Option(help=f"Mask of your run: {', '.join(MASKS)}.")] = None,
-    num_splits: Annotated[
-        int | None, typer.Option(min=1, help="Splits of the keys in flash_decoding and unified_max.")
-    ] = None,
+    num_splits: Annotated[int | None, typer.Option(min=1, help="Splits of the keys in decoding.")] = None,
     page_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a page in paged.")] = None,
     film: Annotated[
         Path | None,

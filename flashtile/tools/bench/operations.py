@@ -38,9 +38,9 @@ class Operations(Standard):
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen or workload.changes_scores or workload.cache is not None or workload.fp8:
-            return "is taken apart for dense calls without soft-cap, ALiBi and sink"
+            return "times dense calls without soft-cap, ALiBi and sink only"
         if workload.causal and workload.seqlen_q > workload.seqlen_k:
-            return "is taken apart where every row sees a key"
+            return "times calls only in which every row sees a key"
         return super().refuses(workload, device)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:

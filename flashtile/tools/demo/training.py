@@ -83,7 +83,7 @@ class TrainingConfig:
 
     ``dtype`` is that of the arithmetic: weights, their gradients and the optimizer stay float32, and autocast
     converts the inputs of matrix products and attention. ``steps`` or ``seconds`` is the length of the run.
-    ``stop`` ends the run after so many steps without changing the schedule.
+    ``stop`` ends the run after this many steps without changing the schedule.
     """
 
     model: LlamaConfig = PRESETS["tiny"]

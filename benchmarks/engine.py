@@ -1,19 +1,19 @@
-"""The engine on a GPU, part by part, in the order in which to look; what matters is printed last.
+"""Measures the engine on a GPU, part by part; the summary is printed last.
 
     python benchmarks/engine.py                               # all parts of one model on one GPU
     python benchmarks/engine.py --parts kernels,waits         # some
     python benchmarks/engine.py --model llama-2-7b --parts decode --batches 1,32
     torchrun --nproc-per-node 2 benchmarks/engine.py --parts decode,requests   # the model over two GPUs
 
-Weights are random, of true shapes. `flashtile bench -w engine` measures beside Transformers. The parts:
+Weights are random, of real shapes. `flashtile bench -w engine` compares with Transformers. The parts:
 
-    decode    ms a step at each batch size, beside the time of reading; how long the host waited (it should)
+    decode    ms a step by batch size, and the time of reading; share of time in which the host waits
     kernels   kernels a layer and a step, the GPU's idle time, and the kernels that take the most
-    waits     copies and calls in which the host waits for the device, while the batch changes: should be none
-    prompt    host and device time of a prompt's step, of shapes that were there before and of new ones
-    mixed     a step with a chunk of a prompt beside single tokens, and each of them alone
+    waits     copies and calls in which the host waits for the device while the batch changes: 0 is right
+    prompt    host and device time of a prompt's step, for new shapes and for shapes seen before
+    mixed     a step with a chunk of a prompt and single tokens together, and with each of them alone
     prefix    time to the first token with nine tenths of the prompt in the cache, and without
-    guesses   ms a step with guesses behind each token, and tokens a second on a text that repeats itself
+    guesses   ms a step with speculated tokens, and tokens a second on a text that repeats itself
     requests  1,000 requests of ShareGPT-like lengths, new tokens a second
     start     seconds from a new process to its first token
 """
@@ -41,23 +41,30 @@ import torch
 
 from flashtile import SamplingParams
 from flashtile.hardware import machine
-from flashtile.tools.bench.engine_bench import EngineWorkload, floor_bytes, measure
-from flashtile.tools.bench.engine_models import SERVED, tokens, vocabulary, write_model
+from flashtile.tools.bench.engine_bench import (
+    SERVED,
+    EngineWorkload,
+    floor_bytes,
+    measure,
+    tokens,
+    vocabulary,
+    write_model,
+)
 from flashtile.tools.bench.engine_peers import Flashtile
-from flashtile.tools.bench.workloads import SMALL_MODEL
+from flashtile.tools.bench.model_bench import SMALL_MODEL
 
 READ = 4.47e12
-"""Bytes a second that one H200 reads."""
+"""Read bandwidth of one H200 in bytes a second."""
 Rows = list[dict[str, Any]]
 
 
 class Stopped(BaseException):
-    """A part took too long. No Exception: the engine would take it for a step that failed."""
+    """A part took too long. This is not an Exception, which the engine would treat as a failed step."""
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Stopped inside after so long."""
+    """Raise :class:`Stopped` in the block after this time."""
 
     def stop(signum: int, frame: Any) -> None:
         raise Stopped(f"after {seconds:g} s")
@@ -72,7 +79,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 class Bench:
-    """A model of a name, loaded as a part needs it and kept while the next one needs the same."""
+    """A named model, loaded with a part's options and kept while the next part has the same options."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -125,8 +132,10 @@ def decode(bench: Bench) -> Rows:
 
 
 def kernels(bench: Bench) -> Rows:
-    """In 20 steps of the largest batch, and ms of the CUDA graph alone. It reads the numbers of the last step
-    that was sent: it is replayed while the same sequences run."""
+    """Count kernels in 20 steps of the largest batch, and time the CUDA graph alone.
+
+    The graph reads the numbers of the last step, so it is replayed while the same sequences run.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     batch, steps = max(bench.options.batches), 20
@@ -172,7 +181,7 @@ def kernels(bench: Bench) -> Rows:
 
 
 def waits(bench: Bench) -> Rows:
-    """Requests of all lengths come and go, so that the batch changes at nearly every step."""
+    """Find waits while requests of all lengths come and go, which changes the batch at nearly every step."""
     llm = bench.engine().llm
     params = [SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=3 + i % 17) for i in range(48)]
     prompts = [prompt[: 20 + 13 * i % 300] for i, prompt in enumerate(bench.prompts(48, 320))]
@@ -191,7 +200,7 @@ def waits(bench: Bench) -> Rows:
 
 
 def prompt(bench: Bench) -> Rows:
-    """A step with a whole prompt, until the host has launched it and until it is done."""
+    """Time a step with a whole prompt until the host has launched it, and until it is done."""
     engine, rows = bench.engine().llm.engine, []
     engine.overlap = True
     most = 32 if bench.options.model == SMALL_MODEL else 4096
@@ -212,7 +221,7 @@ def prompt(bench: Bench) -> Rows:
 
 
 def mixed(bench: Bench) -> Rows:
-    """Attention of single tokens beside a chunk goes through the chunk's kernel: what does it cost?"""
+    """Time single tokens together with a chunk, whose kernel then computes their attention as well."""
     engine, batch = bench.engine().llm.engine, max(bench.options.batches)
     chunk = 16 if bench.options.model == SMALL_MODEL else 512
     engine.overlap = False
@@ -262,7 +271,7 @@ def prefix(bench: Bench) -> Rows:
 
 
 def guesses(bench: Bench) -> Rows:
-    """Random weights repeat nothing of the prompt: allowed tokens make a text that repeats itself."""
+    """Time speculation. Random weights repeat nothing, so allowed tokens make a text that repeats itself."""
     rows: Rows = []
     length = 24 if bench.options.model == SMALL_MODEL else 256
     only = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, allowed_token_ids=[7])
@@ -327,7 +336,7 @@ ON_A_GPU = ("kernels", "waits")
 
 
 def table(rows: Rows) -> str:
-    """Columns aligned, numbers with four digits."""
+    """Return the rows as text with aligned columns; numbers have four digits."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [names] + [[shown(row.get(name)) for name in names] for row in rows]
     widths = [max(len(line[i]) for line in cells) for i in range(len(names))]

@@ -1,13 +1,11 @@
-"""Attention of one sequence over several GPUs, beside one GPU and beside other ways to share it.
+"""Measures attention of one sequence over several GPUs, compared with one GPU and torch's context_parallel.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py --json parallel.json
     torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --seqlens 256 --steps 1   # without peers
 
-Causal attention, forward and backward, then a window and decoding. Peers: torch's ``context_parallel`` with
-scaled_dot_product_attention, and ring-flash-attention's zigzag algorithm (each rank passes on the keys
-that it was given; each step's out is rounded to the inputs' dtype before it is merged) with torch's flash
-kernel. ``of_linear`` is the speed over that of as many single GPUs, ``extra_bytes`` the peak of memory
-beside inputs, ``model_ms`` what the IO model expects. A contestant's error is in its row.
+The calls are causal attention, forward and backward, then a window and decoding. ``of_linear`` is the speed
+over that of as many single GPUs, ``extra_bytes`` the peak of memory in addition to the inputs, and
+``model_ms`` the prediction of the IO model. A contestant's error is in its row.
 """
 
 from __future__ import annotations
@@ -42,14 +40,16 @@ def main(
         str, typer.Option(help="Lengths of the whole sequence.")
     ] = "32768,65536,131072,262144",
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 10,
-    long_steps: Annotated[int, typer.Option(min=1, help="Timed steps where one GPU takes over 0.3 s.")] = 2,
-    peers: Annotated[str, typer.Option(help="Lengths that peers are measured at; none on a CPU.")] = (
+    long_steps: Annotated[
+        int, typer.Option(min=1, help="Timed steps of calls that take one GPU more than 0.3 s.")
+    ] = 2,
+    peers: Annotated[str, typer.Option(help="Lengths at which peers are measured; none on a CPU.")] = (
         "32768,131072"
     ),
-    parts: Annotated[str, typer.Option(help="Of causal, window and decoding.")] = "causal,window,decoding",
-    window: Annotated[
-        int, typer.Option(help="Of the call with a window, at half of the longest length.")
-    ] = 4096,
+    parts: Annotated[
+        str, typer.Option(help="Parts to run: causal, window, decoding.")
+    ] = "causal,window,decoding",
+    window: Annotated[int, typer.Option(help="Window of the call at half of the longest length.")] = 4096,
     device: Annotated[str | None, typer.Option(help="cuda or cpu.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every row here.")] = None,
 ) -> None:
@@ -99,7 +99,7 @@ def write(rows: list[dict[str, Any]], json_file: Path | None, where: torch.devic
 def measured(
     seqlen: int, window: int, steps: int, long_steps: int, peers: bool, where: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """A row of each contestant at one length."""
+    """Yield a row of each contestant at one length."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     torch.manual_seed(0)
     shapes = [(1, seqlen, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
@@ -116,7 +116,6 @@ def measured(
     if window < 0 and peers and where.type == "cuda":
         for rotation in ("allgather", "alltoall"):
             contestants[f"torch, {rotation}"] = torchs(whole, rotation, where)
-        contestants["ring-flash-attention's zigzag"] = zigzag_peer(whole)
     for name, prepare in contestants.items():
         row: dict[str, Any] = {
             "call": "causal" if window < 0 else f"window {window}",
@@ -140,7 +139,7 @@ def measured(
 
 
 def timed(run: Callable[[], Any], steps: int, where: torch.device) -> float:
-    """The median of the steps' times on the slowest rank, in seconds."""
+    """Return the median of the steps' times on the slowest rank, in seconds."""
     for _ in range(min(3, steps)):
         run()
     times = []
@@ -183,7 +182,7 @@ def ours(whole: list[Tensor], window: int, method: str) -> Callable[[], Any]:
 
 
 def torchs(whole: list[Tensor], rotation: str, where: torch.device) -> Callable[[], Any]:
-    """torch.distributed.tensor.experimental.context_parallel, with its own load balancing."""
+    """Prepare torch.distributed.tensor.experimental.context_parallel, with its own load balancing."""
 
     def prepare() -> Callable[[], Any]:
         from torch.distributed.tensor.experimental import context_parallel
@@ -210,89 +209,8 @@ def torchs(whole: list[Tensor], rotation: str, where: torch.device) -> Callable[
     return prepare
 
 
-def zigzag_peer(whole: list[Tensor]) -> Callable[[], Any]:
-    """The algorithm, with torch's flash kernel: every rank passes on what it was given."""
-    aten = torch.ops.aten
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple:
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-
-    def rotate(tensors: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
-        incoming = [torch.empty_like(t) for t in tensors]
-        to, of = (rank + 1) % size, (rank - 1) % size
-        sends = [dist.P2POp(dist.isend, t.contiguous(), to) for t in tensors]
-        works = dist.batch_isend_irecv(sends + [dist.P2POp(dist.irecv, t, of) for t in incoming])
-        return incoming, works
-
-    def part(step: int, length: int) -> tuple[slice, slice, bool]:
-        """(rows, keys, causal) of what the keys of rank - step are for."""
-        half, every = length // 2, slice(None)
-        if step == 0:
-            return every, every, True
-        return (every, slice(0, half), False) if step <= rank else (slice(half, None), every, False)
-
-    def prepare() -> Callable[[], Any]:
-        group = HEADS // HEADS_KV
-        q, k, v, dout = (shard(t, 1).transpose(1, 2).contiguous() for t in whole)
-        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-        length = q.shape[2]
-
-        def run() -> None:
-            out = lse = None
-            keys, saved = [k, v], []
-            for step in range(size):
-                incoming, works = rotate(keys) if step + 1 < size else (keys, [])
-                rows, columns, causal = part(step, length)
-                result = flash(q[:, :, rows], keys[0][:, :, columns], keys[1][:, :, columns], causal)
-                saved.append(result[2:8])
-                if out is None:
-                    out, lse = result[0].float(), result[1].float().unsqueeze(-1)
-                else:
-                    share = torch.sigmoid(result[1].unsqueeze(-1) - lse[:, :, rows])
-                    out[:, :, rows] -= share * (out[:, :, rows] - result[0])
-                    lse[:, :, rows] -= torch.nn.functional.logsigmoid(
-                        lse[:, :, rows] - result[1].unsqueeze(-1)
-                    )
-                for work in works:
-                    work.wait()
-                keys = incoming
-            out, lse = out.to(q.dtype), lse.squeeze(-1)
-            dq, gradients = torch.zeros_like(q, dtype=torch.float32), None
-            keys = [k, v]
-            for step in range(size):
-                incoming, works = rotate(keys) if step + 1 < size else (keys, [])
-                rows, columns, causal = part(step, length)
-                k_part, v_part = (t[:, :, columns] for t in keys)
-                parts = aten._scaled_dot_product_flash_attention_backward(
-                    dout[:, :, rows], q[:, :, rows], k_part, v_part, out[:, :, rows],
-                    lse[:, :, rows].contiguous(), None, None, rows_of(q, rows), k_part.shape[2], 0.0, causal,
-                    *saved[step][-2:],
-                )  # fmt: skip
-                dq[:, :, rows] += parts[0]
-                if gradients is None:
-                    gradients = [t.float() for t in parts[1:]]
-                else:
-                    for total, of_part in zip(gradients, parts[1:], strict=True):
-                        total[:, :, columns] += of_part
-                for work in works:
-                    work.wait()
-                keys = incoming
-                gradients, works = rotate(gradients)
-                for work in works:
-                    work.wait()
-
-        return run
-
-    return prepare
-
-
-def rows_of(q: Tensor, rows: slice) -> int:
-    return q[:, :, rows].shape[2]
-
-
 def decoding(length: int, steps: int, where: torch.device) -> Iterator[dict[str, Any]]:
-    """One sequence, a token a step: the cache on one GPU, and over all; GPUs replay CUDA graphs."""
+    """Yield rows of decoding one sequence, its cache on one GPU or over all; GPUs replay CUDA graphs."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     torch.manual_seed(0)
     size = dist.get_world_size()
@@ -315,7 +233,7 @@ def decoding(length: int, steps: int, where: torch.device) -> Iterator[dict[str,
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """``call`` as a CUDA graph."""
+    """Return ``call`` as the replay of a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -36,15 +36,15 @@ from flashtile.tools.bench.inputs import Inputs, make_inputs
 from flashtile.tools.bench.workloads import Workload, select
 
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
-"""Matrix products of the kernels of attention."""
+"""Number of matrix products of each kernel of attention."""
 SHARED_LIMIT = 227 * 1024
 SHOWN = 10
-"""Candidates of a series that are printed, the fastest first."""
+"""Number of candidates of a series that are printed, the fastest first."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile of one kernel; ``programs_per_sm`` is decoding's."""
+    """A tile of one kernel; only decoding has ``programs_per_sm``."""
 
     kernel: str
     tile: KernelConfig
@@ -52,8 +52,8 @@ class Candidate:
 
 
 def candidates(kernel: str, workload: Workload, problem: Any) -> Iterator[Candidate]:
-    """The tile in the table, then others worth timing: accumulators fit the register file and operands
-    shared memory, roughly."""
+    """Yield the tile in the table, then others whose accumulators and operands roughly fit registers and
+    shared memory."""
     sizes = (16, 32, 64, 128)
     if kernel == "decode":
         chosen = decode_config.choose(problem)
@@ -81,7 +81,7 @@ def candidates(kernel: str, workload: Workload, problem: Any) -> Iterator[Candid
 
 
 def describe(workload: Workload, inputs: Inputs) -> tuple[Any, CacheTensors]:
-    """The problem of a workload's call, and a decoding call's tensors beside q and the caches."""
+    """Return the problem of a workload's call, and a decoding call's tensors except q and the caches."""
     qkv = inputs.q, inputs.k, inputs.v
     if workload.cache is None:
         options = Options(causal=workload.causal, window_left=workload.window_left, softcap=workload.softcap)
@@ -92,7 +92,7 @@ def describe(workload: Workload, inputs: Inputs) -> tuple[Any, CacheTensors]:
 
 
 def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Callable[[], dict[str, Tensor]]]:
-    """Functions that run the candidate's kernel alone, one over each copy of the inputs, and its results."""
+    """Return functions that run the candidate's kernel alone, one for each copy of the inputs."""
     from flashtile.backends.portable.attention import launch
     from flashtile.backends.portable.decode.launch import DecodeLaunch
 
@@ -128,7 +128,7 @@ def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Call
 
 
 def _compile(candidate: Candidate, workload: Workload) -> None:
-    """Compile by running on a small problem; what cannot run says so when it is timed."""
+    """Compile by running on a small problem; a candidate that fails is reported when it is timed."""
     small = replace(workload, batch=1, seqlen_q=128, seqlen_k=128)
     try:
         calls(candidate, small, make_inputs(small, "cuda"))[0]()
@@ -140,7 +140,7 @@ def _compile(candidate: Candidate, workload: Workload) -> None:
 def time_candidate(
     candidate: Candidate, workload: Workload, inputs: Inputs, oracle: Oracle, rep: float
 ) -> dict[str, Any]:
-    """Microseconds of one candidate, or why it has none."""
+    """Return the microseconds of one candidate, or why it has none."""
     try:
         functions = calls(candidate, workload, inputs)
         wrong = [found for found in oracle.check(functions[0]()) if not found.holds]
@@ -183,12 +183,15 @@ def main(
         list[str], typer.Option("-w", "--workload", help="Names, series or tags; repeatable.")
     ],
     kernel: Annotated[
-        list[str] | None, typer.Option(help=f"Of attention: {', '.join(PRODUCTS)}; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(help=f"Kernels of attention: {', '.join(PRODUCTS)}; repeatable. Default: all."),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Replaces that of dense workloads.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Replaces the workloads' own.")] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Head size of dense workloads, instead of their own.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of all workloads, instead of their own.")] = None,
     rep: Annotated[float, typer.Option(help="Milliseconds of calls for each measurement.")] = 20.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write every number here.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="File for all numbers.")] = None,
 ) -> None:
     """Time tiles of the portable kernels on the GPU of this machine."""
     searches: dict[tuple[str, str], list[Workload]] = {}

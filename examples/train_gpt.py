@@ -37,26 +37,26 @@ PROMPT = "class Reader:\n    def __init__(self"
 
 def main(
     size: Annotated[str | None, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Instead of the size's.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Instead of the size's.")] = None,
-    embed: Annotated[int | None, typer.Option(help="Width, instead of the size's.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Instead of that of --size.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Instead of that of --size.")] = None,
+    embed: Annotated[int | None, typer.Option(help="Width, instead of that of --size.")] = None,
     seqlen: Annotated[int | None, typer.Option("--seqlen", "--block-size", help="Bytes of context.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps to train.")] = 2000,
+    batch: Annotated[int | None, typer.Option(help="Sequences per step.")] = None,
+    steps: Annotated[int, typer.Option(help="Number of steps.")] = 2000,
     lr: Annotated[float | None, typer.Option(help="Highest learning rate.")] = None,
-    seed: Annotated[int, typer.Option(help="Of weights, batches and sample.")] = 0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help=f"Of the arithmetic: {', '.join(DTYPES)}.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and sample.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Dtype of the arithmetic: {', '.join(DTYPES)}.")] = None,
     attention: Annotated[str, typer.Option(help=f"One of {', '.join(ATTENTIONS)}.")] = "flashtile",
     compiled: Annotated[bool, typer.Option("--compile", help="Use torch.compile.")] = False,
-    prompt: Annotated[str, typer.Option(help="What the sample starts with.")] = PROMPT,
+    prompt: Annotated[str, typer.Option(help="Beginning of the sample.")] = PROMPT,
     sample: Annotated[int, typer.Option(min=0, help="Bytes to sample after training.")] = 400,
     text: Annotated[Path | None, typer.Option(exists=True, help="Read the .py files of this folder.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for all numbers.")] = None,
 ) -> None:
     """Train, and print tokens/s, training and validation loss, and a sample.
 
-    What is not given follows the device: a tiny model in float32 on a CPU, a small one in bfloat16 on a GPU.
+    The defaults depend on the device: a tiny model in float32 on a CPU, a small one in bfloat16 on a GPU.
     """
     chosen = {
         "seqlen": seqlen,
@@ -102,7 +102,7 @@ def main(
 def configure(
     size: str | None, model: dict[str, int | None], chosen: dict[str, Any], device: str | None
 ) -> TrainingConfig:
-    """The device's default, with the preset ``size`` and every option that is not None put in."""
+    """Return the device's default with the preset ``size`` and all options that are not None."""
     if size is not None and size not in PRESETS:
         raise ValueError(f"size must be one of {', '.join(PRESETS)}, got {size!r}")
     config = default_config(find_device(device))

@@ -33,19 +33,21 @@ from flashtile.tools.demo.llama import Llama, sized
 
 def main(
     seqlen: Annotated[int, typer.Option(min=1, help="Bytes of the whole sequence.")] = 131072,
-    steps: Annotated[int, typer.Option(min=1, help="Steps in all, those before a restart included.")] = 100,
-    layers: Annotated[int, typer.Option(min=1)] = 2,
-    heads: Annotated[int, typer.Option(min=1)] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in all, including those before a restart.")] = 100,
+    layers: Annotated[int, typer.Option(min=1, help="Number of layers.")] = 2,
+    heads: Annotated[int, typer.Option(min=1, help="Number of heads.")] = 2,
     embed: Annotated[int, typer.Option(min=1, help="Width.")] = 64,
-    window: Annotated[int, typer.Option(help="Bytes before it that a byte sees; -1 is all.")] = 512,
+    window: Annotated[
+        int, typer.Option(help="Bytes before its own position that a byte sees; -1: all.")
+    ] = 512,
     method: Annotated[str, typer.Option(help="auto, ring, ulysses or allgather.")] = "auto",
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-3,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
-    checkpoint: Annotated[Path | None, typer.Option(help="Go on from this file, and write it.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Resume from this file, and write it.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.")] = 10,
     text: Annotated[Path | None, typer.Option(exists=True, help="Read the .py files of this folder.")] = None,
 ) -> None:
-    """Train, and print the loss of each step and how many bytes a second."""
+    """Train, and print the loss of each step and the bytes per second."""
     device = join_group()
     try:
         corpus = python_library(text)
@@ -58,7 +60,7 @@ def main(
 
 
 def join_group() -> torch.device:
-    """The default process group of torchrun's processes, or of this one alone; and the process's device."""
+    """Join the process group of torchrun, or create one of this process alone, and return the device."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -71,7 +73,7 @@ def join_group() -> torch.device:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, group: Any, method: str, window: int) -> Tensor:
-    """(3) Queries see the keys of all processes. All else in the model works on bytes one by one."""
+    """(3) Queries see the keys of all processes. Everything else in the model treats bytes one by one."""
     return context_parallel_attention(
         q, k, v, group=group, method=method, causal=True, window_size=(window, 0)
     )
@@ -89,22 +91,24 @@ def train(
     every: int = 10,
     group: Any = None,
 ) -> list[float]:
-    """The loss of each step that was made, in nats a byte."""
+    """Train, and return the loss of each step made here, in nats per byte."""
     model.attention = partial(attend, group=group)
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
     done, losses, began = load(checkpoint, model, optimizer, device), [], time.perf_counter()
-    # (1) Each process has its own bytes of the sequence, and their places in it.
+    # (1) Each process has its own bytes of the sequence, and their positions in it.
     positions = shard(torch.arange(seqlen, device=device), 0, group)
     for step in range(done, steps):
-        batches = torch.Generator().manual_seed(seed * 2**20 + step)  # a step has its bytes whoever makes it
+        batches = torch.Generator().manual_seed(
+            seed * 2**20 + step
+        )  # any process draws the same bytes for a step
         excerpt = [t.to(device) for t in sample_batch(corpus.train, 1, seqlen, batches)]
-        inputs, targets = (shard(t, 1, group) for t in excerpt)  # (2) the same excerpt on all, then cut
+        inputs, targets = (shard(t, 1, group) for t in excerpt)  # (2) every process shards the same excerpt
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(inputs, positions.unsqueeze(0))
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / seqlen
         loss.backward()
-        # (4) Every process has the gradients of its own bytes: their sum is the sequence's.
+        # (4) Each process has the gradients of its own bytes; their sum is the sequence's.
         for tensor in (loss.detach(), *(p.grad for p in model.parameters())):
             dist.all_reduce(tensor, group=group)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -120,7 +124,7 @@ def train(
 
 
 def save(checkpoint: Path, model: Llama, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Under another name first, so that a process that dies while it writes leaves the last one whole."""
+    """Replace the checkpoint atomically: a process that dies while writing leaves the last one intact."""
     unfinished = checkpoint.with_suffix(".unfinished")
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, unfinished)
     os.replace(unfinished, checkpoint)
@@ -129,7 +133,7 @@ def save(checkpoint: Path, model: Llama, optimizer: torch.optim.Optimizer, step:
 def load(
     checkpoint: Path | None, model: Llama, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> int:
-    """How many steps were made before; the model and the optimizer are as after the last of them."""
+    """Load the checkpoint, if there is one, and return the number of steps made before."""
     if checkpoint is None or not checkpoint.exists():
         return 0
     state = torch.load(checkpoint, map_location=device, weights_only=True)

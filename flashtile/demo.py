@@ -1,19 +1,15 @@
 """The demonstration's models by their public name: :mod:`flashtile.tools.demo`.
 
-``import flashtile.demo.MODULE`` finds its modules as well.
+``import flashtile.demo.MODULE`` finds its modules as well; ``huggingface`` is a former name of ``llama``.
 """
 
 import sys
 
-from flashtile.tools.demo import (
-    attention,
-    corpus,
-    huggingface,
-    llama,
-    training,
-)
+from flashtile.tools.demo import attention, corpus, llama, training
+
+huggingface = llama
 
 __all__ = ["attention", "corpus", "huggingface", "llama", "training"]
 
-for _module in (attention, corpus, huggingface, llama, training):
-    sys.modules[_module.__name__.replace(".tools.", ".")] = _module
+for _name in __all__:
+    sys.modules[f"{__name__}.{_name}"] = globals()[_name]

@@ -29,7 +29,6 @@ from flashtile.learn.io_model import (
     measured_card,
     memory,
     models,
-    products,
     prompt_memory,
 )
 
@@ -61,6 +60,5 @@ for _module in (
     l2,
     memory,
     models,
-    products,
 ):
     sys.modules[_module.__name__.replace(".learn.", ".")] = _module

@@ -38,7 +38,7 @@ from mutation.run import MODES, PROCESSES, Checkout, Judge
 
 KEPT = ROOT / "build" / "mutants"
 LEAST = 0.95
-"""Of the faults that may change a result: in all, and in each area with ENOUGH of them."""
+"""Share of the faults that must be noticed, in all and in each area with at least ENOUGH of them."""
 SPARE = 8
 """Faults drawn for one of a sample: it has those whose lines are run by the tests near them."""
 ENOUGH = 20

@@ -1,4 +1,7 @@
-"""The model of our kernels beside the counters of Nsight Compute (``benchmarks/ncu_bytes.py``)."""
+"""The table of docs/io_model.md: the model of the portable kernels and the counters of Nsight Compute.
+
+The counters were read by ``benchmarks/ncu_bytes.py`` of commit 0a2ffe22.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ from typing import Any
 from flashtile.backends.common.config import KernelConfig
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import Card
-from flashtile.io_model import hopper, kernels
+from flashtile.io_model import kernels
 from flashtile.problems.common import UNLIMITED
 
 SECTOR_BYTES = 32
 
 SHAPE = ("batch", "seqlen_q", "seqlen_k", "num_heads_q", "num_heads_kv", "head_dim", "dtype", "window_left")
-"""What a document says of a call, beside whether it is causal."""
+"""Fields of a document that describe a call, in addition to ``causal``."""
 
 HEAD = (
     "launch",
@@ -26,22 +29,22 @@ HEAD = (
     "written, counted",
     "model / counted",
 )
-"""Of the columns of :attr:`Comparison.cells`."""
+"""Headings of :attr:`Comparison.cells`."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One launch: the model's traffic beside what was counted, in bytes.
+    """Predicted and counted bytes of one launch.
 
     Args:
-        name: of the case, and of the kernel where the case has several.
+        name: name of the case, with the kernel's if the case has several.
         model: the prediction.
-        dram_read: by the kernel, which found L2 cold.
-        dram_written: by the kernel, with what was still in L2 when it ended.
-        l2_read: what L2 served, None if it was not counted. Less than SMs load: loads of one address that
-            several SMs make at the same time are merged on their way (the L2 request coalescer, "lrc", in
-            Nsight Compute's Kernel Profiling Guide).
-        l2_written: what SMs wrote to L2, None if it was not counted.
+        dram_read: bytes that the kernel read; L2 was cold before.
+        dram_written: bytes that the kernel wrote, including those still in L2 when it ended.
+        l2_read: bytes that L2 served, None if they were not counted. SMs load more: loads of one address by
+            several SMs at the same time are merged before L2 (the L2 request coalescer, "lrc", in Nsight
+            Compute's Kernel Profiling Guide).
+        l2_written: bytes that SMs wrote to L2, None if they were not counted.
     """
 
     name: str
@@ -63,19 +66,19 @@ class Comparison:
 
     @property
     def spilled(self) -> float | None:
-        """Bytes that SMs wrote beside the results: registers that the kernel spills."""
+        """Bytes that SMs wrote in addition to the results: registers that the kernel spills."""
         return None if self.l2_written is None else self.l2_written - self.model.written
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """A row of a table, sizes in 10^6 bytes."""
+        """Cells of a table's row, sizes in 10^6 bytes."""
         model = self.model
         moved = (model.sm_read, model.dram_read, self.dram_read, model.written, self.dram_written)
         return (self.name, *(f"{size / 1e6:.0f}" for size in moved), f"{self.ratio:.3f}")
 
 
 def compare(document: dict[str, Any], card: Card) -> Iterator[Comparison]:
-    """Each launch of a document of ``benchmarks/ncu_bytes.py`` that was counted on ``card``."""
+    """Yield a comparison for each launch of a document that was counted on ``card``."""
     for row in document["kernels"]:
         read, written = (row[f"lts__t_sectors_srcunit_tex_op_{way}.sum"] for way in ("read", "write"))
         name = row["case"]["name"]
@@ -90,13 +93,10 @@ def compare(document: dict[str, Any], card: Card) -> Iterator[Comparison]:
 
 
 def predict(row: dict[str, Any], card: Card) -> kernels.KernelTraffic:
-    """The model's traffic for one launch of the document, with the tile that it had then; of the Hopper
-    kernel with the schedule of today."""
+    """Return the model's traffic for one launch of the document, with the tile that the kernel had then."""
     case = row["case"]
     window_right = 0 if case["causal"] else UNLIMITED
     call = Call(**{name: case[name] for name in SHAPE}, window_right=window_right)
-    if case.get("hopper"):
-        return hopper.forward(call, card)
     if row["kernel"] in ("preprocess", "prepare"):  # "prepare" in documents of 2026-11
         return kernels.preprocess(call, card)
     model = {"forward": kernels.forward, "dkdv": kernels.dkdv, "dq": kernels.dq}[row["kernel"]]

@@ -1,4 +1,4 @@
-"""Write the tables of docs/guides/fp8.md from the JSON that it links to (``benchmarks/fp8_accuracy.py``).
+"""Write the tables of docs/guides/fp8.md from benchmarks/results/2026-11-21-fp8-accuracy.json.
 
     python scripts/docs/fp8_tables.py
 

@@ -32,7 +32,7 @@ HIDE_CONTENTS = "---\nhide: [toc]\n---"
 
 
 def page(document: dict[str, Any], name: str, most_charts: int) -> str:
-    """A document of measurements as Markdown; its JSON lies beside the page."""
+    """Return a document of measurements as Markdown; its JSON lies next to the page."""
     parts = [HIDE_CONTENTS, f"# {name[:10]} {name[11:].replace('-', ' ')}", *body(document, most_charts)]
     parts.append(f"Every number: [{name}.json]({name}.json).")
     if note := document.get("source", {}).get("note"):
@@ -41,7 +41,7 @@ def page(document: dict[str, Any], name: str, most_charts: int) -> str:
 
 
 def body(document: dict[str, Any], most_charts: int) -> list[str]:
-    """The document's contents, by the command that wrote it."""
+    """Return the document's contents as Markdown, in the form of the command that wrote it."""
     for bench in (linear_bench, engine_bench):
         if document.get("kind") == bench.NAME:
             table = bench.table(document)
@@ -63,7 +63,7 @@ def machine(document: dict[str, Any]) -> str:
 
 
 def bench_parts(document: dict[str, Any], most_charts: int) -> list[str]:
-    """What ``flashtile bench`` wrote: its tables, charts and notes."""
+    """Return a document of ``flashtile bench`` as Markdown: tables, charts and notes."""
     parts = _printed(report.print_head, document)
     if document["summary"]:
         parts += ["## Speed over each peer", markdown_tables.of_table(report.summary_table(document))]
@@ -77,7 +77,7 @@ def bench_parts(document: dict[str, Any], most_charts: int) -> list[str]:
 
 
 def plain_parts(document: dict[str, Any]) -> list[str]:
-    """Any other document: a table for each of its lists of records."""
+    """Return any other document as Markdown: a table for each of its lists of records."""
     parts = []
     for title, records in document.items():
         if isinstance(records, list) and records and all(isinstance(record, dict) for record in records):
@@ -88,7 +88,7 @@ def plain_parts(document: dict[str, Any]) -> list[str]:
 
 
 def _printed(part: Callable[[dict[str, Any], Console], None], document: dict[str, Any]) -> list[str]:
-    """The lines that a part of the report prints."""
+    """Return the lines that a part of the report prints."""
     file = StringIO()
     part(document, Console(file=file, width=10_000, no_color=True))
     return [line for line in file.getvalue().splitlines() if line]

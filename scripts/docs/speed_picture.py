@@ -1,4 +1,4 @@
-"""Draws docs/assets/speed.svg, the README's picture: TFLOP/s beside the peers, from the committed JSON.
+"""Draws docs/assets/speed.svg for the README: TFLOP/s of flashtile and its peers, from committed JSON.
 
     python scripts/docs/speed_picture.py
 
@@ -108,7 +108,7 @@ def picture() -> str:
         parts += panel(LEFT + index % 2 * COLUMN, TOP + index // 2 * ROW, title, cells)
     height = TOP + ROW + PANEL_HEIGHT + 64
     parts.append(text(LEFT, height - 10, footer(documents), size=10))
-    title = "Speed of flashtile beside cuDNN, FlashAttention-3 and FlashAttention-4"
+    title = "Speed of flashtile, cuDNN, FlashAttention-3 and FlashAttention-4"
     return svg(WIDTH, height, title, parts)
 
 

@@ -53,7 +53,7 @@ class Lines:
             sys.settrace(self._trace)
 
     def follow_dynamo(self) -> None:
-        """Lines that Dynamo looks at in Python's place, too."""
+        """Also record the lines that Dynamo traces instead of running them."""
         from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
         starts_line = InstructionTranslatorBase.starts_line
@@ -162,12 +162,12 @@ class Recorder:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those children that have ended: others may keep the machine busy."""
+    """Return the CPU time of this process and of its ended children, in seconds."""
     return sum(os.times()[:4])
 
 
 def masked(lines: list[int]) -> str:
-    """Numbers as bits, in hexadecimal."""
+    """Return line numbers as a bit mask in hexadecimal."""
     bits = 0
     for line in lines:
         bits |= 1 << line
@@ -175,11 +175,11 @@ def masked(lines: list[int]) -> str:
 
 
 class Map:
-    """What the recorders of all files of tests have found."""
+    """Lines that the tests of all files run, as the recorders found them."""
 
     def __init__(self) -> None:
         self._tests: dict[str, list[tuple[str, str, float, int]]] = {}
-        """By file of the package: (mode, test, seconds, lines)."""
+        """(mode, test, seconds, lines) by file of the package."""
 
     def add(self, mode: str, recorded: dict[str, Any]) -> None:
         for name, test in recorded["tests"].items():

@@ -93,7 +93,7 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What stays when other lines move."""
+        """Identity of the fault, which stays the same when other lines move."""
         return self.file, self.line, self.fault, self.nth
 
     def __str__(self) -> str:
@@ -323,7 +323,7 @@ class Source:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs: no annotation, no decorator, no docstring."""
+    """Yield the nodes that run: no annotation, no decorator, no docstring."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue

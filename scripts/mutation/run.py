@@ -37,9 +37,9 @@ LEFT_OUT = ("__pycache__", "*.pyc", "*.egg-info", "build", "dist")
 FIRST_SECONDS, FIRST_FILES = 2.0, 3
 """Most faults are noticed by a few quick tests: those come first, without the time to import the others."""
 MAX_SECONDS = 120.0
-"""Of tests for one fault, by their own time."""
+"""Most seconds of tests for one fault, by their recorded time."""
 MAX_BYTES = 24 * 2**30
-"""Of addresses in one process: a fault may ask for all memory."""
+"""Address space of a process, because a fault may allocate all memory."""
 
 
 class Checkout:
@@ -56,7 +56,7 @@ class Checkout:
         compileall.compile_dir(folder / "flashtile", quiet=2, invalidation_mode=by_content)
 
     def record(self, mode: str, file: str, patience: float) -> dict[str, Any]:
-        """What the tests of a file run."""
+        """Return the lines that the tests of a file run."""
         answer = self.root / ".answer"
         code = _in_process(patience, _record, self.root, mode, file, answer)
         if code not in (PASSED, FAILED, EMPTY):

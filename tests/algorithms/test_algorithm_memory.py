@@ -24,6 +24,7 @@ def test_moves_are_counted_by_array_and_in_the_chosen_element_size():
     assert target.tensor[1:3, 1:4].equal(tile)
     assert target.tensor.isnan().sum() == 24 - 6  # what was never written shows
     assert memory.hbm_peak == 2 * 48
+    assert repr(memory).startswith("Memory(hbm_read=12, hbm_written=12, matmul_flops=0")
     memory.release(target)
     assert memory.hbm_used == 48
 

@@ -21,6 +21,7 @@ from flashtile.problems.common import UNLIMITED
 from flashtile.reference import attention as reference
 from flashtile.tools.bench import (
     contestants,
+    documents,
     engine_bench,
     gate,
     linear_bench,
@@ -28,7 +29,6 @@ from flashtile.tools.bench import (
     report,
     report_charts,
     runner,
-    summary,
     workloads,
 )
 from flashtile.tools.bench.inputs import Inputs, make_inputs
@@ -489,13 +489,13 @@ def made_up_document() -> dict:
         "cells": [cell(which, s, *times) for which in ("forward", "backward")
                   for s, times in ((512, (2.0, 0.5)), (1024, (4.0, None)))],
     }  # fmt: skip
-    document["summary"] = summary.summarize(document)
+    document["summary"] = documents.summarize(document)
     return document
 
 
 class TestReports:
     def test_summary_by_hand(self):
-        rows = {(r["pass"], r["peer"]): r for r in summary.summarize(made_up_document())}
+        rows = {(r["pass"], r["peer"]): r for r in documents.summarize(made_up_document())}
         fa2 = rows["forward", "fa2"]
         assert fa2["geometric_mean"] == pytest.approx(math.sqrt(2 * 4))
         assert (fa2["cells"], fa2["lowest"], fa2["lowest_cell"]) == (2, 2.0, "w-s512")
@@ -505,10 +505,10 @@ class TestReports:
     def test_shares_of_the_ceilings(self):
         document = made_up_document()
         cell = document["cells"][1]
-        assert summary.share_of_ceiling(document, cell, "flashtile", "tflops") == 100 / 400
-        assert summary.share_of_ceiling(document, cell, "flashtile", "gbps") == 10 / 40
-        assert summary.share_of_ceiling(document, cell, "flex", "tflops") is None
-        assert summary.ratio(cell, "flashtile", "flex") is None
+        assert documents.share_of_ceiling(document, cell, "flashtile", "tflops") == 100 / 400
+        assert documents.share_of_ceiling(document, cell, "flashtile", "gbps") == 10 / 40
+        assert documents.share_of_ceiling(document, cell, "flex", "tflops") is None
+        assert documents.ratio(cell, "flashtile", "flex") is None
 
     def test_text(self):
         console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115

@@ -13,7 +13,7 @@ import typer
 from test_bench import made_up_document
 from typer.testing import CliRunner
 
-from flashtile.tools.bench import report_page, summary
+from flashtile.tools.bench import documents, report_page
 from flashtile.tools.bench.report_charts import INK, charts
 from flashtile.tools.commands.bench import bench
 
@@ -49,16 +49,16 @@ class TestFloor:
         document = made_up_document()
         cell = document["cells"][0]
         # 1e11 FLOPs at 400 TFLOP/s are 0.25 ms, 1e7 bytes at 40 GB/s the same.
-        assert summary.floor_ms(document, cell) == pytest.approx(0.25)
-        assert summary.over_floor(document, cell, "flashtile") == pytest.approx(4.0)
-        assert summary.over_floor(document, document["cells"][1], "flex") is None
+        assert documents.floor_ms(document, cell) == pytest.approx(0.25)
+        assert documents.over_floor(document, cell, "flashtile") == pytest.approx(4.0)
+        assert documents.over_floor(document, document["cells"][1], "flex") is None
 
     @pytest.mark.parametrize(("key", "factor"), [("flops", 2), ("bytes", 3)])
     def test_the_longer_of_the_two_counts(self, key, factor):
         document = made_up_document()
         cell = document["cells"][0]
         cell[key] *= factor
-        assert summary.floor_ms(document, cell) == pytest.approx(0.25 * factor)
+        assert documents.floor_ms(document, cell) == pytest.approx(0.25 * factor)
 
 
 class TestCharts:
@@ -100,7 +100,7 @@ class TestCharts:
         document = copy.deepcopy(made_up_document())
         for cell in document["cells"]:
             cell["seqlen_q"] = 1
-        assert summary.unit_of(document["cells"]) == "gbps"
+        assert documents.unit_of(document["cells"]) == "gbps"
         first = next(iter(charts(document)))
         assert "GB/s" in texts(first.svg)
         assert "copy, measured" in texts(first.svg)

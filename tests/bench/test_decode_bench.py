@@ -13,10 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 import flashtile
-from flashtile.tools.bench import contestants, decode_peers, documents, runner, workloads
+from flashtile.tools.bench import contestants, documents, runner, workloads
+from flashtile.tools.bench.documents import summarize
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import Inputs, make_inputs
-from flashtile.tools.bench.summary import summarize
 from flashtile.tools.commands.bench import bench
 
 CPU = torch.device("cpu")
@@ -114,7 +114,7 @@ def test_flash_attention_3_gets_its_page_table(monkeypatch: pytest.MonkeyPatch) 
     module = ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(__import__("sys").modules, "flash_attn_interface", module)
-    workload, peer = replace(PAGED, dtype="bfloat16"), decode_peers.FlashAttention3()
+    workload, peer = replace(PAGED, dtype="bfloat16"), contestants.FlashAttention3OverCache()
     assert peer.unavailable(torch.device("cuda")) is None
     assert peer.refuses(workload, CPU) is None
     for refused in (PAGED, replace(workload, cache=DENSE.cache), replace(workload, head_dim=512), FP8):

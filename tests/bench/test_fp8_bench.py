@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from flashtile import fp8
-from flashtile.tools.bench import contestants, fp8_peers, runner, workloads
+from flashtile.tools.bench import contestants, runner, workloads
 from flashtile.tools.bench.gate import Oracle, through_e4m3
 from flashtile.tools.bench.inputs import make_inputs
 from flashtile.tools.commands.bench import bench
@@ -64,7 +64,7 @@ def test_flash_attention_3_gets_scales_by_key_head(monkeypatch: pytest.MonkeyPat
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(__import__("sys").modules, "flash_attn_interface", module)
     inputs = make_inputs(DENSE, CPU)
-    call = fp8_peers.FlashAttention3().prepare(DENSE, inputs)
+    call = contestants.FlashAttention3InFp8().prepare(DENSE, inputs)
     (comparison,) = Oracle(DENSE, inputs, gradients=False).check(
         {"out": call.attend(inputs.q, inputs.k, inputs.v)}
     )
@@ -73,7 +73,7 @@ def test_flash_attention_3_gets_scales_by_key_head(monkeypatch: pytest.MonkeyPat
 
 def test_scales_by_key_head() -> None:
     x = torch.randn(2, 5, 6, 8) * torch.tensor([1.0, 1.0, 1.0, 50.0, 50.0, 50.0])[:, None]
-    values, scale = fp8_peers.by_key_head(x, 2)
+    values, scale = contestants.by_key_head(x, 2)
     assert values.shape == x.shape
     torch.testing.assert_close(scale, torch.stack([x[:, :, :3].abs().max(), x[:, :, 3:].abs().max()]) / 448)
     back = values.float() * scale.repeat_interleave(3)[:, None]
@@ -103,7 +103,7 @@ def test_command(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(path.read_text())
-    assert [c["name"] for c in document["contestants"] if c["ours"]] == ["flashtile", fp8_peers.FROM_BF16]
+    assert [c["name"] for c in document["contestants"] if c["ours"]] == ["flashtile", contestants.FROM_BF16]
     for cell in document["cells"]:
         assert {result["status"] for result in cell["results"].values()} == {runner.OK}, cell["results"]
         assert cell["dtype"] == workloads.FP8

@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 from flashtile import cli
 from flashtile.hardware import timing
 from flashtile.tools.bench import contestants, operations, report, report_charts, runner, workloads
+from flashtile.tools.bench.documents import summarize
 from flashtile.tools.bench.inputs import make_inputs
 from flashtile.tools.bench.operations import DROP, DROPOUT, FIRST, MASK, NAMES, SECOND, SOFTMAX, Operations
 from flashtile.tools.bench.peers import Flashtile
 from flashtile.tools.bench.report_page import render_page
-from flashtile.tools.bench.summary import summarize
 
 CPU = torch.device("cpu")
 CAUSAL, GROUPED = workloads.select(["ci-causal-s96", "ci-gqa-s113"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashtile.tools.bench import contestants, runner, weights_peers, workloads
+from flashtile.tools.bench import contestants, runner, workloads
 from flashtile.tools.bench.inputs import make_inputs
 from flashtile.tools.bench.workloads import Workload
 
@@ -34,10 +34,10 @@ def test_the_form_is_asked_for(workload: Workload, monkeypatch: pytest.MonkeyPat
         asked.append(return_attn_weights)
         return q, None
 
-    monkeypatch.setattr(weights_peers.flashtile, "attention", attention)
+    monkeypatch.setattr(contestants.flashtile, "attention", attention)
     inputs = make_inputs(workload, "cpu")
-    weights_peers.Weighing().prepare(workload, inputs).attend(inputs.q, inputs.k, inputs.v)
-    assert asked == [{"full": "full", "columns": "columns", "top": weights_peers.TOP}[workload.weights]]
+    contestants.Weighing().prepare(workload, inputs).attend(inputs.q, inputs.k, inputs.v)
+    assert asked == [{"full": "full", "columns": "columns", "top": contestants.TOP}[workload.weights]]
 
 
 @pytest.mark.gpu

@@ -86,8 +86,7 @@ def wrote_model(folder: Path) -> bool:
     """Put a small random model where ``flashtile demo`` leaves one; False without the extra "engine"."""
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         return False
-    from flashtile.tools.demo.huggingface import save_llama
-    from flashtile.tools.demo.llama import Llama, sized
+    from flashtile.tools.demo.llama import Llama, save_llama, sized
 
     save_llama(Llama(sized(layers=1, heads=2, embed=32)), folder, max_position_embeddings=64)
     return True

@@ -17,8 +17,7 @@ from flashtile.engine import LLM, ConfigError, RequestOutputKind, SamplingParams
 from flashtile.engine.detokenizer import Detokenizer
 from flashtile.engine.templates import Account
 from flashtile.engine.tokenizer import PIECE, SHORT, ByteTokenizer, load_tokenizer
-from flashtile.tools.demo.huggingface import save_llama
-from flashtile.tools.demo.llama import Llama, sized
+from flashtile.tools.demo.llama import Llama, save_llama, sized
 
 PARAMS = {"temperature": 0.0, "max_tokens": 24}
 
@@ -35,7 +34,6 @@ def bytes_folder(tmp_path_factory):
                 parameter.zero_()
         model.embed_tokens.weight.copy_(torch.eye(256))
         model.lm_head.weight = torch.nn.Parameter(torch.eye(256)[(letters - 1) % 256])
-    object.__setattr__(model.config, "tied_embeddings", False)
     path = tmp_path_factory.mktemp("bytes")
     save_llama(model, path, 128)
     return path

@@ -62,9 +62,9 @@ def test_the_ring_is_within_the_error_rule(call):
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, E4M3], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("rows", [1, 3, 16, 40])
 def test_every_profiled_tile_is_right(rows, weight_dtype, K):
-    from flashtile.tools.bench.linear_profile import Operands
+    from flashtile.tools.bench.linear_profile import ProfiledOperands
 
-    operands = Operands(1016, K, torch.bfloat16, weight_dtype, torch.device("cuda"), once=True)
+    operands = ProfiledOperands(1016, K, torch.bfloat16, weight_dtype, torch.device("cuda"), once=True)
     x, weight = operands.x[:rows], operands.weights[0]
     expected = x.double() @ weight.double().T
     for config, y in profiled(x, weight, operands.given):

@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 
 from flashtile.algorithms import flash1
 from flashtile.hardware.calls import visible_pairs
+from flashtile.hardware.linear_table import rows as measured_products
 from flashtile.io_model import (
     CARDS,
     MODELS,
     Call,
+    Product,
     attention_memory,
     cached_tokens,
     card_of_device,
@@ -32,8 +34,7 @@ from flashtile.io_model import (
 )
 from flashtile.learn.algorithms.memory import Memory
 from flashtile.learn.io_model.estimate import DECODING, FLASH1, FLASH2, FLASHTILE, LEAST, PASSES, STANDARD
-from flashtile.learn.io_model.memory import at_length
-from flashtile.learn.io_model.models import longest_prompt
+from flashtile.learn.io_model.memory import at_length, longest_prompt
 from flashtile.learn.io_model.tables import about_copied_totals, why_flash1_is_slower
 from flashtile.problems.attention import Problem
 from flashtile.reference import attention as reference
@@ -406,3 +407,17 @@ class TestCommand:
         result = self.invoke(*arguments)
         assert result.exit_code == 2
         assert message in result.output
+
+
+def test_no_measured_product_is_faster_than_its_floor():
+    card = find_card("h200")
+    for row in measured_products():
+        for m, kinds in row.kernels.items():
+            product = Product(int(m), row.N, row.K, row.dtype, row.weight_dtype)
+            assert min(found["us"] for found in kinds.values()) * 1e-6 > product.floor_seconds(card)
+
+
+def test_intensity_grows_with_the_rows_and_the_block():
+    few, many = Product(1, 4096, 4096), Product(16, 4096, 4096)
+    assert few.intensity(64) < 2 < few.intensity(64) * many.M
+    assert many.intensity(16) < many.intensity(64) < 2 * many.M

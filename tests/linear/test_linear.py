@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from linear_calls import CALLS, Call, check, make_inputs, run
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
 from flashtile.linear import linear, linear_before_norm, linear_qkv
@@ -240,6 +241,6 @@ def test_explain_and_autocast_and_flops():
     assert "its kernels run on GPUs" in str(explanation)
     with torch.autocast("cpu", torch.bfloat16):
         assert linear(X, W).dtype == torch.bfloat16
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         linear(X, W)
     assert counter.get_total_flops() == 2 * 3 * 48 * 32

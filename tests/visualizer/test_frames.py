@@ -1,7 +1,4 @@
-"""Sixty frames a second: the work of a frame, counted. It must not grow with what a frame leaves as it was.
-
-``python benchmarks/page_frames.py`` measures what it costs.
-"""
+"""Sixty frames a second: the work of a frame, counted. It depends only on what the frame changes."""
 
 from __future__ import annotations
 

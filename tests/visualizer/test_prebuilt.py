@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,22 @@ def test_the_command_records_only_what_is_not_there(tmp_path: Path, monkeypatch:
 def test_other_code_records_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prebuilt, "stamp", lambda: "another")
     assert prebuilt.load() == {}
+
+
+MAX_BYTES = 2 * 10**6
+
+
+def test_the_page_is_small_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    own = ["--seqlen", "48", "--head-dim", "24", "--film", str(tmp_path / "run.gif")]
+    result = CliRunner().invoke(application(), ["visualize", "-o", str(path), *own])
+    assert result.exit_code == 0, result.output
+    html = path.read_text("utf-8")
+    assert path.stat().st_size < MAX_BYTES
+    assert (tmp_path / "run.gif").read_bytes().startswith(b"GIF89a")
+    assert not re.search(r"""(?:src|href)=["'](?!data:)""", html)
+    catalog = json.loads(re.search(r'id="catalog-data">(.*?)</script>', html, re.DOTALL)[1])  # type: ignore[index]
+    assert len(catalog["recordings"]) == len(list(grid())) + 2
+    assert {entry["packed"] for entry in catalog["recordings"]} == set(catalog["packed"])
+    start = json.loads(re.search(r'id="start-data">(.*?)</script>', html, re.DOTALL)[1])  # type: ignore[index]
+    assert (start["seqlen"], start["head_dim"], start["b"]) == (48, 24, {"algorithm": "standard"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,14 @@ class Head:
         """Load K (keys, head_dim) and V (keys, head_dim_v) of a range of keys."""
         return sram.load(self.K, keys), sram.load(self.V, keys)
 
+    def visible_keys(self, sram: Sram, rows: range, key_blocks: Iterable[range]) -> Iterator[range]:
+        """Yield the blocks of keys that some of ``rows`` attend to; record the others as skipped."""
+        for keys in key_blocks:
+            if self.mask.sees_any(rows, keys):
+                yield keys
+            else:
+                sram.skip("S", rows, keys)
+
 
 def place(
     memory: Memory,
@@ -77,7 +85,7 @@ def place(
     Args:
         memory: memory whose HBM gets q, k and v.
         q: (seqlen_q, head_dim), one head of one sequence; float32 or float64. A number counts as
-            ``memory.element_bytes`` bytes, whatever its dtype.
+            ``memory.element_bytes`` bytes, independent of its dtype.
         k: (seqlen_k, head_dim), as q.
         v: (seqlen_k, head_dim_v), as q.
         causal, window_size, softmax_scale: as for :func:`flashtile.attention`.

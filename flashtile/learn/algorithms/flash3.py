@@ -28,12 +28,22 @@ from flashtile.learn.algorithms.call import (
     nonzero,
     place,
     row_max,
+    row_sum,
     zeros,
 )
-from flashtile.learn.algorithms.memory import Array, Memory, Sram
+from flashtile.learn.algorithms.memory import Array, Memory, Sram, Tile
 
 WARPGROUPS = 2
 STAGES = 2
+TILES = {
+    "S": Tile("S = Q K^T", "rows", "keys"),
+    "PV": Tile("O += P V", name="O"),  # in the place of O
+    "P": Tile("P = exp(S - m)", "rows", "keys"),
+    "l": Tile("l = l exp(m - m') + rowsum P"),
+    "m": Tile("m = max"),
+    "O": Tile("O = exp(m - m') O"),
+}
+"""Tiles of a warpgroup, for the trace."""
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
@@ -75,15 +85,12 @@ def forward(
     O = memory.empty("O", Q.rows, V.cols, like=q)
     LSE = memory.empty("lse", Q.rows, 1, like=q)
     for rows in blocks(Q.rows, WARPGROUPS * Br):
-        with memory.sram(kernel="attention") as sram:
+        with memory.sram("attention", TILES) as sram:
             halves = [range(first, min(first + Br, rows.stop)) for first in rows[::Br]]
-            warpgroups = [Warpgroup(i, half, call, sram) for i, half in enumerate(halves)]
+            warpgroups = [Warpgroup(sram.part(i, rows=half), call, half) for i, half in enumerate(halves)]
             previous: Tensor | None = None
             step = 0
-            for keys in blocks(K.rows, Bc):
-                if not call.mask.sees_any(rows, keys):
-                    sram.skip("S", rows, keys)
-                    continue
+            for keys in call.visible_keys(sram, rows, blocks(K.rows, Bc)):
                 k_j = sram.load(K, keys, name=f"K.{step % STAGES}")  # the producer, one stage ahead
                 v_j = sram.load(V, keys, name=f"V.{step % STAGES}")
                 for warpgroup in warpgroups:
@@ -97,40 +104,38 @@ def forward(
 class Warpgroup:
     """A consumer warpgroup: Algorithm 2 for its rows of the thread block."""
 
-    def __init__(self, index: int, rows: range, call: Head, sram: Sram):
-        self.index, self.rows, self.call, self.sram = index, rows, call, sram
-        self.q = sram.load(call.Q, rows, name=self._own("Q"))
-        self.acc = self._keep("O", zeros(len(rows), call.V.cols, self.q))
-        self.l = self._keep("l", zeros(len(rows), 1, self.q))
-        self.m = self._keep("m", lowest(len(rows), self.q))
-        self.p: Tensor | None = None  # of the previous block, not yet multiplied with its V
+    def __init__(self, sram: Sram, call: Head, rows: range):
+        self.sram, self.call, self.rows = sram, call, rows
+        self.q = sram.load(call.Q, rows)
+        sram.start(
+            O=zeros(len(rows), call.V.cols, self.q),
+            l=zeros(len(rows), 1, self.q),
+            m=lowest(len(rows), self.q),
+        )
 
     def step(self, k_next: Tensor, v: Tensor | None, keys: range) -> None:
         """Issue S of the next block and O += P V of the previous one, then compute the next block's
         softmax."""
-        s = self.call.mask.hide(self.q @ k_next.T * self.call.scale, self.rows, keys)
-        s = self._keep("S", s, keys, op="S = Q K^T")
-        self._multiply(v)
-        m_new = torch.maximum(self.m, row_max(s))
-        self.p = self._keep("P", torch.exp(s - m_new), keys, op="P = exp(S - m)")
-        correction = torch.exp(self.m - m_new)
-        l = correction * self.l + self.p.sum(-1, keepdim=True)
-        self.l = self._keep("l", l, op="l = l exp(m - m') + rowsum P")
-        self.m = self._keep("m", m_new, op="m = max")
-        self.acc = self._keep("O", correction * self.acc, op="O = exp(m - m') O")
+        sram = self.sram
+        sram.move(keys=keys)
+        sram.S = self.call.mask.hide(self.q @ k_next.T * self.call.scale, self.rows, keys)
+        acc = self.multiply(v)
+        m_new = torch.maximum(sram.m, row_max(sram.S))
+        sram.P = torch.exp(sram.S - m_new)
+        correction = torch.exp(sram.m - m_new)
+        sram.l = correction * sram.l + row_sum(sram.P)
+        sram.m = m_new
+        sram.O = correction * acc
+
+    def multiply(self, v: Tensor | None) -> Tensor:
+        """Return O + P V of the previous block; O if there is none."""
+        if v is None:
+            return self.sram.O
+        self.sram.PV = self.sram.O + self.sram.P @ v
+        return self.sram.PV
 
     def finish(self, v: Tensor | None, O: Array, LSE: Array) -> None:
         """Add P V of the last block and write the results."""
-        self._multiply(v)
-        self.sram.store(O, self.acc / nonzero(self.l), self.rows)
-        self.sram.store(LSE, log_sum_exp(self.m, self.l), self.rows)
-
-    def _multiply(self, v: Tensor | None) -> None:
-        if self.p is not None and v is not None:
-            self.acc = self._keep("O", self.acc + self.p @ v, op="O += P V")
-
-    def _keep(self, name: str, value: Tensor, keys: range | None = None, op: str = "") -> Tensor:
-        return self.sram.compute(self._own(name), value, self.rows, keys, op)
-
-    def _own(self, name: str) -> str:
-        return f"{name}.{self.index}"
+        sram = self.sram
+        sram.store(O, self.multiply(v) / nonzero(sram.l), self.rows)
+        sram.store(LSE, log_sum_exp(sram.m, sram.l), self.rows)

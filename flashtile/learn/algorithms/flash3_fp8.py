@@ -109,10 +109,7 @@ def forward(
         with memory.sram("attention", TILES, rows=rows) as sram:
             q_i, q_scale = sram.load(Q, rows), scale_of(sram, "Q", rows)
             sram.start(O=zeros(len(rows), V.cols, q), l=zeros(len(rows), 1, q), m=lowest(len(rows), q))
-            for keys in blocks(K.rows, Bc):
-                if not call.mask.sees_any(rows, keys):
-                    sram.skip("S", rows, keys)
-                    continue
+            for keys in call.visible_keys(sram, rows, blocks(K.rows, Bc)):
                 with sram.scope(keys=keys):
                     k_j, v_j = call.load_keys(sram, keys)
                     k_scale, v_scale = scale_of(sram, "K", keys), scale_of(sram, "V", keys)

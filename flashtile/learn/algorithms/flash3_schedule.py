@@ -46,12 +46,11 @@ def schedule(
     """Return the timeline of a thread block that attends to ``num_blocks`` blocks of keys, ordered by start.
 
     Args:
-        warpgroups: number of consumers, which have equally many rows. pingpong: whether the warpgroups take
-        turns at the tensor cores. If not, all do the same at the same time
-            and wait for each other: the worst case, which the barriers exclude.
+        warpgroups: number of consumers, which have equally many rows.
+        pingpong: whether the warpgroups take turns at the tensor cores. If not, all do the same at the same
+            time and wait for each other: the worst case, which the barriers exclude.
         pipelined: whether a warpgroup issues S of the next block before P V of this one, and computes the
-        next
-            softmax while P V runs. If not, it waits for each operation before it issues another.
+            next softmax while P V runs. If not, it waits for each operation before it issues another.
         stages: blocks of K, and of V, that fit in the ring in SRAM.
         product, softmax, load: duration of each operation, for one warpgroup and one block.
 

@@ -101,9 +101,8 @@ def merge(
         for split in range(num_splits):
             o_s = sram.load(O_s, of_split(split, rows, O.rows))
             lse_s = sram.load(LSE_s, of_split(split, rows, O.rows))
-            m_new = torch.maximum(
-                sram.m, lse_s.clamp(min=LOWEST)
-            )  # lse is -inf in a split without visible keys
+            # lse is -inf in a split without visible keys
+            m_new = torch.maximum(sram.m, lse_s.clamp(min=LOWEST))
             old, new = torch.exp(sram.m - m_new), torch.exp(lse_s - m_new)
             sram.O = old * sram.O + new * o_s
             sram.l = old * sram.l + new

@@ -71,6 +71,7 @@ class Tile(NamedTuple):
         rows, cols: names of the ranges that give its position in the whole matrix; None if it has none.
         name: name in SRAM and in the trace, if not that of the attribute. Tiles with one name replace each
             other.
+        element_bytes: bytes of a number, if not the memory's.
 
     Examples:
         >>> from flashtile.algorithms import Memory, Tile, Trace
@@ -87,6 +88,12 @@ class Tile(NamedTuple):
     rows: str | None = "rows"
     cols: str | None = None
     name: str | None = None
+    element_bytes: int | None = None
+
+    def position(self, ranges: Mapping[str, range]) -> tuple[range | None, range | None]:
+        """Return the (rows, cols) that ``ranges`` has for the tile; None if it has none."""
+        rows, cols = (ranges.get(axis) if axis else None for axis in (self.rows, self.cols))
+        return rows, cols
 
 
 @dataclass
@@ -110,8 +117,8 @@ class Memory:
     Args:
         sram_bytes: size M of SRAM in bytes. Named tiles occupy it; temporaries of one expression are assumed
             to be in registers.
-        element_bytes: bytes of one number, whatever dtype torch computes in. The papers count elements: 1
-            gives their counts; 2 is float16.
+        element_bytes: bytes of one number, independent of the dtype in which torch computes. The papers count
+            elements: 1 gives their counts; 2 is float16.
         trace: records every step; None records nothing.
 
     Attributes:
@@ -154,6 +161,9 @@ class Memory:
         self._programs: dict[str, int] = {}
         if trace is not None:
             trace.sram_bytes = sram_bytes
+
+    def __repr__(self) -> str:
+        return f"Memory({', '.join(f'{name}={count}' for name, count in self.totals().items())})"
 
     @property
     def matmul_flops(self) -> int:
@@ -278,9 +288,10 @@ class Sram:
     _tiles: Mapping[str, Tile]
     _ranges: dict[str, range]
     _values: dict[str, tuple[str, Tensor]]
+    _suffix: str
 
-    def __init__(self, memory: Memory, tiles: Mapping[str, Tile], ranges: dict[str, range]):
-        self.memory, self.names = memory, []
+    def __init__(self, memory: Memory, tiles: Mapping[str, Tile], ranges: dict[str, range], suffix: str = ""):
+        self.memory, self.names, self._suffix = memory, [], suffix
         self._tiles, self._ranges, self._values = tiles, ranges, {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -293,6 +304,20 @@ class Sram:
         if name not in self._values:
             raise AttributeError(f"SRAM holds no computed tile {name}, only {', '.join(self.memory.tiles)}")
         return self._values[name][1]
+
+    def part(self, number: int, **ranges: range) -> Sram:
+        """Return the part of one of several workers, whose tiles are named S.0, S.1, ... by its number.
+
+        The tiles are freed with this scope. ``ranges`` are the worker's rows and columns, in addition to this
+        scope's.
+        """
+        part = Sram(self.memory, self._tiles, {**self._ranges, **ranges}, f".{number}")
+        part.names = self.names
+        return part
+
+    def move(self, **ranges: range) -> None:
+        """Set rows or columns that the next tiles belong to, without freeing the tiles of the last ones."""
+        self._ranges = {**self._ranges, **ranges}
 
     def start(self, **values: Tensor) -> None:
         """Set the initial values of accumulators, which have no formula in the trace."""
@@ -318,9 +343,8 @@ class Sram:
 
     def _assign(self, attribute: str, value: Tensor, op: str) -> None:
         tile = self._tiles.get(attribute, Tile())
-        name = tile.name or attribute
-        rows, cols = (self._ranges.get(axis) if axis else None for axis in (tile.rows, tile.cols))
-        self.compute(name, value, rows, cols, op)
+        name = (tile.name or attribute) + self._suffix
+        self.compute(name, value, *tile.position(self._ranges), op, tile.element_bytes)
         self._values[attribute] = (name, value)
 
     def skip(self, name: str, rows: range, cols: range) -> None:
@@ -337,7 +361,7 @@ class Sram:
         rows, cols = array.extent(rows, cols)
         tile = array.tensor[rows.start : rows.stop, cols.start : cols.stop].clone()
         size = tile.numel() * array.element_bytes
-        name = name or array.name
+        name = name or array.name + self._suffix
         self._hold(name, size, rows, cols)
         self.memory.hbm_read += size
         self.memory.traffic.setdefault(array.name, Traffic()).read += size

@@ -95,7 +95,7 @@ class PagedCache:
             first = physical * self.page_size
             return call.load_keys(sram, range(first, first + len(keys)))
 
-        for rows in blocks(Q.rows, self._rows_beside_a_page(Q.cols, O.cols)):
+        for rows in blocks(Q.rows, self._rows_next_to_a_page(Q.cols, O.cols)):
             with memory.sram("attention", flash2.TILES, rows=rows) as sram:
                 flash2.attend(sram, call, rows, blocks(length, self.page_size), load_keys)
                 sram.store(O, sram.O / nonzero(sram.l), rows)
@@ -103,7 +103,7 @@ class PagedCache:
         memory.release(Q, table)
         return O.tensor, LSE.tensor
 
-    def _rows_beside_a_page(self, head_dim: int, head_dim_v: int) -> int:
+    def _rows_next_to_a_page(self, head_dim: int, head_dim_v: int) -> int:
         page = self.page_size * (head_dim + head_dim_v) + TABLE_ENTRY_BYTES
         rows = (self.memory.sram_elements - page) // (head_dim + head_dim_v + self.page_size + 2)
         if rows < 1:

@@ -28,6 +28,12 @@ from flashtile.learn.algorithms.memory import Array, Memory, SramExceededError, 
 from flashtile.learn.algorithms.warps import Warps
 
 MAX_BLOCK_K = 16
+WARP_TILES = {
+    "A": Tile("", "rows", "strip"),
+    "B": Tile("", "strip", "cols"),
+    "C": Tile("C += A B", "rows", "cols"),
+}
+"""Tiles of a warp of :func:`two_levels`, for the trace."""
 
 
 def strip_width(memory: Memory) -> int:
@@ -154,31 +160,33 @@ def two_levels(
     if beta != 0 and (c is None or tuple(c.shape) != shape):
         got = None if c is None else tuple(c.shape)
         raise ValueError(f"c must have shape {shape} where beta is not 0, got {got}")
-    for block, warp, axis in ((block_m, warp_m, "m"), (block_n, warp_n, "n")):
-        if warp < 1 or block % warp:
-            raise ValueError(f"warp_{axis} must divide block_{axis} ({block}), got {warp}")
+    for block, side, axis in ((block_m, warp_m, "m"), (block_n, warp_n, "n")):
+        if side < 1 or block % side:
+            raise ValueError(f"warp_{axis} must divide block_{axis} ({block}), got {side}")
     if block_k < 1:
         raise ValueError(f"block_k must be at least 1, got {block_k}")
     A, B = memory.place("A", a), memory.place("B", b)
     C = memory.empty("C", *shape, like=a) if c is None else memory.place("C", c.clone())
-    warps = Warps(memory, (block_m // warp_m) * (block_n // warp_n))
+    warps = Warps(memory, (block_m // warp_m) * (block_n // warp_n), WARP_TILES)
     for rows in blocks(C.rows, block_m):
         for cols in blocks(C.cols, block_n):
-            tiles = list(itertools.product(split(rows, warp_m), split(cols, warp_n)))
+            tiles = itertools.product(split(rows, warp_m), split(cols, warp_n))
+            busy = list(zip(warps, tiles, strict=False))  # a block at the edge of C needs fewer warps
             with memory.sram(kernel="C = alpha A B + beta C") as sram:
-                sums = [zeros(len(r), len(s), a) for r, s in tiles]
+                for warp, (r, s) in busy:
+                    warp.take(rows=r, cols=s)
+                    warp.start(C=zeros(len(r), len(s), a))
                 for strip in blocks(A.cols, block_k):
                     a_k, b_k = sram.load(A, rows, strip), sram.load(B, strip, cols)
                     warps.barrier("the strips are there")
-                    for warp, (r, s) in enumerate(tiles):
-                        a_w = a_k[r.start - rows.start : r.stop - rows.start]
-                        b_w = b_k[:, s.start - cols.start : s.stop - cols.start]
-                        a_w = warps.read("A", a_w, warp, r, strip)
-                        b_w = warps.read("B", b_w, warp, strip, s)
-                        sums[warp] = warps.compute("C", sums[warp] + a_w @ b_w, warp, r, s, op="C += A B")
+                    for warp, (r, s) in busy:
+                        warp.take(strip=strip)
+                        a_w = warp.read("A", a_k[r.start - rows.start : r.stop - rows.start])
+                        b_w = warp.read("B", b_k[:, s.start - cols.start : s.stop - cols.start])
+                        warp.C = warp.C + a_w @ b_w
                     warps.barrier("the strips are used")
-                for (r, s), total in zip(tiles, sums, strict=True):
-                    out = alpha * total
+                for warp, (r, s) in busy:
+                    out = alpha * warp.C
                     if beta != 0:
                         out = out + beta * sram.load(C, r, s)
                     sram.store(C, out, r, s)

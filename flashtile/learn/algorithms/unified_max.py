@@ -127,10 +127,7 @@ def attend(
     q_i = sram.load(call.Q, rows)
     sram.start(O=zeros(len(rows), call.V.cols, q_i), l=zeros(len(rows), 1, q_i))
     inside = True
-    for keys in key_blocks:
-        if not call.mask.sees_any(rows, keys):
-            sram.skip("S", rows, keys)
-            continue
+    for keys in call.visible_keys(sram, rows, key_blocks):
         with sram.scope(keys=keys):
             k_j, v_j = call.load_keys(sram, keys)
             sram.S = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys) - phi

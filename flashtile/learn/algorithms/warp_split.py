@@ -29,8 +29,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.learn.algorithms.call import Head, blocks, log_sum_exp, lowest, nonzero, place, row_max, zeros
-from flashtile.learn.algorithms.memory import Array, Memory, Sram
+from flashtile.learn.algorithms.call import (
+    Head,
+    blocks,
+    log_sum_exp,
+    lowest,
+    nonzero,
+    place,
+    row_max,
+    row_sum,
+    zeros,
+)
+from flashtile.learn.algorithms.memory import Array, Memory, Sram, Tile
 from flashtile.learn.algorithms.trace import Event, Span
 from flashtile.learn.algorithms.warps import Warps
 
@@ -41,12 +51,39 @@ LOADED, USED, EXCHANGE = "tiles loaded", "tiles used", "exchange"
 """Purposes of barriers: each tile in shared memory needs the first two, split_k also the last."""
 
 
+OPERANDS = {"Q": Tile(), "K": Tile(rows="keys"), "V": Tile(rows="keys")}
+SPLIT_Q_TILES = {
+    **OPERANDS,
+    "S": Tile("S = Q K^T", "rows", "keys"),
+    "P": Tile("P = exp(S - m)", "rows", "keys", name="S"),  # in the place of S
+    "l": Tile("l = l exp(m - m') + rowsum P"),
+    "O": Tile("O += P V"),
+}
+SPLIT_K_TILES = {
+    **OPERANDS,
+    "S": Tile("S = Q K^T", "rows", "keys"),
+    "m_w": Tile("rowmax S", name="m"),
+    "m": Tile("m = max", element_bytes=FLOAT32),
+    "P": Tile("P = exp(S - m)", "rows", "keys", name="S"),
+    "l": Tile("rowsum P", element_bytes=FLOAT32),
+    "O_w": Tile("O = P V", name="O"),
+    "O": Tile("O = exp(m - m') O + sum of the warps' O", element_bytes=FLOAT32),
+}
+"""Tiles of a warp, for the trace; ``m_w`` and ``O_w`` are those of its keys."""
+
+EXCHANGED_TILES = {
+    "maxima": Tile(name="m of warps", element_bytes=FLOAT32),
+    "sums": Tile(name="l of warps", element_bytes=FLOAT32),
+    "outputs": Tile(name="O of warps", element_bytes=FLOAT32),
+}
+"""Tiles through which the warps of :func:`split_k` exchange data in shared memory."""
+
+
 class Accumulated(NamedTuple):
     """Sums of exp(S - m) and of exp(S - m) V of some rows over the keys so far."""
 
-    rows: range
     l: Tensor  # (rows, 1)
-    acc: Tensor  # (rows, head_dim_v)
+    O: Tensor  # (rows, head_dim_v)
 
 
 def split_q(
@@ -78,36 +115,36 @@ def split_q(
         >>> warps.written_bytes
         0
     """
-    call, O, LSE, warps = _prepare(q, k, v, memory, softmax_scale, num_warps, "block_m", block_m)
+    _check_divides(num_warps, "block_m", block_m)
+    call, O, LSE = _prepare(q, k, v, memory, softmax_scale)
+    warps = Warps(memory, num_warps, SPLIT_Q_TILES)
     for rows in blocks(call.Q.rows, block_m):
         with memory.sram(kernel="split-Q") as sram:
             q_i, parts = sram.load(call.Q, rows), _parts(rows, num_warps)
             warps.barrier(LOADED)
-            state = []
-            for warp, own in enumerate(parts):
-                q_w = warps.read("Q", _rows_of(q_i, own, rows), warp, own)
-                acc, l = zeros(len(own), call.V.cols, q), zeros(len(own), 1, q)
-                state.append((q_w, acc, lowest(len(own), q), l))
+            for warp, own in zip(warps, parts, strict=True):
+                warp.take(rows=own)
+                q_w = warp.read("Q", _rows_of(q_i, own, rows))
+                l, O_w = zeros(len(own), 1, q), zeros(len(own), call.V.cols, q)
+                warp.start(Q=q_w, m=lowest(len(own), q), l=l, O=O_w)
             for keys in blocks(call.K.rows, block_n):
-                with memory.sram() as inner:
-                    k_j, v_j = call.load_keys(inner, keys)
+                with sram.scope():
+                    k_j, v_j = call.load_keys(sram, keys)
                     warps.barrier(LOADED)
-                    for warp, own in enumerate(parts):
-                        q_w, acc, m, l = state[warp]
-                        k_w = warps.read("K", k_j, warp, keys)
-                        s = warps.compute("S", q_w @ k_w.T * call.scale, warp, own, keys, op="S = Q K^T")
-                        m_new = torch.maximum(m, row_max(s))
-                        p = warps.compute("S", torch.exp(s - m_new), warp, own, keys, op="P = exp(S - m)")
-                        correction = torch.exp(m - m_new)
-                        l = correction * l + p.sum(-1, keepdim=True)
-                        l = warps.compute("l", l, warp, own, op="l = l exp(m - m') + rowsum P")
-                        v_w = warps.read("V", v_j, warp, keys)
-                        acc = warps.compute("O", correction * acc + p @ v_w, warp, own, op="O += P V")
-                        state[warp] = (q_w, acc, m_new, l)
+                    for warp in warps:
+                        warp.take(keys=keys)
+                        warp.S = warp.Q @ warp.read("K", k_j).T * call.scale
+                        m_new = torch.maximum(warp.m, row_max(warp.S))
+                        warp.P = torch.exp(warp.S - m_new)
+                        correction = torch.exp(warp.m - m_new)
+                        warp.l = correction * warp.l + row_sum(warp.P)
+                        v_w = warp.read("V", v_j)
+                        warp.O = correction * warp.O + warp.P @ v_w
+                        warp.m = m_new
                     warps.barrier(USED)
-            for (_, acc, m, l), own in zip(state, parts, strict=True):
-                sram.store(O, acc / nonzero(l), own)
-                sram.store(LSE, log_sum_exp(m, l), own)
+            for warp, own in zip(warps, parts, strict=True):
+                sram.store(O, warp.O / nonzero(warp.l), own)
+                sram.store(LSE, log_sum_exp(warp.m, warp.l), own)
     return O.tensor, LSE.tensor, warps
 
 
@@ -137,101 +174,75 @@ def split_k(
         >>> warps.read_bytes + warps.written_bytes > 2 * fewer.read_bytes
         True
     """
-    call, O, LSE, warps = _prepare(q, k, v, memory, softmax_scale, num_warps, "block_n", block_n)
+    _check_divides(num_warps, "block_n", block_n)
     _check_divides(num_warps, "block_m", block_m)
+    call, O, LSE = _prepare(q, k, v, memory, softmax_scale)
+    warps = Warps(memory, num_warps, SPLIT_K_TILES)
     for rows in blocks(call.Q.rows, block_m):
-        with memory.sram(kernel="split-K") as sram:
+        with memory.sram("split-K", EXCHANGED_TILES, rows=rows) as sram:
             q_i = sram.load(call.Q, rows)
             warps.barrier(LOADED)
-            queries = [warps.read("Q", q_i, warp, rows) for warp in range(num_warps)]
-            state = Accumulated(rows, zeros(len(rows), 1, q), zeros(len(rows), call.V.cols, q))
+            for warp in warps:
+                warp.take(rows=rows)
+                warp.start(Q=warp.read("Q", q_i))
+            state = Accumulated(zeros(len(rows), 1, q), zeros(len(rows), call.V.cols, q))
             m = lowest(len(rows), q)
             for keys in blocks(call.K.rows, block_n):
-                with memory.sram() as inner:
-                    k_j, v_j = call.load_keys(inner, keys)
+                with sram.scope():
+                    k_j, v_j = call.load_keys(sram, keys)
                     warps.barrier(LOADED)
                     slices = _parts(keys, num_warps)
-                    scores = _scores(warps, queries, k_j, call.scale, rows, keys, slices)
-                    m_new, correction = _exchange_maxima(inner, warps, scores, m, rows)
-                    sums, outputs = [], []
-                    for warp, own in enumerate(slices):
-                        p = torch.exp(scores[warp] - m_new)
-                        p = warps.compute("S", p, warp, rows, own, op="P = exp(S - m)")
-                        sums.append(warps.compute("l", p.sum(-1, keepdim=True), warp, rows, op="rowsum P"))
-                        v_w = warps.read("V", _rows_of(v_j, own, keys), warp, own)
-                        outputs.append(warps.compute("O", p @ v_w, warp, rows, op="O = P V"))
-                    state, m = _exchange_outputs(inner, warps, state, correction, sums, outputs), m_new
+                    for warp, own in zip(warps, slices, strict=True):
+                        warp.take(keys=own)
+                        warp.S = warp.Q @ warp.read("K", _rows_of(k_j, own, keys)).T * call.scale
+                    m_new, correction = _exchange_maxima(sram, warps, m)
+                    for warp, own in zip(warps, slices, strict=True):
+                        warp.P = torch.exp(warp.S - m_new)
+                        warp.l = row_sum(warp.P)
+                        warp.O_w = warp.P @ warp.read("V", _rows_of(v_j, own, keys))
+                    state, m = _exchange_outputs(sram, warps, state, correction, rows), m_new
                     warps.barrier(USED)
-            sram.store(O, state.acc / nonzero(state.l), rows)
+            sram.store(O, state.O / nonzero(state.l), rows)
             sram.store(LSE, log_sum_exp(m, state.l), rows)
     return O.tensor, LSE.tensor, warps
 
 
-def _scores(
-    warps: Warps,
-    queries: list[Tensor],
-    k_j: Tensor,
-    scale: float,
-    rows: range,
-    keys: range,
-    slices: list[range],
-) -> list[Tensor]:
-    """Return each warp's columns of the tile of S."""
-    scores = []
-    for warp, own in enumerate(slices):
-        k_w = warps.read("K", _rows_of(k_j, own, keys), warp, own)
-        s = queries[warp] @ k_w.T * scale
-        scores.append(warps.compute("S", s, warp, rows, own, op="S = Q K^T"))
-    return scores
-
-
-def _exchange_maxima(
-    sram: Sram, warps: Warps, scores: list[Tensor], m: Tensor, rows: range
-) -> tuple[Tensor, Tensor]:
+def _exchange_maxima(sram: Sram, warps: Warps, m: Tensor) -> tuple[Tensor, Tensor]:
     """Return (new maximum, correction factor): every warp writes the maxima of its columns and reads all."""
-    maxima = []
-    for warp, s in enumerate(scores):
-        # The last block may have fewer keys than warps.
-        own = row_max(s) if s.shape[1] else lowest(len(rows), s)
-        maxima.append(warps.compute("m", own, warp, rows, op="rowmax S"))
-    shared = sram.compute("m of warps", torch.cat(maxima, 1), rows, element_bytes=FLOAT32)
-    for warp, own in enumerate(maxima):
-        warps.write("m", own, warp, rows, element_bytes=FLOAT32)
+    for warp in warps:  # the last block may have fewer keys than warps
+        warp.m_w = row_max(warp.S) if warp.S.shape[1] else lowest(len(m), m)
+    sram.maxima = torch.cat([warp.m_w for warp in warps], 1)
+    for warp in warps:
+        warp.write("m", warp.m_w)
     warps.barrier(EXCHANGE)
-    for warp in range(warps.count):  # every warp needs the result and computes it
-        everyones = warps.read("m", shared, warp, rows, element_bytes=FLOAT32)
-        m_new = torch.maximum(m, row_max(everyones))
+    for warp in warps:  # every warp needs the result and computes it
+        m_new = torch.maximum(m, row_max(warp.read("m", sram.maxima)))
         correction = torch.exp(m - m_new)
-        warps.compute("m", m_new, warp, rows, op="m = max")
+        warp.m = m_new
     return m_new, correction
 
 
 def _exchange_outputs(
-    sram: Sram,
-    warps: Warps,
-    state: Accumulated,
-    correction: Tensor,
-    sums: list[Tensor],
-    outputs: list[Tensor],
+    sram: Sram, warps: Warps, state: Accumulated, correction: Tensor, rows: range
 ) -> Accumulated:
     """Add the tile's sums and outputs: every warp writes its shares, then adds all shares of some of the
     rows."""
-    rows, l, acc = state
-    shared_l = sram.compute("l of warps", torch.cat(sums, 1), rows, element_bytes=FLOAT32)
-    shared_o = sram.compute("O of warps", torch.stack(outputs), rows, element_bytes=FLOAT32)
-    for warp, (own_l, own_o) in enumerate(zip(sums, outputs, strict=True)):
-        warps.write("l", own_l, warp, rows, element_bytes=FLOAT32)
-        warps.write("O", own_o, warp, rows, element_bytes=FLOAT32)
+    sram.sums = torch.cat([warp.l for warp in warps], 1)
+    sram.outputs = torch.stack([warp.O_w for warp in warps])
+    for warp in warps:
+        warp.write("l", warp.l)
+        warp.write("O", warp.O_w)
     warps.barrier(EXCHANGE)
-    new_l, new_acc = [], []
-    for warp, own in enumerate(_parts(rows, warps.count)):
+    l, O = [], []
+    for warp, own in zip(warps, _parts(rows, warps.count), strict=True):
+        warp.take(rows=own)
         part = slice(own.start - rows.start, own.stop - rows.start)
-        l_w = warps.read("l", shared_l[part], warp, own, element_bytes=FLOAT32)
-        o_w = warps.read("O", shared_o[:, part], warp, own, element_bytes=FLOAT32)
-        new_l.append(correction[part] * l[part] + l_w.sum(1, keepdim=True))
-        o = correction[part] * acc[part] + o_w.sum(0)
-        new_acc.append(warps.compute("O", o, warp, own, op="O = exp(m - m') O + sum of the warps' O"))
-    return Accumulated(rows, torch.cat(new_l), torch.cat(new_acc))
+        l_w, O_w = warp.read("l", sram.sums[part]), warp.read("O", sram.outputs[:, part])
+        l.append(correction[part] * state.l[part] + row_sum(l_w))
+        warp.O = correction[part] * state.O[part] + O_w.sum(0)
+        O.append(warp.O)
+        warp.take(rows=rows)
+    return Accumulated(torch.cat(l), torch.cat(O))
 
 
 TENSOR_CORE, ARITHMETIC, SHARED_MEMORY, WAITING = "tensor core", "softmax", "shared memory", "barrier"
@@ -317,20 +328,12 @@ def _warp_of(event: Event) -> int:
 
 
 def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    memory: Memory,
-    softmax_scale: float | None,
-    num_warps: int,
-    name: str,
-    block: int,
-) -> tuple[Head, Array, Array, Warps]:
-    _check_divides(num_warps, name, block)
+    q: Tensor, k: Tensor, v: Tensor, memory: Memory, softmax_scale: float | None
+) -> tuple[Head, Array, Array]:
+    """Place the inputs and return them with the arrays of the results, O and lse."""
     call = place(memory, q, k, v, softmax_scale=softmax_scale)
     O = memory.empty("O", call.Q.rows, call.V.cols, like=q)
-    LSE = memory.empty("lse", call.Q.rows, 1, like=q)
-    return call, O, LSE, Warps(memory, num_warps)
+    return call, O, memory.empty("lse", call.Q.rows, 1, like=q)
 
 
 def _check_divides(num_warps: int, name: str, block: int) -> None:

@@ -7,19 +7,22 @@ Data for another warp is written to shared memory, and a barrier separates the w
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from torch import Tensor
 
-from flashtile.learn.algorithms.memory import Memory
+from flashtile.learn.algorithms.memory import Memory, Tile
 
 
 class Warps:
-    """Counts the bytes moved between shared memory and registers, and the barriers.
+    """Counts the bytes moved between shared memory and registers, and the barriers; iterates over the warps.
 
     Args:
-        memory: memory of the thread block; its trace gets the events, and its ``element_bytes`` is the
-        default
-            size of a number.
+        memory: memory of the thread block. Its trace gets the events, and its ``element_bytes`` is the
+            default size of a number.
         count: warps in the thread block.
+        tiles: descriptions of the tiles that warps read, write and compute, by name.
 
     Attributes:
         read_bytes, written_bytes: bytes from shared memory to registers, and back.
@@ -32,61 +35,86 @@ class Warps:
         >>> from flashtile.algorithms import Memory
         >>> from flashtile.learn.algorithms.warps import Warps
         >>> warps = Warps(Memory(), count=4)
-        >>> halves = [warps.read("K", torch.ones(8, 4), warp) for warp in range(4)]
+        >>> halves = [warp.read("K", torch.ones(8, 4)) for warp in warps]
         >>> warps.read_bytes  # four times 32 numbers of two bytes
         256
     """
 
-    def __init__(self, memory: Memory, count: int):
+    def __init__(self, memory: Memory, count: int, tiles: Mapping[str, Tile] | None = None):
         if count < 1:
             raise ValueError(f"the number of warps must be at least 1, got {count}")
         self.memory, self.count = memory, count
         self.read_bytes = self.written_bytes = self.barriers = 0
+        self._warps = [Warp(self, number, tiles or {}) for number in range(count)]
 
-    def read(
-        self,
-        name: str,
-        tile: Tensor,
-        warp: int,
-        rows: range | None = None,
-        cols: range | None = None,
-        element_bytes: int | None = None,
-    ) -> Tensor:
-        """Read a part of a tile from shared memory into the registers of a warp."""
-        size = tile.numel() * (element_bytes or self.memory.element_bytes)
-        self.read_bytes += size
-        self.memory.record("shared_load", f"{name}.{warp}", rows, cols, size)
-        return tile
-
-    def write(
-        self,
-        name: str,
-        value: Tensor,
-        warp: int,
-        rows: range | None = None,
-        cols: range | None = None,
-        element_bytes: int | None = None,
-    ) -> Tensor:
-        """Write a value from the registers of a warp to shared memory."""
-        size = value.numel() * (element_bytes or self.memory.element_bytes)
-        self.written_bytes += size
-        self.memory.record("shared_store", f"{name}.{warp}", rows, cols, size)
-        return value
-
-    def compute(
-        self,
-        name: str,
-        value: Tensor,
-        warp: int,
-        rows: range | None = None,
-        cols: range | None = None,
-        op: str = "",
-    ) -> Tensor:
-        """Record in the trace a value that a warp computes in its registers; nothing is moved."""
-        self.memory.record("register", f"{name}.{warp}", rows, cols, op=op, column=value)
-        return value
+    def __iter__(self) -> Iterator[Warp]:
+        return iter(self._warps)
 
     def barrier(self, why: str = "") -> None:
         """Make all warps wait until all have arrived."""
         self.barriers += 1
         self.memory.record("barrier", "barrier", op=why)
+
+
+class Warp:
+    """One warp of a thread block and its registers.
+
+    A tensor that is assigned to an attribute is kept in the registers; the attribute returns it. The trace
+    gets those tensors that have a description in the ``tiles`` of :class:`Warps`.
+
+    Examples:
+        >>> from flashtile.algorithms import Memory, Tile
+        >>> from flashtile.learn.algorithms.warps import Warps
+        >>> warps = Warps(Memory(), count=2, tiles={"S": Tile("S = Q K^T", "rows", "keys")})
+        >>> q, k = torch.randn(8, 4), torch.randn(16, 4)
+        >>> for warp, rows in zip(warps, (range(4), range(4, 8))):
+        ...     warp.take(rows=rows, keys=range(16))
+        ...     warp.S = warp.read("Q", q[rows.start : rows.stop]) @ warp.read("K", k).T
+        >>> warps.read_bytes  # twice half of q and all of k, two bytes each
+        320
+    """
+
+    warps: Warps
+    number: int
+    _tiles: Mapping[str, Tile]
+    _ranges: dict[str, range]
+
+    def __init__(self, warps: Warps, number: int, tiles: Mapping[str, Tile]):
+        self.warps, self.number, self._tiles, self._ranges = warps, number, tiles, {}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        if name not in Warp.__annotations__ and name in self._tiles:
+            tile = self._tiles[name]
+            self._record("register", tile.name or name, tile, op=tile.op, column=value)
+
+    def __getattr__(self, name: str) -> Tensor:
+        raise AttributeError(f"the registers of warp {self.number} hold no {name}")
+
+    def take(self, **ranges: range) -> None:
+        """Set the rows and columns that the warp works on, by the names that ``tiles`` uses."""
+        self._ranges |= ranges
+
+    def start(self, **values: Tensor) -> None:
+        """Set the initial values of accumulators, which are not recorded."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def read(self, name: str, tile: Tensor) -> Tensor:
+        """Read the warp's part of a tile from shared memory into registers."""
+        self.warps.read_bytes += self._move("shared_load", name, tile)
+        return tile
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write a value from registers to shared memory."""
+        self.warps.written_bytes += self._move("shared_store", name, value)
+
+    def _move(self, kind: str, name: str, value: Tensor) -> int:
+        """Record a move and return its bytes."""
+        tile = self._tiles.get(name, Tile())
+        size = value.numel() * (tile.element_bytes or self.warps.memory.element_bytes)
+        self._record(kind, name, tile, bytes=size)
+        return size
+
+    def _record(self, kind: str, name: str, tile: Tile, **what: Any) -> None:
+        self.warps.memory.record(kind, f"{name}.{self.number}", *tile.position(self._ranges), **what)

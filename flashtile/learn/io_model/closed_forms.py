@@ -17,12 +17,8 @@ from dataclasses import dataclass, replace
 from flashtile.hardware.calls import Call
 from flashtile.learn.algorithms import tiled_matmul
 from flashtile.learn.algorithms.memory import Memory
-from flashtile.learn.io_model.kernels import counted, walks
-
-STATISTIC_BYTES = 4
-"""Bytes of a running maximum, a sum, a log-sum-exp or an element of a partial result: fp32."""
-
-TABLE_ENTRY_BYTES = 4
+from flashtile.learn.algorithms.paged import TABLE_ENTRY_BYTES
+from flashtile.learn.io_model.kernels import STATISTIC_BYTES, counted, walks
 
 
 @dataclass(frozen=True)

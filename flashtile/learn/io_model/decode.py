@@ -24,12 +24,9 @@ from flashtile.backends.portable.decode.config import (
 )
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import Card
-from flashtile.learn.io_model.kernels import L2_SHARE, KernelTraffic, counted, reach
+from flashtile.learn.algorithms.paged import TABLE_ENTRY_BYTES
+from flashtile.learn.io_model.kernels import L2_SHARE, STATISTIC_BYTES, KernelTraffic, counted, reach
 from flashtile.problems.common import UNLIMITED
-
-TABLE_ENTRY_BYTES = 4
-PARTIAL_BYTES = 4
-"""Bytes of an element of a partial result: fp32."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,10 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     programs, parts, cut_rows = len(every), 0, 0
     most = max((len(tile.blocks) for tile in every), default=0)
     even = not call.page_size and all(len(tile.blocks) == most for tile in every)
-    element_bytes = 4 if call.element_bytes == 4 else call.cache_element_bytes
-    tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, element_bytes)
+    tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, _operand_bytes(call))
     if config.balances(m_blocks, len(every), card.sm_count, tile_bytes, even):
         programs, parts, cut_rows = _runs(every, card.sm_count * config.programs_per_sm)
-    partial_bytes = parts * (call.width_v + 1) * PARTIAL_BYTES
+    partial_bytes = parts * (call.width_v + 1) * STATISTIC_BYTES
     cut_out = cut_rows * (call.width_v * call.element_bytes + 4)
     attend = KernelTraffic(
         name="decode",
@@ -98,12 +94,17 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
             pack = hopper.heads_together(call.group_size)
             return hopper.for_rows(call.head_dim, call.width_v, rows, call.cache_element_bytes), pack
     family = family_of_capability(*card.capability)
-    element_bytes = 4 if call.element_bytes == 4 else call.cache_element_bytes
+    element_bytes = _operand_bytes(call)
     blocks = row_blocks(family, element_bytes, width)
     if not blocks:
         raise ValueError(f"head_dim must be at most 512 and dtype of 8 to 32 bits, got {width}, {call.dtype}")
     BLOCK_M = next((block for block in blocks if rows <= block), blocks[-1])
     return row(family, element_bytes, BLOCK_M, width), call.group_size
+
+
+def _operand_bytes(call: Call) -> int:
+    """Bytes of an element of the products' operands, as the portable kernels choose them."""
+    return 4 if call.element_bytes == 4 else call.cache_element_bytes
 
 
 def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: int) -> Iterator[QueryTile]:

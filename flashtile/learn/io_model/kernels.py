@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.launch import padded
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import KIB, Card
 from flashtile.learn.io_model.l2 import Stream, dram_blocks
@@ -27,8 +28,11 @@ REGISTERS = 64 * KIB
 RESERVED_SHARED = KIB
 """Bytes of shared memory that CUDA reserves per resident program, from compute capability 8.0 on."""
 
-STATISTICS_BYTES = 8
-"""Bytes per row for the backward kernels: two fp32 that are computed first from out, dout and lse."""
+STATISTIC_BYTES = 4
+"""Bytes of a running maximum, a sum, a log-sum-exp or an element of a partial result: fp32."""
+
+STATISTICS_BYTES = 2 * STATISTIC_BYTES
+"""Bytes per row for the backward kernels: two numbers that are computed first from out, dout and lse."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,12 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
     Tiles fill shared memory. Registers are estimated from the accumulators and from operands of fp32.
     """
     rows, keys = tile.BLOCK_M, tile.BLOCK_N
-    widths = _padded(call.head_dim) + _padded(call.width_v)
+    widths = padded(call.head_dim) + padded(call.width_v)
     # Elements in shared memory that a program owns and loops over, fp32 accumulators, tiles of fp32 scores.
     owned, walked, sums, scores = {
-        "forward": (rows * _padded(call.head_dim), keys * widths, rows * _padded(call.width_v), 1),
+        "forward": (rows * padded(call.head_dim), keys * widths, rows * padded(call.width_v), 1),
         "dkdv": (keys * widths, rows * widths, keys * widths, 2),
-        "dq": (rows * widths, keys * widths, rows * _padded(call.head_dim), 2),
+        "dq": (rows * widths, keys * widths, rows * padded(call.head_dim), 2),
     }[kernel]
     shared = (owned + max(1, tile.num_stages) * walked) * call.element_bytes
     threads = tile.num_warps * 32
@@ -184,7 +188,3 @@ def counted(sequences: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int
         else:
             counted.append((lengths, 1))
     return [pair for pair in counted if min(pair[0]) > 0]
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())

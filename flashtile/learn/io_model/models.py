@@ -1,13 +1,11 @@
-"""Known decoder models: numbers that determine their weights, caches, products and memory of a prompt."""
+"""Known decoder models and the products of their layers, with the resource that bounds a product."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 from flashtile.hardware.calls import ELEMENT_BYTES, Call
 from flashtile.hardware.cards import Card
-from flashtile.learn.io_model.memory import attention_memory
 
 
 @dataclass(frozen=True)
@@ -92,77 +90,47 @@ def find_model(name: str) -> Model:
 
 
 @dataclass(frozen=True)
-class PromptMemory:
-    """Bytes that a model holds while it reads prompts.
+class Product:
+    """A product with a weight, y [M, N] = x [M, K] W [N, K]^T, by its sizes and the names of its dtypes.
 
-    ``weights`` and ``cache`` count all layers. The other fields count the attention of one layer, because
-    layers run one after the other: q and out (``rows``; k and v are in the cache), and what standard and
-    flash attention hold in addition. Other activations are left out because both algorithms have the same.
+    Examples:
+        >>> from flashtile.io_model import Product, find_card
+        >>> product = Product(1, 4096, 4096)
+        >>> product.bytes, product.flops
+        (33570816, 33554432)
+        >>> product.bound(find_card("h200")), Product(512, 4096, 4096).bound(find_card("h200"))
+        ('memory', 'arithmetic')
     """
 
-    seqlen: int
-    weights: int
-    cache: int
-    rows: int
-    standard: int
-    flash: int
+    M: int
+    N: int
+    K: int
+    dtype: str = "bfloat16"
+    weight_dtype: str = "bfloat16"
 
     @property
-    def total_standard(self) -> int:
-        return self.weights + self.cache + self.rows + self.standard
+    def bytes(self) -> int:
+        """Least traffic: x and the weight are read once, y is written once."""
+        rows = (self.M * self.K + self.M * self.N) * ELEMENT_BYTES[self.dtype]
+        return rows + self.N * self.K * ELEMENT_BYTES[self.weight_dtype]
 
     @property
-    def total_flash(self) -> int:
-        return self.weights + self.cache + self.rows + self.flash
+    def flops(self) -> int:
+        return 2 * self.M * self.N * self.K
 
+    def floor_seconds(self, card: Card) -> float:
+        """Lower bound for any kernel on the card: the longer of moving the bytes and multiplying in
+        ``dtype``."""
+        return max(self.bytes / card.bandwidth_gbps * 1e-9, self._arithmetic_seconds(card))
 
-def prompt_memory(model: Model, batch: int, seqlen: int, dtype: str = "float16") -> PromptMemory:
-    """Memory of ``model`` while it reads ``batch`` prompts of ``seqlen`` tokens, weights and cache in
-    ``dtype``.
+    def bound(self, card: Card) -> str:
+        """Resource that sets the floor: "memory" or "arithmetic"."""
+        return "arithmetic" if self._arithmetic_seconds(card) == self.floor_seconds(card) else "memory"
 
-    Examples:
-        >>> from flashtile.io_model import find_model, prompt_memory
-        >>> memory = prompt_memory(find_model("llama-2-7b"), 1, 8192)
-        >>> memory.standard / 2**30, memory.cache / 2**30  # GiB
-        (8.0, 4.0)
-    """
-    call = model.call(batch, seqlen, dtype)
-    beyond = attention_memory(call)
-    return PromptMemory(
-        seqlen,
-        model.weight_bytes(dtype),
-        batch * seqlen * model.kv_bytes_per_token(dtype),
-        call.q_bytes + call.out_bytes,
-        beyond.standard,
-        beyond.flash,
-    )
+    def intensity(self, block_n: int) -> float:
+        """FLOPs per element read or written, if programs of ``block_n`` columns each read x once
+        (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section 4)."""
+        return 2 * self.M * self.K / (self.K + self.M * self.K / block_n + self.M)
 
-
-def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int = 1) -> int:
-    """Tokens whose keys and values fit on ``cards`` cards next to the weights; 0 if the weights do not fit.
-
-    Examples:
-        >>> from flashtile.io_model import MODELS, cached_tokens, find_card
-        >>> cached_tokens(MODELS[0], find_card("a100"))
-        73485
-    """
-    room = cards * card.memory_bytes - model.weight_bytes(dtype)
-    return max(0, room // model.kv_bytes_per_token(dtype))
-
-
-def longest_prompt(model: Model, batch: int, card: Card, dtype: str = "float16", *, standard: bool) -> int:
-    """Longest prompt, in tokens, that ``model`` can read on ``card``, ``batch`` of them at once; 0 if none.
-
-    Examples:
-        >>> from flashtile.io_model import find_card, find_model
-        >>> from flashtile.learn.io_model.models import longest_prompt
-        >>> model, card = find_model("llama-2-7b"), find_card("a100")
-        >>> longest_prompt(model, 1, card, standard=True) < longest_prompt(model, 1, card, standard=False) / 5
-        True
-    """
-
-    def is_too_long(seqlen: int) -> bool:
-        needed = prompt_memory(model, batch, seqlen, dtype)
-        return (needed.total_standard if standard else needed.total_flash) > card.memory_bytes
-
-    return bisect_left(range(1, 2**60), True, key=is_too_long)
+    def _arithmetic_seconds(self, card: Card) -> float:
+        return self.flops / card.peak_tflops(self.dtype) * 1e-12

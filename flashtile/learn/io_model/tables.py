@@ -9,15 +9,17 @@ from rich.table import Table
 from flashtile.hardware.calls import Call
 from flashtile.hardware.cards import CARDS, GIB, KIB, Card
 from flashtile.learn.io_model.estimate import FLASH1, FLASH2, STANDARD, Estimate, estimates
-from flashtile.learn.io_model.memory import SEQLENS, at_length, attention_memory, longest_sequence
-from flashtile.learn.io_model.models import (
-    MODELS,
-    Model,
+from flashtile.learn.io_model.memory import (
+    SEQLENS,
     PromptMemory,
+    at_length,
+    attention_memory,
     cached_tokens,
     longest_prompt,
+    longest_sequence,
     prompt_memory,
 )
+from flashtile.learn.io_model.models import MODELS, Model
 
 
 def card_table(card: Card, dtype: str) -> Table:

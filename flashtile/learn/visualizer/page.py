@@ -52,9 +52,9 @@ def write_page(
     """Write the page with recordings of the settings and return its size in bytes.
 
     Args:
-        path: HTML file to write; missing folders are created. settings: runs that the page offers. Those of
-        :func:`flashtile.learn.visualizer.settings.grid` are kept in
-            the package and need no recording.
+        path: HTML file to write; missing folders are created.
+        settings: runs that the page offers. Those of :func:`flashtile.learn.visualizer.settings.grid` are
+            kept in the package and need no recording.
         own: further settings.
         start: state in which the page opens, unless its address says otherwise.
         progress: called for each recording.

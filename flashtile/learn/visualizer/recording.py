@@ -22,7 +22,7 @@ from flashtile.learn.algorithms import (
 from flashtile.learn.algorithms.memory import Memory
 from flashtile.learn.algorithms.trace import Event, Trace
 from flashtile.learn.visualizer.packing import pack
-from flashtile.learn.visualizer.settings import DEFAULT_PAGE_SIZE, DEFAULT_SPLITS, SRAM_SIZES, Setting
+from flashtile.learn.visualizer.settings import DEFAULT_PAGE_SIZE, DEFAULT_SPLITS, SPLIT, SRAM_SIZES, Setting
 
 WATCHED_ROWS = 4
 SEED = 0
@@ -121,7 +121,10 @@ def _inputs(setting: Setting, random: Callable[[int], Tensor]) -> tuple[Tensor, 
 
 def _options(setting: Setting) -> dict[str, Any]:
     block_m, block_n = setting.block_sizes
-    return {"window_size": setting.window_size, "block_m": block_m, "block_n": block_n}
+    options = {"window_size": setting.window_size, "block_m": block_m, "block_n": block_n}
+    if setting.algorithm in SPLIT:
+        options["num_splits"] = setting.num_splits or DEFAULT_SPLITS
+    return options
 
 
 def _forward(module: Any) -> Runner:
@@ -139,18 +142,6 @@ def _flash3(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -
     memory.trace.spans = flash3_schedule.schedule(len(starts))
 
 
-def _split(module: Any) -> Runner:
-    def run(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
-        module.forward(
-            *_inputs(setting, random),
-            memory,
-            num_splits=setting.num_splits or DEFAULT_SPLITS,
-            **_options(setting),
-        )
-
-    return run
-
-
 def _paged(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
     """Record two sequences that share a prompt of two thirds of the tokens and differ in the last third."""
     q, k, v = random(2), random(setting.seqlen), random(setting.seqlen)
@@ -163,13 +154,12 @@ def _backward(module: Any) -> Runner:
 
     def run(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
         q, k, v = _inputs(setting, random)
-        options = _options(setting)
+        out, *kept = module.forward(q, k, v, Memory(), window_size=setting.window_size)
+        dout = random(q.shape[0])
         if module is standard:
-            _, *kept = module.forward(q, k, v, Memory(), window_size=setting.window_size)
-            module.backward(q, k, v, *kept, random(q.shape[0]), memory)
+            module.backward(q, k, v, *kept, dout, memory)
         else:
-            kept = module.forward(q, k, v, Memory(), window_size=setting.window_size)
-            module.backward(q, k, v, *kept, random(q.shape[0]), memory, **options)
+            module.backward(q, k, v, out, *kept, dout, memory, **_options(setting))
 
     return run
 
@@ -179,8 +169,8 @@ RUNNERS: dict[str, Runner] = {
     "flash1": _forward(flash1),
     "flash2": _forward(flash2),
     "flash3": _flash3,
-    "flash_decoding": _split(flash_decoding),
-    "unified_max": _split(unified_max),
+    "flash_decoding": _forward(flash_decoding),
+    "unified_max": _forward(unified_max),
     "paged": _paged,
     "standard_backward": _backward(standard),
     "flash1_backward": _backward(flash1),

@@ -21,6 +21,9 @@ WINDOW_SHARE = 4
 ONE_QUERY = ("flash_decoding", "unified_max", "paged")
 """Algorithms for decoding steps."""
 
+SPLIT = ("flash_decoding", "unified_max")
+"""Algorithms that split the keys."""
+
 AUTO = "auto"
 """Blocks as large as SRAM allows, by each paper's rule."""
 
@@ -102,7 +105,7 @@ def own_runs(
     queries = "one" if algorithm in ONE_QUERY else "all"
     if queries == "one" and mask != "full":
         raise ValueError(f'mask must be "full" for {algorithm}, whose one query sees all keys, got {mask!r}')
-    splits = algorithm in ("flash_decoding", "unified_max")
+    splits = algorithm in SPLIT
     for name, value, taken in (
         ("num_splits", num_splits, splits),
         ("page_size", page_size, algorithm == "paged"),
@@ -174,7 +177,7 @@ def _decoding() -> Iterator[Setting]:
             yield Setting("standard", seqlen, head_dim, queries="one", sram_bytes=sram)
         for block in ("1x64", "1x128"):
             yield Setting("flash2", seqlen, head_dim, queries="one", block=block)
-            for algorithm, splits in product(("flash_decoding", "unified_max"), (1, 2, 4, 8, 16)):
+            for algorithm, splits in product(SPLIT, (1, 2, 4, 8, 16)):
                 if splits * int(block[2:]) <= seqlen:
                     yield Setting(algorithm, seqlen, head_dim, queries="one", block=block, num_splits=splits)
 

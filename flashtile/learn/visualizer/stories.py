@@ -20,6 +20,7 @@ from torch import Tensor
 from flashtile import masks as library
 from flashtile.learn.algorithms import (
     Memory,
+    Tile,
     Trace,
     flash2,
     flash3_fp8,
@@ -31,6 +32,7 @@ from flashtile.learn.algorithms import (
     unified_max,
     warp_split,
 )
+from flashtile.learn.algorithms.call import lowest, row_sum, zeros
 from flashtile.learn.visualizer.packing import pack
 from flashtile.masks.block_mask import listed
 from flashtile.masks.mods import MaskMod
@@ -292,6 +294,17 @@ MASKS: dict[str, Callable[[], MaskMod]] = {
 """Mask by variant. ALiBi hides nothing: it lowers scores with the distance, here under a causal mask."""
 
 
+MASKS_TILES = {
+    "S": Tile("Q K^T", "rows", "keys"),
+    "biased": Tile("alibi(S)", "rows", "keys", name="S"),  # in the place of S, as are the next two
+    "masked": Tile("mask(S)", "rows", "keys", name="S"),
+    "P": Tile("exp(S - m)", "rows", "keys", name="S"),
+    "l": Tile("l"),
+    "O": Tile("O + P V"),
+    "m": Tile("m"),
+}
+
+
 def masks_inputs() -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = torch.randn(3, MASKS_SEQLEN, MASKS_HEAD_DIM, generator=torch.Generator().manual_seed(0))
     return q, k, v
@@ -311,32 +324,30 @@ def attend_in_blocks(name: str, memory: Memory, in_lists: bool) -> Tensor:
     full = listed(blocks.full_kv_num_blocks, blocks.full_kv_indices)[0, 0].tolist()
     for i in range(MASKS_SEQLEN // MASKS_BLOCK):
         rows = range(i * MASKS_BLOCK, (i + 1) * MASKS_BLOCK)
-        with memory.sram() as sram:
+        with memory.sram(tiles=MASKS_TILES, rows=rows) as sram:
             q_i = sram.load(Q, rows)
-            m = sram.compute("m", torch.full((MASKS_BLOCK, 1), torch.finfo(q.dtype).min), rows)
-            total = sram.compute("l", torch.zeros(MASKS_BLOCK, 1), rows)
-            o = sram.compute("O", torch.zeros(MASKS_BLOCK, MASKS_HEAD_DIM), rows)
+            sram.start(m=lowest(len(rows), q), l=zeros(len(rows), 1, q), O=zeros(len(rows), V.cols, q))
             for j in range(MASKS_SEQLEN // MASKS_BLOCK):
                 keys = range(j * MASKS_BLOCK, (j + 1) * MASKS_BLOCK)
                 if in_lists and not partial[i][j] and not full[i][j]:
-                    memory.record("skip", "S", rows, keys)
+                    sram.skip("S", rows, keys)
                     continue
+                sram.move(keys=keys)
                 k_j, v_j = sram.load(K, keys), sram.load(V, keys)
-                s = sram.compute("S", q_i @ k_j.T * MASKS_HEAD_DIM**-0.5, rows, keys, op="Q K^T")
+                sram.S = s = q_i @ k_j.T * MASKS_HEAD_DIM**-0.5
                 places = torch.tensor(rows)[:, None], torch.tensor(keys)
                 if name == "alibi":
-                    distance = (places[0] - places[1]).abs()
-                    s = sram.compute("S", s - MASKS_SLOPE * distance, rows, keys, op="alibi(S)")
+                    sram.biased = s = s - MASKS_SLOPE * (places[0] - places[1]).abs()
                 if partial[i][j] or not in_lists:
                     seen = torch.as_tensor(mask(0, 0, *places))
-                    s = sram.compute("S", s.masked_fill(~seen, -torch.inf), rows, keys, op="mask(S)")
-                m_new = torch.maximum(m, s.amax(1, keepdim=True))
-                p = sram.compute("S", torch.exp(s - m_new), rows, keys, op="exp(S - m)")
-                correction = torch.exp(m - m_new)
-                total = sram.compute("l", total * correction + p.sum(1, keepdim=True), rows, op="l")
-                o = sram.compute("O", o * correction + p @ v_j, rows, op="O + P V")
-                m = sram.compute("m", m_new, rows, op="m")
-            sram.store(result, o / total, rows)
+                    sram.masked = s = s.masked_fill(~seen, -torch.inf)
+                m_new = torch.maximum(sram.m, s.amax(1, keepdim=True))
+                sram.P = torch.exp(s - m_new)
+                correction = torch.exp(sram.m - m_new)
+                sram.l = sram.l * correction + row_sum(sram.P)
+                sram.O = sram.O * correction + sram.P @ v_j
+                sram.m = m_new
+            sram.store(result, sram.O / sram.l, rows)
     return result.tensor
 
 

@@ -1,31 +1,242 @@
-"""The contestants of a run; each kind of workload has its own."""
+"""The contestants of a run, by kind of workload; those of attention and masks are in :mod:`.peers`.
+
+In e4m3 all contestants start from the same bfloat16 numbers. Each contestant quantises them in its own way,
+before timing unless its name says otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+import flashtile
+from flashtile import fp8
 from flashtile.problems.common import PREFERENCE, UNLIMITED
-from flashtile.tools.bench import decode_peers, fp8_peers, weights_peers
+from flashtile.problems.fp8_layout import E4M3, E4M3_MAX
+from flashtile.tools.bench.inputs import Inputs
 from flashtile.tools.bench.peers import (
     FlashAttention,
     Flashtile,
     FlexAttention,
     LoopsOfFlash1,
     Peer,
+    PeerCall,
     Sdpa,
     Standard,
     TorchVarlen,
+    first_of,
+    hidden_scores,
+    options,
+    repeated,
 )
 from flashtile.tools.bench.workloads import Workload
+
+FROM_BF16 = "flashtile-from-bf16"
+
+
+class Quantized(Flashtile):
+    """flashtile's attention over tensors that are quantised before timing, by block, after the rotation."""
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        given = options(workload, inputs)
+        sides = {
+            side: {
+                "cu_seqlens": given.pop(f"cu_seqlens_{side}"),
+                "max_seqlen": given.pop(f"max_seqlen_{side}"),
+            }
+            for side in ("q", "k")
+            if workload.varlen
+        }
+        quantized = [
+            fp8.quantize(x, role, **sides.get(side, {}))
+            for x, role, side in ((inputs.q, "q", "q"), (inputs.k, "k", "k"), (inputs.v, "v", "k"))
+        ]
+        attend = partial(fp8.attention, *quantized, **given, backend=self._backend)
+        return PeerCall(lambda q, k, v: attend())
+
+
+class Quantizing(Flashtile):
+    """flashtile's attention from bfloat16 tensors; quantisation is timed as well."""
+
+    label = FROM_BF16
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        return PeerCall(partial(fp8.attention, **options(workload, inputs), backend=self._backend))
+
+
+class InBf16(Flashtile):
+    """flashtile's attention in bfloat16, the baseline of FP8."""
+
+    ours = False
+    label = "flashtile-bf16"
+
+
+class FlashAttention3InFp8(FlashAttention):
+    """FlashAttention-3 over e4m3 tensors quantised before timing, with a scale for each key head."""
+
+    def __init__(self) -> None:
+        super().__init__("fa3-fp8", "flash_attn_interface", UNLIMITED)
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        values, scales = zip(
+            *(by_key_head(x, workload.num_heads_kv) for x in (inputs.q, inputs.k, inputs.v)), strict=True
+        )
+        batch = len(workload.sequences)
+        names = ("q_descale", "k_descale", "v_descale")
+        descales = {name: scale.expand(batch, -1) for name, scale in zip(names, scales, strict=True)}
+        attend = partial(self.function(workload, inputs), *values, **descales)
+        return PeerCall(lambda q, k, v: first_of(attend()))
+
+
+def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
+    """Return x in e4m3 and the scales (heads_kv,) of its groups of heads."""
+    groups = x.unflatten(-2, (heads_kv, -1)).float()
+    others = [dim for dim in range(groups.dim()) if dim != groups.dim() - 3]
+    scale = groups.abs().amax(others) / E4M3_MAX
+    return (groups / scale[:, None, None]).to(E4M3).flatten(-3, -2), scale
+
+
+TOP = 8
+"""Number of weights per row in the form "top"."""
+
+
+class Weighing(Flashtile):
+    """flashtile's second pass over q and k."""
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        form: Any = TOP if workload.weights == "top" else workload.weights
+        attend: Any = partial(
+            flashtile.attention, **options(workload, inputs), return_attn_weights=form, backend=self._backend
+        )
+        return PeerCall(lambda q, k, v: first_of(attend(q, k, v)))
+
+
+class Eager(Standard):
+    """Models' fallback when weights are requested: all scores stored, the softmax in float32."""
+
+    name = "eager"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        hidden, scale = hidden_scores(workload, inputs), workload.head_dim**-0.5
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (repeated(t, workload) for t in (k, v))
+            scores = q @ k.transpose(-2, -1) * scale
+            if hidden is not None:
+                scores = scores.masked_fill_(hidden, -torch.inf)
+            weights = torch.softmax(scores, -1, torch.float32).to(q.dtype)
+            if workload.weights == "columns":
+                weights.sum(-2, dtype=torch.float32)
+            elif workload.weights == "top":
+                weights.topk(TOP, -1)
+            return weights @ v
+
+        return PeerCall(attend, heads_first=True)
+
+
+class Decoding(Flashtile):
+    """flashtile over the given cache."""
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        return self.over(flashtile.flash_attn_with_kvcache, workload, inputs)
+
+    def over(self, function: Callable[..., Any], workload: Workload, inputs: Inputs, **more: Any) -> PeerCall:
+        if inputs.qv is not None:
+            more["qv"] = inputs.qv
+        return over_copies(
+            function, inputs, "block_table", cache_seqlens=inputs.cache_seqlens, causal=workload.causal,
+            backend=self._backend, **inputs.descales, **more,
+        )  # fmt: skip
+
+
+class SharedPrefix(Decoding):
+    """flashtile with the prefix that all sequences share passed to it."""
+
+    label = "flashtile-prefix"
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        shares = workload.cache is not None and workload.cache.prefix
+        return None if shares else "the sequences share no prefix"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        assert workload.cache is not None
+        prefix = workload.cache.prefix
+        function = flashtile.flash_attn_with_shared_prefix
+        return self.over(function, workload, inputs, prefix_seqlens=prefix)
+
+
+class FlashAttention3OverCache(FlashAttention):
+    """FlashAttention-3 over the given cache, with the arguments that all its builds take."""
+
+    def __init__(self) -> None:
+        super().__init__("fa3", "flash_attn_interface", UNLIMITED)
+        self.needs = ("flash_attn_interface", "flash_attn_with_kvcache")
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        paged = workload.cache is not None and workload.cache.page_size
+        sixteen_bits = workload.cache_dtype == workload.torch_dtype and workload.torch_dtype.itemsize == 2
+        heads = workload.head_dim <= 256
+        if workload.latent:
+            heads = workload.own_columns <= 64 and 256 <= workload.width_v <= 512
+        taken = paged and sixteen_bits and heads
+        return None if taken else "takes 16-bit caches in pages and heads of up to 256, or MLA's, only"
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        import flash_attn_interface
+
+        function = flash_attn_interface.flash_attn_with_kvcache
+        given = {"cache_seqlens": inputs.cache_seqlens, "causal": workload.causal}
+        if inputs.qv is not None:
+            given["qv"] = inputs.qv
+        return over_copies(function, inputs, "page_table", **given)
+
+
+class SdpaLatent(Peer):
+    """torch's ``scaled_dot_product_attention`` on absorbed MLA.
+
+    Before timing, pages are gathered and keys are joined. The heads that share keys are passed as rows of one
+    head.
+    """
+
+    name = "sdpa-latent"
+
+    def refuses(self, workload: Workload, device: torch.device) -> str | None:
+        if not workload.latent or len(set(workload.sequences)) > 1:
+            return "takes absorbed MLA over sequences of one length only"
+        return "its causal mask knows no heads as rows" if workload.seqlen_q > 1 else None
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
+        assert inputs.qv is not None
+        q = torch.cat([inputs.q, inputs.qv], -1).unflatten(2, (workload.num_heads_kv, -1))[:, 0]
+
+        def over(table: Tensor) -> Callable[..., Tensor]:
+            pages = (cache[table].flatten(1, 2)[:, : workload.seqlen_k] for cache in (inputs.k, inputs.v))
+            k, v = (t.transpose(1, 2).contiguous() for t in pages)
+            joined = torch.cat([k, v], -1)
+            return lambda *_: F.scaled_dot_product_attention(q, joined, v).flatten(1, 2)[:, None]
+
+        copies = tuple(over(table) for table in inputs.block_tables)
+        return PeerCall(copies[0], copies=copies)
+
+
+def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, **arguments: Any) -> PeerCall:
+    """Return a call of ``function`` over each copy of the cache; each copy has its own block table."""
+    tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
+    copies = tuple(partial(function, **{table_name: table}, **arguments) for table in tables)
+    return PeerCall(copies[0], copies=copies)
+
 
 OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "attention": (Flashtile,),
     "masks": (Flashtile,),
-    "weights": (weights_peers.Weighing,),
-    "fp8": (fp8_peers.Quantized, fp8_peers.Quantizing),
-    "decode": (decode_peers.Decoding, decode_peers.SharedPrefix),
+    "weights": (Weighing,),
+    "fp8": (Quantized, Quantizing),
+    "decode": (Decoding, SharedPrefix),
 }
 """Adapters of flashtile by kind of workload; each takes the name of a backend, or None."""
 
@@ -33,11 +244,11 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
 def peers(kind: str) -> tuple[Peer, ...]:
     """Return new adapters of all peers of a kind of workload, in the order of the tables."""
     if kind == "fp8":
-        return (fp8_peers.InBf16(), fp8_peers.FlashAttention3())
+        return (InBf16(), FlashAttention3InFp8())
     if kind == "decode":
-        return (decode_peers.FlashAttention3(), decode_peers.SdpaLatent())
+        return (FlashAttention3OverCache(), SdpaLatent())
     if kind == "weights":
-        return (weights_peers.Eager(),)
+        return (Eager(),)
     if kind == "masks":
         return (FlexAttention(), FlexAttention(flash=True))
     return (

@@ -1,8 +1,10 @@
-"""Documents of measurements as JSON files, written atomically and checked when they are read."""
+"""Documents of measurements: files, written atomically and checked when they are read, and comparisons."""
 
 from __future__ import annotations
 
 import json
+import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +42,108 @@ def read(path: Path) -> dict[str, Any]:
         said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{str(path)!r} is no document of flashtile bench: {said}") from None
     return document
+
+
+BEST_PEER = "best peer"
+
+DECODE_RATIO = 16
+"""Keys per query from which on a call is bound by reading keys and values: GB/s is shown, not TFLOP/s."""
+
+
+def names(document: dict[str, Any], *, ours: bool) -> list[str]:
+    """Names of the contestants that are flashtile, or of those that are not."""
+    return [c["name"] for c in document["contestants"] if c["ours"] == ours]
+
+
+def timed(cell: dict[str, Any], candidates: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Results of those ``candidates`` that were timed in the cell."""
+    return {name: cell["results"][name] for name in candidates if cell["results"][name]["status"] == "ok"}
+
+
+def best(cell: dict[str, Any], candidates: Iterable[str]) -> str | None:
+    """Return the fastest of ``candidates`` in a cell; None if none was timed."""
+    results = timed(cell, candidates)
+    return min(results, key=lambda name: results[name]["ms"], default=None)
+
+
+def ratio(cell: dict[str, Any], ours: str, peer: str | None) -> float | None:
+    """Speed of ``ours`` over that of ``peer``; None unless both were timed."""
+    results = timed(cell, [ours] + ([peer] if peer is not None else []))
+    return results[peer]["ms"] / results[ours]["ms"] if peer in results and ours in results else None
+
+
+def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Summarize the speed ratios of each pass, flashtile contestant and peer over the cells that both ran.
+
+    Each row has ``pass, ours, peer, cells, geometric_mean, lowest, lowest_cell``; ``peer`` is "best peer" for
+    the fastest peer of each cell.
+    """
+    peers = names(document, ours=False)
+    rows = []
+    for which in dict.fromkeys(cell["pass"] for cell in document["cells"]):
+        cells = [cell for cell in document["cells"] if cell["pass"] == which]
+        for ours in names(document, ours=True):
+            for peer in [*peers, BEST_PEER]:
+                ratios = {
+                    cell["workload"]: found
+                    for cell in cells
+                    if (found := ratio(cell, ours, best(cell, peers) if peer == BEST_PEER else peer))
+                    is not None
+                }
+                if ratios:
+                    lowest = min(ratios, key=lambda name: ratios[name])
+                    rows.append({
+                        "pass": which, "ours": ours, "peer": peer, "cells": len(ratios),
+                        "geometric_mean": statistics.geometric_mean(ratios.values()),
+                        "lowest": ratios[lowest], "lowest_cell": lowest,
+                    })  # fmt: skip
+    return rows
+
+
+def ceiling(document: dict[str, Any], cell: dict[str, Any], unit: str) -> float | None:
+    """Measured ceiling of a cell's speed in TFLOP/s ("tflops") or GB/s ("gbps"); None if there is none."""
+    ceilings = document["ceilings"]
+    if ceilings is None:
+        return None
+    return ceilings["copy_gbps"] if unit == "gbps" else ceilings["matmul_tflops"][cell["dtype"]]
+
+
+def share_of_ceiling(document: dict[str, Any], cell: dict[str, Any], name: str, unit: str) -> float | None:
+    """Share of :func:`ceiling` that a contestant reaches."""
+    result, most = cell["results"][name], ceiling(document, cell, unit)
+    return None if result["status"] != "ok" or most is None else result[unit] / most
+
+
+def beyond_ceiling(document: dict[str, Any]) -> list[str]:
+    """Names of the workloads in which a contestant was faster than the measured ceilings allow."""
+    found: dict[str, None] = {}
+    for cell in document["cells"]:
+        floor = floor_ms(document, cell)
+        times = [result["ms"] for result in cell["results"].values() if result["status"] == "ok"]
+        if floor is not None and times and min(times) < floor:
+            found[cell["workload"]] = None
+    return list(found)
+
+
+def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
+    """Return the least milliseconds of a cell at the measured ceilings.
+
+    This is the longer of its FLOPs at the speed of a matrix product and its least bytes at that of a copy;
+    None if no ceiling was measured.
+    """
+    flops, bytes_ = (ceiling(document, cell, unit) for unit in ("tflops", "gbps"))
+    if flops is None or bytes_ is None:
+        return None
+    return max(cell["flops"] / flops * 1e-9, cell["bytes"] / bytes_ * 1e-6)
+
+
+def over_floor(document: dict[str, Any], cell: dict[str, Any], name: str) -> float | None:
+    """Return a contestant's time over :func:`floor_ms`; None if either is unknown."""
+    result, floor = cell["results"][name], floor_ms(document, cell)
+    return None if result["status"] != "ok" or floor is None else result["ms"] / floor
+
+
+def unit_of(cells: Sequence[dict[str, Any]]) -> str:
+    """Return "gbps" if calls are bound by reading keys and values, as in decoding; else "tflops"."""
+    decoding = all(cell["seqlen_k"] >= DECODE_RATIO * max(1, cell["seqlen_q"]) for cell in cells)
+    return "gbps" if decoding else "tflops"

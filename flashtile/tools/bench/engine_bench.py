@@ -7,6 +7,9 @@ prompts and start-up. It is compared with the time to read the weights, keys and
 from __future__ import annotations
 
 import gc
+import json
+import math
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,14 +20,92 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from flashtile.hardware import machine, timing
-from flashtile.tools.bench.engine_models import SERVED, lengths, tokens, vocabulary, write_model
+from flashtile.hardware import timing
+from flashtile.learn.io_model.models import Model, find_model
 from flashtile.tools.bench.engine_peers import CONTENDERS, Contender, Flashtile, seconds_of
-from flashtile.tools.bench.linear_bench import read_tbps
-from flashtile.tools.bench.workloads import SMALL_MODEL, select_models
+from flashtile.tools.bench.model_bench import SMALL_MODEL, cells_table, check_peers, new_document
 
 NAME = "engine"
 OURS = Flashtile.name
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+LLAMA2_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+DRAFT = Model("Llama-3.2-1B", 16, 32, 8, 64, 8192, 1.24e9, 8192, "Meta 2024, the model card of Llama 3.2")
+"""Draft model for Llama-3-8B."""
+SMALL = Model("Small", 2, 4, 4, 16, 160, 1.2e5, 256, "ours")
+"""Model with fixed weights and a tokenizer of bytes, for which all engines must give the same tokens."""
+SERVED: dict[str, tuple[Model, int, dict[str, Any]]] = {
+    "llama-2-7b": (find_model("llama-2-7b"), 32000, LLAMA2_ROPE),
+    "llama-3-8b": (find_model("llama-3-8b"), 128256, LLAMA3_ROPE),
+    "llama-3.2-1b": (DRAFT, 128256, {**LLAMA3_ROPE, "factor": 32.0}),
+    SMALL_MODEL: (SMALL, 256, LLAMA2_ROPE),
+}
+"""(sizes, vocabulary size, rotary embedding) by name."""
+
+
+def write_model(name: str, folder: Path) -> Path:
+    """Write a model's folder and return it; only the small model has weights, engines make random ones."""
+    model, vocab_size, rope = SERVED[name]
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5,
+        "dtype": "float32" if model is SMALL else "bfloat16", "eos_token_id": None, "bos_token_id": None,
+        "tie_word_embeddings": model is DRAFT, "vocab_size": vocab_size,
+        "hidden_size": model.num_heads_q * model.head_dim, "intermediate_size": model.intermediate,
+        "num_hidden_layers": model.layers, "num_attention_heads": model.num_heads_q,
+        "num_key_value_heads": model.num_heads_kv, "head_dim": model.head_dim,
+        "max_position_embeddings": model.longest, "rope_parameters": rope,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    if model is SMALL:
+        _write_weights(model, vocab_size, folder)
+    return folder
+
+
+def _write_weights(model: Model, vocab_size: int, folder: Path) -> None:
+    """Write random weights and a tokenizer of bytes."""
+    from safetensors.torch import save_file
+
+    width, hidden = model.num_heads_q * model.head_dim, model.intermediate
+    shapes = {"model.embed_tokens": (vocab_size, width), "lm_head": (vocab_size, width)}
+    for layer in range(model.layers):
+        for part, shape in (
+            *((f"self_attn.{name}_proj", (width, width)) for name in "qkvo"),
+            ("mlp.gate_proj", (hidden, width)),
+            ("mlp.up_proj", (hidden, width)),
+            ("mlp.down_proj", (width, hidden)),
+        ):
+            shapes[f"model.layers.{layer}.{part}"] = shape
+    draw = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.randn(shape, generator=draw) * shape[1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    sides = "input_layernorm", "post_attention_layernorm"
+    norms = [f"layers.{layer}.{side}" for layer in range(model.layers) for side in sides]
+    weights |= {f"model.{norm}.weight": torch.ones(width) for norm in (*norms, "norm")}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))
+
+
+def vocabulary(name: str) -> int:
+    """Vocabulary size of a model."""
+    return SERVED[name][1]
+
+
+def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
+    """Return ``count`` random tokens."""
+    draw = random.Random(seed)
+    return [draw.randrange(vocab_size) for _ in range(count)]
+
+
+def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
+    """Return log-normal lengths like ShareGPT's; their logarithm has standard deviation 1."""
+    draw = random.Random(seed)
+    return [min(most, max(1, round(draw.lognormvariate(math.log(mean) - 0.5, 1.0)))) for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -69,11 +150,6 @@ WORKLOADS = tuple(
 )  # fmt: skip
 
 
-def select(names: Sequence[str]) -> tuple[EngineWorkload, ...]:
-    """Return the workloads named, see :func:`flashtile.tools.bench.workloads.select_models`."""
-    return select_models(NAME, WORKLOADS, names)
-
-
 def run(
     chosen: Sequence[EngineWorkload],
     device: torch.device,
@@ -90,23 +166,15 @@ def run(
     large = [workload.name for workload in chosen if workload.model != SMALL_MODEL]
     if large and device.type == "cpu":
         raise ValueError(f"device must be a GPU for {large[0]}, got cpu, where {NAME}-{SMALL_MODEL} runs")
+    check_peers(names, CONTENDERS)
     for name in names:
-        if name not in (*CONTENDERS, "none"):
-            raise ValueError(f"peer must be none or one of {', '.join(CONTENDERS)}, got {name!r}")
         reason = None if name == "none" else CONTENDERS[name]().unavailable(device)
         if reason is not None:
             raise ValueError(f"peer {name!r} cannot run here: {reason}")
     named = [kind for name, kind in CONTENDERS.items() if not names or name in (OURS, *names)]
     entrants = [kind for kind in named if kind().unavailable(device) is None]
-    document: dict[str, Any] = {
-        "kind": NAME,
-        "versions": machine.versions(),
-        "device": machine.describe_device(device),
-        "source": machine.source_commit(),
-        "read_tbps": read_tbps(device, rounds, rep),
-        "cells": [{"workload": w.name, "results": {}} for w in chosen],
-    }
-    cells = dict(zip(chosen, document["cells"], strict=True))
+    cells: dict[EngineWorkload, dict[str, Any]] = {w: {"workload": w.name, "results": {}} for w in chosen}
+    document = new_document(NAME, device, rounds, rep, list(cells.values()))
     for model in dict.fromkeys(workload.model for workload in chosen):
         own = [workload for workload in chosen if workload.model == model]
         for kind in entrants:
@@ -198,20 +266,11 @@ def floor_bytes(workload: EngineWorkload) -> float:
 
 def table(document: dict[str, Any]) -> Table:
     """Table of milliseconds per step with the ratio to the time of reading, or of new tokens per second."""
-    shown = Table(title=f"{document['device']['name']}: ms a step (times that of reading), or new tokens/s")
-    names = list(dict.fromkeys(name for cell in document["cells"] for name in cell["results"]))
-    for heading in ("workload", *names):
-        shown.add_column(heading, justify="left" if heading == "workload" else "right")
-    for cell in document["cells"]:
-        texts = []
-        for name in names:
-            result = cell["results"].get(name, {"status": "-"})
-            if result["status"] != "ok":
-                texts.append(result.get("text", result["status"]))
-            elif "ms" in result:
-                floor = cell.get("floor_ms")
-                texts.append(f"{result['ms']:.4g}" + (f" ({result['ms'] / floor:.2f})" if floor else ""))
-            else:
-                texts.append(f"{result['tokens_per_second']:,.0f}")
-        shown.add_row(cell["workload"], *texts)
-    return shown
+
+    def text_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
+        if "ms" not in result:
+            return f"{result['tokens_per_second']:,.0f}"
+        floor = cell.get("floor_ms")
+        return f"{result['ms']:.4g}" + (f" ({result['ms'] / floor:.2f})" if floor else "")
+
+    return cells_table("ms a step (times that of reading), or new tokens/s", document, text_of)

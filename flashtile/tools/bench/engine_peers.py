@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashtile.hardware import timing
-from flashtile.tools.bench.workloads import SMALL_MODEL
+from flashtile.tools.bench.model_bench import SMALL_MODEL
 
 Prompts = Sequence[list[int]]
 

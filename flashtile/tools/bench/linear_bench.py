@@ -17,12 +17,11 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from flashtile.hardware import machine
 from flashtile.hardware.linear_table import FLAT, GEMV, LIBRARY, Row
-from flashtile.hardware.timing import capture, copy_ceiling, release_memory, replay_time, time_call
+from flashtile.hardware.timing import capture, release_memory, replay_time, time_call
 from flashtile.learn.io_model import find_model
 from flashtile.linear import linear
-from flashtile.tools.bench.workloads import SMALL_MODEL, select_models
+from flashtile.tools.bench.model_bench import SMALL_MODEL, cells_table, check_peers, new_document
 
 NAME = "linear"
 SHAPES = {
@@ -60,11 +59,6 @@ WORKLOADS = tuple(
 )
 
 
-def select(names: Sequence[str]) -> tuple[ProductWorkload, ...]:
-    """Return the workloads named, see :func:`flashtile.tools.bench.workloads.select_models`."""
-    return select_models(NAME, WORKLOADS, names)
-
-
 def contestants(device: torch.device) -> dict[str, Product]:
     """Return flashtile, torch, and torch compiled with max-autotune."""
     found: dict[str, Product] = {
@@ -88,32 +82,14 @@ def run(
 ) -> dict[str, Any]:
     """Measure every workload with every named contestant, by default all; return a document for JSON."""
     known = contestants(device)
-    for name in names:
-        if name not in (*known, "none"):
-            raise ValueError(f"peer must be none or one of {', '.join(known)}, got {name!r}")
+    check_peers(names, known)
     entrants = {name: f for name, f in known.items() if not names or name in (OURS, *names)}
-    document: dict[str, Any] = {
-        "kind": NAME,
-        "versions": machine.versions(),
-        "device": machine.describe_device(device),
-        "source": machine.source_commit(),
-        "read_tbps": read_tbps(device, rounds, rep),
-        "cells": [],
-    }
+    document = new_document(NAME, device, rounds, rep, [])
     for workload in chosen:
         document["cells"].append(_cell(workload, entrants, device, rounds, rep))
         release_memory(device)
         after_cell(document)
     return document
-
-
-def read_tbps(device: torch.device, rounds: int, rep: float) -> float:
-    """Measured read bandwidth in TB/s; on the CPU, copy bandwidth."""
-    if device.type != "cuda":
-        return copy_ceiling(device, rounds, rep) * 1e-3
-    from flashtile.tools.bench.linear_profile import read_bandwidth
-
-    return read_bandwidth(device)
 
 
 @torch.no_grad()
@@ -173,22 +149,12 @@ def _wrong(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) ->
 def table(document: dict[str, Any]) -> Table:
     """Table of TB/s of weights by rows of x, with the share of the read bandwidth."""
     read = document["read_tbps"]
-    shown = Table(title=f"{document['device']['name']}: weights in TB/s (share of reading, {read:.2f} TB/s)")
-    names = list(dict.fromkeys(name for cell in document["cells"] for name in cell["results"]))
-    shown.add_column("workload")
-    for name in names:
-        shown.add_column(name, justify="right")
-    for cell in document["cells"]:
-        texts = []
-        for name in names:
-            result = cell["results"].get(name, {"status": "absent"})
-            if result["status"] != "ok":
-                texts.append(result.get("text", result["status"]))
-                continue
-            tbps = statistics.median(result["tbps"])
-            texts.append(f"{tbps:.3g} ({tbps / read:.2f})")
-        shown.add_row(cell["workload"], *texts)
-    return shown
+
+    def text_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
+        tbps = statistics.median(result["tbps"])
+        return f"{tbps:.3g} ({tbps / read:.2f})"
+
+    return cells_table(f"weights in TB/s (share of reading, {read:.2f} TB/s)", document, text_of)
 
 
 CHART_NAMES = {GEMV: "GEMV (CUDA cores)", FLAT: "flat (tensor cores)", LIBRARY: "cuBLAS"}

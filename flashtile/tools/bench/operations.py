@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flashtile.reference import attention as reference
 from flashtile.tools.bench.inputs import Inputs
-from flashtile.tools.bench.peers import PeerCall, Standard
+from flashtile.tools.bench.peers import PeerCall, Standard, hidden_scores, repeated
 from flashtile.tools.bench.workloads import Workload
 
 DROPOUT = 0.1
@@ -38,11 +37,10 @@ class Operations(Standard):
     """Scores, masked scores, probabilities, probabilities after dropout, its mask, and the current result."""
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        changed = workload.softcap or workload.alibi or workload.sink
-        if workload.varlen or changed or workload.cache is not None or workload.fp8:
-            return "is taken apart for dense calls without soft-cap, ALiBi and sink"
+        if workload.varlen or workload.changes_scores or workload.cache is not None or workload.fp8:
+            return "times dense calls without soft-cap, ALiBi and sink only"
         if workload.causal and workload.seqlen_q > workload.seqlen_k:
-            return "is taken apart where every row sees a key"
+            return "times calls only in which every row sees a key"
         return super().refuses(workload, device)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
@@ -50,8 +48,8 @@ class Operations(Standard):
         steps = _steps(workload, inputs)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            scores = steps[MASK](steps[FIRST](q, _repeated(k, workload)))
-            return steps[SECOND](steps[SOFTMAX](scores), _repeated(v, workload))
+            scores = steps[MASK](steps[FIRST](q, repeated(k, workload)))
+            return steps[SECOND](steps[SOFTMAX](scores), repeated(v, workload))
 
         return PeerCall(attend, heads_first=True)
 
@@ -59,7 +57,7 @@ class Operations(Standard):
         """Return each operation applied to the results of the previous ones, which are computed here once."""
         call = PeerCall(lambda q, k, v: q, heads_first=True)
         q, k, v = (call.arrange(t) for t in (inputs.q, inputs.k, inputs.v))
-        k, v = _repeated(k, workload), _repeated(v, workload)
+        k, v = repeated(k, workload), repeated(v, workload)
         steps = _steps(workload, inputs)
         given: dict[str, tuple[Tensor, ...]] = {FIRST: (q, k)}
         for name, following in itertools.pairwise(NAMES):
@@ -71,10 +69,7 @@ class Operations(Standard):
 def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor]]:
     """Return the operations on (batch, heads, seqlen, head_dim); the mask does nothing if no score is
     hidden."""
-    window = (workload.window_left, workload.window_right)
-    seen = reference.visible(workload.seqlen_q, workload.seqlen_k, *window, inputs.q.device)
-    hidden = None if bool(seen.all()) else ~seen
-    scale = workload.head_dim**-0.5
+    hidden, scale = hidden_scores(workload, inputs), workload.head_dim**-0.5
     return {
         FIRST: lambda q, k: (q * scale) @ k.transpose(-2, -1),
         MASK: lambda scores: scores if hidden is None else scores.masked_fill(hidden, -torch.inf),
@@ -82,12 +77,6 @@ def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor
         DROP: lambda p: F.dropout(p, DROPOUT, training=True),
         SECOND: torch.matmul,
     }
-
-
-def _repeated(tensor: Tensor, workload: Workload) -> Tensor:
-    """Repeat keys or values for each query head."""
-    group = workload.group_size
-    return tensor if group == 1 else tensor.repeat_interleave(group, 1)
 
 
 def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:

@@ -91,9 +91,11 @@ class Flashtile(Peer):
     """flashtile with the backend that dispatch chooses, or with a named one."""
 
     ours = True
+    label = "flashtile"
+    """Name without the backend."""
 
     def __init__(self, backend: str | None = None) -> None:
-        self.name = "flashtile" if backend is None else f"flashtile:{backend}"
+        self.name = self.label if backend is None else f"{self.label}:{backend}"
         self._backend = backend
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
@@ -156,8 +158,7 @@ class LoopsOfFlash1(Peer):
     needs = ("triton", "jit")
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        changed = workload.softcap or workload.alibi or workload.sink
-        if workload.varlen or workload.window_left != UNLIMITED or changed:
+        if workload.varlen or workload.window_left != UNLIMITED or workload.changes_scores:
             return "takes dense calls without window, soft-cap, ALiBi and sink"
         if max(workload.head_dim, workload.head_dim_v or 0) > 128 or workload.torch_dtype.itemsize > 4:
             return "takes head sizes up to 128 and no float64"
@@ -190,7 +191,7 @@ class Sdpa(Peer):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen:
             return "takes no variable-length batch"
-        if workload.window_left != UNLIMITED or workload.softcap or workload.alibi or workload.sink:
+        if workload.window_left != UNLIMITED or workload.changes_scores:
             return "takes no window, soft-cap, ALiBi or sink without a stored mask or scores"
         if workload.causal and workload.seqlen_q != workload.seqlen_k:
             return "its causal mask is aligned to the upper left"
@@ -216,8 +217,7 @@ class TorchVarlen(Peer):
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if not workload.varlen:
             return "takes variable-length batches only"
-        extras = workload.softcap or workload.alibi or workload.sink
-        return "takes no soft-cap, ALiBi or sink" if extras else None
+        return "takes no soft-cap, ALiBi or sink" if workload.changes_scores else None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -356,6 +356,19 @@ def _functions(workload: Workload, inputs: Inputs) -> dict[str, Any]:
 
 def first_of(result: Any) -> Tensor:
     return result[0] if isinstance(result, (tuple, list)) else result
+
+
+def hidden_scores(workload: Workload, inputs: Inputs) -> Tensor | None:
+    """Return (seqlen_q, seqlen_k) bool, True for scores that the mask hides; None if it hides none."""
+    window = (workload.window_left, workload.window_right)
+    seen = reference.visible(workload.seqlen_q, workload.seqlen_k, *window, inputs.q.device)
+    return None if bool(seen.all()) else ~seen
+
+
+def repeated(tensor: Tensor, workload: Workload) -> Tensor:
+    """Repeat keys or values (batch, heads_kv, seqlen_k, head_dim) for each query head."""
+    group = workload.group_size
+    return tensor if group == 1 else tensor.repeat_interleave(group, 1)
 
 
 def _sees_all(workload: Workload) -> bool:

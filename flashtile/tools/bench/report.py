@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from flashtile.tools.bench import summary
+from flashtile.tools.bench import documents
 
 UNITS = ("tflops", "gbps")
 MARKS = {"wrong": "[red]WRONG[/]", "refused": "–", "out of memory": "OOM", "failed": "[red]failed[/]"}
@@ -23,9 +23,9 @@ def print_report(document: dict[str, Any], console: Console, unit: str | None = 
     console.print(*(cells_table(document, cells, unit) for cells in by_pass(document).values()))
     apart = taken_apart(document)
     if apart:
-        console.print(operations_table(apart, summary.names(document, ours=True)[0]))
+        console.print(operations_table(apart, documents.names(document, ours=True)[0]))
     print_notes(document, console)
-    if any(row["peer"] == summary.BEST_PEER for row in document["summary"]):
+    if any(row["peer"] == documents.BEST_PEER for row in document["summary"]):
         console.print(summary_table(document))
 
 
@@ -58,7 +58,7 @@ def print_head(document: dict[str, Any], console: Console) -> None:
 def print_notes(document: dict[str, Any], console: Console) -> None:
     """Print what was not timed and why, and the host time of a small call."""
     _print_refusals(document, console)
-    beyond = summary.beyond_ceiling(document)
+    beyond = documents.beyond_ceiling(document)
     if beyond:
         console.print(
             f"faster than the measured ceilings: {', '.join(beyond)}. The machine was busier while they were "
@@ -73,12 +73,12 @@ def print_notes(document: dict[str, Any], console: Console) -> None:
 def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str | None = None) -> Table:
     """Table of one pass: a row for each workload, a column for each contestant, the fastest in bold.
 
-    ``unit`` defaults to the more informative one for these calls, see :func:`summary.unit_of`.
+    ``unit`` defaults to the more informative one for these calls, see :func:`documents.unit_of`.
     """
-    unit = unit or summary.unit_of(cells)
-    ours, peers = (summary.names(document, ours=side) for side in (True, False))
+    unit = unit or documents.unit_of(cells)
+    ours, peers = (documents.names(document, ours=side) for side in (True, False))
     factor, label = scale(document, unit)
-    shown = [*ours, *(peer for peer in peers if any(summary.timed(cell, [peer]) for cell in cells))]
+    shown = [*ours, *(peer for peer in peers if any(documents.timed(cell, [peer]) for cell in cells))]
     memory = any(_memory_ratio(cell, ours[0]) for cell in cells)
     derived = ("% of ceiling", "x floor", "x best peer", *(["memory"] if memory else []))
     table = Table(
@@ -88,12 +88,12 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
         title=f"{cells[0]['pass']}, {label}, median of rounds ± half their range", title_justify="left",
     )  # fmt: skip
     for cell in cells:
-        fastest = summary.best(cell, shown)
+        fastest = documents.best(cell, shown)
         row = [cell["workload"], *(_speed(cell, name, unit, factor, bold=name == fastest) for name in shown)]
-        share = summary.share_of_ceiling(document, cell, ours[0], unit)
+        share = documents.share_of_ceiling(document, cell, ours[0], unit)
         ratios = [
-            summary.over_floor(document, cell, ours[0]),
-            summary.ratio(cell, ours[0], summary.best(cell, peers)),
+            documents.over_floor(document, cell, ours[0]),
+            documents.ratio(cell, ours[0], documents.best(cell, peers)),
             *([_memory_ratio(cell, ours[0])] if memory else []),
         ]
         table.add_row(*row, "" if share is None else f"{100 * share:.0f}", *map(_ratio, ratios))
@@ -141,7 +141,7 @@ def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
 
 
 def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]:
-    found, fused = cell["operations"], summary.timed(cell, [ours]).get(ours)
+    found, fused = cell["operations"], documents.timed(cell, [ours]).get(ours)
     exact = found["together_ms"] - found["ms"]["dropout"]
     dropped = found.get("fused_dropout_ms")  # documents of 0.1 have none
     return found["ms"] | {
@@ -162,7 +162,7 @@ def summary_table(document: dict[str, Any]) -> Table:
         Column("lowest at", no_wrap=True), title="flashtile's speed over each peer's", title_justify="left",
     )  # fmt: skip
     for row in document["summary"]:
-        style = "bold" if row["peer"] == summary.BEST_PEER else None
+        style = "bold" if row["peer"] == documents.BEST_PEER else None
         means = (_ratio(row["geometric_mean"]), str(row["cells"]), _ratio(row["lowest"]))
         contestants = (escape(row["ours"]), escape(row["peer"]))
         table.add_row(row["pass"], *contestants, *means, row["lowest_cell"], style=style)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from flashtile.learn.io_model.tables import format_bytes, format_tokens
-from flashtile.tools.bench import summary
+from flashtile.tools.bench import documents
 from flashtile.tools.bench.operations import DROP
 from flashtile.tools.bench.report import by_pass, headline, scale, taken_apart
 
@@ -148,9 +148,9 @@ def _chart(
 def _speed_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell], unit: str | None = None) -> None:
     """Draw a group of bars for each workload, with a bar for each contestant that was timed in any of
     them."""
-    unit = unit or summary.unit_of(cells)
+    unit = unit or documents.unit_of(cells)
     factor, label = scale(document, unit)
-    shown = [name for name in _names(document) if any(summary.timed(cell, [name]) for cell in cells)]
+    shown = [name for name in _names(document) if any(documents.timed(cell, [name]) for cell in cells)]
     ordered = sorted(cells, key=lambda cell: (cell["seqlen_k"], cell["workload"]))
     width = 0.84 / max(1, len(shown))
 
@@ -164,7 +164,7 @@ def _speed_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell], uni
             for speed, result in zip(speeds, results, strict=True)
         ]
         axes.bar_label(bars, texts, padding=1.5, fontsize=6, rotation=90, color=INK)
-    ceiling = summary.ceiling(document, cells[0], unit)
+    ceiling = documents.ceiling(document, cells[0], unit)
     if ceiling is not None:
         axes.axhline(factor * ceiling, color=INK, alpha=0.5, linewidth=0.8, linestyle=":")
         what = "copy" if unit == "gbps" else "matrix product"
@@ -270,7 +270,7 @@ def _curves(
 
 
 def _speed_up(document: dict[str, Any], cell: Cell, name: str) -> float | None:
-    return None if name == _ours(document) else summary.ratio(cell, _ours(document), name)
+    return None if name == _ours(document) else documents.ratio(cell, _ours(document), name)
 
 
 def _peak(document: dict[str, Any], cell: Cell, name: str) -> float | None:
@@ -282,7 +282,7 @@ def _names(document: dict[str, Any]) -> list[str]:
 
 
 def _ours(document: dict[str, Any]) -> str:
-    return summary.names(document, ours=True)[0]
+    return documents.names(document, ours=True)[0]
 
 
 def _color(document: dict[str, Any], name: str) -> str:

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from flashtile.learn.io_model.tables import format_bytes
 from flashtile.tools.bench import report
+from flashtile.tools.bench.documents import names
 from flashtile.tools.bench.report_charts import charts
-from flashtile.tools.bench.summary import names
 
 
 def render_page(document: dict[str, Any]) -> str:

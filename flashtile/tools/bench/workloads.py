@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
@@ -134,6 +134,11 @@ class Workload:
     @property
     def group_size(self) -> int:
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a soft-cap, ALiBi or a sink changes scores or the softmax."""
+        return bool(self.softcap or self.alibi or self.sink)
 
     @property
     def varlen(self) -> bool:
@@ -261,42 +266,6 @@ def select(
         )
     chosen = [w for w in chosen if not head_dims or w.head_dim in head_dims]
     return tuple(chosen if dtype is None else (replace(w, dtype=dtype) for w in chosen))
-
-
-class OfModel(Protocol):
-    """A workload of a model rather than of an attention call."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-
-SMALL_MODEL = "ci"
-"""Model of workloads for two cores, which only run if they are named."""
-
-Named = TypeVar("Named", bound=OfModel)
-
-
-def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -> tuple[Named, ...]:
-    """Return the workloads named by their own name, their model's ("kind-model") or ``kind``.
-
-    Returns () if all names are of other workloads.
-
-    Raises:
-        ValueError: some names are of these workloads and some are not.
-    """
-    chosen: list[Named] = []
-    for name in names:
-        of_name = [w for w in workloads if name in (w.name, f"{kind}-{w.model}")]
-        if name == kind:
-            of_name = [w for w in workloads if w.model != SMALL_MODEL]
-        chosen += of_name
-        if bool(of_name) != bool(chosen) or (not of_name and name.startswith(kind)):
-            known = ", ".join(w.name for w in workloads)
-            raise ValueError(f"workload must be {kind} or one of {known}, got {name!r}")
-    return tuple(dict.fromkeys(chosen))
 
 
 Heads = tuple[int, int, int]

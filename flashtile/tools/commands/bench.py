@@ -23,9 +23,11 @@ from flashtile.tools.bench import (
     runner,
     workloads,
 )
-from flashtile.tools.bench.summary import summarize
+from flashtile.tools.bench.documents import summarize
+from flashtile.tools.bench.model_bench import select_models
 from flashtile.tools.commands.options import (
     STOPPED,
+    Device,
     bad_parameters,
     console,
     finite,
@@ -43,7 +45,10 @@ def bench(
     workload_names: Annotated[
         Names | None,
         typer.Option(
-            "--workloads", "-w", help="Names, series or tags, by commas or repeated. Default: paper, or cpu."
+            "--workloads",
+            "-w",
+            help="Names, series or tags of workloads (see --list), separated by commas or repeated. "
+            "Default: paper on a GPU, else cpu.",
         ),
     ] = None,
     passes: Annotated[
@@ -51,26 +56,27 @@ def bench(
         typer.Option(
             "--pass",
             "-p",
-            help=f"{', '.join(workloads.PASSES)}; repeated or by commas. both: forward and backward as one; "
-            "graph: forward calls in a CUDA graph. Default: forward, and graph for decoding on a GPU.",
+            help=f"Passes: {', '.join(workloads.PASSES)}; separated by commas or repeated. both: forward and "
+            "backward together; graph: forward calls in a CUDA graph. Default: forward, and graph for "
+            "decoding on a GPU.",
         ),
     ] = None,
     peer_names: Annotated[
         Names | None,
-        typer.Option("--peers", help="Peers to run; 'none' runs only flashtile. Default: all that can run."),
+        typer.Option("--peers", help="Peers to compare with, or none. Default: all that can run here."),
     ] = None,
     backends: Annotated[
         Names | None,
         typer.Option("--backend", help="Backends of flashtile to compare. Default: dispatch's choice."),
     ] = None,
     head_dims: Annotated[Names | None, typer.Option("--head-dim", help="Keep these head sizes only.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Replaces the workloads' own dtype.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of each contestant.")] = 3,
+    dtype: Annotated[str | None, typer.Option(help="Dtype of all workloads, instead of their own.")] = None,
+    device: Device = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each contestant, taken in turns.")] = 3,
     rep: Annotated[
-        float, typer.Option(min=1.0, callback=finite, help="Milliseconds per measurement.")
+        float, typer.Option(min=1.0, callback=finite, help="Milliseconds of calls per measurement.")
     ] = 25.0,
-    host_time: Annotated[bool, typer.Option(help="Measure the host time of a call.")] = True,
+    host_time: Annotated[bool, typer.Option(help="Also measure the host time of a small call.")] = True,
     operations: Annotated[
         bool,
         typer.Option(
@@ -84,29 +90,29 @@ def bench(
     ] = None,
     json_path: Annotated[
         Path | None,
-        typer.Option("--json", callback=output_file(), help="All numbers, written after every cell."),
+        typer.Option("--json", callback=output_file(), help="File of all numbers, after every cell."),
     ] = None,
     plot_path: Annotated[
         Path | None,
-        typer.Option("--plot", callback=output_file(".png", ".svg", ".pdf"), help="PNG, SVG or PDF."),
+        typer.Option("--plot", callback=output_file(".png", ".svg", ".pdf"), help="Chart: PNG, SVG or PDF."),
     ] = None,
     report_path: Annotated[
         Path | None,
         typer.Option(
             "--report",
             callback=output_file(),
-            help="HTML: charts of speed, speed-up and memory, and tables.",
+            help="HTML file with tables and charts of speed, speed-up and memory.",
         ),
     ] = None,
     show: Annotated[
         Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Report an earlier --json file; measure nothing."),
+        typer.Option(exists=True, dir_okay=False, help="Report an earlier --json file instead of measuring."),
     ] = None,
     list_all: Annotated[
-        bool, typer.Option("--list", help="List workloads and peers; measure nothing.")
+        bool, typer.Option("--list", help="List workloads and peers instead of measuring.")
     ] = False,
 ) -> None:
-    """Compare flashtile with its peers: correctness first, then speed, contestants in rotation."""
+    """Compare flashtile's speed with its peers', after a check of every contestant's results."""
     out = console()
     with bad_parameters():
         if unit is not None and unit not in report.UNITS:
@@ -124,7 +130,8 @@ def bench(
         return
     with bad_parameters():
         for kind_of_bench in (linear_bench, engine_bench):
-            others: Any = kind_of_bench.select(_split(workload_names))
+            names = _split(workload_names)
+            others: Any = select_models(kind_of_bench.NAME, kind_of_bench.WORKLOADS, names)
             given = (passes, backends, head_dims, dtype, operations, plot_path, report_path)
             refused = [option for option in given if option]
             if others and refused:
@@ -252,7 +259,7 @@ def _workload_table() -> Table:
     for w in workloads.WORKLOADS:
         table.add_row(w.name, w.shape, w.mask, ", ".join(w.tags))
     for kind in (linear_bench, engine_bench):
-        whole = kind.select([kind.NAME])
+        whole = select_models(kind.NAME, kind.WORKLOADS, [kind.NAME])
         for other in kind.WORKLOADS:
             tags = [kind.NAME] * (other in whole) + [f"{kind.NAME}-{other.model}"]
             table.add_row(other.name, other.shape, "", ", ".join(tags))

@@ -18,12 +18,11 @@ from flashtile.learn.visualizer.page import write_page
 from flashtile.learn.visualizer.settings import grid
 from flashtile.tools.bench.report import operations_table
 from flashtile.tools.bench.workloads import Workload
-from flashtile.tools.commands.options import finite, output_folder, parse_device, progress_bar
+from flashtile.tools.commands.options import Device, finite, output_folder, parse_device, progress_bar
 from flashtile.tools.demo import exactness, operations, scaling
 from flashtile.tools.demo.corpus import Corpus, python_library
 from flashtile.tools.demo.llama import Llama, sized
-from flashtile.tools.demo.results import Results, Training, write
-from flashtile.tools.demo.setting import inspect_setting, natural_dtype
+from flashtile.tools.demo.results import Results, Training, inspect_setting, natural_dtype, write
 from flashtile.tools.demo.training import (
     TrainingConfig,
     TrainingResult,
@@ -59,10 +58,12 @@ def demo(
         ),
     ] = Path("flashtile-demo"),
     seconds: Annotated[
-        float, typer.Option(min=0.1, callback=finite, help="Time to train with flashtile's attention.")
+        float, typer.Option(min=0.1, callback=finite, help="Seconds of training with flashtile's attention.")
     ] = 45.0,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, for a quick look.")] = False,
+    device: Device = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use small sizes, and leave out the interactive page.")
+    ] = False,
 ) -> None:
     """Measure exactness, speed, memory and a small training run on this machine, and write a report.
 
@@ -152,13 +153,13 @@ def measure_operations(console: Console, workload: Workload, device: torch.devic
 
 def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: Path) -> None:
     """Serve the trained model, and keep it in ``folder`` for ``flashtile generate``."""
-    console.rule("the model, served: continuous batching over paged keys and values", align="left")
+    console.rule("serving the model: continuous batching over paged keys and values", align="left")
     try:
         from flashtile.tools.demo.serving import serve
 
         serving = serve(model, folder, config.seqlen, config.device)
     except ModuleNotFoundError as error:
-        console.print(f"left out: it needs {error.name} (pip install 'flashtile[engine]')", markup=False)
+        console.print(f"left out without {error.name} (pip install 'flashtile[engine]')", markup=False)
         return
     for prompt, answers in serving.answers:
         for answer in answers:
@@ -166,7 +167,7 @@ def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: P
             console.print(answer, markup=False, highlight=False)
     for line in serving.lines():
         console.print(line, markup=False)
-    console.print(f"flashtile generate {folder} 'def ' goes on from there", markup=False, soft_wrap=True)
+    console.print(f"to write more: flashtile generate {folder} 'def '", markup=False, soft_wrap=True)
 
 
 def run_training(

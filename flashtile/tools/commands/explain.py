@@ -36,7 +36,7 @@ from flashtile.learn.io_model.tables import (
 )
 from flashtile.problems.common import UNLIMITED
 from flashtile.tools.bench.workloads import DTYPES
-from flashtile.tools.commands.options import bad_parameters, console, parse_device
+from flashtile.tools.commands.options import Device, bad_parameters, console, parse_device
 
 HERE = "here"
 MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
@@ -50,70 +50,90 @@ OF_MODEL = ("model_name", "seqlens", "batch", "dtype", "card_name", "device")
 
 def explain(
     context: typer.Context,
-    batch: Annotated[int, typer.Option(min=0, max=MOST)] = 1,
-    seqlen_q: Annotated[int, typer.Option(min=0, max=MAX_TOKENS)] = 1024,
-    seqlen_k: Annotated[int | None, typer.Option(min=0, max=MAX_TOKENS, help="Default: that of q.")] = None,
-    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Query heads.")] = 16,
-    kv_heads: Annotated[int | None, typer.Option(min=1, max=MOST, help="Default: heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1, max=MOST)] = 128,
-    head_dim_v: Annotated[int | None, typer.Option(min=1, max=MOST, help="Default: head_dim.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16; float32 on the CPU.")] = None,
-    causal: Annotated[bool, typer.Option("--causal")] = False,
-    window_left: Annotated[int, typer.Option(help="-1 is unlimited.")] = UNLIMITED,
-    window_right: Annotated[int, typer.Option(help="-1 is unlimited.")] = UNLIMITED,
-    softcap: Annotated[float, typer.Option(help="0 turns it off.")] = 0.0,
-    alibi: Annotated[bool, typer.Option("--alibi")] = False,
-    sink: Annotated[bool, typer.Option("--sink", help="A learnable logit for each head.")] = False,
+    batch: Annotated[int, typer.Option(min=0, max=MOST, help="Number of sequences.")] = 1,
+    seqlen_q: Annotated[int, typer.Option(min=0, max=MAX_TOKENS, help="Queries of a sequence.")] = 1024,
+    seqlen_k: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_TOKENS, help="Keys of a sequence. Default: as many as queries."),
+    ] = None,
+    heads: Annotated[int, typer.Option(min=1, max=MOST, help="Number of query heads.")] = 16,
+    kv_heads: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Number of key/value heads. Default: --heads.")
+    ] = None,
+    head_dim: Annotated[int, typer.Option(min=1, max=MOST, help="Head size of q and k.")] = 128,
+    head_dim_v: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Head size of v. Default: --head-dim.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Dtype of q. Default: bfloat16, or float32 on the CPU.")
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal mask.")] = False,
+    window_left: Annotated[
+        int, typer.Option(help="Keys before its own position that a query sees; -1: all.")
+    ] = UNLIMITED,
+    window_right: Annotated[
+        int, typer.Option(help="Keys after its own position that a query sees; -1: all.")
+    ] = UNLIMITED,
+    softcap: Annotated[float, typer.Option(help="Limit of the scores by tanh; 0: none.")] = 0.0,
+    alibi: Annotated[bool, typer.Option("--alibi", help="ALiBi's linear bias.")] = False,
+    sink: Annotated[bool, typer.Option("--sink", help="A sink: a learnable score per head.")] = False,
     varlen: Annotated[bool, typer.Option("--varlen", help="A batch of packed sequences.")] = False,
     seqused_k: Annotated[
         bool, typer.Option("--seqused-k", help="Each sequence uses some of its keys.")
     ] = False,
-    deterministic: Annotated[bool, typer.Option("--deterministic")] = False,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Gradients that are bitwise reproducible.")
+    ] = False,
     page_size: Annotated[
         int | None,
-        typer.Option(min=0, max=MOST, help="Keys are in a cache with pages of so many tokens; 0: dense."),
+        typer.Option(
+            min=0, max=MOST, help="Keys are in a cache with pages of this many tokens; 0: a dense cache."
+        ),
     ] = None,
     cache_dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the cache, e.g. float8_e4m3fn. Default: dtype.")
+        str | None, typer.Option(help="Dtype of the cache, e.g. float8_e4m3fn. Default: --dtype.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Use only this backend.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+    device: Device = None,
     card_name: Annotated[
         str | None,
         typer.Option(
             "--card",
-            help=f"Choice and costs on this card: {', '.join(CARDS)}; 'here' measures this machine for the "
-            "costs. Default: the GPU at hand, whose costs need --verbose.",
+            help=f"Show choice and costs on this card: {', '.join(CARDS)}; 'here' measures this machine for "
+            "the costs. Default: this machine's GPU, whose costs --verbose shows.",
         ),
     ] = None,
     verbose: Annotated[
         bool,
         typer.Option(
-            "--verbose", help="Every operation's configuration, reasons and problem, and the call's costs."
+            "--verbose", help="Show each operation's configuration, reasons and problem, and the costs."
         ),
     ] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Memory of such calls by sequence length, on the card.")
+        bool, typer.Option("--memory", help="Show the memory of such calls by sequence length on the card.")
     ] = False,
     kv_cache: Annotated[
-        bool, typer.Option("--kv-cache", help="Key/value caches of known models, and what fits on cards.")
+        bool,
+        typer.Option(
+            "--kv-cache", help="Show sizes of known models' key/value caches, and what fits on cards."
+        ),
     ] = False,
     model_name: Annotated[
         str | None,
         typer.Option(
             "--model",
-            help="Memory of a model that reads --batch prompts of --seqlen tokens on --card: "
+            help="Show the memory of a model that reads --batch prompts of --seqlen tokens on --card: "
             f"{', '.join(model.name.lower() for model in MODELS)}.",
         ),
     ] = None,
     seqlens: Annotated[
-        str | None, typer.Option("--seqlen", help="With --model: lengths of prompts, by commas.")
+        str | None, typer.Option("--seqlen", help="With --model: lengths of prompts, separated by commas.")
     ] = None,
 ) -> None:
     """Say which kernels a call would get here or on a named card, why, and which backends were refused.
 
-    These are three lines. --verbose adds every field, and --card the costs: bytes, FLOPs and time floors.
-    Nothing is launched (except for --card here), and the tensors take no memory.
+    This prints three lines. --verbose adds every field, and --card the costs: bytes, FLOPs and time floors.
+    Only --card here launches anything. The tensors take no memory.
     """
     place = parse_device(device)
     if model_name is not None or seqlens is not None:

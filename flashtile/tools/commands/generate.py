@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from flashtile.tools.commands.options import bad_models
+from flashtile.tools.commands.options import CacheDtype, Device, MaxModelLen, ModelDtype, bad_models
 
 DEMO = Path("flashtile-demo") / "model"
 
@@ -19,21 +19,21 @@ def generate(
         Path, typer.Argument(help="A folder in Hugging Face's format, or what `flashtile demo` trained.")
     ] = DEMO,
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue, all in one batch.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of each answer.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.8,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.8,
     top_p: Annotated[
         float, typer.Option(help="Draw from the likeliest tokens with this total probability.")
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Draw from this many of the likeliest tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     n: Annotated[int, typer.Option("-n", help="Answers per prompt.")] = 1,
-    beams: Annotated[int, typer.Option(help="Beam search with so many beams; 0 samples.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends an answer.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+    beams: Annotated[int, typer.Option(help="Number of beams of a beam search; 0 samples.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are messages of a chat.")] = False,
+    dtype: ModelDtype = "auto",
+    kv_cache_dtype: CacheDtype = "auto",
+    max_model_len: MaxModelLen = None,
+    device: Device = None,
 ) -> None:
     """Continue texts with a model, and report its speed and memory."""
     from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams

@@ -15,7 +15,7 @@ from flashtile.problems.common import DTYPES, PREFERENCE
 
 
 def info() -> None:
-    """Print versions, devices and backends."""
+    """Print versions, devices, and the dtypes that each backend serves on each device."""
     console = Console()
     console.print(_versions(), _devices(), _backends())
 

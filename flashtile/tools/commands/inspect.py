@@ -26,12 +26,12 @@ _ARCH_HELP = f"Architecture, repeatable: {', '.join(ARCHITECTURES)}. Default: th
 
 def inspect(
     arch: Annotated[list[str] | None, typer.Option(help=_ARCH_HELP)] = None,
-    kernel: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    kernel: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
     json_file: Annotated[
-        Path | None, typer.Option("--json", callback=output_file(), help="Write every number here.")
+        Path | None, typer.Option("--json", callback=output_file(), help="File for all numbers.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Cases compiled at a time. Default: the CPU cores.")
+        int | None, typer.Option(min=1, help="Cases compiled at a time. Default: the number of CPU cores.")
     ] = None,
 ) -> None:
     """Compile every kernel configuration ahead of time and tabulate the resources it uses. Needs no GPU.

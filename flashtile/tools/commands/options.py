@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -26,6 +26,12 @@ OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
 
 STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
+
+Device = Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")]
+ModelDtype = Annotated[str, typer.Option(help="Dtype of the model: auto, bfloat16, float16 or float32.")]
+CacheDtype = Annotated[str, typer.Option(help="Dtype of keys and values: auto or fp8.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together.")]
+"""Options of several commands."""
 
 
 class BadArgument(typer.BadParameter):

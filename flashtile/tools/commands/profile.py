@@ -23,27 +23,32 @@ def profile(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Products of a layer, repeatable: {', '.join(m.name.lower() for m in MODELS)}. "
+            help=f"Model whose products to measure, repeatable: {', '.join(m.name.lower() for m in MODELS)}. "
             f"Default: {DEFAULT_MODEL}."
         ),
     ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(help="A weight's rows and columns, N,K, repeatable.")
+        list[str] | None, typer.Option(help="Rows and columns of a weight as N,K, repeatable.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="Dtype of x: bfloat16 or float16.")] = "bfloat16",
     weight_dtype: Annotated[
-        str | None, typer.Option(help="Dtype of weights; may be float8_e4m3fn. Default: dtype.")
+        str | None,
+        typer.Option(help="Dtype of the weights: that of x, or float8_e4m3fn. Default: that of x."),
     ] = None,
     rows: Annotated[
         list[int] | None, typer.Option(min=1, max=MAX_ROWS, help="Rows of x, repeatable. Default: 1 to 128.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(callback=output_file(".json"), help="Default: the user's table.")
+        Path | None,
+        typer.Option(callback=output_file(".json"), help="File of the table. Default: the user's table."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(callback=output_file(".svg", ".png"), help="Curves of the first shape.")
+        Path | None,
+        typer.Option(
+            callback=output_file(".svg", ".png"), help="Picture of the first shape's times: .svg or .png."
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(min=1, max=64, help="Processes that compile.")] = 4,
+    jobs: Annotated[int, typer.Option(min=1, max=64, help="Number of processes that compile.")] = 4,
 ) -> None:
     """Measure GEMV, flat products and the library's by number of rows, and store the fastest.
 

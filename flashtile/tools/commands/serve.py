@@ -14,7 +14,16 @@ from typing import Annotated, Any, NoReturn
 import torch
 import typer
 
-from flashtile.tools.commands.options import as_arguments, bad_models, bad_parameters, parse_device
+from flashtile.tools.commands.options import (
+    CacheDtype,
+    Device,
+    MaxModelLen,
+    ModelDtype,
+    as_arguments,
+    bad_models,
+    bad_parameters,
+    parse_device,
+)
 
 KEY = "FLASHTILE_API_KEY"
 TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -25,7 +34,7 @@ def serve(
     context: typer.Context,
     model: Annotated[Path, typer.Argument(help="A folder in Hugging Face's format.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
     api_key: Annotated[
         list[str] | None,
@@ -36,14 +45,14 @@ def serve(
         bool,
         typer.Option("--skip-tokenizer-init", help="No tokenizer: prompts and answers are tokens."),
     ] = False,
-    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto or fp8.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="auto, safetensors or dummy (random).")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:N or cpu. Default: cuda if present.")] = None,
+    dtype: ModelDtype = "auto",
+    kv_cache_dtype: CacheDtype = "auto",
+    load_format: Annotated[str, typer.Option(help="Weights: auto, safetensors or dummy (random).")] = "auto",
+    device: Device = None,
     seed: Annotated[int, typer.Option(help="Seed of calls without one.")] = 0,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer together.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences computed at a time.")] = 256,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Tokens computed in a step.")] = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences computed at a time.")] = 256,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(help="Most tokens of a step.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to take.")] = 0.9,
     kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(help="Bytes for keys and values, instead of a share.")
@@ -58,7 +67,7 @@ def serve(
     ] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
     data_parallel_size: Annotated[int, typer.Option(min=1, help="Replicas, each with its own GPUs.")] = 1,
-    max_concurrent_requests: Annotated[int, typer.Option(help="Concurrent calls; others get 429.")] = 1024,
+    max_concurrent_requests: Annotated[int, typer.Option(help="Most calls at once; others get 429.")] = 1024,
     max_prompts: Annotated[int, typer.Option(help="Most prompts in one call.")] = 256,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Most tokens of one prompt.")] = None,
     max_logprobs: Annotated[int, typer.Option(help="Most log-probabilities per position.")] = 20,
@@ -69,12 +78,12 @@ def serve(
         float, typer.Option(help="Seconds that a connection may be without a call or complete headers.")
     ] = 75.0,
     max_connections: Annotated[
-        int, typer.Option(help="Open connections; beyond this, the one idle the longest is closed.")
+        int, typer.Option(help="Most open connections; beyond this, the one idle the longest is closed.")
     ] = 4096,
     max_priority: Annotated[
         int, typer.Option(help="Calls may set a priority from minus this to this; lower runs first.")
     ] = 0,
-    access_log: Annotated[bool, typer.Option(help="A line in the log for each call.")] = True,
+    access_log: Annotated[bool, typer.Option(help="Log a line for each call.")] = True,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for calls to end after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""

@@ -23,27 +23,29 @@ LONGEST, WIDEST, MAX_KIB = 16384, 4096, 2**20
 
 def visualize(
     output: Annotated[
-        Path, typer.Option("--output", "-o", callback=output_file(), help="The HTML file to write.")
+        Path, typer.Option("--output", "-o", callback=output_file(), help="HTML file to write.")
     ] = Path("flashtile-visualize.html"),
-    open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     algorithm: Annotated[
         str | None,
-        typer.Option(help=f"For a run of your own: {', '.join(RUNNERS)}. Default: flash2."),
+        typer.Option(help=f"Algorithm of your run: {', '.join(RUNNERS)}. Default: flash2."),
     ] = None,
     seqlen: Annotated[
         int | None,
-        typer.Option(min=1, max=LONGEST, help="Record a run of this length."),
+        typer.Option(min=1, max=LONGEST, help="Tokens of your run. Default: 1024."),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, max=WIDEST, help="Default: 64.")] = None,
-    block: Annotated[str | None, typer.Option(help='Queries x keys, like 64x64, or "auto".')] = None,
-    sram_kib: Annotated[int | None, typer.Option(min=1, max=MAX_KIB, help="SRAM in KiB.")] = None,
-    mask: Annotated[str | None, typer.Option(help=f"{', '.join(MASKS)}.")] = None,
-    num_splits: Annotated[int | None, typer.Option(min=1, help="For decoding.")] = None,
-    page_size: Annotated[int | None, typer.Option(min=1, help="For paged.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, max=WIDEST, help="Head size. Default: 64.")] = None,
+    block: Annotated[str | None, typer.Option(help='Blocks: queries x keys, like 64x64, or "auto".')] = None,
+    sram_kib: Annotated[
+        int | None, typer.Option(min=1, max=MAX_KIB, help="Size of SRAM in KiB. Default: 100.")
+    ] = None,
+    mask: Annotated[str | None, typer.Option(help=f"Mask of your run: {', '.join(MASKS)}.")] = None,
+    num_splits: Annotated[int | None, typer.Option(min=1, help="Splits of the keys in decoding.")] = None,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a page in paged.")] = None,
     film: Annotated[
         Path | None,
         typer.Option(
-            callback=output_file(*FILMS), help="Also write the run as a film: .gif, or .mp4 (PyAV)."
+            callback=output_file(*FILMS), help="Also write the run as a film: .gif, or .mp4 (needs PyAV)."
         ),
     ] = None,
 ) -> None:

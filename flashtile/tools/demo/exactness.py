@@ -30,10 +30,6 @@ GRADIENTS = ("dq", "dk", "dv")
 Lengths = tuple[tuple[int, int], ...]
 
 
-ALIBI = ("ALiBi", "all of these at once")
-"""Cases with ALiBi slopes."""
-
-
 def case(
     name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
     head_dim: int = 64, batch: int = 2, lengths: Lengths | None = None, **more: Any,
@@ -51,13 +47,13 @@ CASES = (
     case("causal, 64 keys", causal=True, window_left=63),
     case("grouped (8 heads on 2)", heads=8, heads_kv=2, causal=True),
     case("soft-cap 5", softcap=5.0),
-    case("ALiBi", causal=True),
+    case("ALiBi", causal=True, alibi=True),
     case("113 queries, 257 keys", seqlen_q=113, seqlen_k=257, causal=True),
     case("head_dim 80", head_dim=80),
     case("variable lengths", causal=True, lengths=((1, 65), (130, 130), (0, 7), (69, 200))),
     case(
         "all of these at once", heads=6, heads_kv=2, head_dim=72, causal=True, window_left=90, softcap=10.0,
-        lengths=((100, 100), (33, 160)),
+        alibi=True, lengths=((100, 100), (33, 160)),
     ),
 )  # fmt: skip
 
@@ -85,11 +81,9 @@ class Exactness:
 def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
     """Measure every case in every dtype, forward and backward, with random gradients of out and lse."""
     for one in cases:
-        slopes = testing.random_alibi_slopes((one.num_heads_q,), device) if one.name in ALIBI else None
         for dtype in DTYPES:
             inputs = make_inputs(replace(one, dtype=dtype), device)
-            arguments = options(one, inputs)
-            report = testing.measure(inputs.q, inputs.k, inputs.v, alibi_slopes=slopes, **arguments)
+            report = testing.measure(inputs.q, inputs.k, inputs.v, **options(one, inputs))
             errors = {
                 comparison.name: bound
                 for comparison in report.comparisons

@@ -1,15 +1,14 @@
-"""A Llama-architecture model (Touvron et al. 2023, arXiv:2302.13971; grouped heads as in Llama 2 and 3).
+"""A byte-level model of Llama's architecture (Touvron et al. 2023, arXiv:2302.13971), as Qwen 3 has it.
 
-The model does not store keys and values. A call may pass an ``attend`` function, which gets each layer's
-queries, keys and values, so that one model can train on dense tensors and generate from a paged or dense
-cache. Modules are named as in Hugging Face's checkpoints.
+Queries and keys are normalised, which lets a small model learn at higher rates. Modules are named as in
+Hugging Face's checkpoints, so that the engine and Transformers read what :func:`save_llama` writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,62 +19,42 @@ from flashtile.engine.rotary import rotary_frequencies
 from flashtile.tools.demo.attention import Attention, flashtile
 from flashtile.tools.demo.corpus import VOCABULARY
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q, k, v) -> out: q and out (..., heads, head_dim), k and v (..., kv_heads, head_dim) of the new
-tokens, already rotated."""
+NORM_EPS = 1e-5
+ROPE: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
+"""Parameters of the rotary positions, by Hugging Face's names."""
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a model.
+    """Sizes of a model with as many key/value heads as query heads; ``embed`` is its width."""
 
-    ``rope_scaling`` is that of Hugging Face's config.json, of type "llama3" or "linear", or empty.
-    ``qk_norm`` normalises queries and keys, which lets a small model learn at higher rates.
-    """
-
-    vocabulary: int = VOCABULARY
-    layers: int = 3
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    embed: int = 128
-    hidden: int = 352
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] = field(default_factory=dict)
-    tied_embeddings: bool = True
-    qk_norm: bool = False
+    layers: int
+    heads: int
+    embed: int
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "layers", "heads", "embed", "kv_heads", "head_dim", "hidden"):
+        for name in ("layers", "heads", "embed"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.heads % self.kv_heads != 0:
-            raise ValueError(f"heads must be a multiple of kv_heads = {self.kv_heads}, got {self.heads}")
-        if self.head_dim % 2 != 0:
-            raise ValueError(f"head_dim must be even (rotary positions turn pairs), got {self.head_dim}")
+        if self.embed % (2 * self.heads) != 0:
+            raise ValueError(
+                f"embed must be a multiple of 2 * heads = {2 * self.heads} (rotary positions turn pairs), "
+                f"got {self.embed}"
+            )
 
     @property
-    def rope(self) -> dict[str, Any]:
-        """Parameters of the rotary positions, by Hugging Face's names."""
-        kind = self.rope_scaling.get("rope_type", self.rope_scaling.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            text = f"rope_scaling must be of type default, linear or llama3, got {kind!r}"
-            raise NotImplementedError(text)
-        return {**self.rope_scaling, "rope_theta": self.rope_theta, "rope_type": kind}
+    def head_dim(self) -> int:
+        return self.embed // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Width of the feed-forward layer: three matrices have about as many weights as two of 4 * embed."""
+        return 32 * max(1, round(self.embed * 8 / 3 / 32))
 
 
 def sized(layers: int, heads: int, embed: int) -> LlamaConfig:
-    """Return a byte-level model's sizes, with as many key/value heads as query heads and with ``qk_norm``."""
-    if heads > 0 and embed % (2 * heads) != 0:
-        raise ValueError(
-            f"embed must be a multiple of 2 * heads = {2 * heads} (rotary positions turn pairs), got {embed}"
-        )
-    return LlamaConfig(
-        layers=layers, heads=heads, kv_heads=heads, head_dim=embed // max(1, heads), embed=embed,
-        # three matrices of this size have as many weights as two of 4 * embed
-        hidden=32 * max(1, round(embed * 8 / 3 / 32)), qk_norm=True,
-    )  # fmt: skip
+    """Return a model's sizes, see :class:`LlamaConfig`."""
+    return LlamaConfig(layers, heads, embed)
 
 
 PRESETS = {
@@ -86,30 +65,10 @@ PRESETS = {
 }
 
 
-class Past:
-    """Keys and values of one sequence, (1, seqlen, heads, head_dim) for each layer."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def seqlen(self) -> int:
-        return self.layers[0][0].shape[1] if self.layers else 0
-
-    def extended(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values to a layer and return all of the layer."""
-        if layer == len(self.layers):
-            self.layers.append((k, v))
-        else:
-            earlier_k, earlier_v = self.layers[layer]
-            self.layers[layer] = torch.cat([earlier_k, k], 1), torch.cat([earlier_v, v], 1)
-        return self.layers[layer]
-
-
 class Llama(nn.Module):
-    """Llama model: tokens (...) int64 -> logits (..., vocabulary).
+    """Llama model: tokens (batch, seqlen) int64 -> logits (batch, seqlen, 256).
 
-    Layers compute ``attention`` unless a call passes its own ``attend``.
+    The layers compute ``attention``, an attribute that can be replaced.
     """
 
     frequencies: Tensor
@@ -117,49 +76,29 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig, attention: Attention = flashtile):
         super().__init__()
         self.config, self.attention = config, attention
-        self.embed_tokens = nn.Embedding(config.vocabulary, config.embed)
+        self.embed_tokens = nn.Embedding(VOCABULARY, config.embed)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.embed, eps=config.norm_eps)
-        self.lm_head = nn.Linear(config.embed, config.vocabulary, bias=False)
-        if config.tied_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
-        self.frequencies = rotary_frequencies(config.rope, config.head_dim)
+        self.norm = nn.RMSNorm(config.embed, eps=NORM_EPS)
+        self.lm_head = nn.Linear(config.embed, VOCABULARY, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.frequencies = rotary_frequencies(ROPE, config.head_dim)
         self._initialise()
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, attend: Attend | None = None
-    ) -> Tensor:
-        """Return the logits of every token; for the arguments see :meth:`hidden`."""
-        return self.lm_head(self.hidden(tokens, positions, attend))
-
-    def hidden(self, tokens: Tensor, positions: Tensor | None = None, attend: Attend | None = None) -> Tensor:
-        """Return the hidden states (..., embed) that ``lm_head`` turns into logits.
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the logits of every token.
 
         Args:
-            tokens: (...) int64; (batch, seqlen) without ``attend``.
-            positions: (...) int64, position in the sequence; None: 0, 1, ... in the last dimension.
-            attend: computes the attention of each layer; None uses the model's own over only these tokens.
+            tokens: (batch, seqlen) int64.
+            positions: positions in the sequence, int64, that broadcast to ``tokens``; None: 0, 1, ...
         """
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
         angles = positions[..., None, None].float() * self.frequencies.to(positions.device)
         rotation = angles.cos(), angles.sin()  # (..., 1, head_dim / 2) float32
         x = self.embed_tokens(tokens)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, rotation, self.attention if attend is None else partial(attend, i))
-        return self.norm(x)
-
-    @torch.no_grad()
-    def extended(self, tokens: list[int], past: Past) -> Tensor:
-        """Append ``tokens`` to the sequence in ``past`` and return the logits (vocabulary) after them."""
-        device = self.embed_tokens.weight.device
-        positions = torch.arange(past.seqlen, past.seqlen + len(tokens), device=device)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self.attention(q, *past.extended(layer, k, v))
-
-        hidden = self.hidden(torch.tensor([tokens], device=device), positions, attend)
-        return self.lm_head(hidden[0, -1])
+        for layer in self.layers:
+            x = layer(x, rotation, self.attention)
+        return self.lm_head(self.norm(x))
 
     def _initialise(self) -> None:
         nn.init.normal_(self.embed_tokens.weight, std=0.02)
@@ -173,8 +112,8 @@ class Llama(nn.Module):
 class Layer(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.embed, eps=config.norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.embed, eps=config.norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.embed, eps=NORM_EPS)
+        self.post_attention_layernorm = nn.RMSNorm(config.embed, eps=NORM_EPS)
         self.self_attn = SelfAttention(config)
         self.mlp = SwiGLU(config)
 
@@ -187,12 +126,12 @@ class SelfAttention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.embed, config.heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.embed, config.kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.embed, config.kv_heads * config.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.heads * config.head_dim, config.embed, bias=False)
-        norm = partial(nn.RMSNorm, config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity
-        self.q_norm, self.k_norm = norm(), norm()
+        self.q_proj = nn.Linear(config.embed, config.embed, bias=False)
+        self.k_proj = nn.Linear(config.embed, config.embed, bias=False)
+        self.v_proj = nn.Linear(config.embed, config.embed, bias=False)
+        self.o_proj = nn.Linear(config.embed, config.embed, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, NORM_EPS)
+        self.k_norm = nn.RMSNorm(config.head_dim, NORM_EPS)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         q, k, v = (
@@ -223,3 +162,47 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     cosine, sine = rotation
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
+
+
+def save_llama(model: Llama, folder: Path, max_position_embeddings: int) -> None:
+    """Write a model as a folder that :class:`flashtile.LLM` and Transformers read.
+
+    Args:
+        model: the model; its output weight may have been replaced by one of its own.
+        folder: folder to write, which is created if it is missing.
+        max_position_embeddings: length of the longest text that the model was trained on.
+
+    Raises:
+        ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
+    """
+    from safetensors.torch import save_file
+
+    config, tied = model.config, model.lm_head.weight is model.embed_tokens.weight
+    described = {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": VOCABULARY,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.heads,
+        "head_dim": config.head_dim,
+        "hidden_size": config.embed,
+        "intermediate_size": config.hidden,
+        "rms_norm_eps": NORM_EPS,
+        "rope_parameters": ROPE,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": max_position_embeddings,
+        "hidden_act": "silu",
+        "dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch."),
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    weights = {
+        name if name.startswith("lm_head") else f"model.{name}": weight.detach().cpu().contiguous()
+        for name, weight in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(described, indent=1))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByteTokenizer"}))

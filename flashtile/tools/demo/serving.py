@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashtile.engine import LLM, RequestOutput, SamplingParams
-from flashtile.tools.demo.huggingface import save_llama
-from flashtile.tools.demo.llama import Llama
+from flashtile.tools.demo.llama import Llama, save_llama
 
 PROMPTS = (
     "class Reader:\n    def __init__(self",

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from flashtile.tools.demo.attention import ATTENTIONS
 from flashtile.tools.demo.corpus import VOCABULARY, Corpus, sample_batch
-from flashtile.tools.demo.llama import PRESETS, Llama, LlamaConfig, Past
+from flashtile.tools.demo.llama import PRESETS, Llama, LlamaConfig
 
 PLATEAU_ENDS = 0.7
 """Share of the run after which the learning rate falls, linearly towards 0."""
@@ -83,7 +83,7 @@ class TrainingConfig:
 
     ``dtype`` is that of the arithmetic: weights, their gradients and the optimizer stay float32, and autocast
     converts the inputs of matrix products and attention. ``steps`` or ``seconds`` is the length of the run.
-    ``stop`` ends the run after so many steps without changing the schedule.
+    ``stop`` ends the run after this many steps without changing the schedule.
     """
 
     model: LlamaConfig = PRESETS["tiny"]
@@ -248,25 +248,22 @@ def bits_per_byte(loss: float) -> float:
     return loss / math.log(2)
 
 
+@torch.no_grad()
 def generate(
     model: Llama, prompt: bytes, length: int, config: TrainingConfig, temperature: float = 0.8
 ) -> bytes:
     """Return ``prompt`` followed by ``length`` sampled bytes.
 
-    The model was not trained on positions from ``seqlen`` on. When that is reached, the latest half of the
-    text is processed again from position 0.
+    Each byte is predicted from the latest ``seqlen`` bytes, the length that the model was trained on.
     """
     generator = torch.Generator().manual_seed(config.seed)
+    device = model.embed_tokens.weight.device
     text = prompt or b"\n"
-    window, past = text[-config.seqlen :], Past()
     for _ in range(length):
-        if len(window) > config.seqlen:
-            window, past = window[-max(1, config.seqlen // 2) :], Past()
         with arithmetic(config):
-            logits = model.extended(list(window[past.seqlen :]), past)
+            logits = model(torch.tensor([list(text[-config.seqlen :])], device=device))[0, -1]
         chances = torch.softmax(logits.double().cpu() / temperature, -1)
-        drawn = bytes(torch.multinomial(chances, 1, generator=generator).tolist())
-        text, window = text + drawn, window + drawn
+        text += bytes(torch.multinomial(chances, 1, generator=generator).tolist())
     return text
 
 

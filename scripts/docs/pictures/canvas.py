@@ -18,7 +18,7 @@ FONTS = (
 INK = "#7d858f"
 BLUE, ORANGE, PURPLE, GREEN = "#2f74c0", "#c8500c", "#7c58bd", "#4b8020"
 COLOURS = {"Q": BLUE, "K": ORANGE, "V": PURPLE, "O": GREEN, "S": INK}
-"""The same matrix has the same colour in every picture. White letters can be read on each."""
+"""Colours of matrices, equal in all pictures and dark enough for white letters."""
 
 FAINT = 0.14
 """Opacity of what is there but not in use."""
@@ -47,7 +47,7 @@ def box(
     opacity: float = 1.0,
     size: int = 12,
 ) -> str:
-    """A rectangle with words in its middle, white where it is opaque. Faint ones have an outline, too."""
+    """Return a rectangle with words in its middle, white if it is opaque; a faint one has an outline."""
     outline = "" if opacity == 1 else f' stroke="{colour}" stroke-opacity="0.7"'
     shape = (
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" fill="{colour}"'

@@ -1,4 +1,4 @@
-"""What crosses between HBM and SRAM: in standard attention's three kernels, and in FlashAttention-2's one."""
+"""Traffic between HBM and SRAM in standard attention's three kernels and in FlashAttention-2's one."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ PARTS = {
     "norm_weight": "RMSNorm", "x_scale": "factor", "rotary_cos": "RoPE", "activation": "SwiGLU",
     "residual": "residual", "next_norm_weight": "next",
 }  # fmt: skip
-"""What a call also does if it has the argument."""
+"""Names of the operations that a call includes if it has the argument."""
 
 
 class Called(NamedTuple):
@@ -87,7 +87,7 @@ def integers(*shape: int) -> Tensor:
 
 
 def calls(lengths: list[int]) -> list[Called]:
-    """Of one layer, for sequences with as many new tokens."""
+    """Return the calls of one layer, for sequences with these numbers of new tokens."""
     c, tokens, batch = LLAMA_2_7B, sum(lengths), len(lengths)
     with FakeTensorMode():
         model = Model(c, weight, c.max_position_embeddings)
@@ -102,7 +102,7 @@ def calls(lengths: list[int]) -> list[Called]:
 
 
 def slot_of(call: Called) -> str | tuple[int, ...]:
-    """What the two columns have side by side: products with the same weight, and operations of one name."""
+    """Return the key of a row, which shows products with one weight or operations of one name."""
     return call.weight if len(call.weight) == 2 else call.name
 
 

@@ -25,7 +25,7 @@ def recorded() -> tuple[Trace, int]:
 
 
 def in_sram(events: list[Event]) -> dict[str, Event]:
-    """What is held after these events, by name."""
+    """Return the tiles in SRAM after these events, by name."""
     held: dict[str, Event] = {}
     for event in events:
         if event.kind in ("load", "compute"):

@@ -20,7 +20,7 @@ Slices = list[tuple[int, int]]
 
 
 def slices(trace: Trace, kind: str, name: str, along: str = "rows") -> Slices:
-    """What each warp has of the first tile, as a range of its rows or columns."""
+    """Return each warp's part of the first tile, as a range of its rows or columns."""
     found: dict[str, tuple[int, int]] = {}
     for event in trace.events:
         if event.kind == kind and event.name.startswith(f"{name}."):

@@ -16,8 +16,7 @@ import torch
 from flashtile.engine import LLM
 from flashtile.engine.server.run import Server
 from flashtile.engine.server.service import Limits
-from flashtile.tools.demo.huggingface import save_llama
-from flashtile.tools.demo.llama import Llama, sized
+from flashtile.tools.demo.llama import Llama, save_llama, sized
 
 MODEL = "alphabet"
 MAX_MODEL_LEN = 4096
@@ -33,7 +32,6 @@ def write_alphabet_model(path: Path) -> Path:
                 parameter.zero_()
         model.embed_tokens.weight.copy_(torch.eye(256))
         model.lm_head.weight = torch.nn.Parameter(torch.eye(256)[(torch.arange(256) - 1) % 256])
-    object.__setattr__(model.config, "tied_embeddings", False)
     save_llama(model, path, MAX_MODEL_LEN)
     return path
 

@@ -1,0 +1,98 @@
+"""Parts that the benchmarks of models share: of a layer's products, and of engines end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from rich.table import Table
+
+from flashtile.hardware import machine
+from flashtile.hardware.timing import copy_ceiling
+
+
+class OfModel(Protocol):
+    """A workload of a model rather than of an attention call."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+
+SMALL_MODEL = "ci"
+"""Model of workloads for two cores, which only run if they are named."""
+
+Named = TypeVar("Named", bound=OfModel)
+
+
+def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -> tuple[Named, ...]:
+    """Return the workloads named by their own name, their model's ("kind-model") or ``kind``.
+
+    Returns () if all names are of other workloads.
+
+    Raises:
+        ValueError: some names are of these workloads and some are not.
+    """
+    chosen: list[Named] = []
+    for name in names:
+        of_name = [w for w in workloads if name in (w.name, f"{kind}-{w.model}")]
+        if name == kind:
+            of_name = [w for w in workloads if w.model != SMALL_MODEL]
+        chosen += of_name
+        if bool(of_name) != bool(chosen) or (not of_name and name.startswith(kind)):
+            known = ", ".join(w.name for w in workloads)
+            raise ValueError(f"workload must be {kind} or one of {known}, got {name!r}")
+    return tuple(dict.fromkeys(chosen))
+
+
+def check_peers(names: Sequence[str], known: Iterable[str]) -> None:
+    """Raise ValueError if one of ``names`` is neither a known contestant nor "none"."""
+    for name in names:
+        if name not in (*known, "none"):
+            raise ValueError(f"peer must be none or one of {', '.join(known)}, got {name!r}")
+
+
+def new_document(
+    kind: str, device: torch.device, rounds: int, rep: float, cells: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Describe a run as a document for JSON, with the measured bandwidth that bounds it."""
+    return {
+        "kind": kind,
+        "versions": machine.versions(),
+        "device": machine.describe_device(device),
+        "source": machine.source_commit(),
+        "read_tbps": read_tbps(device, rounds, rep),
+        "cells": cells,
+    }
+
+
+def read_tbps(device: torch.device, rounds: int, rep: float) -> float:
+    """Measured read bandwidth in TB/s; on the CPU, copy bandwidth."""
+    if device.type != "cuda":
+        return copy_ceiling(device, rounds, rep) * 1e-3
+    from flashtile.tools.bench.linear_profile import read_bandwidth
+
+    return read_bandwidth(device)
+
+
+def cells_table(title: str, document: dict[str, Any], text_of: Callable[[Any, Any], str]) -> Table:
+    """Table with a row for each workload and a column for each contestant.
+
+    ``text_of`` formats a successful result, given its cell and the result.
+    """
+    shown = Table(title=f"{document['device']['name']}: {title}")
+    names = list(dict.fromkeys(name for cell in document["cells"] for name in cell["results"]))
+    shown.add_column("workload")
+    for name in names:
+        shown.add_column(name, justify="right")
+    for cell in document["cells"]:
+        results = (cell["results"].get(name, {"status": "-"}) for name in names)
+        texts = (
+            text_of(cell, result) if result["status"] == "ok" else result.get("text", result["status"])
+            for result in results
+        )
+        shown.add_row(cell["workload"], *texts)
+    return shown

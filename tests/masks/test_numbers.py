@@ -25,6 +25,9 @@ BECOME_FLOATS: dict[str, Callable] = {
     "i / 1": lambda s, b, h, i, j: i / 1,
     "where": lambda s, b, h, i, j: torch.where(i > j, i, 1.0),
     "clamp": lambda s, b, h, i, j: i.clamp(max=2.5),
+    "type_as": lambda s, b, h, i, j: i.type_as(i / 2),
+    "new_ones": lambda s, b, h, i, j: i.new_ones((), dtype=torch.float32),
+    "new_zeros": lambda s, b, h, i, j: (i / 2).new_zeros(()),
 }
 
 

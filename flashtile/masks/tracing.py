@@ -23,7 +23,7 @@ from flashtile.checks import arguments
 from flashtile.checks.arguments import check_dense
 from flashtile.masks.triton_functions import in_torch
 from flashtile.problems import mask_operations, mask_program
-from flashtile.problems.mask_operations import WHOLE
+from flashtile.problems.mask_operations import FLOATS, WHOLE
 from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 
 SIGNATURES = {
@@ -291,6 +291,7 @@ class _Recorder(TorchFunctionMode):
             # As a dict key, Dynamo turns a value that may change between calls into a constant with a guard.
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
+            check_dense("a captured tensor", value)
             if value.dim() == 0:
                 if torch.compiler.is_compiling():
                     return self.operand(self.load(value, ()))
@@ -319,7 +320,7 @@ class _Recorder(TorchFunctionMode):
             if self.builder.kind(operand) != "int":
                 raise TypeError(f"an index must be an int, got {_said(self.builder.kind(operand))}")
         check_dense("a captured tensor", tensor)
-        if not tensor.is_floating_point() and tensor.dtype not in WHOLE:
+        if tensor.dtype not in (*FLOATS, *WHOLE):
             raise TypeError(
                 f"a captured tensor must be of floats, bool, uint8 or signed ints, got {tensor.dtype}"
             )

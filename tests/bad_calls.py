@@ -126,6 +126,7 @@ FLOAT8 = torch.float8_e4m3fn
 TENSORS = [
     *(bad(DENSE, TypeError, name, "torch.Tensor", type(value).__name__, **{name: value})
       for name in "qkv" for value in NOT_TENSORS),
+    bad(DENSE, TypeError, "q must be a torch.Tensor", "NoneType", q=None, dropout_p=0.5),
     *(bad(DENSE, ValueError, name, "4 dimensions", "(batch, seqlen, heads, head_dim)", str(shape),
           **{name: rand(*shape)})
       for name in "qkv" for shape in ((), (16,), (5, 16), (5, 4, 16), (1, 2, 5, 4, 16))),

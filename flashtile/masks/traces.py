@@ -269,13 +269,13 @@ class _Names(NamedTuple):
 def _names_in(code: types.CodeType) -> _Names | None:
     """Return the names of globals and attributes that code reads.
 
-    Returns None if the code imports, defines a class, or reads Python's own attributes (``__dict__``),
-    through which everything can be reached.
+    Returns None if the code imports, defines a class, matches attributes by a pattern, or reads Python's own
+    attributes (``__dict__``), through which everything can be reached.
     """
     names: set[str] = set()
     attributes: set[str] = set()
     for step in dis.get_instructions(code):
-        if step.opname.startswith("IMPORT") or step.opname == "LOAD_BUILD_CLASS":
+        if step.opname.startswith("IMPORT") or step.opname in ("LOAD_BUILD_CLASS", "MATCH_CLASS"):
             return None
         if step.opcode in dis.hasname:
             (names if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else attributes).add(step.argval)

@@ -23,7 +23,7 @@ from flashtile.checks import arguments
 from flashtile.checks.arguments import check_dense
 from flashtile.masks.triton_functions import in_torch
 from flashtile.problems import mask_operations, mask_program
-from flashtile.problems.mask_operations import WHOLE
+from flashtile.problems.mask_operations import FLOATS, WHOLE
 from flashtile.problems.mask_program import LOAD, Builder, Name, Operand, Program, soft_cap_of
 
 SIGNATURES = {
@@ -291,6 +291,7 @@ class _Recorder(TorchFunctionMode):
             # As a dict key, Dynamo turns a value that may change between calls into a constant with a guard.
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
+            check_dense("a captured tensor", value)
             if value.dim() == 0:
                 if torch.compiler.is_compiling():
                     return self.operand(self.load(value, ()))
@@ -319,11 +320,11 @@ class _Recorder(TorchFunctionMode):
             if self.builder.kind(operand) != "int":
                 raise TypeError(f"an index must be an int, got {_said(self.builder.kind(operand))}")
         check_dense("a captured tensor", tensor)
-        if not tensor.is_floating_point() and tensor.dtype not in WHOLE:
+        if tensor.dtype not in (*FLOATS, *WHOLE):
             raise TypeError(
                 f"a captured tensor must be of floats, bool, uint8 or signed ints, got {tensor.dtype}"
             )
-        kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
+        kind = _kind_of(tensor.dtype)
         name = self.builder.emit(LOAD, self._number(tensor), *operands, kind=kind, where=user_line())
         return self.symbol(name)
 
@@ -400,9 +401,9 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
         base = recorder.as_float(base)
     stays_int = isinstance(exponent, int) and recorder.builder.kind(recorder.operand(base)) == "int"
     # Repeated squaring also works for negative bases, and wraps ints as torch does.
-    if number and (exponent in range(1, 65) or (stays_int and exponent > 0)):
-        if exponent == 1:
-            return base
+    if number and (exponent in range(1, 65) or (stays_int and exponent >= 0)):
+        if exponent < 2:
+            return base if exponent else 1
         half = _pow(recorder, base, int(exponent) // 2)
         square = recorder.arithmetic("mul", half, half)
         return recorder.arithmetic("mul", square, base) if exponent % 2 else square
@@ -436,8 +437,11 @@ def _convert(recorder: _Recorder, x: Any, dtype: Any = None, **options: Any) -> 
     dtype = options.pop("dtype", dtype)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"to must be called with a dtype, the only argument that compiles, got {dtype!r:.60}")
-    kind = "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
-    return _as_kind(kind)(recorder, x)
+    return _as_kind(_kind_of(dtype))(recorder, x)
+
+
+def _kind_of(dtype: torch.dtype) -> str:
+    return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
 def _as_kind(kind: str) -> Callable[..., Any]:
@@ -453,9 +457,18 @@ def _new(number: int) -> Callable[..., Any]:
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():
             raise TypeError(f"a new value must be one number, of size (), got size {size}")
-        return number == 1 if dtype == torch.bool else number
+        kind = recorder.builder.kind(recorder.operand(x)) if dtype is None else _kind_of(dtype)
+        return {"float": float, "int": int, "bool": bool}[kind](number)
 
     return apply
+
+
+def _type_as(recorder: _Recorder, x: Any, other: Any) -> Any:
+    return _as_kind(recorder.builder.kind(recorder.operand(other)))(recorder, x)
+
+
+def _floor(recorder: _Recorder, x: Any) -> Any:
+    return x if recorder.builder.kind(recorder.operand(x)) == "int" else _of_float("floor")(recorder, x)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -479,13 +492,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
             "tanh",
             "sigmoid",
             "erf",
-            "floor",
         )
     },
     **{name: _arithmetic("div") for name in ("div", "divide", "truediv", "true_divide")},
     **{name: _arithmetic("div", True) for name in ("rdiv", "rtruediv")},
     **{name: _arithmetic("floordiv") for name in ("floordiv", "floor_divide")},
-    **{name: _as_kind("float") for name in ("float", "half", "double", "bfloat16", "type_as")},
+    **{name: _as_kind("float") for name in ("float", "half", "double", "bfloat16")},
     **{name: _as_kind("int") for name in ("int", "long")},
     "rfloordiv": _arithmetic("floordiv", True),
     "remainder": _arithmetic("mod"),
@@ -495,6 +507,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "new_ones": _new(1),
     "new_zeros": _new(0),
     "to": _convert,
+    "type_as": _type_as,
+    "floor": _floor,
     "abs": _plain("abs"),
     "neg": _plain("neg"),
     "sign": _plain("sign"),
@@ -508,7 +522,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "square": lambda recorder, x: _pow(recorder, x, 2),
     "pos": lambda recorder, x: x,
     "positive": lambda recorder, x: x,
-    "relu": lambda recorder, x, inplace=False: recorder.arithmetic("maximum", x, 0.0),
+    "relu": lambda recorder, x, inplace=False: recorder.arithmetic("maximum", x, 0),
 }
 """torch's functions and tensor methods that can be traced, without underscores around their names."""
 

@@ -14,8 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flashtile.problems.common import DTYPES
+
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 """Dtypes of captured tensors of booleans or ints that torch can compute with."""
+FLOATS = (
+    *DTYPES,
+    *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+)
+"""Dtypes of captured tensors of floats: those that Triton can load."""
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
 

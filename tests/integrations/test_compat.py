@@ -193,6 +193,10 @@ def test_rotary_module_turns_queries_and_keys_in_place_and_learns(installed):
     torch.testing.assert_close(by_heads.unflatten(2, (3, 2)), out)
     q, kv = rotary(leaf[:, :, 0] * 1, leaf[:, :, 1:] * 1)
     torch.testing.assert_close(torch.cat([q[:, :, None], kv], 2), out)
+    offsets = torch.tensor([1, 2])
+    with pytest.raises(ValueError, match="max_seqlen must be given if seqlen_offset is a tensor"):
+        RotaryEmbedding(8)(leaf * 1, seqlen_offset=offsets)
+    RotaryEmbedding(8)(leaf * 1, seqlen_offset=offsets, max_seqlen=7)
     xpos = RotaryEmbedding(8, scale_base=512.0)
     products = [(t[:, i, 0] * t[:, j, 1]).sum(-1) for t in (xpos(leaf[:, :1].expand(2, 5, 3, 2, 8) * 1),)
                 for i, j in ((1, 0), (4, 3))]  # fmt: skip
@@ -325,6 +329,9 @@ def test_no_gradient_is_written_where_one_has_no_place(installed):
     with pytest.raises(ValueError, match=r"dk must have the shape of k, \(2, 7, 2, 8\), got \(2, 7, 1, 8\)"):
         _flash_attn_backward(out, q, k, v, out, lse, dq, dk[:, :, :1], dv, 0.0, None, False)
     assert all((t == 7.0).all() for t in (dq, dk, dv))
+    for buffers in ((dq, dk, dv), (None, None, None), (None, torch.zeros_like(k), None)):
+        _flash_attn_backward(out, q, k, v, out, lse, *buffers, 0.0, None, False)
+        assert buffers[1] is None or torch.equal(buffers[1], dk)
 
 
 def test_what_flash_attention_takes_is_taken():

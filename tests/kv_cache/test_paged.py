@@ -15,6 +15,7 @@ def make(**sizes) -> PagedKVCache:
 
 def test_a_step_says_where_every_token_goes():
     cache = make()
+    assert (cache.dtype, cache.device) == (torch.float32, torch.device("cpu"))
     first, second, third = (cache.create() for _ in range(3))
     cache.mark_written(cache.reserve_step(cache.batch([first, second]), [6, 3]).batch)
     step = cache.reserve_step(cache.batch([third, first, second]), [0, 3, 1])

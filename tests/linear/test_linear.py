@@ -189,6 +189,11 @@ BAD_QKV = {
         "positions must be given with rotary_cos",
         dict(rotary_cos=torch.ones(4, 4), rotary_sin=torch.ones(4, 4)),
     ),
+    "pages without positions": (
+        ValueError,
+        "positions must be given with block_table, got None",
+        dict(slot_mapping=None, block_table=torch.zeros(3, 2, dtype=torch.int32)),
+    ),
     "rows": (ValueError, "weight has 47 rows, but must have head_dim = 8", dict(weight=W[:47])),
     "no query": (ValueError, "weight has 32 rows", dict(weight=W[:32])),
     "one memory": (ValueError, "v_cache shares memory with k_cache", dict(v_cache=CACHES[0])),

@@ -458,6 +458,19 @@ def an_attribute_of_a_tensor() -> State:
 
 
 @state
+def an_attribute_in_a_pattern() -> State:
+    table = _tensor(0.5, -0.5)
+
+    def function(s, b, h, q, kv):
+        match table:
+            case Tensor(w=w):
+                return s + table[h] + w * kv
+        return s
+
+    return State(function, _set(table))
+
+
+@state
 def whether_a_tensor_learns() -> State:
     table = _tensor(0.5, -0.5)
 

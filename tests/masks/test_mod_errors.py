@@ -371,8 +371,8 @@ def test_a_picture_of_fewer_pixels_than_tokens_is_refused() -> None:
     flashtile.attention(q, q, q, mask_mod=masks.natten(5, 7, 3))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64])
-def test_dtypes_that_torch_does_not_compute_with_are_not_captured(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint64, torch.complex64, torch.float8_e8m0fnu])
+def test_dtypes_that_kernels_do_not_compute_with_are_not_captured(dtype: torch.dtype) -> None:
     table = torch.ones(2).to(dtype)
     with pytest.raises(TypeError, match="a captured tensor must be of floats, bool, uint8 or signed ints"):
         masks.mask_mod(lambda b, h, q_idx, kv_idx: table[h] == 1)
@@ -385,6 +385,9 @@ def test_kinds_of_tensors_that_are_not_captured() -> None:
             for kind in (masks.mask_mod, masks.score_mod):
                 with pytest.raises(TypeError, match=f"a captured tensor {words}"):
                     kind(lambda *arguments, tensor=tensor: tensor[(arguments[-1],) * tensor.dim()])
+                if not tensor.is_quantized:
+                    with pytest.raises(TypeError, match=f"a captured tensor {words}"):
+                        kind(lambda *arguments, tensor=tensor: arguments[-1] + tensor)
 
 
 @pytest.mark.parametrize("options", [torch.ones(2), False, [], "a"])

@@ -35,6 +35,22 @@ def blocked(arguments: dict, size: int, device: str, call: Case) -> dict:
     return {name: a for name, a in arguments.items() if name != "mask_mod"} | {"block_mask": block_mask}
 
 
+@pytest.mark.parametrize(("height", "width", "kernel"), [(6, 7, (3, 5)), (3, 8, (3, 1)), (5, 5, (5, 3))])
+def test_a_neighborhood_is_shifted_inwards_at_the_edges(height, width, kernel) -> None:
+    def near(q: int, kv: int, size: int, extent: int) -> bool:
+        first = min(max(q - size // 2, 0), extent - size)
+        return first <= kv < first + size
+
+    tokens = [divmod(token, width) for token in range(height * width)]
+    expected = [
+        [near(y, at[0], kernel[0], height) and near(x, at[1], kernel[1], width) for at in tokens]
+        for y, x in tokens
+    ]
+    places = torch.arange(height * width)
+    found = masks.natten(height, width, kernel)(0, 0, places[:, None], places)
+    assert found.tolist() == expected
+
+
 @pytest.mark.parametrize("name", MODS)
 def test_mod(target: Target, name: str) -> None:
     case = call_of(target, name, "both")

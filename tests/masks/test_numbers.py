@@ -25,6 +25,9 @@ BECOME_FLOATS: dict[str, Callable] = {
     "i / 1": lambda s, b, h, i, j: i / 1,
     "where": lambda s, b, h, i, j: torch.where(i > j, i, 1.0),
     "clamp": lambda s, b, h, i, j: i.clamp(max=2.5),
+    "type_as": lambda s, b, h, i, j: i.type_as(i / 2),
+    "new_ones": lambda s, b, h, i, j: i.new_ones((), dtype=torch.float32),
+    "new_zeros": lambda s, b, h, i, j: (i / 2).new_zeros(()),
 }
 
 
@@ -94,7 +97,8 @@ def test_a_division_by_zero_is_torchs() -> None:
     [
         (lambda s, b, h, i, j: s + ~s, "~ takes booleans and ints, not a float"),
         (lambda s, b, h, i, j: s + -(i > j), "- takes ints and floats, not a bool"),
-        (lambda s, b, h, i, j: s + i * 2**64, "an int must fit 64 bits"),
+        (lambda s, b, h, i, j: s + i * 2**63, "an int must fit 64 bits"),
+        (lambda s, b, h, i, j: s + i * -(2**63 + 1), "an int must fit 64 bits"),
     ],
 )
 def test_what_torch_does_not_compute_does_not_compile(function, words: str) -> None:
@@ -140,6 +144,9 @@ def test_only_ints_that_may_leave_32_bits_are_wide() -> None:
     table = torch.zeros(2, dtype=torch.int32)
     assert wide(lambda b, h, i, j: table[h] * i < 5) == 1
     assert wide(lambda b, h, i, j: table[h] + i < 5) == 0
+    least = 2**31 - POSITIONS
+    assert wide(lambda b, h, i, j: table[h] - least < 5) == 0
+    assert wide(lambda b, h, i, j: table[h] - (least + 1) < 5) == 1
     for mask in (masks.window(1000, 5), masks.natten(64, 64, 7), masks.dilated(5, 3), masks.prefix_lm(9)):
         assert wide(mask) == 0
     assert positions_of(2**25 - 1, 5) == positions_of(5, 2**25) == 2**25

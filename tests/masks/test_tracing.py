@@ -345,6 +345,9 @@ WRITTEN = {
     "powers": lambda s, b, h, q, kv: s**3 + (s * s) ** 0.5 + s**4 - s**2,
     "powers of ints": lambda s, b, h, q, kv: s + (q - 2) ** 65 % 7 + (kv + 1) ** 200 % 11 + kv**64 % 5,
     "clamp": lambda s, b, h, q, kv: s.clamp(-0.5, 0.75) + s.clamp(max=0.1) + s.clamp(min=0.2),
+    "ints beyond float32": lambda s, b, h, q, kv: s + (torch.relu(kv + 2**24) + torch.floor(kv + 2**24)) % 4,
+    "ints stay ints": lambda s, b, h, q, kv: s + (kv + 2**24) * q**0 % 4 + s.type_as(q) % 4,
+    "type_as": lambda s, b, h, q, kv: s + kv.type_as(s) * 2.0**30 + (kv - 2).type_as(kv > q) * 3.0,
     "signs": lambda s, b, h, q, kv: s.abs() * s.sign() - (-s) + torch.relu(s),
 }
 """Functions that mean the same on tensors."""

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from flashtile.engine.server.service import Limits
 
@@ -37,6 +38,19 @@ NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 PAUSE = 0.05
 
 logger = logging.getLogger("flashtile.server")
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """Shorten aiohttp's message about malformed HTTP, whose stack trace says nothing about this server."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname, record.exc_info = logging.INFO, "INFO", None
+        record.msg, record.args = "%s malformed HTTP %d: %.120r", (*(record.args or ()), error.code, error.message)
+    return True
+
+
+_http_logger = logger.getChild("http")
+_http_logger.addFilter(_in_one_line)
 
 
 @dataclass(eq=False)
@@ -91,7 +105,7 @@ class Door:
         loop = asyncio.get_running_loop()
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS,
-            keepalive_timeout=self.idle_timeout,
+            keepalive_timeout=self.idle_timeout, logger=_http_logger,
         )  # fmt: skip
         await self._runner.setup()
         server = self._runner.server

@@ -303,12 +303,15 @@ def test_numbers_for_prometheus(server):
         server.metric("vllm:generation_tokens_total"),
         server.metric("vllm:inter_token_latency_seconds_count"),
         server.metric("vllm:iteration_tokens_total_sum"),
+        server.metric("vllm:request_time_per_output_token_seconds_count"),
     )
+    server.complete(prompt="abc", max_tokens=1)  # no time passes between tokens of one
     server.complete(prompt="abc", max_tokens=5)
     server.events(COMPLETIONS, prompt="abc", max_tokens=5)
-    assert server.metric("vllm:generation_tokens_total") - before[0] == 10
+    assert server.metric("vllm:generation_tokens_total") - before[0] == 11
     assert server.metric("vllm:inter_token_latency_seconds_count") - before[1] == 8
-    assert server.metric("vllm:iteration_tokens_total_sum") - before[2] == 2 * (3 + 4)
+    assert server.metric("vllm:iteration_tokens_total_sum") - before[2] == 3 + 2 * (3 + 4)
+    assert server.metric("vllm:request_time_per_output_token_seconds_count") - before[3] == 2
     response = server.send("/metrics")
     assert response.getheader("Content-Type").startswith("text/plain")
     found = response.read().decode()

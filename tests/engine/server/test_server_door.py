@@ -198,13 +198,19 @@ def test_a_line_for_each_call(model, caplog):
         server.complete(prompt="a", max_tokens=1)
         server.ask("/v1/models/no%0Asuch?secret=1")
         server.ask("/health")
+        for target in (b"*", b"http://[::1", b"/" + b"a\x1b" * 2**14):
+            exchange(server.port, b"GET " + target + b" HTTP/1.1\r\nHost: x\r\n\r\n")
         stream = server.send("/v1/completions", {"prompt": "a", "max_tokens": 4000, "stream": True})
         stream.readline()
         stream.close()
         deadline = time.monotonic() + 20
         while "499" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-    lines = [one.getMessage() for one in caplog.records]
+    lines = caplog.text.splitlines()
+    malformed = [line for line in lines if "malformed HTTP 400" in line]
+    assert len(lines) == len(caplog.records) == 3 + len(malformed) == 6
+    assert all(line.startswith("INFO") and len(line) < 250 and line.isprintable() for line in malformed)
+    lines = [one.getMessage() for one in caplog.records if "malformed" not in one.getMessage()]
     assert [line.rsplit(" ", 2)[0] for line in lines] == [
         "127.0.0.1 POST /v1/completions 200",
         "127.0.0.1 GET /v1/models/no%0Asuch 404",

@@ -57,6 +57,7 @@ def test_a_wrong_field_is_named(field, values):
         error = refusal(read_completion, body, 20)
         assert error["param"] == field, (value, error)
         assert field in error["message"]
+        assert (error["code"] == "unknown_field") == (field == "no_such_field")
 
 
 @pytest.mark.parametrize("field", UNSUPPORTED)

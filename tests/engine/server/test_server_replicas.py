@@ -302,6 +302,30 @@ def test_a_signal_ends_replicas_that_are_still_starting():
     assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, 60.0, lambda port: None) == 1
 
 
+def test_a_signal_ends_replicas_that_serve(monkeypatch):
+    """Their processes get it, and need not be killed."""
+    monkeypatch.setattr(front_module, "LAST_WORDS", 1.0)
+    replicas = [
+        Replica(i, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": str(i)}) for i in range(2)
+    ]
+
+    def stop(port: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, 0.0, stop) == 0
+    assert [one.exit_code for one in replicas] == [-signal.SIGTERM] * 2
+
+
+def test_a_replica_that_cannot_start_ends_the_others(monkeypatch):
+    monkeypatch.setattr(process, "FIRST_PAUSE", 0.01)
+    replicas = [
+        Replica(0, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": "0"}),
+        Replica(1, [sys.executable, "-c", "raise SystemExit(5)"], os.environ),
+    ]
+    assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, 60.0, lambda port: None) == 1
+    assert [one.exit_code for one in replicas] == [-signal.SIGTERM, 5]
+
+
 def test_a_short_body_is_sent_in_one_piece():
     chunks = [b'{"prompt"', b': "a"}', b""]
 

@@ -9,8 +9,15 @@ import pytest
 
 from flashtile.engine import BeamSearchParams, RequestOutputKind
 from flashtile.engine.server.errors import ApiError
-from flashtile.engine.server.fields import UNSUPPORTED, Body, parse
-from flashtile.engine.server.protocol import read_chat, read_completion, read_detokenize, read_tokenize
+from flashtile.engine.server.protocol import (
+    UNSUPPORTED,
+    Body,
+    parse,
+    read_chat,
+    read_completion,
+    read_detokenize,
+    read_tokenize,
+)
 from flashtile.engine.server.service import Ready, Service
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashtile.checks.arguments import is_choice
+from flashtile.checks.arguments import check_int, is_choice
 from flashtile.checks.conversions import as_int
 from flashtile.engine.request import Sequence, State
 from flashtile.engine.sampling_params import SamplingParams
@@ -153,8 +153,7 @@ def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftMo
         given["model"] = Path(folder)
     found: PromptLookup | DraftModel = kind(**given)
     count = found.num_speculative_tokens
-    if not 1 <= count <= MAX_GUESSES:
-        raise ValueError(f"num_speculative_tokens must be from 1 to {MAX_GUESSES}, got {count}")
+    check_int("num_speculative_tokens", count, 1, MAX_GUESSES)
     if isinstance(found, DraftModel):
         if not 1 <= found.tree_width <= MAX_GUESSES // count:
             raise ValueError(

@@ -11,9 +11,8 @@ from torch import Tensor
 from flashtile.api.decode import append_kvcache, copy_blocks, flash_attn_with_kvcache
 from flashtile.checks.arguments import as_device, check_dense, check_floats, check_pair, is_choice, named
 from flashtile.checks.conversions import refuse_descales
-from flashtile.kv_cache.arguments import as_size
 from flashtile.kv_cache.manager import BlockManager
-from flashtile.kv_cache.pool import BlockPool, Copies
+from flashtile.kv_cache.pool import BlockPool, Copies, as_size
 from flashtile.kv_cache.table import Batch
 from flashtile.problems.common import DTYPES
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from flashtile.checks.arguments import (
     ERRORS,
+    as_int_within,
     check_dense,
     check_device,
     check_dtype,
-    check_int,
     check_offsets,
     renamed,
 )
@@ -80,9 +80,7 @@ def apply_rotary_emb(
             shape = tuple(seqlen_offsets.shape)
             raise ValueError(f"seqlen_offsets must have shape (batch,) = ({batch},), got {shape}")
     else:
-        first: int = as_int("seqlen_offsets", seqlen_offsets)
-        check_int("seqlen_offsets", first, 0, MAX_LENGTH)
-        seqlen_offsets = first
+        seqlen_offsets = as_int_within("seqlen_offsets", seqlen_offsets, 0, MAX_LENGTH)
     tokens = torch.arange(x.shape[-3], device=x.device)
     if cu_seqlens is not None:
         sequence = torch.bucketize(tokens, cu_seqlens[1:].long(), right=True)

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashtile.engine.draws import Draws
-from flashtile.engine.graphs import MAX_GRAPH_BATCH, Capture, graph_batch
+from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch
 from flashtile.engine.model import Model, StepInput
-from flashtile.engine.sampler import candidates
+from flashtile.engine.sampler import Draws, candidates
 from flashtile.engine.scheduler import Entry
-from flashtile.engine.transfer import Transfer
 
 
 class Drafter:

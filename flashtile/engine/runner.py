@@ -18,17 +18,15 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import copy_blocks
+from flashtile.engine.device import MAX_GRAPH_BATCH, RING, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
-from flashtile.engine.draws import Draws, is_special, shape
-from flashtile.engine.graphs import MAX_GRAPH_BATCH, Capture, graph_batch
 from flashtile.engine.model import Model, StepInput
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.request import Sequence
-from flashtile.engine.sampler import choose, log_probabilities
+from flashtile.engine.sampler import Draws, choose, is_special, log_probabilities, shape
 from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
-from flashtile.engine.transfer import RING, Transfer, on_device
 from flashtile.kv_cache import BlockManager
 
 LOGITS_ROWS = 512

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from engine_models import folder, greedy, load, prompts
 
 from flashtile.engine import LLM, SamplingParams
-from flashtile.engine.graphs import Capture
+from flashtile.engine.device import Capture
 from flashtile.engine.parallel import ProcessRanks
 
 pytestmark = pytest.mark.gpu

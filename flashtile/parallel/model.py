@@ -8,7 +8,7 @@ messages with products; the other methods do not. Merging and copying partial re
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -366,11 +366,8 @@ def _ulysses(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEs
     others = sharing.seqlen * (ranks - 1) / ranks
     sizes = {"forward": [others * (per_token // 2 + keys), others * per_token // 2]}
     sizes["backward"] = [others * per_token // 2, others * (per_token // 2 + keys)]
-    computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
-    waited = sum(link.seconds(size) for which in sharing.passes for size in sizes[which])
-    received = sum(size for which in sharing.passes for size in sizes[which])
     extra = sharing.seqlen * (per_token + keys)
-    return ParallelEstimate("ulysses", ranks, computed + waited, computed, waited, received, extra)
+    return _estimate("ulysses", sharing, ranks, card, link, pairs, sizes, extra)
 
 
 def _allgather(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
@@ -385,8 +382,16 @@ def _allgather(sharing: Sharing, ranks: int, card: Card, link: Link) -> Parallel
     others = max(0, tokens - tokens_of(_pieces(sharing, ranks, 0)))
     sizes = {"forward": [others * sharing.key_bytes]}
     sizes["backward"] = [others * sharing.key_bytes, others * sharing.key_gradient_bytes]
-    computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
-    waited = sum(link.seconds(size) for which in sharing.passes for size in sizes[which])
-    received = sum(size for which in sharing.passes for size in sizes[which])
     extra = tokens * (sharing.key_bytes + (sharing.key_gradient_bytes if sharing.backward else 0))
-    return ParallelEstimate("allgather", ranks, computed + waited, computed, waited, received, extra)
+    return _estimate("allgather", sharing, ranks, card, link, pairs, sizes, extra)
+
+
+def _estimate(
+    method: str, sharing: Sharing, ranks: int, card: Card, link: Link, pairs: float,
+    sizes: Mapping[str, Sequence[float]], extra: float,
+) -> ParallelEstimate:  # fmt: skip
+    """Return the cost of a method whose messages, of ``sizes`` bytes in each pass, do not overlap."""
+    computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
+    messages = [size for which in sharing.passes for size in sizes[which]]
+    waited = sum(map(link.seconds, messages))
+    return ParallelEstimate(method, ranks, computed + waited, computed, waited, sum(messages), extra)

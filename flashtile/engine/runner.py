@@ -28,6 +28,7 @@ from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.kv_cache import BlockManager
+from flashtile.kv_cache.paged import move_blocks
 
 LOGITS_ROWS = 512
 """Rows of logits in memory at a time when every token of a prompt needs log-probabilities."""
@@ -480,11 +481,8 @@ class Runner:
             sources, targets = zip(*pairs, strict=True)
             for cache, host in zip((memory.k, memory.v), memory.host, strict=True):
                 old, new = (cache, host) if what == SWAP_OUT else (host, cache)
-                here = on_device(sources, torch.int64, old.device)
-                there = on_device(targets, torch.int64, new.device)
-                for layer in range(len(old)):
-                    source, target = (_bytes(one[layer]) for one in (old, new))
-                    target.index_copy_(0, there, source.index_select(0, here).to(target.device))
+                origins = on_device(sources, torch.int64, old.device)
+                move_blocks(old, new, origins, on_device(targets, torch.int64, new.device))
 
 
 @dataclass(frozen=True)
@@ -510,8 +508,3 @@ def _words(masks: list[int]) -> tuple[list[int], list[int]]:
     """Split 64-bit masks into their low and high 32-bit words, as signed integers."""
     low, high = ([bits >> shift & 0xFFFFFFFF for bits in masks] for shift in (0, 32))
     return tuple([word - (word >> 31 << 32) for word in words] for words in (low, high))  # type: ignore[return-value]
-
-
-def _bytes(memory: Tensor) -> Tensor:
-    """View a tensor of one-byte elements as bytes, because not every device can index FP8 tensors."""
-    return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory

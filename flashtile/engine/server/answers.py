@@ -15,7 +15,7 @@ from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, T
 from flashtile.engine.server.errors import ApiError, error_event, internal_error, json_response, to_json
 from flashtile.engine.server.job import Job
 from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall, read_chat, read_completion
-from flashtile.engine.server.service import Ready, Service
+from flashtile.engine.server.service import Service, TokenizedPrompt
 from flashtile.engine.tokenizer import Tokenizer
 
 SLOW_READER = 5.0
@@ -65,7 +65,7 @@ class _Writer(Protocol):
 class Usage:
     """Token counts of a call. ``counts_answers`` is False if the call returns only the prompt."""
 
-    def __init__(self, prompts: Sequence[Ready], counts_answers: bool = True):
+    def __init__(self, prompts: Sequence[TokenizedPrompt], counts_answers: bool = True):
         self.prompt = sum(len(prompt.tokens) for prompt in prompts)
         self.counts_answers = counts_answers
         self.cached: dict[int, int] = {}

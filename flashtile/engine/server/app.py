@@ -14,8 +14,8 @@ from aiohttp.typedefs import Handler
 from flashtile.engine.core import Engine
 from flashtile.engine.request import Sequence
 from flashtile.engine.server.answers import chat_completions, completions
-from flashtile.engine.server.door import Door
 from flashtile.engine.server.errors import ApiError, json_response, refused
+from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import answer_errors, authorised, check_content_type, logged
 from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize
@@ -36,11 +36,11 @@ MAX_BLOCKS = 4096
 """Largest numbers of sequences and blocks that the page shows. Its totals count all of them."""
 
 
-def make_app(service: Service, door: Door) -> web.Application:
+def make_app(service: Service, listener: Listener) -> web.Application:
     """Make the application. The caller runs it, and afterwards shuts the service's engine down."""
     limits = service.limits
     app = web.Application(client_max_size=limits.max_body_bytes)
-    app.middlewares.extend((logged(door, limits.access_log), answer_errors, authorised(limits.api_keys)))
+    app.middlewares.extend((logged(listener, limits.access_log), answer_errors, authorised(limits.api_keys)))
     get, post = app.router.add_get, app.router.add_post
 
     def bind(handler: Callable[[web.Request, Service], Awaitable[web.StreamResponse]]) -> Handler:

@@ -11,7 +11,7 @@ from flashtile.engine.async_llm import EngineDeadError, Stream
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.server.errors import ApiError, refused
 from flashtile.engine.server.protocol import ApiCall
-from flashtile.engine.server.service import Ready, Service
+from flashtile.engine.server.service import Service, TokenizedPrompt
 
 
 class Job:
@@ -24,7 +24,7 @@ class Job:
         name: name of the call; the engine's request ``i`` is ``name-i``.
     """
 
-    def __init__(self, service: Service, call: ApiCall, name: str, prompts: Sequence[Ready]):
+    def __init__(self, service: Service, call: ApiCall, name: str, prompts: Sequence[TokenizedPrompt]):
         self.service, self.call, self.name, self.prompts = service, call, name, prompts
         self._stream = Stream(asyncio.get_running_loop())
         self._expired = False
@@ -65,7 +65,7 @@ class Job:
         except EngineDeadError as error:
             raise self._as_api_error(error) from None
 
-    async def _add(self, request_id: str, prompt: Ready) -> None:
+    async def _add(self, request_id: str, prompt: TokenizedPrompt) -> None:
         call = self.call
         tokens = {"prompt": prompt.text, "prompt_token_ids": prompt.tokens}
         await self.service.asynchronous.add_request(

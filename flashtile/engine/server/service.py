@@ -70,7 +70,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ready:
+class TokenizedPrompt:
     """A tokenized prompt; ``text`` is None if the client sent tokens."""
 
     text: str | None
@@ -122,7 +122,7 @@ class Service:
                 status=404, code="model_not_found",
             )  # fmt: skip
 
-    async def prepare(self, call: CompletionCall | ChatCall) -> list[Ready]:
+    async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         """Tokenize a call's prompts. Texts are tokenized in another thread."""
         self._check_priority(call.priority)
         if isinstance(call, ChatCall):
@@ -149,7 +149,7 @@ class Service:
         except ValueError as error:
             raise refused(error, ("messages",), "messages") from None
 
-    def set_max_tokens(self, call: ApiCall, prompts: list[Ready]) -> None:
+    def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
         """Check the client's ``max_tokens`` against the room after the longest prompt, or set it to that."""
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -168,15 +168,15 @@ class Service:
             room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
         params.max_tokens = max(1, room)
 
-    def _prepare_chat(self, call: ChatCall) -> Ready:
+    def _prepare_chat(self, call: ChatCall) -> TokenizedPrompt:
         text = self.render(call.conversation)
-        return self._ready(call, "messages", text, self._encode(call, "messages", text))
+        return self._tokenized(call, "messages", text, self._encode(call, "messages", text))
 
-    def _prepare_completion(self, call: CompletionCall) -> list[Ready]:
+    def _prepare_completion(self, call: CompletionCall) -> list[TokenizedPrompt]:
         return [
-            self._ready(call, "prompt", prompt, self._encode(call, "prompt", prompt))
+            self._tokenized(call, "prompt", prompt, self._encode(call, "prompt", prompt))
             if isinstance(prompt, str)
-            else self._ready(call, "prompt", None, prompt)
+            else self._tokenized(call, "prompt", None, prompt)
             for prompt in call.prompts
         ]
 
@@ -202,13 +202,13 @@ class Service:
         self.check_length(param, text, self.max_prompt_tokens * (TRUNCATED if truncated else 1))
         return self.tokenizer.encode(text, call.add_special_tokens)
 
-    def _ready(self, call: ApiCall, param: str, text: str | None, tokens: list[int]) -> Ready:
+    def _tokenized(self, call: ApiCall, param: str, text: str | None, tokens: list[int]) -> TokenizedPrompt:
         if call.truncate_prompt_tokens is not None and len(tokens) > call.truncate_prompt_tokens:
             text, tokens = None, tokens[-call.truncate_prompt_tokens :]
         if len(tokens) > self.max_prompt_tokens:
             message = f"{param} must be at most {self.max_prompt_tokens} tokens, got {len(tokens)}"
             raise ApiError(message, param, code="context_length_exceeded")
-        return Ready(text, tokens)
+        return TokenizedPrompt(text, tokens)
 
     def _count_step(self, engine: Engine) -> None:
         """Record the tokens of the engine's last step. Runs on the engine's thread."""

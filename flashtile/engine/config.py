@@ -269,7 +269,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
             f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
         )
     family = FAMILIES[model_type]
-    _refuse_what_is_not_served(values, source)
+    _refuse_unsupported(values, source)
     fields = _Fields(_with_defaults(values, family), source)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", most=2**14)
     kv_heads = fields.size("num_key_value_heads", heads, most=2**14)
@@ -332,7 +332,7 @@ def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return found
 
 
-def _refuse_what_is_not_served(values: Mapping[str, Any], source: str) -> None:
+def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
     if values.get("quantization_config"):
         method = values["quantization_config"]
         method = method.get("quant_method") if isinstance(method, Mapping) else method

@@ -27,7 +27,7 @@ from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import Shard, open_weights, random_weights, with_its_head
+from flashtile.engine.weights import Shard, open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager, PagedKVCache
 
@@ -173,14 +173,14 @@ class LLM:
             else:
                 memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes)
             blocks = min(seqs * -(-length // size) + 1, memory // block_bytes)
-        blocks = ranks.least(blocks)
+        blocks = ranks.minimum(blocks)
         if blocks < 2:
             raise ValueError(
                 f"kv_cache_memory_bytes must hold two blocks of {block_bytes} bytes, got room for {blocks}"
             )
         window = _common_window(config, draft_config)
         if max_model_len is None and num_gpu_blocks_override is None and window < 0:
-            length = _with_room(length, blocks * size)
+            length = _limited_to_cache(length, blocks * size)
         _check_block_table(seqs, length, size)
         for one in filter(None, (network, draft)):
             one.set_positions(length)
@@ -459,12 +459,12 @@ def _load(
     if seed is not None:
         weights = random_weights(config, device, dtype, seed, shard)
     else:
-        config = with_its_head(folder, config, dtype)
+        config = with_checkpoint_head(folder, config, dtype)
         weights = open_weights(folder, config, device, dtype, shard)
     return Model(config, weights, positions, ranks, fp8)
 
 
-def _with_room(length: int, tokens: int) -> int:
+def _limited_to_cache(length: int, tokens: int) -> int:
     """Limit ``length`` to the tokens that fit into the KV cache."""
     if tokens < length:
         logger.warning("max_model_len is reduced to %d tokens, which fill the KV cache", tokens)

@@ -55,13 +55,13 @@ class Draw:
     Attributes:
         samples: one sequence for each row of the logits.
         choice: their sampling parameters on the device.
-        shaped: rows whose logits may have to be changed before the draw.
+        adjusted: rows whose logits may have to be changed before the draw.
         scored: (row, number of log-probabilities) of the rows for which they were requested.
     """
 
     samples: tuple[Sequence, ...]
     choice: Choice
-    shaped: list[int]
+    adjusted: list[int]
     scored: list[tuple[int, int]]
 
 
@@ -90,7 +90,7 @@ class Draws:
         self._last = Draw(
             key,
             choice,
-            [i for i, sample in enumerate(samples) if is_special(sample)],
+            [i for i, sample in enumerate(samples) if needs_adjusting(sample)],
             [(i, count) for i, count in counts if count is not None],
         )
         return self._last
@@ -248,7 +248,7 @@ def penalise(
     logits[tokens] -= presence + frequency * counts.to(logits.dtype)
 
 
-def shape(logits: Tensor, sample: Sequence) -> None:
+def adjust(logits: Tensor, sample: Sequence) -> None:
     """Apply penalties, biases and processors of a request to its logits (vocab_size,), float32, in place."""
     request, device = sample.request, logits.device
     params = request.params
@@ -280,7 +280,7 @@ def shape(logits: Tensor, sample: Sequence) -> None:
         logits[on_device(list(request.ends), torch.int64, device)] = -torch.inf
 
 
-def is_special(sample: Sequence) -> bool:
+def needs_adjusting(sample: Sequence) -> bool:
     """Whether the sample's logits are changed before the draw."""
     params = sample.request.params
     return isinstance(params, SamplingParams) and bool(

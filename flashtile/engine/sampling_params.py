@@ -134,7 +134,7 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty, got []")
         self.logit_bias = _bias(self.logit_bias)
-        self._refuse_what_is_not_served()
+        self._refuse_unsupported()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -146,7 +146,7 @@ class SamplingParams:
             raise TypeError(f"logits_processors must be a list of functions, got {processors!r:.60}")
         self.logits_processors = list(processors)
 
-    def _refuse_what_is_not_served(self) -> None:
+    def _refuse_unsupported(self) -> None:
         for name in ("structured_outputs", "bad_words", "extra_args", "logprob_token_ids"):
             if getattr(self, name):
                 raise NotImplementedError(f"{name} is not supported, got {getattr(self, name)!r:.60}")

@@ -185,24 +185,26 @@ class _Fields:
     def refuse(self, name: str, allowed: str) -> ConfigError:
         return ConfigError(f"{self.source}: {name} must be {allowed}, got {self.values.get(name)!r:.80}")
 
-    def size(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
+    def _get(self, name: str, default: Any) -> Any:
+        """Return a field, or the default if it is absent or null."""
         value = self.values.get(name)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
+        value = self._get(name, default)
         if type(value) is not int or not least <= value <= most:
             raise self.refuse(name, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str, default: float | None = None, positive: bool = True) -> float:
-        value: Any = self.values.get(name)
-        value = default if value is None else value
+        value = self._get(name, default)
         number = value if type(value) in (int, float) else math.nan
         if not abs(number) <= sys.float_info.max or (positive and number <= 0):
             raise self.refuse(name, f"a {'positive ' * positive}number")
         return float(number)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self._get(name, default)
         if type(value) is not bool:
             raise self.refuse(name, "true or false")
         return value

@@ -362,6 +362,13 @@ def check_int(name: str, value: int, least: int, most: int, least_said: str | No
         raise ValueError(f"{name} must be from {least_said or least} to {most}, got {value}")
 
 
+def as_int_within(name: str, value: Any, least: int, most: int) -> Any:
+    """Convert as :func:`as_int`, and raise ValueError unless the result is from ``least`` to ``most``."""
+    number = as_int(name, value)
+    check_int(name, number, least, most)
+    return number
+
+
 def check_score_options(options: Any) -> None:
     """Check softmax_scale, softcap, window and backend, which all kinds of options have."""
     scale, softcap = options.softmax_scale, options.softcap

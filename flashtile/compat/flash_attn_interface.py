@@ -76,18 +76,7 @@ def flash_attn_qkvpacked_func(
 
     With ``num_heads_q``, qkv is (batch, seqlen, num_heads_q + 2 heads_kv, head_dim).
     """
-    check_dense("qkv", qkv)
-    num_heads_q = None if num_heads_q is None else as_int("num_heads_q", num_heads_q)
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
-        q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None and num_heads_q in range(qkv.shape[2] - 2, 0, -2):
-        heads_kv = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], 2)
-    else:
-        raise ValueError(
-            "qkv must have shape (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
-            f"(batch, seqlen, num_heads_q + 2 heads_kv, head_dim), got {tuple(qkv.shape)} and {num_heads_q}"
-        )
+    q, k, v = split_qkv(qkv, num_heads_q)
     try:
         return flash_attn_func(
             q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size,
@@ -95,6 +84,24 @@ def flash_attn_qkvpacked_func(
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, dict.fromkeys("qkv", "qkv")) from None
+
+
+def split_qkv(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, ...]:
+    """Split qkv in one of the shapes of :func:`flash_attn_qkvpacked_func` into views of q, k and v.
+
+    Unlike the views of ``Tensor.unbind`` and ``Tensor.split``, these may be written in place under autograd.
+    """
+    check_dense("qkv", qkv)
+    queries: int = 0 if num_heads_q is None else as_int("num_heads_q", num_heads_q)
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        return qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
+    if qkv.dim() == 4 and queries in range(qkv.shape[2] - 2, 0, -2):
+        values = (qkv.shape[2] + queries) // 2
+        return qkv[:, :, :queries], qkv[:, :, queries:values], qkv[:, :, values:]
+    raise ValueError(
+        "qkv must have shape (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
+        f"(batch, seqlen, num_heads_q + 2 heads_kv, head_dim), got {tuple(qkv.shape)} and {num_heads_q}"
+    )
 
 
 def flash_attn_varlen_func(
@@ -172,7 +179,8 @@ def flash_attn_with_kvcache(
         q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also with
             ``page_table``. None: 1.
     """
-    _refuse(attention_chunk=attention_chunk or None)
+    if attention_chunk:
+        raise NotImplementedError(f"attention_chunk must be 0, got {attention_chunk!r:.60}")
     k_descale, v_descale = _of_sequences(k_descale, v_descale)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = _chosen_rows(page_table, cache_batch_idx), None
@@ -228,9 +236,3 @@ def _of_sequences(k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[A
         return None, None
     k, v = (torch.ones_like(given[0]) if t is None else t for t in (k_descale, v_descale))
     return k.unsqueeze(1).contiguous(), v.unsqueeze(1).contiguous()
-
-
-def _refuse(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported and must be left out, got {value!r:.60}")

@@ -24,12 +24,14 @@ class EngineDeadError(RuntimeError):
 
 
 class Stream:
-    """Asynchronous iterator over one request's outputs, in order. The last output is ``finished``."""
+    """Asynchronous iterator over the outputs of one or several requests, in order of arrival.
 
-    def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop):
-        self.request_id, self.loop = request_id, loop
+    It ends after the ``finished`` output of each request in ``unfinished``.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop, self.unfinished = loop, set[str]()
         self._queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
-        self._done = False
 
     def put(self, item: RequestOutput | BaseException) -> None:
         """Append an output, or an error to raise. Must run on the event loop's thread."""
@@ -39,13 +41,14 @@ class Stream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        if self._done:
+        if not self.unfinished:
             raise StopAsyncIteration
         item = await self._queue.get()
         if isinstance(item, BaseException):
-            self._done = True
+            self.unfinished.clear()
             raise item
-        self._done = item.finished
+        if item.finished:
+            self.unfinished.discard(item.request_id)
         return item
 
 
@@ -83,8 +86,14 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        stream: Stream | None = None,
     ) -> Stream:
         """Queue a request and return the stream of its outputs.
+
+        Args:
+            request_id, prompt, params, priority, cache_salt: as for
+                :meth:`flashtile.engine.Engine.add_request`.
+            stream: a stream that also gets this request's outputs. None: a new one.
 
         Raises:
             TypeError, ValueError, NotImplementedError: as in :meth:`flashtile.engine.Engine.add_request`.
@@ -92,18 +101,19 @@ class AsyncLLM:
         """
         if self._draining:
             raise EngineDeadError("the engine takes no more requests: it is being shut down")
-        stream = Stream(request_id, asyncio.get_running_loop())
+        outputs = Stream(asyncio.get_running_loop()) if stream is None else stream
 
         def add(engine: Engine) -> None:
             engine.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
-            self._streams[request_id] = stream
+            self._streams[request_id] = outputs
 
         try:
             await self.call(add)
         except asyncio.CancelledError:
-            self.abort_soon(stream)
+            self.abort_soon(request_id, outputs)
             raise
-        return stream
+        outputs.unfinished.add(request_id)
+        return outputs
 
     async def generate(
         self,
@@ -116,22 +126,20 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request. Leaving the iteration early aborts the request."""
         stream = await self.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
-        finished = False
         try:
             async for output in stream:
-                finished = output.finished
                 yield output
         finally:
-            if not finished:
-                self.abort_soon(stream)
+            if stream.unfinished:
+                self.abort_soon(request_id, stream)
 
     async def abort(self, request_id: str) -> None:
         """End a request. Its stream receives a last output with ``finish_reason`` "abort"."""
         await self.call(lambda engine: self._abort(request_id, None))
 
-    def abort_soon(self, stream: Stream) -> None:
+    def abort_soon(self, request_id: str, stream: Stream) -> None:
         """End a request without awaiting: a cancelled task may get no chance to await anything."""
-        self._send(lambda: self._abort(stream.request_id, stream))
+        self._send(lambda: self._abort(request_id, stream))
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
         """Run ``function(engine)`` on the engine's thread, between two steps; return its result or raise its

@@ -185,24 +185,26 @@ class _Fields:
     def refuse(self, name: str, allowed: str) -> ConfigError:
         return ConfigError(f"{self.source}: {name} must be {allowed}, got {self.values.get(name)!r:.80}")
 
-    def size(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
+    def _get(self, name: str, default: Any) -> Any:
+        """Return a field, or the default if it is absent or null."""
         value = self.values.get(name)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
+        value = self._get(name, default)
         if type(value) is not int or not least <= value <= most:
             raise self.refuse(name, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str, default: float | None = None, positive: bool = True) -> float:
-        value: Any = self.values.get(name)
-        value = default if value is None else value
+        value = self._get(name, default)
         number = value if type(value) in (int, float) else math.nan
         if not abs(number) <= sys.float_info.max or (positive and number <= 0):
             raise self.refuse(name, f"a {'positive ' * positive}number")
         return float(number)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.values.get(name)
-        value = default if value is None else value
+        value = self._get(name, default)
         if type(value) is not bool:
             raise self.refuse(name, "true or false")
         return value
@@ -269,7 +271,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
             f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
         )
     family = FAMILIES[model_type]
-    _refuse_what_is_not_served(values, source)
+    _refuse_unsupported(values, source)
     fields = _Fields(_with_defaults(values, family), source)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", most=2**14)
     kv_heads = fields.size("num_key_value_heads", heads, most=2**14)
@@ -332,7 +334,7 @@ def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return found
 
 
-def _refuse_what_is_not_served(values: Mapping[str, Any], source: str) -> None:
+def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
     if values.get("quantization_config"):
         method = values["quantization_config"]
         method = method.get("quant_method") if isinstance(method, Mapping) else method

@@ -24,7 +24,7 @@ from flashtile.engine.runner import NOT_FINITE, InFlight, Runner, TokenScores
 from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
-from flashtile.engine.speculation import DraftSpeculator, Speculator, way
+from flashtile.engine.speculation import DraftSpeculator, Speculator, accepted_path
 from flashtile.engine.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -71,7 +71,7 @@ class Engine:
 
     Attributes:
         on_change: called with the name, positional and keyword arguments of each call that changes the
-            engine, so that other processes can repeat it (:func:`flashtile.engine.parallel.follow`).
+            engine, so that other processes can repeat it (:func:`flashtile.engine.parallel.repeat_changes`).
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Engine:
         self.last_schedule = SchedulerOutput()
         self.on_change: Callable[[str, tuple[Any, ...], dict[str, Any]], None] = lambda *change: None
         self._in_flight: InFlight | None = None
-        self._numbers = 0
+        self._num_requests = 0
         self._beams: dict[Request, BeamSearch] = {}
-        self._texts: dict[Sequence, Detokenizer] = {}
+        self._detokenizers: dict[Sequence, Detokenizer] = {}
         self._sent: dict[Sequence, int] = {}
         self._prompt_tokens = self._generation_tokens = 0
         ends = tokenizer.eos_token_ids if tokenizer else ()
@@ -141,7 +141,7 @@ class Engine:
                 f"beam_width must be at most a quarter of vocab_size={self.config.vocab_size}, "
                 f"got {params.beam_width}"
             )
-        number, ends = self._numbers, frozenset(params.stop_token_ids or ())
+        number, ends = self._num_requests, frozenset(params.stop_token_ids or ())
         seed = params.seed if isinstance(params, SamplingParams) else 0
         request = Request(
             request_id, number, text, tokens, params,
@@ -160,7 +160,7 @@ class Engine:
         except BaseException:  # other processes cannot be told, for example a function that cannot be pickled
             self._end(request, "error")
             raise
-        self._numbers += 1
+        self._num_requests += 1
         self.requests[request_id] = request
         if isinstance(params, BeamSearchParams):
             self._beams[request] = BeamSearch(request, params)
@@ -318,14 +318,15 @@ class Engine:
         i = 0
         while i < len(tokens):
             sequence = in_flight.samples[i]
-            nodes = way(sequence.guesses, sequence.parents, tokens[i : i + 1 + len(sequence.guesses)])
+            guesses = sequence.guesses
+            nodes = accepted_path(guesses, sequence.parents, tokens[i : i + 1 + len(guesses)])
             sequence.pending -= 1
-            self._take_way(sequence, nodes, i, tokens, in_flight, touched)
-            i += 1 + len(sequence.guesses)
-            if sequence.guesses:
-                self.scheduler.settle(sequence)
+            self._take_path(sequence, nodes, i, tokens, in_flight, touched)
+            i += 1 + len(guesses)
+            if guesses:
+                self.scheduler.drop_guesses(sequence)
 
-    def _take_way(
+    def _take_path(
         self, sequence: Sequence, nodes: list[int], first: int, tokens: list[int], in_flight: InFlight,
         touched: dict[Request, None],
     ) -> None:  # fmt: skip
@@ -375,14 +376,14 @@ class Engine:
         sequence.tokens.append(token)
         self._generation_tokens += 1
         if scores is not None:
-            sequence.logprobs.append(self._named(token, scores))
+            sequence.logprobs.append(self._logprobs_of(token, scores))
             sequence.cumulative_logprob += scores.logprob
         count = len(sequence.tokens) - request.num_prompt
         if token in request.ends:
             stop = token if token in (params.stop_token_ids or ()) else None
             self.scheduler.finish(sequence, "stop", stop)
         elif params.stops:
-            found = self._text(sequence).read(sequence.outputs, search=count > params.min_tokens)
+            found = self._detokenizer(sequence).read(sequence.outputs, search=count > params.min_tokens)
             if found is not None:
                 self.scheduler.finish(sequence, "stop", found[1])
         if sequence.state is not State.FINISHED and count >= request.max_outputs:
@@ -393,16 +394,16 @@ class Engine:
         assert request.prompt_logprobs is not None
         if len(request.prompt_logprobs) == first:
             tokens = sequence.tokens[first : first + len(scores)]
-            request.prompt_logprobs += [self._named(t, s) for t, s in zip(tokens, scores, strict=True)]
+            request.prompt_logprobs += [self._logprobs_of(t, s) for t, s in zip(tokens, scores, strict=True)]
 
-    def _named(self, token: int, scores: TokenScores) -> TokenLogprobs:
+    def _logprobs_of(self, token: int, scores: TokenScores) -> TokenLogprobs:
         """Return log-probabilities keyed by token, the chosen token first."""
-        found = {token: Logprob(scores.logprob, scores.rank, self._spelt(token))}
+        found = {token: Logprob(scores.logprob, scores.rank, self._spell(token))}
         for rank, (other, logprob) in enumerate(scores.best, 1):
-            found.setdefault(other, Logprob(logprob, rank, self._spelt(other)))
+            found.setdefault(other, Logprob(logprob, rank, self._spell(other)))
         return found
 
-    def _spelt(self, token: int) -> str | None:
+    def _spell(self, token: int) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.spell(token)
 
     def _fail(self, request: Request, error: str) -> None:
@@ -415,8 +416,8 @@ class Engine:
         for sequence in request.sequences:
             self.scheduler.finish(sequence, reason, stop_reason)
 
-    def _text(self, sequence: Sequence) -> Detokenizer:
-        found = self._texts.get(sequence)
+    def _detokenizer(self, sequence: Sequence) -> Detokenizer:
+        found = self._detokenizers.get(sequence)
         if found is None:
             assert self.tokenizer is not None
             request, params = sequence.request, sequence.request.params
@@ -424,7 +425,7 @@ class Engine:
             if isinstance(params, SamplingParams):
                 settings = params.skip_special_tokens, tuple(params.stops), params.include_stop_str_in_output
             found = Detokenizer(self.tokenizer, request.prompt_token_ids, *settings)
-            self._texts[sequence] = found
+            self._detokenizers[sequence] = found
         return found
 
     def _output(self, request: Request) -> RequestOutput | None:
@@ -444,7 +445,7 @@ class Engine:
             self.requests.pop(request.request_id, None)
             self._beams.pop(request, None)
             for sequence in request.sequences:
-                self._texts.pop(sequence, None)
+                self._detokenizers.pop(sequence, None)
                 self._sent.pop(sequence, None)
                 if self.speculator is not None:
                     self.speculator.forget(sequence)
@@ -458,7 +459,7 @@ class Engine:
         text, finished = "", sequence.state is State.FINISHED
         delta = params.output_kind is RequestOutputKind.DELTA
         if self.tokenizer is not None and params.detokenize:
-            detokenizer = self._text(sequence)
+            detokenizer = self._detokenizer(sequence)
             # Neither the end token nor anything after a stop text belongs to the answer's text.
             by_token = finished and bool(tokens) and tokens[-1] in sequence.request.ends
             by_text = isinstance(sequence.stop_reason, str) and sequence.finish_reason == "stop"

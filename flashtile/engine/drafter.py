@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from flashtile.engine.draws import Draws
-from flashtile.engine.graphs import MAX_GRAPH_BATCH, Capture, graph_batch
+from flashtile.engine.device import MAX_GRAPH_BATCH, Capture, Transfer, graph_batch
 from flashtile.engine.model import Model, StepInput
-from flashtile.engine.sampler import candidates
+from flashtile.engine.sampler import Draws, candidates
 from flashtile.engine.scheduler import Entry
-from flashtile.engine.transfer import Transfer
 
 
 class Drafter:
@@ -76,16 +74,16 @@ class Drafter:
         _, last, length, rows, wanted = views
         state = self._state[:, :padded]
         state.copy_(torch.stack([last, length - 1, rows, wanted]))
-        tokens, places, _, left = state
+        tokens, positions_of_last, _, remaining = state
         choice = self._draws.of(sequences).choice
         guesses = []
         for place in range(self.depth):
             self._run(padded, place == 0, capture if captured else None)
-            found = candidates(self._logits[:batch], choice, places[:batch] + 1, self.width)
+            found = candidates(self._logits[:batch], choice, positions_of_last[:batch] + 1, self.width)
             guesses.append(found)
             tokens[:batch] = found[:, 0]
-            places += 1
-            left -= 1
+            positions_of_last += 1
+            remaining -= 1
         trunk = torch.stack([found[:, 0] for found in guesses], 1)
         siblings = torch.cat([found[:, 1:] for found in guesses], 1)
         self.known[:, 1:].index_copy_(0, rows[:batch].long(), torch.cat([trunk, siblings], 1).int())
@@ -101,11 +99,11 @@ class Drafter:
 
     def _pass(self, batch: int, first: bool) -> None:
         """Compute the logits after each sequence's last token. The first pass computes two tokens."""
-        tokens, places, rows, left = (state[:batch] for state in self._state)
+        tokens, positions_of_last, rows, remaining = (state[:batch] for state in self._state)
         # A sequence with enough drafts may have no block for further ones, so nothing is written for it.
-        goes_on, offsets = left > 0, None
-        table = self.block_table.index_select(0, torch.where(goes_on, rows, self.spare_row))
-        lengths = torch.where(goes_on, places, 1) - int(first)
+        continues, offsets = remaining > 0, None
+        table = self.block_table.index_select(0, torch.where(continues, rows, self.spare_row))
+        lengths = torch.where(continues, positions_of_last, 1) - int(first)
         owners, positions = torch.arange(batch, device=tokens.device), lengths
         if first:
             tokens = torch.stack([self._transfer.numbers[:batch], tokens], 1).view(-1)
@@ -113,7 +111,7 @@ class Drafter:
             owners, positions = owners.repeat_interleave(2), torch.stack([lengths, lengths + 1], 1).view(-1)
         size = self.k_cache.shape[2]
         slots = table[owners, positions.long() // size].long() * size + positions % size
-        slots = torch.where(goes_on[owners], slots, -1)
+        slots = torch.where(continues[owners], slots, -1)
         step = StepInput(tokens, lengths, table, offsets, 1 + int(first), positions, slots)
         hidden = self.model.hidden(step, self.k_cache, self.v_cache)
         self._logits[:batch] = self.model.logits(hidden[1::2] if first else hidden)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flashtile.checks.arguments import is_choice
+from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
 from flashtile.engine.config import ModelConfig, read_config
 from flashtile.engine.core import Engine, EngineStats, Prompt
@@ -27,7 +27,7 @@ from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
-from flashtile.engine.weights import Shard, open_weights, random_weights, with_its_head
+from flashtile.engine.weights import Shard, open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
 from flashtile.kv_cache import BlockManager, PagedKVCache
 
@@ -126,7 +126,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
     ):
-        processes = _between("tensor_parallel_size", tensor_parallel_size, None, 1, 2**10)
+        processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
         _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager)
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
@@ -137,16 +137,14 @@ class LLM:
         self.device = machine.find_device(None if place is None else str(place))
         self.dtype = _weight_dtype(dtype, config, self.device, quantization)
         cache_dtype = _cache_dtype(kv_cache_dtype, self.dtype)
-        length = _between(
-            "max_model_len", max_model_len, min(config.max_position_embeddings, MAX_DEFAULT_LENGTH), 1,
-            config.longest_sequence,
-        )  # fmt: skip
+        length = min(config.max_position_embeddings, MAX_DEFAULT_LENGTH)
+        if max_model_len is not None:
+            length = as_int_within("max_model_len", max_model_len, 1, config.longest_sequence)
         utilization, host_bytes = _memory_limits(gpu_memory_utilization, swap_space)
-        seqs = _between("max_num_seqs", max_num_seqs, None, 1, 2**16)
-        budget = _between(
-            "max_num_batched_tokens", max_num_batched_tokens,
-            8192 if self.device.type == "cuda" else 1024, 1, 2**20,
-        )  # fmt: skip
+        seqs = as_int_within("max_num_seqs", max_num_seqs, 1, 2**16)
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = 8192 if self.device.type == "cuda" else 1024
+        budget = as_int_within("max_num_batched_tokens", max_num_batched_tokens, 1, 2**20)
         if seqs > budget:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
         text = None if skip_tokenizer_init else _fitting_tokenizer(Path(tokenizer or folder), config)
@@ -162,12 +160,12 @@ class LLM:
         self.model_config = network.config
         if isinstance(speculation, DraftModel) and draft_config is not None:
             draft = load(speculation.model, draft_config, ALONE)
-        size = _between("block_size", block_size, None, 1, 1024)
+        size = as_int_within("block_size", block_size, 1, 1024)
         block_bytes = _block_bytes(network, size, cache_dtype)
         if draft is not None:
             block_bytes += _block_bytes(draft, size, self.dtype)
         if num_gpu_blocks_override is not None:
-            blocks = _between("num_gpu_blocks_override", num_gpu_blocks_override, None, 2, 2**30)
+            blocks = as_int_within("num_gpu_blocks_override", num_gpu_blocks_override, 2, 2**30)
         else:
             if kv_cache_memory_bytes is None:
                 memory = memory_left(network, budget, size, utilization)
@@ -175,14 +173,14 @@ class LLM:
             else:
                 memory = as_int("kv_cache_memory_bytes", kv_cache_memory_bytes)
             blocks = min(seqs * -(-length // size) + 1, memory // block_bytes)
-        blocks = ranks.least(blocks)
+        blocks = ranks.minimum(blocks)
         if blocks < 2:
             raise ValueError(
                 f"kv_cache_memory_bytes must hold two blocks of {block_bytes} bytes, got room for {blocks}"
             )
         window = _common_window(config, draft_config)
         if max_model_len is None and num_gpu_blocks_override is None and window < 0:
-            length = _with_room(length, blocks * size)
+            length = _limited_to_cache(length, blocks * size)
         _check_block_table(seqs, length, size)
         for one in filter(None, (network, draft)):
             one.set_positions(length)
@@ -461,12 +459,12 @@ def _load(
     if seed is not None:
         weights = random_weights(config, device, dtype, seed, shard)
     else:
-        config = with_its_head(folder, config, dtype)
+        config = with_checkpoint_head(folder, config, dtype)
         weights = open_weights(folder, config, device, dtype, shard)
     return Model(config, weights, positions, ranks, fp8)
 
 
-def _with_room(length: int, tokens: int) -> int:
+def _limited_to_cache(length: int, tokens: int) -> int:
     """Limit ``length`` to the tokens that fit into the KV cache."""
     if tokens < length:
         logger.warning("max_model_len is reduced to %d tokens, which fill the KV cache", tokens)
@@ -501,13 +499,6 @@ def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:
     if not is_choice(name, tuple(CACHE_DTYPES)):
         raise ValueError(f"kv_cache_dtype must be one of auto, {', '.join(CACHE_DTYPES)}, got {name!r:.60}")
     return CACHE_DTYPES[name]
-
-
-def _between(name: str, value: Any, default: int | None, least: int, most: int) -> int:
-    number: int = as_int(name, default if value is None else value)
-    if not least <= number <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, got {number}")
-    return number
 
 
 def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:

@@ -318,9 +318,9 @@ class Layer:
         if self.sandwich:
             x = x + self.after_attention(add(self.attention(x, self.before_attention, step, cache, None)))
             return x + self.after_mlp(add(self.mlp(x, self.before_mlp, None)))
-        within, after = self.ranks.placed(x)
+        within, after = self.ranks.split_residual(x)
         x = add(self.attention(x, self.before_attention, step, cache, within), after)
-        within, after = self.ranks.placed(x)
+        within, after = self.ranks.split_residual(x)
         return add(self.mlp(x, self.before_mlp, within), after)
 
 

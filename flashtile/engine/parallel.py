@@ -26,13 +26,13 @@ from torch import Tensor
 ONE_SHOT_BYTES = 2**23
 """Bytes that a rank sends to all ranks, itself included. Up to this size, one kernel that writes into the
 memory of all ranks is faster than NCCL."""
-PATIENCE = timedelta(days=365)
+HOST_TIMEOUT = timedelta(days=365)
 """Timeout of host collectives. A server may be idle for long, and the end of a process raises without it."""
 
 
-SECONDS = 600.0
+GPU_TIMEOUT = 600.0
 """Seconds for which a GPU waits for the others within a step, because a rank may still compile kernels."""
-MESSAGE = 1024
+FIRST_BYTES = 1024
 """Bytes of the first broadcast of a message."""
 
 
@@ -48,7 +48,7 @@ class Ranks:
 
     rank, world = 0, 1
 
-    def placed(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def split_residual(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the residual as (addend of this process's product, addend of :meth:`sum`).
 
         Over all processes, the residual is added exactly once.
@@ -56,25 +56,28 @@ class Ranks:
         return residual, None
 
     def sum(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Sum x (rows, hidden_size) over all processes, and add the residual that :meth:`placed` left."""
+        """Sum x (rows, hidden_size) over all processes, and add ``residual`` once.
+
+        ``residual`` is the second result of :meth:`split_residual`.
+        """
         return x
 
     def join(self, x: Tensor) -> Tensor:
         """Concatenate the columns of all processes: (rows, columns) to (rows, world * columns)."""
         return x
 
-    def agree(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """Overwrite x with the first process's x, and return it."""
         return x
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         """Return the smallest of the processes' numbers."""
         return number
 
-    def tell(self, what: Any) -> None:
-        """Send an object from the first process to the others, which receive it with :meth:`hear`."""
+    def send(self, what: Any) -> None:
+        """Send an object from the first process to the others, which receive it with :meth:`receive`."""
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """Receive an object from the first process; EOFError if that process has ended."""
         raise EOFError("there is no other process")
 
@@ -103,10 +106,10 @@ class ProcessRanks(Ranks):
         _forbid_multicast()
         self._leaving = None if dist.is_initialized() else _join_group(device)
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._host = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self._direct = Direct.between(self, device)
+        self._host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
+        self._direct = DirectCollectives.between(self, device)
 
-    def placed(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def split_residual(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if self._direct is not None and self._direct.serves(residual):
             return None, residual
         return (residual if self.rank == 0 else None), None
@@ -128,34 +131,34 @@ class ProcessRanks(Ranks):
         gather(parts, x.contiguous())
         return parts.view(self.world, rows, columns).transpose(0, 1).reshape(rows, -1)
 
-    def agree(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         if self._direct is not None and self._direct.serves(x):
             return self._direct(x, result="first")
         dist.broadcast(x, 0)
         return x
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         numbers = torch.tensor(number)
         dist.all_reduce(numbers, dist.ReduceOp.MIN, group=self._host)
         return int(numbers)
 
-    def tell(self, what: Any) -> None:
+    def send(self, what: Any) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8)
         # Most messages fit into the first broadcast.
-        first = torch.zeros(MESSAGE, dtype=torch.uint8)
+        first = torch.zeros(FIRST_BYTES, dtype=torch.uint8)
         first[:8] = torch.tensor([len(data)]).view(torch.uint8)
-        first[8 : 8 + len(data)] = data[: MESSAGE - 8]
+        first[8 : 8 + len(data)] = data[: FIRST_BYTES - 8]
         dist.broadcast(first, 0, group=self._host)
-        if len(data) > MESSAGE - 8:
+        if len(data) > FIRST_BYTES - 8:
             dist.broadcast(data, 0, group=self._host)
 
-    def hear(self) -> Any:
-        first = torch.empty(MESSAGE, dtype=torch.uint8)
+    def receive(self) -> Any:
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
         try:
             dist.broadcast(first, 0, group=self._host)
             size = int(first[:8].view(torch.int64))
             data = first[8 : 8 + size]
-            if size > MESSAGE - 8:
+            if size > FIRST_BYTES - 8:
                 data = torch.empty(size, dtype=torch.uint8)
                 dist.broadcast(data, 0, group=self._host)
         except RuntimeError as error:
@@ -166,7 +169,7 @@ class ProcessRanks(Ranks):
         return pickle.loads(data.numpy().tobytes())
 
 
-class Direct:
+class DirectCollectives:
     """Collectives by one kernel that writes into the memory of all processes, without NCCL
     (:mod:`flashtile.backends.portable.all_reduce`).
 
@@ -183,7 +186,7 @@ class Direct:
         self._calls = torch.zeros(PROGRAMS, dtype=torch.int64, device=memories.device)
 
     @classmethod
-    def between(cls, ranks: ProcessRanks, device: torch.device) -> Direct | None:
+    def between(cls, ranks: ProcessRanks, device: torch.device) -> DirectCollectives | None:
         """Map the memory of all processes; return None unless every GPU can reach every other's memory."""
         if device.type != "cuda" or torch.version.hip is not None:
             return None
@@ -196,7 +199,7 @@ class Direct:
         except (ImportError, RuntimeError) as error:
             logger.warning("all-reduces use NCCL, because GPUs cannot map each other's memory: %s", error)
         # All processes must choose the same implementation.
-        everywhere = ranks.least(int(found is not None))
+        everywhere = ranks.minimum(int(found is not None))
         return cls(ranks.rank, capacity, *found) if everywhere and found is not None else None
 
     def serves(self, x: Tensor) -> bool:
@@ -207,7 +210,9 @@ class Direct:
 
         kind = {"sum": SUM, "first": FIRST, "join": JOIN}[result].value
         x, residual = x.contiguous(), None if residual is None else residual.contiguous()
-        return all_reduce(x, residual, self._memories, self._calls, self._rank, self._capacity, SECONDS, kind)
+        return all_reduce(
+            x, residual, self._memories, self._calls, self._rank, self._capacity, GPU_TIMEOUT, kind
+        )
 
 
 def start_others(
@@ -244,26 +249,26 @@ def start_others(
     return others, store
 
 
-def lead(engine: Any) -> None:
-    """Send every later change of this engine to the other processes, which run :func:`follow`."""
+def broadcast_changes(engine: Any) -> None:
+    """Send every later change of this engine to the other processes, which run :func:`repeat_changes`."""
     ranks = engine.runner.ranks
-    engine.on_change = lambda *change: ranks.tell(change)
+    engine.on_change = lambda *change: ranks.send(change)
 
 
-def follow(engine: Any) -> None:
-    """Repeat the changes of the first process's engine until it calls :func:`dismiss`.
+def repeat_changes(engine: Any) -> None:
+    """Repeat the changes of the first process's engine until it calls :func:`end_repeating`.
 
     Raises:
         EOFError: the first process ended without calling it.
     """
-    while (change := engine.runner.ranks.hear()) is not None:
+    while (change := engine.runner.ranks.receive()) is not None:
         name, arguments, options = change
         getattr(engine, name)(*arguments, **options)
 
 
-def dismiss(engine: Any) -> None:
-    """End :func:`follow` in the other processes."""
-    engine.runner.ranks.tell(None)
+def end_repeating(engine: Any) -> None:
+    """End :func:`repeat_changes` in the other processes."""
+    engine.runner.ranks.send(None)
 
 
 def _join_group(device: torch.device) -> weakref.finalize[..., Any]:

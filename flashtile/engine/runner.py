@@ -18,18 +18,17 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import copy_blocks
+from flashtile.engine.device import MAX_GRAPH_BATCH, RING, Capture, Transfer, graph_batch, on_device
 from flashtile.engine.drafter import Drafter
-from flashtile.engine.draws import Draws, is_special, shape
-from flashtile.engine.graphs import MAX_GRAPH_BATCH, Capture, graph_batch
 from flashtile.engine.model import Model, StepInput
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.request import Sequence
-from flashtile.engine.sampler import choose, log_probabilities
+from flashtile.engine.sampler import Draws, adjust, choose, log_probabilities, needs_adjusting
 from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
-from flashtile.engine.transfer import RING, Transfer, on_device
 from flashtile.kv_cache import BlockManager
+from flashtile.kv_cache.paged import move_blocks
 
 LOGITS_ROWS = 512
 """Rows of logits in memory at a time when every token of a prompt needs log-probabilities."""
@@ -90,14 +89,14 @@ class InFlight:
     def scores_of(self, i: int) -> TokenScores | None:
         """Return the log-probabilities of sample i, or None if none were requested."""
         found = self.scores.get(i)
-        return None if found is None else _scores(found)[0]
+        return None if found is None else _token_scores(found)[0]
 
     def scores_of_prompts(self) -> list[tuple[Sequence, int, list[TokenScores]]]:
         """Return (sequence, position of the first token, scores) for each scored chunk of a prompt."""
-        return [(sequence, first, _scores(found)) for sequence, first, found in self.prompt_scores]
+        return [(sequence, first, _token_scores(found)) for sequence, first, found in self.prompt_scores]
 
 
-def _scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
+def _token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
     chosen, ranks, values, tokens = (tensor.tolist() for tensor in found)
     return [
         TokenScores(logprob, rank, list(zip(row_tokens, row_values, strict=True)))
@@ -112,17 +111,17 @@ class Form(NamedTuple):
         batch: number of sequences.
         tokens: total number of new tokens.
         width: largest number of new tokens of a sequence.
-        places: each token's position and slot are sent, because sequences have guesses.
+        has_slots: each token's position and slot are sent, because sequences have guesses.
         tree: tree masks are also sent, because guesses have siblings.
-        shadow: the draft model also computes the step, because some of its sequences have no guesses.
+        runs_draft: the draft model also computes the step, because some of its sequences have no guesses.
     """
 
     batch: int
     tokens: int
     width: int
-    places: bool = False
+    has_slots: bool = False
     tree: bool = False
-    shadow: bool = False
+    runs_draft: bool = False
 
 
 @dataclass
@@ -184,23 +183,23 @@ class Runner:
             rows + 1, manager.table.max_blocks, dtype=torch.int32, device=self.device
         )
         self.block_table[rows] = manager.pool.num_blocks
-        self.branches = parents != tuple(range(len(parents)))
+        self.has_siblings = parents != tuple(range(len(parents)))
         # After an accepted sibling, two tokens are computed before the guesses.
-        self.verified = len(parents) + 1 + self.branches if parents else 1
+        self.max_verified = len(parents) + 1 + self.has_siblings if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
         # A mixture of experts loops over the experts in use on the host, which a graph cannot.
         self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
         self.graphs: dict[Form, Callable[[], None]] = {}
         # Room for the largest step, in which every entry of a small block table may have changed. Graphs read
         # their inputs from this buffer.
-        padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.verified)
+        padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.max_verified)
         samples = max_num_batched_tokens + rows
         changes = min(self.block_table.numel(), MAX_CHANGES)
         numbers = 5 * padded + 3 * samples + 3 * (rows + MAX_GRAPH_BATCH) + 2 * changes
         self._transfer = Transfer(numbers, self.device)
         results = samples + rows * len(parents)
         self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
-        batch = graph_batch(min(rows * self.verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
+        batch = graph_batch(min(rows * self.max_verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
         # All graphs write the same buffer, because one for each would take gigabytes.
         self._logits = model.embedding.new_zeros(batch, config.vocab_size // ranks.world)
         # Free the graphs before the process leaves its group: NCCL waits for graphs that contain its kernels.
@@ -234,7 +233,7 @@ class Runner:
         if guessed:
             assert self.drafter is not None
             self.drafter.draft(guessed, self.capture)
-            self.known.copy_(self.ranks.agree(self.known))
+            self.known.copy_(self.ranks.broadcast(self.known))
         in_flight = InFlight(schedule, [], torch.empty(0, dtype=torch.int64))
         if captured:
             logits = self._replay(form)
@@ -268,14 +267,14 @@ class Runner:
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
         # Every sequence has one new token, or guesses, and each of them is sampled.
         few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
-        shadow = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
-        places = few and most > 1
-        tree = places and self.branches
+        runs_draft = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
+        has_slots = few and most > 1
+        tree = has_slots and self.has_siblings
         if few and self.capture is not None:
-            batch, width = graph_batch(len(entries)), self.verified if places else 1
+            batch, width = graph_batch(len(entries)), self.max_verified if has_slots else 1
             if batch * width <= len(self._logits):
-                return Form(batch, batch * width, width, places, tree, shadow), True
-        return Form(len(entries), total, most, places, tree, shadow), False
+                return Form(batch, batch * width, width, has_slots, tree, runs_draft), True
+        return Form(len(entries), total, most, has_slots, tree, runs_draft), False
 
     def _send(
         self, schedule: SchedulerOutput, samples: list[Sequence], form: Form
@@ -297,34 +296,35 @@ class Runner:
         offsets, logits_rows, sample_positions = [0], [], []
         for entry in entries:
             sequence, end = entry.sequence, entry.start + entry.num_tokens
-            place = entry.row * self.known.shape[1]
-            if entry.num_tokens == 1 and not (sequence.guesses or form.places):  # most steps have only these
+            known_at = entry.row * self.known.shape[1]  # index of its last token in the flattened ``known``
+            # Most steps have only sequences with one new token.
+            if entry.num_tokens == 1 and not (sequence.guesses or form.has_slots):
                 known = entry.start < len(sequence.tokens)
-                tokens.append(sequence.tokens[entry.start] if known else ~place)
+                tokens.append(sequence.tokens[entry.start] if known else ~known_at)
                 logits_rows += [len(tokens) - 1] * len(entry.samples)
                 sample_positions += [end] * len(entry.samples)
                 offsets.append(len(tokens))
                 continue
             new = [*sequence.tokens[entry.start : end], *sequence.guesses][: entry.num_tokens]
             if len(new) < entry.num_tokens:  # the last one is on the device only
-                new.append(~place)
+                new.append(~known_at)
             guesses = sequence.guesses
             if guesses[:1] == [UNKNOWN]:
-                new[-len(guesses) :] = (~(place + 1 + i) for i in range(len(guesses)))
+                new[-len(guesses) :] = (~(known_at + 1 + i) for i in range(len(guesses)))
             tokens += new
             # Without guesses, a sequence and its forks draw from the last token's logits. With guesses, it
             # draws from the logits of the last known token and of each guess.
             last = len(guesses) if entry.samples else 0
             first = end - last  # position of the first guess
             depth = depths(sequence.parents[:last]) if last else [0]
-            if last and not form.places:
+            if last and not form.has_slots:
                 # Batches with a chunk of a prompt have no tree mask, so only the chain of guesses is used.
                 sequence.parents = tuple(range(max(depth)))
             times = 1 if last else len(entry.samples)
             logits_rows += [len(tokens) - 1 - last + i for i in range(1 + last)] * times
             sample_positions += [first + d for d in depth] * times
             offsets.append(len(tokens))
-            if form.places:
+            if form.has_slots:
                 positions += range(entry.start, first - 1)
                 positions += [first - 1 + d for d in depth]
                 begin = entry.row * table.max_blocks
@@ -335,26 +335,26 @@ class Runner:
                 seen = [(2 << i) - 1 for i in range(lead)]
                 seen += [bits << lead | below for bits in visible(sequence.parents[:last])]
                 masks += seen + [0] * (form.width - len(seen))
-        if form.places:
+        if form.has_slots:
             masks += [0] * (form.width * spare) if form.tree else []
             positions += [0] * (form.tokens - len(positions))
             slots += [-1] * (form.tokens - len(slots))
-        offsets += [len(tokens)] * spare if form.places else []
+        offsets += [len(tokens)] * spare if form.has_slots else []
         tokens += [0] * (form.tokens - len(tokens))
         sample_rows = [table.row(s.block_sequence) for s in samples]  # type: ignore[arg-type]
         changed, values = table.take_changes()
         if len(changed) > MAX_CHANGES:  # for example when many sequences share a long prefix
-            self._change_table(changed.to(self.device), values.to(self.device))
+            self._update_table(changed.to(self.device), values.to(self.device))
             changed, values = changed[:0], values[:0]
         parts: list[list[int]] = [starts, rows, tokens]
         if form.width > 1:
-            parts += [offsets, positions, slots, *_words(masks)]
+            parts += [offsets, positions, slots, *_split_words(masks)]
         views = self._transfer([*parts, logits_rows, sample_rows, sample_positions], (changed, values))
         if len(changed):
-            self._change_table(views[-2].long(), views[-1])
+            self._update_table(views[-2].long(), views[-1])
         return self._step(views, form), Positions(views[-5], views[-4].long(), views[-3])
 
-    def _change_table(self, places: Tensor, blocks: Tensor) -> None:
+    def _update_table(self, places: Tensor, blocks: Tensor) -> None:
         self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
@@ -364,7 +364,7 @@ class Runner:
             return StepInput(tokens, starts, rows, None, 1)
         offsets = views[3].clone()  # aligned: Triton specialises kernels on the alignment of pointers
         step = StepInput(tokens, starts, rows, offsets, form.width)
-        if form.places:
+        if form.has_slots:
             step = step._replace(positions=views[4].clone(), slots=views[5].long())
         if form.tree:
             bits = torch.arange(form.width, device=self.device)
@@ -374,15 +374,17 @@ class Runner:
         return step
 
     def _compute(self, step: StepInput, form: Form) -> Tensor:
-        """Return the model's hidden states (tokens, hidden_size). With ``form.shadow``, the draft model also
-        appends to its cache."""
+        """Return the model's hidden states (tokens, hidden_size).
+
+        With ``form.runs_draft``, the draft model also appends to its cache.
+        """
         missing = step.tokens < 0
         known = self.known.view(-1).index_select(0, torch.where(missing, ~step.tokens, 0))
         step = step._replace(
             tokens=torch.where(missing, known, step.tokens),
             block_table=self.block_table.index_select(0, step.block_table),
         )
-        if form.shadow:
+        if form.runs_draft:
             assert self.drafter is not None
             self.drafter.follow(step)
         return self.model.hidden(step, self.memory.k, self.memory.v)
@@ -391,11 +393,11 @@ class Runner:
         """Run a step as a CUDA graph and return its logits (form.tokens, vocab_size)."""
         if form not in self.graphs:
             assert self.capture is not None
-            self.graphs[form] = self.capture(self._step_of(form))
+            self.graphs[form] = self.capture(self._captured_step(form))
         self.graphs[form]()
         return self.ranks.join(self._logits[: form.tokens])
 
-    def _step_of(self, form: Form) -> Callable[[], None]:
+    def _captured_step(self, form: Form) -> Callable[[], None]:
         """Return a function that runs a step on the buffer that :meth:`_send` fills."""
         sizes = [form.batch, form.batch, form.tokens]
         if form.width > 1:
@@ -414,15 +416,15 @@ class Runner:
     ) -> None:
         """Choose a token for each sample, and store it in ``known`` for the next step."""
         raw, draw = logits, self._draws.of(samples)
-        shaped = [i for i in draw.shaped if is_special(samples[i])]
-        if shaped:
+        adjusted = [i for i in draw.adjusted if needs_adjusting(samples[i])]
+        if adjusted:
             logits = logits.float().clone()
-        for i in shaped:
+        for i in adjusted:
             try:
-                shape(logits[i], samples[i])
+                adjust(logits[i], samples[i])
             except Exception as error:  # a logits processor failed: the other requests continue
                 in_flight.failed[i] = f"{type(error).__name__}: {error}"
-        tokens = self.ranks.agree(choose(logits, draw.choice, positions.positions))
+        tokens = self.ranks.broadcast(choose(logits, draw.choice, positions.positions))
         self.known[:, 0].index_copy_(0, positions.rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens
         in_flight.best = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
@@ -482,11 +484,8 @@ class Runner:
             sources, targets = zip(*pairs, strict=True)
             for cache, host in zip((memory.k, memory.v), memory.host, strict=True):
                 old, new = (cache, host) if what == SWAP_OUT else (host, cache)
-                here = on_device(sources, torch.int64, old.device)
-                there = on_device(targets, torch.int64, new.device)
-                for layer in range(len(old)):
-                    source, target = (_bytes(one[layer]) for one in (old, new))
-                    target.index_copy_(0, there, source.index_select(0, here).to(target.device))
+                origins = on_device(sources, torch.int64, old.device)
+                move_blocks(old, new, origins, on_device(targets, torch.int64, new.device))
 
 
 @dataclass(frozen=True)
@@ -508,12 +507,7 @@ def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
 
 
-def _words(masks: list[int]) -> tuple[list[int], list[int]]:
+def _split_words(masks: list[int]) -> tuple[list[int], list[int]]:
     """Split 64-bit masks into their low and high 32-bit words, as signed integers."""
     low, high = ([bits >> shift & 0xFFFFFFFF for bits in masks] for shift in (0, 32))
     return tuple([word - (word >> 31 << 32) for word in words] for words in (low, high))  # type: ignore[return-value]
-
-
-def _bytes(memory: Tensor) -> Tensor:
-    """View a tensor of one-byte elements as bytes, because not every device can index FP8 tensors."""
-    return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory

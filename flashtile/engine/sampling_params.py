@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.checks.conversions import as_float, as_int, check_flag
+from flashtile.checks.arguments import as_int_within
+from flashtile.checks.conversions import as_float, check_flag
 
 LogitsProcessor = Callable[[list[int], Tensor], Tensor]
 """(tokens of the answer so far, logits (vocab_size,) float32) -> logits, possibly changed in place."""
@@ -106,7 +107,7 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        self.n = _int("n", self.n, 1, MAX_N)
+        self.n = as_int_within("n", self.n, 1, MAX_N)
         self.presence_penalty = _float("presence_penalty", self.presence_penalty, -2, 2)
         self.frequency_penalty = _float("frequency_penalty", self.frequency_penalty, -2, 2)
         self.repetition_penalty = _float("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
@@ -114,26 +115,26 @@ class SamplingParams:
         self.top_p = _float("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise ValueError("top_p must be above 0 and at most 1, got 0")
-        self.top_k = max(0, _int("top_k", self.top_k, -1, 2**31 - 1))
+        self.top_k = max(0, as_int_within("top_k", self.top_k, -1, 2**31 - 1))
         self.min_p = _float("min_p", self.min_p, 0, 1)
         if self.seed is not None:
-            self.seed = _int("seed", self.seed, -(2**63), 2**63 - 1)
+            self.seed = as_int_within("seed", self.seed, -(2**63), 2**63 - 1)
             if self.seed == -1:
                 self.seed = None
         self.stop = _strings("stop", self.stop)
         self.stop_token_ids = _tokens("stop_token_ids", self.stop_token_ids)
         if self.max_tokens is not None:
-            self.max_tokens = _int("max_tokens", self.max_tokens, 1, 2**30)
-        self.min_tokens = _int("min_tokens", self.min_tokens, 0, self.max_tokens or 2**30)
+            self.max_tokens = as_int_within("max_tokens", self.max_tokens, 1, 2**30)
+        self.min_tokens = as_int_within("min_tokens", self.min_tokens, 0, self.max_tokens or 2**30)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                setattr(self, name, _int(name, getattr(self, name), -1, 2**20))
+                setattr(self, name, as_int_within(name, getattr(self, name), -1, 2**20))
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _tokens("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
                 raise ValueError("allowed_token_ids must not be empty, got []")
         self.logit_bias = _bias(self.logit_bias)
-        self._refuse_what_is_not_served()
+        self._refuse_unsupported()
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.output_kind, RequestOutputKind):
@@ -145,7 +146,7 @@ class SamplingParams:
             raise TypeError(f"logits_processors must be a list of functions, got {processors!r:.60}")
         self.logits_processors = list(processors)
 
-    def _refuse_what_is_not_served(self) -> None:
+    def _refuse_unsupported(self) -> None:
         for name in ("structured_outputs", "bad_words", "extra_args", "logprob_token_ids"):
             if getattr(self, name):
                 raise NotImplementedError(f"{name} is not supported, got {getattr(self, name)!r:.60}")
@@ -200,8 +201,8 @@ class BeamSearchParams:
     stop_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.beam_width = _int("beam_width", self.beam_width, 1, MAX_N)
-        self.max_tokens = _int("max_tokens", self.max_tokens, 1, 2**30)
+        self.beam_width = as_int_within("beam_width", self.beam_width, 1, MAX_N)
+        self.max_tokens = as_int_within("max_tokens", self.max_tokens, 1, 2**30)
         self.temperature = _temperature(self.temperature)
         self.length_penalty = _float("length_penalty", self.length_penalty, -100, 100)
         self.stop_token_ids = _tokens("stop_token_ids", self.stop_token_ids)
@@ -213,13 +214,6 @@ def _temperature(value: Any) -> float:
     """Return the temperature, raised if logits divided by it could overflow float32. 0 stays 0."""
     found = _float("temperature", value, 0, 1e6)
     return max(found, MIN_TEMPERATURE) if found else 0.0
-
-
-def _int(name: str, value: Any, least: int, most: int) -> int:
-    number: int = as_int(name, value)
-    if not least <= number <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, got {number}")
-    return number
 
 
 def _float(name: str, value: Any, least: float, most: float) -> float:
@@ -244,7 +238,7 @@ def _tokens(name: str, value: Any) -> list[int]:
         raise TypeError(f"{name} must be a list of tokens, got {value!r:.60}")
     if len(found) > MAX_LISTED:
         raise ValueError(f"{name} must be at most {MAX_LISTED} tokens, got {len(found)}")
-    return [_int(name, token, 0, 2**31 - 1) for token in found]
+    return [as_int_within(name, token, 0, 2**31 - 1) for token in found]
 
 
 def _bias(value: Any) -> dict[int, float] | None:
@@ -257,5 +251,5 @@ def _bias(value: Any) -> dict[int, float] | None:
     for token, amount in value.items():
         if isinstance(token, str) and token.isdecimal() and len(token) < 12:
             token = int(token)
-        bias[_int("logit_bias", token, 0, 2**31 - 1)] = _float("logit_bias", amount, -100, 100)
+        bias[as_int_within("logit_bias", token, 0, 2**31 - 1)] = _float("logit_bias", amount, -100, 100)
     return bias or None

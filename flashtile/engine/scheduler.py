@@ -104,7 +104,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
         # A seat is one of the max_num_seqs sequences that may have memory.
-        self._promised = 0  # seats reserved for answers that are not forked yet
+        self._reserved_seats = 0  # seats reserved for answers that are not forked yet
         self._beam_searches: set[Request] = set()
         self._full = False  # a sequence waits for a seat
         # The last sequence that was not started for lack of blocks, and the blocks available at that time.
@@ -142,7 +142,7 @@ class Scheduler:
             count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
             if sequence.guesses:  # all guesses or none, and no sequence is preempted for them
                 fits = sequence.num_computed + count <= self.manager.max_seqlen
-                if count == wanted and fits and self._make_room_at_once(sequence, count, step):
+                if count == wanted and fits and self._make_room_without_preempting(sequence, count, step):
                     self._enter(sequence, count, step)
                     budget -= count
                     continue
@@ -156,7 +156,7 @@ class Scheduler:
         self._cache_prompts(step)
         return step
 
-    def settle(self, sequence: Sequence) -> None:
+    def drop_guesses(self, sequence: Sequence) -> None:
         """Drop a sequence's guesses after their step was read, and free the memory of rejected ones."""
         sequence.guesses = []
         if sequence.block_sequence is not None:
@@ -259,7 +259,7 @@ class Scheduler:
                 if not self._swap_in(sequence, step):
                     return
                 count = min(sequence.wanted, budget)
-                if not count or not self._make_room_at_once(sequence, count, step):
+                if not count or not self._make_room_without_preempting(sequence, count, step):
                     continue
             else:
                 if self._seats_taken() + self._seats(sequence) > self.max_num_seqs:
@@ -281,7 +281,7 @@ class Scheduler:
         return 1 if sequence.forked else sequence.request.width
 
     def _seats_taken(self) -> int:
-        taken = len(self.manager.table.rows) + self._promised
+        taken = len(self.manager.table.rows) + self._reserved_seats
         if self._beam_searches:
             self._beam_searches = {one for one in self._beam_searches if not one.finished}
             for request in self._beam_searches:
@@ -316,14 +316,14 @@ class Scheduler:
         if request.is_beam_search:
             self._beam_searches.add(request)
         elif not sequence.forked:
-            self._promised += request.width - 1
+            self._reserved_seats += request.width - 1
         if request.metrics.first_scheduled_time is None:
             request.num_cached_tokens = found
             self.prefix_queries += request.num_prompt * self.prefix_caching
             self.prefix_hits += found
         return count
 
-    def _make_room_at_once(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
+    def _make_room_without_preempting(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
         assert sequence.block_sequence is not None
         try:
             step.move(COPY, self.manager.reserve(sequence.block_sequence, count))
@@ -379,7 +379,7 @@ class Scheduler:
         sequence.forked = True
         if request.is_beam_search:
             return []
-        self._promised -= request.width - 1
+        self._reserved_seats -= request.width - 1
         assert sequence.block_sequence is not None
         forks = []
         for index in range(1, request.width):
@@ -414,7 +414,7 @@ class Scheduler:
         self.manager.free(sequence.block_sequence)
         sequence.block_sequence, sequence.num_cached = None, 0
         if not sequence.forked and not sequence.request.is_beam_search:
-            self._promised -= sequence.request.width - 1
+            self._reserved_seats -= sequence.request.width - 1
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.state is State.RUNNING:

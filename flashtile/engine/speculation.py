@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashtile.checks.arguments import is_choice
+from flashtile.checks.arguments import check_int, is_choice
 from flashtile.checks.conversions import as_int
 from flashtile.engine.request import Sequence, State
 from flashtile.engine.sampling_params import SamplingParams
@@ -43,7 +43,7 @@ class Guesses(NamedTuple):
     parents: tuple[int, ...]
 
 
-def row(tokens: list[int]) -> Guesses:
+def chain(tokens: list[int]) -> Guesses:
     """Return guesses that form a chain."""
     return Guesses(tokens, tuple(range(len(tokens))))
 
@@ -69,7 +69,7 @@ def visible(parents: tuple[int, ...]) -> list[int]:
     return found
 
 
-def way(guesses: list[int], parents: tuple[int, ...], draws: list[int]) -> list[int]:
+def accepted_path(guesses: list[int], parents: tuple[int, ...], draws: list[int]) -> list[int]:
     """Return the accepted path of nodes, which begins with the last token (0).
 
     ``draws[i]`` is the token drawn after node i. A guess is accepted if its parent is on the path and the
@@ -153,8 +153,7 @@ def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftMo
         given["model"] = Path(folder)
     found: PromptLookup | DraftModel = kind(**given)
     count = found.num_speculative_tokens
-    if not 1 <= count <= MAX_GUESSES:
-        raise ValueError(f"num_speculative_tokens must be from 1 to {MAX_GUESSES}, got {count}")
+    check_int("num_speculative_tokens", count, 1, MAX_GUESSES)
     if isinstance(found, DraftModel):
         if not 1 <= found.tree_width <= MAX_GUESSES // count:
             raise ValueError(
@@ -174,7 +173,7 @@ def make_speculator(settings: PromptLookup | DraftModel) -> Speculator | DraftSp
     return Speculator(settings) if isinstance(settings, PromptLookup) else DraftSpeculator(settings)
 
 
-def _room(sequence: Sequence, most: int, lead: int) -> int:
+def _chain_length(sequence: Sequence, most: int, lead: int) -> int:
     """Return the useful length of a chain of guesses, at most ``most``.
 
     It is 0 if the next step does not continue an answer, or computes more than ``lead`` tokens before the
@@ -195,36 +194,36 @@ class Speculator:
 
     def __init__(self, settings: PromptLookup):
         self.settings = settings
-        self._places: dict[Sequence, tuple[int, dict[tuple[int, ...], int]]] = {}
+        self._positions: dict[Sequence, tuple[int, dict[tuple[int, ...], int]]] = {}
 
     def guess(self, sequence: Sequence) -> Guesses:
         """Guess the tokens that follow a sequence. Return none if its last tokens do not occur earlier."""
-        count = _room(sequence, self.settings.num_speculative_tokens, 1)
+        count = _chain_length(sequence, self.settings.num_speculative_tokens, 1)
         if not count:
-            return row([])
-        tokens, places = sequence.tokens, self._index(sequence)
+            return chain([])
+        tokens, positions = sequence.tokens, self._index(sequence)
         for length in range(self.settings.prompt_lookup_max, self.settings.prompt_lookup_min - 1, -1):
-            at = places.get(tuple(tokens[-length:]))
+            at = positions.get(tuple(tokens[-length:]))
             if at is not None and len(tokens) > length:
                 guesses = tokens[at : at + count]
                 while len(guesses) < count:  # continue a repetition shorter than the guesses
                     guesses.append(guesses[at - len(tokens)])
-                return row(guesses)
-        return row([])
+                return chain(guesses)
+        return chain([])
 
     def forget(self, sequence: Sequence) -> None:
-        self._places.pop(sequence, None)
+        self._positions.pop(sequence, None)
 
     def _index(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
         """Map each run of tokens to the position after its latest occurrence."""
-        done, places = self._places.get(sequence, (1, {}))
+        done, positions = self._positions.get(sequence, (1, {}))
         tokens = sequence.tokens
         for end in range(done, len(tokens)):  # no token follows the run at the end yet
             for length in range(self.settings.prompt_lookup_min, self.settings.prompt_lookup_max + 1):
                 if length <= end:
-                    places[tuple(tokens[end - length : end])] = end
-        self._places[sequence] = len(tokens), places
-        return places
+                    positions[tuple(tokens[end - length : end])] = end
+        self._positions[sequence] = len(tokens), positions
+        return positions
 
 
 class DraftSpeculator:
@@ -239,7 +238,7 @@ class DraftSpeculator:
     def guess(self, sequence: Sequence) -> Guesses:
         # After an accepted sibling, whose cache slot is wrong, two tokens are computed before the guesses.
         lead = 1 + (self.settings.tree_width > 1)
-        depth = _room(sequence, self.settings.num_speculative_tokens, lead)
+        depth = _chain_length(sequence, self.settings.num_speculative_tokens, lead)
         parents = self.settings.parents
         if depth < self.settings.num_speculative_tokens:
             parents = comb(depth, 1)  # near the end of the answer there is no room for siblings

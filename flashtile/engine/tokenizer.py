@@ -24,7 +24,7 @@ PLAIN_CHAT = (
 
 SHORT = 8
 """A text of at most this many characters per allowed token is encoded without a check of its length."""
-PIECE, CERTAIN = 2**14, 64
+PIECE, MARGIN = 2**14, 64
 """Characters of a longer text that are encoded together; margin of tokens for the cuts between pieces."""
 
 
@@ -73,7 +73,7 @@ class Tokenizer(ABC):
         count = 0
         for start in range(0, len(text), PIECE):
             count += len(self.encode(text[start : start + PIECE], add_special_tokens=False))
-            if count > 2 * most + CERTAIN:
+            if count > 2 * most + MARGIN:
                 return True
         return False
 

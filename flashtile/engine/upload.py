@@ -26,7 +26,7 @@ AHEAD_BYTES = 2**28
 """Largest number of bytes of weights that are read ahead of their use."""
 
 
-class Stretch(NamedTuple):
+class ByteRange(NamedTuple):
     """The bytes of a tensor in a file: ``nbytes`` from ``offset`` on."""
 
     path: Path
@@ -40,29 +40,29 @@ class Upload:
     """Loads tensors by name: ``upload(name)`` returns the tensor on the device.
 
     Args:
-        stretches: the tensors' bytes by name, in about the order of use. Each tensor may be loaded once.
+        ranges: the tensors' bytes by name, in about the order of use. Each tensor may be loaded once.
         device: the target device. Copies run on the stream that is current when this object is made; use the
             tensors on that stream.
     """
 
-    def __init__(self, stretches: dict[str, Stretch], device: torch.device):
-        self.stretches, self.device = stretches, device
+    def __init__(self, ranges: dict[str, ByteRange], device: torch.device):
+        self.ranges, self.device = ranges, device
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.current_stream(device) if on_gpu else None
         threads = min(THREADS, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(threads, "flashtile-upload")
-        self._rooms: SimpleQueue[tuple[Tensor, Any]] = SimpleQueue()
-        for room in torch.empty(2 * threads, PART_BYTES, dtype=torch.uint8, pin_memory=on_gpu):
-            self._rooms.put((room, torch.cuda.Event() if on_gpu else None))
-        self._files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in stretches.values()}}
+        self._buffers: SimpleQueue[tuple[Tensor, Any]] = SimpleQueue()
+        for buffer in torch.empty(2 * threads, PART_BYTES, dtype=torch.uint8, pin_memory=on_gpu):
+            self._buffers.put((buffer, torch.cuda.Event() if on_gpu else None))
+        self._files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in ranges.values()}}
         weakref.finalize(self, _close, list(self._files.values()))
-        self._left = list(reversed(stretches))  # not sent yet, the next one last
+        self._unsent = list(reversed(ranges))  # not sent yet, the next one last
         self._sent: dict[str, tuple[Tensor, Sequence[Future[None]]]] = {}
         self._send_ahead()
 
     def __call__(self, name: str) -> Tensor:
         if name not in self._sent:
-            self._left.remove(name)
+            self._unsent.remove(name)
             self._send(name)
         out, parts = self._sent.pop(name)
         for part in parts:
@@ -71,32 +71,32 @@ class Upload:
         return out
 
     def _send_ahead(self) -> None:
-        while self._left and sum(out.nbytes for out, _ in self._sent.values()) < AHEAD_BYTES:
-            self._send(self._left.pop())
+        while self._unsent and sum(out.nbytes for out, _ in self._sent.values()) < AHEAD_BYTES:
+            self._send(self._unsent.pop())
 
     def _send(self, name: str) -> None:
-        stretch = self.stretches[name]
-        out = torch.empty(stretch.shape, dtype=stretch.dtype, device=self.device)
-        target, file = out.reshape(-1).view(torch.uint8), self._files[stretch.path]
+        span = self.ranges[name]
+        out = torch.empty(span.shape, dtype=span.dtype, device=self.device)
+        target, file = out.reshape(-1).view(torch.uint8), self._files[span.path]
         parts = [
-            self._threads.submit(self._copy, file, stretch.offset + at, target[at : at + PART_BYTES])
-            for at in range(0, stretch.nbytes, PART_BYTES)
+            self._threads.submit(self._copy, file, span.offset + at, target[at : at + PART_BYTES])
+            for at in range(0, span.nbytes, PART_BYTES)
         ]
         self._sent[name] = out, parts
 
     def _copy(self, file: int, offset: int, target: Tensor) -> None:
-        room, event = self._rooms.get()
+        buffer, event = self._buffers.get()
         try:
             if event is not None:
                 event.synchronize()  # the buffer's previous copy has finished
-            _read(file, offset, room[: len(target)])
+            _read(file, offset, buffer[: len(target)])
             # Inference mode and the current stream are thread-local.
             with torch.inference_mode(), torch.cuda.stream(self._stream):
-                target.copy_(room[: len(target)], non_blocking=True)
+                target.copy_(buffer[: len(target)], non_blocking=True)
                 if event is not None:
                     event.record(self._stream)
         finally:
-            self._rooms.put((room, event))
+            self._buffers.put((buffer, event))
 
 
 def _close(files: Sequence[int]) -> None:
@@ -104,9 +104,9 @@ def _close(files: Sequence[int]) -> None:
         os.close(file)
 
 
-def _read(file: int, offset: int, room: Tensor) -> None:
+def _read(file: int, offset: int, buffer: Tensor) -> None:
     """Fill a pinned buffer from a file, beginning at ``offset``."""
-    view = memoryview((ctypes.c_char * len(room)).from_address(room.data_ptr())).cast("B")
+    view = memoryview((ctypes.c_char * len(buffer)).from_address(buffer.data_ptr())).cast("B")
     while view:
         count = os.preadv(file, [view], offset)
         if not count:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flashtile.engine.config import ConfigError, ModelConfig, read_json
-from flashtile.engine.upload import Stretch, Upload
+from flashtile.engine.upload import ByteRange, Upload
 
 Weights = Callable[[str], Tensor]
 """name -> this rank's part of the tensor, in the model's dtype and on its device."""
@@ -95,7 +95,7 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
     return found
 
 
-def with_its_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
+def with_checkpoint_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
     """Untie the embeddings in ``config`` if the checkpoint has another ``lm_head`` than the embedding.
 
     The weights are compared in ``dtype``. Like Transformers 5, this keeps the ``lm_head``, with a warning.
@@ -134,7 +134,7 @@ def open_weights(
         FileNotFoundError: the folder has no safetensors.
         ConfigError: a header is invalid, or a weight is missing, unknown, duplicated or of another shape.
     """
-    places, expected, paths = {}, parameters(config), {}
+    files, expected, paths = {}, parameters(config), {}
     for path, file, names in _opened(folder):
         for name in names:
             if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
@@ -143,7 +143,7 @@ def open_weights(
                 raise ConfigError(
                     f"{path} has a weight that {config.model_type} does not have: {name!r:.120}"
                 )
-            if name in places:
+            if name in files:
                 raise ConfigError(f"{path}: expected each weight in one file, got {name!r} in a second one")
             part = file.get_slice(name)
             shape, kind = tuple(part.get_shape()), part.get_dtype()
@@ -152,8 +152,8 @@ def open_weights(
                 raise ConfigError(f"{path}: {name} must have shape {wanted} by config.json, got {shape}")
             if kind not in FLOATS:
                 raise ConfigError(f"{path}: {name} must be one of {', '.join(FLOATS)}, got {kind}")
-            places[name], paths[name] = file, path
-    missing = [name for name in expected if name not in places]
+            files[name], paths[name] = file, path
+    missing = [name for name in expected if name not in files]
     if missing:
         raise ConfigError(
             f"{folder} has no weight {missing[0]!r} ({len(missing)} of {len(expected)} are missing)"
@@ -165,7 +165,7 @@ def open_weights(
         if split is not None:
             part[split] = shard.slice(shape[split])
         if upload is None:
-            tensor = places[name].get_slice(name)[tuple(part)]
+            tensor = files[name].get_slice(name)[tuple(part)]
         elif split:
             tensor = upload(name)[tuple(part)]
         else:
@@ -174,11 +174,11 @@ def open_weights(
 
     upload = None
     if device.type == "cuda" and hasattr(os, "preadv"):
-        upload = Upload(stretches({name: paths[name] for name in expected}, expected, shard), device)
+        upload = Upload(byte_ranges({name: paths[name] for name in expected}, expected, shard), device)
     return weights
 
 
-def stretches(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, Stretch]:
+def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, ByteRange]:
     """Return the byte ranges of weights in safetensors files whose headers have been checked.
 
     Of weights divided by rows, the range covers only this process's rows; otherwise the whole tensor.
@@ -192,7 +192,7 @@ def stretches(paths: dict[str, Path], expected: dict[str, Parameter], shard: Sha
             rows, size = shard.slice(shape[0]), (last - first) // shape[0]
             first, last = first + rows.start * size, first + rows.stop * size
             shape = (rows.stop - rows.start, *shape[1:])
-        found[name] = Stretch(path, begin + first, last - first, FLOATS[entry["dtype"]], shape)
+        found[name] = ByteRange(path, begin + first, last - first, FLOATS[entry["dtype"]], shape)
     return found
 
 

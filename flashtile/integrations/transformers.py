@@ -1,14 +1,14 @@
 """``attn_implementation="flashtile"`` for Hugging Face Transformers, after :func:`register` has been called.
 
 :mod:`flashtile.integrations.transformers_attention` computes the attention. In compiled models and over
-pages, Transformers' own code for flash implementations calls :func:`dense`, :func:`varlen` and
-:func:`with_kvcache` instead of FlashAttention's functions. That code passes only arguments that a function
-names, so these functions use Transformers' argument names. For example, ``s_aux`` is the attention sink.
+pages, Transformers' own code for flash implementations calls ``dense``, ``varlen`` and ``with_kvcache``
+instead of FlashAttention's functions. That code passes only arguments that a function's signature names.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -127,73 +127,29 @@ def unregister() -> None:
     model._check_and_adjust_attn_implementation = model._check_and_adjust_attn_implementation.__wrapped__
 
 
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """Call :func:`flashtile.flash_attn_func` with Transformers' argument names."""
-    try:
-        return flash_attn_func(
-            q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
-            deterministic=deterministic, sink=s_aux,
-        )  # fmt: skip
-    except NotImplementedError as error:
-        raise renamed(error, IN_CONFIG) from None
+def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Callable[..., Tensor]:
+    """Wrap a function of flashtile: its ``sink`` becomes ``s_aux``, and its signature lacks ``hidden``."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, s_aux: Tensor | None = None, **named: Any) -> Any:
+        try:
+            return function(*arguments, sink=s_aux, **named)
+        except NotImplementedError as error:
+            raise renamed(error, IN_CONFIG) from None
+
+    parameters = [
+        parameter.replace(name="s_aux") if parameter.name == "sink" else parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name not in hidden
+    ]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return call
 
 
-def varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """Call :func:`flashtile.flash_attn_varlen_func` with Transformers' argument names."""
-    try:
-        return flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-            softmax_scale, causal, window_size, softcap, deterministic=deterministic, sink=s_aux,
-        )  # fmt: skip
-    except NotImplementedError as error:
-        raise renamed(error, IN_CONFIG) from None
-
-
-def with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_seqlens: Tensor,
-    block_table: Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    s_aux: Tensor | None = None,
-) -> Tensor:
-    """Call :func:`flashtile.flash_attn_with_kvcache` with Transformers' names, for continuous batching."""
-    return flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens, block_table=block_table,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sink=s_aux,
-    )  # fmt: skip
+dense = _under_transformers_names(flash_attn_func)
+varlen = _under_transformers_names(flash_attn_varlen_func)
+with_kvcache = _under_transformers_names(flash_attn_with_kvcache, "max_seqlen_q")
+"""For continuous batching, in which every sequence has one query."""
 
 
 class _Loader:

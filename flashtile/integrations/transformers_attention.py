@@ -2,6 +2,12 @@
 
 Masks become arguments of flashtile's functions, so tokens are not unpadded and padded again. No layer waits
 for the device: :mod:`flashtile.integrations.transformers_masks` reads a mask once per forward pass.
+
+The time of a decoding step (one query per sequence) is dominated by the host, so there is a fast path. The
+layers of a step call attention with tensors of equal shapes and strides. The first layer takes the general
+path. The others look up the first layer's launch by the arguments that Transformers passes. They pass these
+tensors to the launch without a transpose, because a compiled kernel needs only addresses, which a transpose
+does not change.
 """
 
 from __future__ import annotations
@@ -18,10 +24,11 @@ from torch import Tensor
 from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.padding import as_cells
+from flashtile.caches import BoundedCache
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import make_options
 from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of
-from flashtile.integrations.transformers_steps import attend_by, kind_of_step, remember
+from flashtile.op.operation import CACHE_BYTES, SIGNATURE_BYTES, is_plain, signatures
 from flashtile.operators.decode import DECODE
 from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 
@@ -41,6 +48,10 @@ FEW_QUERIES = 16
 
 A decoding step splits the keys among programs.
 """
+
+
+_launches: BoundedCache = BoundedCache(CACHE_BYTES)
+"""Maps the key of :func:`_kind_of_step` to (launch, shape of out)."""
 
 
 def serving(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,10 +81,10 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
             others["output_attentions"] = _collects_weights()
         step = None
         if attention_mask is None and query.shape[2] == 1:
-            step = kind_of_step(
+            step = _kind_of_step(
                 query, key, value, dropout, scaling, sliding_window, softcap, s_aux, others
             )  # fmt: skip
-            out = None if step is None else attend_by(step, query, key, value)
+            out = None if step is None else _attend_by(step, query, key, value)
             if out is not None:
                 return out, None
         of_scores = attention_mask is not None and attention_mask.dim() == 4
@@ -114,12 +125,67 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
                 return _packed(q, k, v, options | sequences), None
             out = _dense(q, k, v, options)
             if step is not None:
-                remember(step, q, k, v, _options_of_step(*(options[name] for name in _OF_STEP)), out)
+                _remember(step, q, k, v, _options_of_step(*(options[name] for name in _OF_STEP)), out)
             return out, None
         except NotImplementedError as error:
             raise renamed(error, IN_CONFIG) from None
 
     return serve
+
+
+def _kind_of_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    others: dict[str, Any],
+) -> tuple | None:
+    """Return the key of the launch of a step without a mask, or None for a step that needs the general path.
+
+    The arguments are those of Transformers' attention: query (batch, heads, 1, head_dim), key and value
+    (batch, heads_kv, keys, head_dim). ``others`` has the flag ``output_attentions``.
+    """
+    given, positions = others.get, others.get("position_ids")
+    if (
+        not is_plain((query, key, value))
+        or type(scaling) is not float
+        or torch.is_grad_enabled()
+        or torch._C._is_any_autocast_enabled()
+        or dropout
+        or s_aux is not None
+        or given("output_attentions")
+        or given("position_bias") is not None
+        or given("cache") is not None
+        or given("cu_seq_lens_q") is not None
+        or (positions is not None and positions.shape[-1] != 1)
+    ):
+        return None
+    return (scaling, sliding_window, softcap, *signatures((query, key, value)))
+
+
+def _attend_by(kind: tuple, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+    """Compute out (batch, 1, heads, head_dim) by an earlier layer's launch. Return None if there is none."""
+    known = _launches.get(kind)
+    if known is None:
+        return None
+    launch, shape = known
+    out = query.new_empty(*shape)
+    launch(query, key, value, DECODE.nothing, out)
+    return out
+
+
+def _remember(kind: tuple, q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, out: Tensor) -> None:
+    """Store the launch that computed ``out``, for the following layers.
+
+    q, k, v and out are (batch, tokens, heads, head_dim).
+    """
+    launch: Any = DECODE.launches.get((options, *signatures((q, k, v))))
+    if getattr(launch, "takes_addresses", False):
+        _launches.store(kind, (launch, tuple(out.shape)), SIGNATURE_BYTES)
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:

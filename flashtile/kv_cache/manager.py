@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.conversions import as_int
-from flashtile.kv_cache.arguments import as_ints, as_size
 from flashtile.kv_cache.integrity import Invariant, Usage, check_integrity, usage
-from flashtile.kv_cache.pool import BlockPool, Copies, OutOfBlocksError
-from flashtile.kv_cache.prefix import block_hashes
-from flashtile.kv_cache.table import NO_SEQUENCE, NO_STEP, Batch, BlockTable
+from flashtile.kv_cache.pool import BlockPool, Copies, OutOfBlocksError, as_size, block_hashes
+from flashtile.kv_cache.table import NO_SEQUENCE, NO_STEP, Batch, BlockTable, as_ints
 
 Reservation = tuple[int, int, int]
 """(row, tokens before, tokens after) of a sequence for which tokens are reserved."""

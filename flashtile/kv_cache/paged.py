@@ -11,9 +11,8 @@ from torch import Tensor
 from flashtile.api.decode import append_kvcache, copy_blocks, flash_attn_with_kvcache
 from flashtile.checks.arguments import as_device, check_dense, check_floats, check_pair, is_choice, named
 from flashtile.checks.conversions import refuse_descales
-from flashtile.kv_cache.arguments import as_size
 from flashtile.kv_cache.manager import BlockManager
-from flashtile.kv_cache.pool import BlockPool, Copies
+from flashtile.kv_cache.pool import BlockPool, Copies, as_size
 from flashtile.kv_cache.table import Batch
 from flashtile.problems.common import DTYPES
 from flashtile.problems.decode import FP8, MAX_HEAD_DIM
@@ -289,10 +288,7 @@ class PagedKVCache(BlockManager):
             pair = (own, self._host) if source is self.pool else (self._host, own)
             origins, destinations = torch.tensor(copies).unbind(1)
             for old, new in zip(*pair, strict=True):
-                here, there = origins.to(old.device), destinations.to(new.device)
-                for layer in range(len(old)):  # one at a time, so that the copy needs one layer's memory only
-                    moved = _bytes(old[layer]).index_select(0, here).to(new.device)
-                    _bytes(new[layer]).index_copy_(0, there, moved)
+                move_blocks(old, new, origins.to(old.device), destinations.to(new.device))
 
     def _tensors(self) -> dict[str, Any]:
         """Return all tensors (num_layers, num_blocks, ...) of blocks, under ``copy_blocks``'s names."""
@@ -331,6 +327,16 @@ def _to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
     if device.type == "cpu":
         return tensors
     return torch.cat(tensors).to(device).split([len(tensor) for tensor in tensors])
+
+
+def move_blocks(old: Tensor, new: Tensor, origins: Tensor, destinations: Tensor) -> None:
+    """Copy blocks ``origins`` of ``old`` to blocks ``destinations`` of ``new``, possibly between devices.
+
+    Both tensors are (num_layers, num_blocks, ...). Layers are copied one at a time, so that the temporary
+    memory is that of one layer.
+    """
+    for source, target in zip(_bytes(old), _bytes(new), strict=True):
+        target.index_copy_(0, destinations, source.index_select(0, origins).to(target.device))
 
 
 def _bytes(memory: Tensor) -> Tensor:

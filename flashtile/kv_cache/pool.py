@@ -1,4 +1,4 @@
-"""A pool of blocks with reference counts and a prefix cache.
+"""A pool of blocks with reference counts, and a prefix cache that finds full blocks by chained hashes.
 
 Every block is in exactly one of three states:
 
@@ -14,16 +14,29 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.kv_cache.arguments import as_size
+from flashtile.checks.arguments import as_int_within
+
+MAX_SIZE = 2**30
+"""Largest allowed size, so that the sum of two lengths fits into an int32."""
+
+HASH_BYTES = 16
+"""Two different prefixes share a hash with probability 2^-128, so contents are not compared."""
 
 Copies = list[tuple[int, int]]
 """(source, destination) blocks. No destination is also a source, so the order of copies does not matter."""
+
+
+def as_size(name: str, value: Any, least: int = 1, most: int = MAX_SIZE) -> int:
+    """Convert to an int from ``least`` to ``most``. Raise TypeError or ValueError naming the argument."""
+    size: int = as_int_within(name, value, least, most)
+    return size
 
 
 class CacheFullError(RuntimeError):
@@ -158,3 +171,27 @@ class BlockPool(ArraysWithViews):
         del self.block_of[self.hash_of.pop(block)]
         self.refs[block] = 0
         return block
+
+
+def block_hashes(tokens: array[int], block_size: int, salt: bytes = b"") -> Iterator[bytes]:
+    """Yield the hash of each full block of ``tokens``, in order. A last partial block has none.
+
+    Keys and values of a token depend on every earlier token, so a block can be reused only if the whole
+    prefix is equal: ``hash[j] = H(hash[j - 1] + tokens of block j)``.
+
+    Args:
+        tokens: the sequence's tokens.
+        block_size: tokens per block.
+        salt: part of every hash, for anything else that keys and values depend on (an adapter, an image) or
+            that separates tenants.
+
+    Raises:
+        TypeError: ``salt`` is not bytes, even if there is no full block.
+    """
+    if not isinstance(salt, bytes):
+        raise TypeError(f"salt must be bytes, got {type(salt).__name__}")
+    block_hash = blake2b(salt, digest_size=HASH_BYTES).digest()
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        content = tokens[start : start + block_size].tobytes()
+        block_hash = blake2b(block_hash + content, digest_size=HASH_BYTES).digest()
+        yield block_hash

@@ -15,12 +15,27 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.conversions import as_int
-from flashtile.kv_cache.arguments import as_ints
 from flashtile.kv_cache.pool import ArraysWithViews, OutOfSequencesError
 
 NO_SEQUENCE = -1
 NO_STEP = 0
 NO_CHANGES = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+
+
+def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
+    """Convert to a one-dimensional array of int64. Raise TypeError or ValueError naming the argument."""
+    if isinstance(values, Tensor):
+        if values.dim() != 1:
+            raise ValueError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")
+        if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
+            raise TypeError(f"{name} must be integers, got {values.dtype}")
+        values = values.tolist()
+    try:
+        return array("q", [*values])
+    except TypeError as error:
+        raise TypeError(f"{name} must be integers in one dimension: {error}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must be integers within int64") from None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,18 +1,23 @@
 """Attention of one rank's queries over some of the keys, block by block, and its backward pass.
 
-Partial results for the same queries stay float32 (float64 for float64 inputs) until all have been merged.
+The methods of context parallelism (:class:`Method`) exchange keys and values, and compute with the classes of
+this module. Partial results for the same queries stay float32 (float64 for float64 inputs) until all have
+been merged.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from flashtile.api.merge import merge_into
 from flashtile.operators.attention import BACKWARD, FORWARD
-from flashtile.parallel.blocks import Block, Packed, Pair
+from flashtile.parallel.blocks import Block, Mask, Packed, Pair, pair_of
+from flashtile.parallel.layout import Piece, tokens_of
+from flashtile.parallel.ranks import Ranks
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 
@@ -39,6 +44,80 @@ class Scores:
             backend=self.backend,
             partial=partial,
         )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Description of a call that the ranks of one group make together.
+
+    Args:
+        ranks: the group.
+        pieces_q, pieces_k: for each rank, the tokens of its q, and those of its k and v.
+        mask: the mask of the whole sequence.
+        scores: the other options of attention.
+        timeout: seconds to wait for a rank.
+        keys_shared: whether ranks outside of the group attend to the same key heads. Gradients of keys and
+            values are then returned in float32, and the caller sums them.
+    """
+
+    ranks: Ranks
+    pieces_q: tuple[tuple[Piece, ...], ...]
+    pieces_k: tuple[tuple[Piece, ...], ...]
+    mask: Mask
+    scores: Scores
+    timeout: float
+    keys_shared: bool = False
+
+    def pair(self, rank_q: int, rank_k: int) -> Pair:
+        """Return the calls of one rank's queries with the keys of another."""
+        return pair_of(self.pieces_q[rank_q], self.pieces_k[rank_k], self.mask)
+
+    @property
+    def lengths_q(self) -> list[int]:
+        return [tokens_of(pieces) for pieces in self.pieces_q]
+
+    @property
+    def lengths_k(self) -> list[int]:
+        return [tokens_of(pieces) for pieces in self.pieces_k]
+
+
+class Forward(NamedTuple):
+    """Result of a forward pass on one rank.
+
+    Attributes:
+        out: (batch, tokens, heads_q, head_dim_v), of this rank's queries over all keys.
+        lse: (batch, heads_q, tokens).
+        saved: tensors that the backward pass needs.
+    """
+
+    out: Tensor
+    lse: Tensor
+    saved: tuple[Tensor, ...]
+
+
+class Gradients(NamedTuple):
+    """Gradients of this rank's tokens, in the shapes of q, k and v.
+
+    dsink (heads_q,) covers only this rank's computations: the sum over ranks is the gradient of the sink.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsink: Tensor | None
+
+
+class Method(Protocol):
+    """A method of context parallelism.
+
+    q, k and v are (batch, tokens, heads, head_dim), and lse is (batch, heads_q, tokens).
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward: ...
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
+    ) -> Gradients: ...
 
 
 class State:
@@ -195,6 +274,17 @@ class Saved:
             dk.add(parts[1], *keys)
             dv.add(parts[2], *keys)
 
+    def sink_gradient(self, sink: Tensor | None) -> Tensor | None:
+        """Return dsink (heads,): the sum over rows of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
+        if sink is None:
+            return None
+        lse = self.lse
+        ds = -(self.dout.to(lse.dtype) * self.out).sum(-1).transpose(1, 2)
+        if self.dlse is not None:
+            ds = ds + self.dlse
+        p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
+        return (p * ds).masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(sink.dtype)
+
     def _backward(self, k: Tensor, v: Tensor, call: Block | Packed, rows: slice) -> tuple[Tensor, ...]:
         dout, out, q = self.dout[:, rows], self.out[:, rows], self.q[:, rows]
         lse = self.lse[:, :, rows].contiguous()
@@ -206,15 +296,6 @@ class Saved:
         extras = OptionalTensors(*call.offsets(self.q.device))
         flat = tuple(None if t is None else t.squeeze(0) for t in tensors)
         return tuple(t.unsqueeze(0) for t in BACKWARD.launch(flat, extras, options)[:3])
-
-
-def sink_gradient(sink: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """Return dsink (heads,) of some rows: the sum of ``exp(sink - lse) (dlse - rowsum(dout out))``."""
-    ds = -(dout.to(lse.dtype) * out).sum(-1).transpose(1, 2)
-    if dlse is not None:
-        ds = ds + dlse
-    p = torch.exp(sink.to(lse.dtype)[:, None] - lse)
-    return (p * ds).masked_fill(lse == -torch.inf, 0.0).sum((0, 2)).to(sink.dtype)
 
 
 def _forward(

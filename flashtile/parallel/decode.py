@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from flashtile.api.decode import append_kvcache, flash_attn_combine
-from flashtile.checks.arguments import check_choice, check_dense, check_int, check_int32
-from flashtile.checks.conversions import as_int, as_seconds, check_flag, make_options, with_unit_stride
+from flashtile.checks.arguments import as_int_within, check_choice, check_dense, check_int32
+from flashtile.checks.conversions import as_seconds, check_flag, make_options, with_unit_stride
 from flashtile.operators.decode import DECODE
 from flashtile.parallel.ranks import TIMEOUT, Ranks, as_bytes, num_bytes, ranks_of
 from flashtile.parallel.symmetric import Shared, check_symmetric, shared_memory
@@ -43,10 +43,9 @@ def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Te
     check_dense("lengths", lengths)
     if lengths.dtype.is_floating_point or lengths.dtype.is_complex or lengths.dtype == torch.bool:
         raise TypeError(f"lengths must be integers, got {lengths.dtype}")
-    size, rank, interleave = as_int("size", size), as_int("rank", rank), as_int("interleave", interleave)
-    check_int("size", size, 1, MAX_LENGTH)
-    check_int("rank", rank, 0, size - 1)
-    check_int("interleave", interleave, 1, MAX_LENGTH)
+    size = as_int_within("size", size, 1, MAX_LENGTH)
+    rank = as_int_within("rank", rank, 0, size - 1)
+    interleave = as_int_within("interleave", interleave, 1, MAX_LENGTH)
     if interleave == 1:  # two kernels rather than six on a GPU, where launches dominate
         return (lengths + (size - 1 - rank)) // size
     turn = interleave * size
@@ -142,8 +141,7 @@ def context_parallel_decode(
     batch, seqlen_q, heads, _ = q.shape
     check_dense("cache_seqlens", cache_seqlens)
     check_int32("cache_seqlens", cache_seqlens, (batch,), "(batch,)", q)
-    interleave = as_int("interleave", interleave)
-    check_int("interleave", interleave, 1, MAX_LENGTH)
+    interleave = as_int_within("interleave", interleave, 1, MAX_LENGTH)
     check_choice("merge", merge, MERGES)
     timeout = as_seconds("timeout", timeout)
     if merge == "symmetric":

@@ -21,16 +21,18 @@ from flashtile.checks.conversions import (
     with_unit_stride,
 )
 from flashtile.op.operation import PLAIN_TYPES
-from flashtile.parallel.attend import Scores
+from flashtile.parallel.attend import Method, Scores, Shards
 from flashtile.parallel.blocks import Mask
 from flashtile.parallel.gather import AllGather
 from flashtile.parallel.layout import all_pieces, check_layout
-from flashtile.parallel.methods import Method, Shards
 from flashtile.parallel.model import METHODS, Sharing, choose, setting_of
 from flashtile.parallel.ranks import TIMEOUT, Alone, Ranks, check_mesh, ranks_of
 from flashtile.parallel.ring import Ring
 from flashtile.parallel.ulysses import Ulysses, in_order, keys_shared
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
+
+SEQUENCE, HEADS = 1, 2
+"""Dimensions of DTensors (batch, seqlen, heads, head_dim)."""
 
 
 def context_parallel_attention(
@@ -181,17 +183,74 @@ def _attend_distributed(
     q: Any, k: Any, v: Any, return_lse: bool, layout: str, group: Any, mesh: Any, cu_seqlens: Any, sink: Any,
     **options: Any,
 ) -> Any:  # fmt: skip
-    from flashtile.parallel.dtensors import attend_local
+    """Attend to the local tensors of DTensors (batch, seqlen, heads, head_dim).
+
+    Exactly one dimension of the mesh must shard the sequence; its group shares the sequence. The other
+    dimensions may shard batch or heads, which needs no communication, or replicate.
+    """
+    from torch.distributed.tensor import Shard
 
     given = {"group": group, "mesh": mesh, "cu_seqlens_q": cu_seqlens, "sink": sink}
     for name, value in given.items():
         if value is not None:
             raise NotImplementedError(f"{name} must be None for DTensors, got {type(value).__name__}")
+    dim_of_sequence = _check_placements(q, k, v, layout)
+    out, lse = context_parallel_attention(
+        *(t.to_local() for t in (q, k, v)), group=q.device_mesh.get_group(dim_of_sequence), layout=layout,
+        return_lse=True, **options,
+    )  # fmt: skip
+    placed = _placed(out, q, (*q.shape[:3], v.shape[3]), q.placements)
+    if not return_lse:
+        return placed
+    of_lse = [Shard({0: 0, SEQUENCE: 2, HEADS: 1}[p.dim]) if p.is_shard() else p for p in q.placements]
+    return placed, _placed(lse, q, (q.shape[0], q.shape[2], q.shape[1]), of_lse)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, of_mesh: Any) -> Any:
-        return context_parallel_attention(q, k, v, group=of_mesh, layout=layout, return_lse=True, **options)
 
-    return attend_local(attend, q, k, v, return_lse, layout)
+def _check_placements(q: Any, k: Any, v: Any, layout: str) -> int:
+    """Check the placements of DTensors, and return the dimension of the mesh that shards the sequence."""
+    from torch.distributed.tensor import DTensor
+
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, DTensor):
+            raise TypeError(f"{name} must be a DTensor if q is one, got {type(tensor).__name__}")
+        if tensor.dim() != 4:
+            raise NotImplementedError(
+                f"{name} must be (batch, seqlen, heads, head_dim) as a DTensor, got {tuple(tensor.shape)}"
+            )
+        if tensor.device_mesh != q.device_mesh or tensor.placements != q.placements:
+            raise ValueError(
+                f"{name} must be placed as q, {q.placements} on {q.device_mesh}, got {tensor.placements} on "
+                f"{tensor.device_mesh}: redistribute it"
+            )
+    over = []
+    for dim, placement in enumerate(q.placements):
+        if placement.is_partial() or (placement.is_shard() and placement.dim not in (0, SEQUENCE, HEADS)):
+            raise ValueError(f"q must be sharded by batch, sequence or heads, or replicated, got {placement}")
+        if placement.is_shard(SEQUENCE):
+            over.append(dim)
+    if len(over) != 1:
+        raise NotImplementedError(
+            f"q must have its sequence sharded on one dimension of its mesh, got {q.placements}: "
+            "flashtile.attention takes DTensors sharded only by batch or heads"
+        )
+    if layout != "contiguous":
+        raise ValueError(
+            f"layout must be 'contiguous' for DTensors, whose shards are consecutive, got {layout!r}"
+        )
+    for dim, placement in enumerate(q.placements):
+        parts = q.device_mesh.size(dim)
+        if placement.is_shard(HEADS) and (q.shape[HEADS] % parts or k.shape[HEADS] % parts):
+            raise ValueError(f"k must have heads for {parts} equal shards, got {k.shape[HEADS]}")
+    return over[0]
+
+
+def _placed(local: Tensor, like: Any, shape: tuple[int, ...], placements: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
 
 
 class _Call(NamedTuple):

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.parallel.attend import Saved, Total, attend_once, sink_gradient
+from flashtile.parallel.attend import Forward, Gradients, Saved, Shards, Total, attend_once
 from flashtile.parallel.blocks import Pair, pair_of
 from flashtile.parallel.layout import Piece, joined
-from flashtile.parallel.methods import Forward, Gradients, Shards
 from flashtile.parallel.ranks import Message, as_bytes
 
 
@@ -61,8 +60,8 @@ class AllGather:
         dq, dk, dv = (Total(t, rows.dtype) for t in (q, keys, values))
         rows.differentiate(keys, values, self._pair(self._rank), dq, dk, dv)
         of_keys, of_values = self._sums([dk.value(), dv.value()], [k, v])
-        dsink = None if sink is None else sink_gradient(sink, dout, dlse, out, lse)
-        return Gradients(dq.rounded(q.dtype), of_keys.rounded(k.dtype), of_values.rounded(v.dtype), dsink)
+        dk_own, dv_own = of_keys.rounded(k.dtype), of_values.rounded(v.dtype)
+        return Gradients(dq.rounded(q.dtype), dk_own, dv_own, rows.sink_gradient(sink))
 
     @property
     def _rank(self) -> int:

@@ -8,15 +8,14 @@ messages with products; the other methods do not. Merging and copying partial re
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from flashtile.checks.arguments import check_choice, check_int
-from flashtile.checks.conversions import as_int, check_flag
+from flashtile.checks.arguments import as_int_within, check_choice
+from flashtile.checks.conversions import check_flag
 from flashtile.hardware.calls import ELEMENT_BYTES, Call
 from flashtile.hardware.cards import Card, card_of_device, find_card
 from flashtile.parallel.blocks import Mask, Pair, pair_of
@@ -98,8 +97,7 @@ class Sharing:
     def __post_init__(self) -> None:
         least = {"batch": 0, "seqlen": 0, "left": UNLIMITED, "right": UNLIMITED}
         for name in ("batch", "seqlen", "heads_q", "heads_kv", "head_dim", "head_dim_v", "left", "right"):
-            value = as_int(name, getattr(self, name))
-            check_int(name, value, least.get(name, 1), sys.maxsize)
+            as_int_within(name, getattr(self, name), least.get(name, 1), sys.maxsize)
         if self.heads_q % self.heads_kv:
             text = f"heads_q must be a multiple of heads_kv = {self.heads_kv}, got {self.heads_q}"
             raise ValueError(text)
@@ -165,12 +163,6 @@ MAX_RANKS = 2**14
 """Largest number of ranks, because the time of an estimate grows with the number of the ring's steps."""
 
 
-def _size(name: str, value: Any) -> int:
-    size: int = as_int(name, value)
-    check_int(name, size, 1, MAX_RANKS)
-    return size
-
-
 def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[ParallelEstimate]:
     """Estimate the cost of every method. Return the estimates, the fastest first.
 
@@ -197,7 +189,7 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
     for name, value, kind in (("sharing", sharing, Sharing), ("card", card, Card), ("link", link, Link)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
-    ranks = _size("ranks", ranks)
+    ranks = as_int_within("ranks", ranks, 1, MAX_RANKS)
     card.peak_tflops(sharing.dtype)  # raises
     rows = [_ring(sharing, ranks, card, link), _ulysses(sharing, ranks, card, link)]
     return sorted([*rows, _allgather(sharing, ranks, card, link)], key=lambda row: row.seconds)
@@ -226,7 +218,7 @@ def two_dimensions(
         >>> f"{row.ranks} ranks, {row.seconds * 1e3:.0f} ms, {row.efficiency:.0%} of it products"
         '1024 ranks, 63 ms, 92% of it products'
     """
-    ring, ulysses = _size("ring", ring), _size("ulysses", ulysses)
+    ring, ulysses = as_int_within("ring", ring, 1, MAX_RANKS), as_int_within("ulysses", ulysses, 1, MAX_RANKS)
     of_group = replace(
         sharing,
         heads_q=-(-sharing.heads_q // ulysses),
@@ -299,7 +291,7 @@ def explain(
         >>> explain(windowed, 8, link=LINKS["infiniband"]).method
         'ring'
     """
-    ranks = _size("ranks", ranks)
+    ranks = as_int_within("ranks", ranks, 1, MAX_RANKS)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own_card, own_link = setting_of(device, ranks)
     card, link = own_card if card is None else card, own_link if link is None else link
@@ -374,11 +366,8 @@ def _ulysses(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEs
     others = sharing.seqlen * (ranks - 1) / ranks
     sizes = {"forward": [others * (per_token // 2 + keys), others * per_token // 2]}
     sizes["backward"] = [others * per_token // 2, others * (per_token // 2 + keys)]
-    computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
-    waited = sum(link.seconds(size) for which in sharing.passes for size in sizes[which])
-    received = sum(size for which in sharing.passes for size in sizes[which])
     extra = sharing.seqlen * (per_token + keys)
-    return ParallelEstimate("ulysses", ranks, computed + waited, computed, waited, received, extra)
+    return _estimate("ulysses", sharing, ranks, card, link, pairs, sizes, extra)
 
 
 def _allgather(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
@@ -393,8 +382,16 @@ def _allgather(sharing: Sharing, ranks: int, card: Card, link: Link) -> Parallel
     others = max(0, tokens - tokens_of(_pieces(sharing, ranks, 0)))
     sizes = {"forward": [others * sharing.key_bytes]}
     sizes["backward"] = [others * sharing.key_bytes, others * sharing.key_gradient_bytes]
-    computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
-    waited = sum(link.seconds(size) for which in sharing.passes for size in sizes[which])
-    received = sum(size for which in sharing.passes for size in sizes[which])
     extra = tokens * (sharing.key_bytes + (sharing.key_gradient_bytes if sharing.backward else 0))
-    return ParallelEstimate("allgather", ranks, computed + waited, computed, waited, received, extra)
+    return _estimate("allgather", sharing, ranks, card, link, pairs, sizes, extra)
+
+
+def _estimate(
+    method: str, sharing: Sharing, ranks: int, card: Card, link: Link, pairs: float,
+    sizes: Mapping[str, Sequence[float]], extra: float,
+) -> ParallelEstimate:  # fmt: skip
+    """Return the cost of a method whose messages, of ``sizes`` bytes in each pass, do not overlap."""
+    computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
+    messages = [size for which in sharing.passes for size in sizes[which]]
+    waited = sum(map(link.seconds, messages))
+    return ParallelEstimate(method, ranks, computed + waited, computed, waited, sum(messages), extra)

@@ -213,7 +213,7 @@ class Ranks:
     def _silent(self, peers: Sequence[int], timeout: float) -> RuntimeError:
         named = ", ".join(map(str, sorted(set(peers)))) or "some"
         return RuntimeError(
-            f"rank {self.rank} of {self.size} heard nothing from rank {named} within {timeout:g} s: that "
+            f"rank {self.rank} of {self.size} got no message from rank {named} within {timeout:g} s: that "
             "rank has ended, has raised an error, or makes another call (all ranks must make the same calls "
             "in the same order)"
         )

@@ -16,9 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.parallel.attend import Saved, State, Total, attend_once, covers, sink_gradient
+from flashtile.parallel.attend import (
+    Forward,
+    Gradients,
+    Saved,
+    Shards,
+    State,
+    Total,
+    attend_once,
+    covers,
+)
 from flashtile.parallel.blocks import Pair, Ranges
-from flashtile.parallel.methods import Forward, Gradients, Shards
 from flashtile.parallel.ranks import Message, Pending, as_bytes
 
 
@@ -61,8 +69,8 @@ class Ring:
                 _add(pair.ranges, gradients, dk, dv)
             else:
                 returning = self._return(t, gradients, [k, v])
-        dsink = None if sink is None else sink_gradient(sink, dout, dlse, out, lse)
         of_keys = rows.dtype if shards.keys_shared else k.dtype
+        dsink = rows.sink_gradient(sink)
         return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
     def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:

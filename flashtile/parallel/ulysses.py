@@ -7,19 +7,18 @@ ranks, a key head is sent to every rank that has some of its query heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flashtile.parallel.attend import wide
+from flashtile.parallel.attend import Forward, Gradients, Method, Shards, wide
 from flashtile.parallel.layout import Piece, joined, positions, tokens_of
-from flashtile.parallel.methods import Forward, Gradients, Method, Shards
 from flashtile.parallel.ranks import as_bytes, from_bytes, num_bytes
 
-Heads = Callable[[int], list[int]]
-"""Function from a rank to its heads."""
+QUERIES, KEYS = True, False
+"""Whether a tensor holds rows of queries (q, out, lse, their gradients), or of keys (k, v, dk, dv)."""
 
 
 def query_heads(heads: int, size: int, rank: int) -> range:
@@ -61,19 +60,19 @@ class Ulysses:
     heads_kv: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> Forward:
-        q_heads, k_heads, v_heads = self._to_heads([q, k, v], [self._queries, self._keys, self._keys])
+        q_heads, k_heads, v_heads = self._to_heads([q, k, v], [QUERIES, KEYS, KEYS])
         if q_heads.shape[2] == 0:
             inner = _nothing(q_heads, k_heads, v_heads)
         else:
             inner = self.inner.forward(q_heads, k_heads, v_heads, self._own(sink))
-        lse, out = self._to_tokens([_as_rows(inner.lse), inner.out], [self._queries, self._queries])
+        lse, out = self._to_tokens([_as_rows(inner.lse), inner.out], [QUERIES, QUERIES])
         return Forward(torch.cat(out, dim=2), _as_lse(torch.cat(lse, dim=2)), inner.saved)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: tuple[Tensor, ...], sink: Tensor | None
     ) -> Gradients:
         rows = [dout] if dlse is None else [_as_rows(dlse), dout]
-        *of_lse, of_out = self._to_heads(rows, [self._queries] * len(rows))
+        *of_lse, of_out = self._to_heads(rows, [QUERIES] * len(rows))
         if of_out.shape[2] == 0:
             shared = keys_shared(self.heads_q, self.heads_kv, self.shards.ranks.size)
             dtypes = [wide(t.dtype) if shared and i else t.dtype for i, t in enumerate(saved[:3])]
@@ -84,75 +83,75 @@ class Ulysses:
             inner = self.inner.backward(of_out, lse_gradient, saved, self._own(sink))
         by_heads = sorted([inner.dq, inner.dk, inner.dv], key=lambda t: -t.dtype.itemsize)
         order = [next(i for i, t in enumerate(by_heads) if t is of) for of in inner[:3]]
-        heads: list[Heads] = [self._queries if t is inner.dq else self._keys for t in by_heads]
-        parts = self._to_tokens(by_heads, heads)
+        parts = self._to_tokens(by_heads, [t is inner.dq for t in by_heads])
         of_queries, of_keys, of_values = (parts[i] for i in order)
         dsink = None
         if sink is not None:
             dsink = torch.zeros_like(sink)
-            own = self._queries(self.shards.ranks.rank)
+            own = self._heads(self.shards.ranks.rank, QUERIES)
             if inner.dsink is not None:
                 dsink[own[0] : own[-1] + 1] = inner.dsink
         dk, dv = (self._sum(of).to(dout.dtype) for of in (of_keys, of_values))
         return Gradients(torch.cat(of_queries, dim=2), dk, dv, dsink)
 
-    def _queries(self, rank: int) -> list[int]:
-        return list(query_heads(self.heads_q, self.shards.ranks.size, rank))
+    def _heads(self, rank: int, of_queries: bool) -> list[int]:
+        size = self.shards.ranks.size
+        if of_queries:
+            return list(query_heads(self.heads_q, size, rank))
+        return key_heads(self.heads_q, self.heads_kv, size, rank)
 
-    def _keys(self, rank: int) -> list[int]:
-        return key_heads(self.heads_q, self.heads_kv, self.shards.ranks.size, rank)
+    def _lengths(self, of_queries: bool) -> list[int]:
+        return self.shards.lengths_q if of_queries else self.shards.lengths_k
 
     def _own(self, sink: Tensor | None) -> Tensor | None:
-        return None if sink is None else sink[self._queries(self.shards.ranks.rank)]
+        return None if sink is None else sink[self._heads(self.shards.ranks.rank, QUERIES)]
 
-    def _to_heads(self, tensors: list[Tensor], heads: list[Heads]) -> list[Tensor]:
+    def _to_heads(self, tensors: list[Tensor], of_queries: list[bool]) -> list[Tensor]:
         """Exchange this rank's tokens of all heads for all tokens of this rank's heads.
 
         Tensors of the widest dtype must come first.
         """
-        shards, rank = self.shards, self.shards.ranks.rank
-        lengths = shards.lengths_q if len(tensors) < 3 else None
-        of_each = [lengths or (shards.lengths_q if i == 0 else shards.lengths_k) for i in range(len(tensors))]
+        rank, ranks = self.shards.ranks.rank, range(self.shards.ranks.size)
         sent = [
-            as_bytes([_heads(t, of(to)) for t, of in zip(tensors, heads, strict=True)])
-            for to in range(shards.ranks.size)
+            [_take_heads(t, self._heads(to, of)) for t, of in zip(tensors, of_queries, strict=True)]
+            for to in ranks
         ]
-        specs = [
-            [
-                ((t.shape[0], tokens[of], len(mine(rank)), t.shape[3]), t.dtype)
-                for t, tokens, mine in zip(tensors, of_each, heads, strict=True)
-            ]
-            for of in range(shards.ranks.size)
+        sizes = [
+            [(self._lengths(of)[other], len(self._heads(rank, of))) for of in of_queries] for other in ranks
         ]
-        received = shards.ranks.all_to_all(sent, [num_bytes(spec) for spec in specs], shards.timeout)
-        parts = [from_bytes(buffer, spec) for buffer, spec in zip(received, specs, strict=True)]
-        whole = [torch.cat(of_ranks, dim=1) for of_ranks in zip(*parts, strict=True)]
-        orders = [self._order(i == 0 or lengths is not None, t.device) for i, t in enumerate(whole)]
+        whole = [torch.cat(parts, dim=1) for parts in self._exchange(sent, sizes)]
+        orders = [self._order(of, t.device) for t, of in zip(whole, of_queries, strict=True)]
         return [t if order is None else t[:, order] for t, order in zip(whole, orders, strict=True)]
 
-    def _to_tokens(self, tensors: list[Tensor], heads: list[Heads]) -> list[list[Tensor]]:
+    def _to_tokens(self, tensors: list[Tensor], of_queries: list[bool]) -> list[list[Tensor]]:
         """Invert :meth:`_to_heads`: return, for each tensor, this rank's tokens of every rank's heads."""
-        shards, rank = self.shards, self.shards.ranks.rank
+        rank, ranks = self.shards.ranks.rank, range(self.shards.ranks.size)
         as_they_came = []
-        of_each = []
-        for t, of in zip(tensors, heads, strict=True):
-            is_query = of == self._queries
-            order = self._order(is_query, t.device)
+        for t, of in zip(tensors, of_queries, strict=True):
+            order = self._order(of, t.device)
             if order is not None:
                 restored = torch.empty_like(t)
                 restored[:, order] = t
                 t = restored
-            of_each.append(shards.lengths_q if is_query else shards.lengths_k)
-            as_they_came.append(t.split(of_each[-1], dim=1))
-        sent = [as_bytes(list(parts)) for parts in zip(*as_they_came, strict=True)]
-        specs = [
-            [
-                ((t.shape[0], tokens[rank], len(of(other)), t.shape[3]), t.dtype)
-                for t, tokens, of in zip(tensors, of_each, heads, strict=True)
-            ]
-            for other in range(shards.ranks.size)
+            as_they_came.append(t.split(self._lengths(of), dim=1))
+        sent = [list(parts) for parts in zip(*as_they_came, strict=True)]
+        sizes = [
+            [(self._lengths(of)[rank], len(self._heads(other, of))) for of in of_queries] for other in ranks
         ]
-        received = shards.ranks.all_to_all(sent, [num_bytes(spec) for spec in specs], shards.timeout)
+        return self._exchange(sent, sizes)
+
+    def _exchange(self, sent: list[list[Tensor]], sizes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
+        """Send the tensors ``sent[rank]`` to each rank, and return each tensor's parts from all ranks.
+
+        ``sizes[rank]`` are the (tokens, heads) of the parts that come from a rank.
+        """
+        ranks = self.shards.ranks
+        specs = [
+            [((t.shape[0], *size, t.shape[3]), t.dtype) for t, size in zip(sent[0], of_rank, strict=True)]
+            for of_rank in sizes
+        ]
+        outgoing = [as_bytes(parts) for parts in sent]
+        received = ranks.all_to_all(outgoing, [num_bytes(spec) for spec in specs], self.shards.timeout)
         parts = [from_bytes(buffer, spec) for buffer, spec in zip(received, specs, strict=True)]
         return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
@@ -172,7 +171,7 @@ class Ulysses:
         first = parts[0]
         whole = first.new_zeros((*first.shape[:2], self.heads_kv, first.shape[3]))
         for rank, part in enumerate(parts):
-            for i, head in enumerate(self._keys(rank)):
+            for i, head in enumerate(self._heads(rank, KEYS)):
                 whole[:, :, head] += part[:, :, i]
         return whole
 
@@ -193,7 +192,7 @@ def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def _heads(x: Tensor, heads: list[int]) -> Tensor:
+def _take_heads(x: Tensor, heads: list[int]) -> Tensor:
     if heads and heads == list(range(heads[0], heads[-1] + 1)):
         return x[:, :, heads[0] : heads[-1] + 1]
     return x[:, :, heads]

@@ -91,12 +91,12 @@ def test_a_launch_for_another_length(kernels, heads, head_dim, rows, arguments, 
 def steps(monkeypatch):
     """Transformers' attention, with no steps known."""
     pytest.importorskip("transformers")
-    from flashtile.integrations import transformers_steps
+    from flashtile.integrations import transformers_attention
     from flashtile.integrations.transformers_attention import serving
 
-    monkeypatch.setattr(transformers_steps, "_launches", BoundedCache(CACHE_BYTES))
+    monkeypatch.setattr(transformers_attention, "_launches", BoundedCache(CACHE_BYTES))
     monkeypatch.setattr("flashtile.op.selection.PREFERENCE", ("portable",))
-    return transformers_steps, serving(None)
+    return transformers_attention, serving(None)
 
 
 @torch.no_grad()

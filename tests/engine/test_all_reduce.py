@@ -59,10 +59,10 @@ def test_bits_of_the_first_rank_and_parts_side_by_side(result):
 def test_the_engine_takes_it_for_what_fits():
     """One rank, which hears itself alone."""
     from flashtile.backends.portable.all_reduce import memory_words
-    from flashtile.engine.parallel import Direct
+    from flashtile.engine.parallel import DirectCollectives
 
     memory = torch.zeros(memory_words(1, 64), dtype=torch.int64)
-    direct = Direct(0, 64, torch.tensor([memory.data_ptr()]), memory)
+    direct = DirectCollectives(0, 64, torch.tensor([memory.data_ptr()]), memory)
     x, residual = torch.randn(2, 4, 6).unbind()
     assert torch.equal(direct(x.t(), residual.t()), (x + residual).t())
     assert torch.equal(direct(x, result="join"), x)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from engine_models import folder, greedy, load, prompts
 
 from flashtile.engine import LLM, SamplingParams
-from flashtile.engine.graphs import Capture
+from flashtile.engine.device import Capture
 from flashtile.engine.parallel import ProcessRanks
 
 pytestmark = pytest.mark.gpu
@@ -120,7 +120,7 @@ def check_sums(ranks: ProcessRanks) -> None:
 
     def run() -> None:
         outs = [ranks.sum(*given) for given in summed]
-        tokens = ranks.agree(torch.arange(5, device="cuda") + ranks.rank)
+        tokens = ranks.broadcast(torch.arange(5, device="cuda") + ranks.rank)
         wrong.add_((tokens != torch.arange(5, device="cuda")).sum())
         for out, right in zip(outs, rights, strict=True):
             wrong.add_((out != right).sum())

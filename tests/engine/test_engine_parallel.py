@@ -10,7 +10,7 @@ import torch.distributed as dist
 from engine_models import VOCABULARY, folder, greedy, prompts
 
 from flashtile.engine import LLM, SamplingParams
-from flashtile.engine.parallel import ProcessRanks, dismiss, follow, lead
+from flashtile.engine.parallel import ProcessRanks, broadcast_changes, end_repeating, repeat_changes
 
 LENGTH = 10
 
@@ -32,21 +32,21 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
     )  # fmt: skip
     assert llm.engine.scheduler.manager.pool.num_blocks == 14
     if rank:
-        follow(llm.engine)
+        repeat_changes(llm.engine)
     else:
-        lead(llm.engine)
+        broadcast_changes(llm.engine)
         llm.engine.add_request("aborted", prompts()[0], params)
         llm.engine.step()
         llm.engine.abort("aborted")
         answers["drafted"] = [one.outputs[0].token_ids for one in llm.generate(prompts(), params)]
         llm.reset_prefix_cache()
-        dismiss(llm.engine)
+        end_repeating(llm.engine)
     assert llm.engine.requests == {}
     ranks = ProcessRanks(world, torch.device("cpu"))
     if rank:
-        assert ranks.hear() == "x" * 5000
+        assert ranks.receive() == "x" * 5000
     else:
-        ranks.tell("x" * 5000)
+        ranks.send("x" * 5000)
     with open(f"{found}-{rank}", "w") as file:
         json.dump(answers, file)
     dist.destroy_process_group()

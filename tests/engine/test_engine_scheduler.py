@@ -200,5 +200,5 @@ def test_random_programs_lose_nothing(seed, host_blocks):
     assert world.scheduler.manager.sequences == ()
     assert not world.scheduler.running
     assert not world.scheduler.waiting
-    assert world.scheduler._promised == 0
+    assert world.scheduler._reserved_seats == 0
     assert world.scheduler.num_preemptions > 0

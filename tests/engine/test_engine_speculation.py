@@ -12,7 +12,7 @@ from engine_models import SIZES, VOCABULARY, folder, greedy, load, prompts
 from flashtile.engine import SamplingParams
 from flashtile.engine.runner import Runner
 from flashtile.engine.sampler import Choice, candidates, choose, stream_seed
-from flashtile.engine.speculation import comb, depths, visible, way
+from flashtile.engine.speculation import accepted_path, comb, depths, visible
 
 LENGTH = 14
 SMALL = {"num_gpu_blocks_override": 17, "max_num_seqs": 4, "swap_space": 0.001}
@@ -47,10 +47,10 @@ def test_a_tree_of_guesses():
     assert depths(parents) == [0, 1, 2, 1, 2]
     assert [f"{bits:05b}" for bits in visible(parents)] == ["00001", "00011", "00111", "01001", "10011"]
     guesses = [7, 8, 9, 7]
-    assert way(guesses, parents, [7, 7, 0, 0, 5]) == [0, 1, 4]
-    assert way(guesses, parents, [9, 7, 0, 3, 5]) == [0, 3]
-    assert way(guesses, parents, [5, 7, 0, 3, 5]) == [0]
-    assert way([], (), [5]) == [0]
+    assert accepted_path(guesses, parents, [7, 7, 0, 0, 5]) == [0, 1, 4]
+    assert accepted_path(guesses, parents, [9, 7, 0, 3, 5]) == [0, 3]
+    assert accepted_path(guesses, parents, [5, 7, 0, 3, 5]) == [0]
+    assert accepted_path([], (), [5]) == [0]
 
 
 @pytest.mark.parametrize(

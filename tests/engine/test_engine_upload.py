@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from flashtile.engine import upload
-from flashtile.engine.upload import Stretch, Upload
-from flashtile.engine.weights import Parameter, Shard, stretches
+from flashtile.engine.upload import ByteRange, Upload
+from flashtile.engine.weights import Parameter, Shard, byte_ranges
 
 CPU = torch.device("cpu")
 EXPECTED = {
@@ -35,7 +35,7 @@ def test_they_arrive_in_any_order(checkpoint, monkeypatch, rank, ahead):
     monkeypatch.setattr(upload, "AHEAD_BYTES", ahead)
     path, tensors = checkpoint
     shard = Shard(rank, 2)
-    sent = Upload(stretches(dict.fromkeys(EXPECTED, path), EXPECTED, shard), CPU)
+    sent = Upload(byte_ranges(dict.fromkeys(EXPECTED, path), EXPECTED, shard), CPU)
     for name in ("bias", "embedding", "columns", "rows"):
         right = tensors[name]
         if EXPECTED[name].split == 0:  # columns are taken on the device
@@ -48,6 +48,6 @@ def test_they_arrive_in_any_order(checkpoint, monkeypatch, rank, ahead):
 def test_a_file_that_has_become_shorter_is_an_error(checkpoint):
     path, _ = checkpoint
     size = path.stat().st_size
-    sent = Upload({"lost": Stretch(path, size - 40, 80, torch.float32, (20,))}, CPU)
+    sent = Upload({"lost": ByteRange(path, size - 40, 80, torch.float32, (20,))}, CPU)
     with pytest.raises(OSError, match="shorter"):
         sent("lost")

@@ -65,7 +65,7 @@ def test_generated_tokens_are_those_of_eager(name):
 @pytest.mark.parametrize("name", DECODERS)
 def test_layers_of_a_step_share_a_launch_on_a_gpu(name):
     """Those with sinks go the usual way."""
-    from flashtile.integrations import transformers_steps
+    from flashtile.integrations import transformers_attention
 
     eager, ours = (model.cuda() for model in decoders(name))
     tokens = TOKENS.cuda()
@@ -74,12 +74,12 @@ def test_layers_of_a_step_share_a_launch_on_a_gpu(name):
         "output_logits": True, "return_dict_in_generate": True,
     }  # fmt: skip
     expected = eager.generate(tokens, **options)
-    transformers_steps._launches.clear()
+    transformers_attention._launches.clear()
     for _ in range(2):
         found = ours.generate(tokens, **options)
         torch.testing.assert_close(found.logits, expected.logits, atol=1e-4, rtol=1e-4)
         assert torch.equal(found.sequences, expected.sequences)
-    assert bool(transformers_steps._launches) == (name != "gpt_oss")
+    assert bool(transformers_attention._launches) == (name != "gpt_oss")
 
 
 @pytest.mark.parametrize("name", DECODERS)

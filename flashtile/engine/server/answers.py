@@ -1,4 +1,4 @@
-"""Parts that completions and chat completions share: server-sent events, usage, log-probabilities."""
+"""Answers of /v1/completions and /v1/chat/completions: one JSON body, or server-sent events."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from aiohttp import web
 
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
-from flashtile.engine.server.errors import ApiError, error_event, internal_error, to_json
+from flashtile.engine.server.errors import ApiError, error_event, internal_error, json_response, to_json
 from flashtile.engine.server.job import Job
-from flashtile.engine.server.protocol import ApiCall
-from flashtile.engine.server.service import Ready, Service
+from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall, read_chat, read_completion
+from flashtile.engine.server.service import Service, TokenizedPrompt
+from flashtile.engine.tokenizer import Tokenizer
 
 SLOW_READER = 5.0
 """Seconds beyond ``request_timeout`` for which a client may still read an answer."""
@@ -25,14 +26,46 @@ MIN_LOGPROB = -9999.0
 
 logger = logging.getLogger("flashtile.server")
 
-Chunks = Callable[[int, RequestOutput, CompletionOutput], list[dict[str, Any]]]
-"""(prompt index, output, one of its answers) -> the ``choices`` of its events, one event for each."""
+
+async def completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
+    """Answer a call of /v1/completions."""
+    call = read_completion(body, service.limits.max_logprobs)
+    return await _answer(request, service, call, _Completions(service, call))
+
+
+async def chat_completions(request: web.Request, service: Service, body: Body) -> web.StreamResponse:
+    """Answer a call of /v1/chat/completions."""
+    call = read_chat(body, service.limits.max_logprobs)
+    return await _answer(request, service, call, _ChatCompletions(service, call))
+
+
+class _Writer(Protocol):
+    """Describes a call's answers in JSON.
+
+    Attributes:
+        prefix: beginning of the answer's id.
+        kind, kind_of_event: the field ``object`` of the body, and of an event.
+        first: choices that are sent before all others in a stream.
+        counts_answers: whether the client gets generated tokens. If not, it gets only its prompt.
+    """
+
+    prefix: str
+    kind: str
+    kind_of_event: str
+    first: list[dict[str, Any]]
+    counts_answers: bool
+
+    def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        """Return the choice that holds the new part of an answer to the call's prompt number ``prompt``."""
+
+    def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        """Return the fields of the body that describe the prompt."""
 
 
 class Usage:
     """Token counts of a call. ``counts_answers`` is False if the call returns only the prompt."""
 
-    def __init__(self, prompts: Sequence[Ready], counts_answers: bool = True):
+    def __init__(self, prompts: Sequence[TokenizedPrompt], counts_answers: bool = True):
         self.prompt = sum(len(prompt.tokens) for prompt in prompts)
         self.counts_answers = counts_answers
         self.cached: dict[int, int] = {}
@@ -52,38 +85,48 @@ class Usage:
         }
 
 
-def new_name(prefix: str, request_id: str | None) -> str:
-    return f"{prefix}-{request_id or uuid.uuid4().hex}"
-
-
-def head(name: str, kind: str, service: Service) -> dict[str, Any]:
-    """Return the fields that every answer and every event begins with."""
-    return {"id": name, "object": kind, "created": int(time.time()), "model": service.model_name}
-
-
-async def stream_events(
-    request: web.Request,
-    call: ApiCall,
-    job: Job,
-    usage: Usage,
-    beginning: dict[str, Any],
-    first: list[dict[str, Any]],
-    chunks: Chunks,
+async def _answer(
+    request: web.Request, service: Service, call: CompletionCall | ChatCall, writer: _Writer
 ) -> web.StreamResponse:
-    """Stream a call's outputs as server-sent events: ``first``, the chunks, usage, and ``[DONE]``.
+    prompts = await service.prepare(call)
+    service.set_max_tokens(call, prompts)
+    name = f"{writer.prefix}-{call.request_id or uuid.uuid4().hex}"
+    kind = writer.kind_of_event if call.stream else writer.kind
+    head = {"id": name, "object": kind, "created": int(time.time()), "model": service.model_name}
+    usage = Usage(prompts, writer.counts_answers)
+    outputs: dict[int, RequestOutput] = {}
+    async with Job(service, call, name, prompts) as job:
+        if call.stream:
+            return await _stream(request, job, usage, head, writer)
+        async for prompt, output in job:
+            outputs[prompt] = output
+            usage.add(prompt, output)
+    choices = [
+        writer.choice(prompt, output, answer)
+        for prompt, output in sorted(outputs.items())
+        for answer in output.outputs
+    ]
+    about = writer.about_prompt(outputs[0])
+    return json_response({**head, "choices": choices, "usage": usage.body(), **about})
 
-    ``first`` is not sent before the first output, because clients time the first token by the first event. An
-    error after the first byte is sent as an event, because the status has been sent.
+
+async def _stream(
+    request: web.Request, job: Job, usage: Usage, head: dict[str, Any], writer: _Writer
+) -> web.StreamResponse:
+    """Stream a call's outputs as server-sent events: the writer's choices, usage, and ``[DONE]``.
+
+    ``writer.first`` is not sent before the first output, because clients time the first token by the first
+    event. An error after the first byte is sent as an event, because the status has been sent.
     """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     )
-    opening = to_json(beginning)[:-1]
+    call, opening = job.call, to_json(head)[:-1]
 
-    async def send(choices: list[dict[str, Any]]) -> None:
+    async def send(choices: list[dict[str, Any]], show_usage: bool) -> None:
         used = ""
         if call.include_usage:
-            used = f',"usage":{to_json(usage.body()) if call.continuous_usage else "null"}'
+            used = f',"usage":{to_json(usage.body()) if show_usage else "null"}'
         await response.write(f'data: {opening},"choices":{to_json(choices)}{used}}}\n\n'.encode())
 
     await response.prepare(request)
@@ -93,9 +136,10 @@ async def stream_events(
     ended: set[tuple[int, int]] = set()
     try:
         try:
+            first = list(writer.first)
             async for prompt, output in job:
                 while first:
-                    await send([first.pop(0)])
+                    await send([first.pop(0)], call.continuous_usage)
                 usage.add(prompt, output)
                 for answer in output.outputs:
                     key = prompt, answer.index
@@ -103,11 +147,9 @@ async def stream_events(
                         continue
                     if answer.finished:
                         ended.add(key)
-                    for choice in chunks(prompt, output, answer):
-                        await send([choice])
+                    await send([writer.choice(prompt, output, answer)], call.continuous_usage)
             if call.include_usage:
-                last = f'data: {opening},"choices":[],"usage":{to_json(usage.body())}}}\n\n'
-                await response.write(last.encode())
+                await send([], True)
         except ConnectionError:
             raise
         except Exception as error:
@@ -122,20 +164,177 @@ async def stream_events(
     return response
 
 
-def spelt(token: int, entry: Logprob) -> str:
+class _Completions:
+    """Writer of /v1/completions."""
+
+    prefix, kind, kind_of_event = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, service: Service, call: CompletionCall):
+        self.service, self.call = service, call
+        self.first: list[dict[str, Any]] = []
+        self.counts_answers = not call.echo_only
+        self._offsets: dict[int, _TextOffset] = {}
+
+    def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        call = self.call
+        width = getattr(call.params, "n", None) or len(output.outputs)
+        index = prompt * width + answer.index
+        is_first, tokenizer = index not in self._offsets, self.service.engine.tokenizer
+        text, tokens, reason, stop = answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason
+        entries: list[TokenLogprobs | None] = list(answer.logprobs or [])
+        if call.echo_only:  # the engine always makes one token; the client wants none
+            text, tokens, entries = "", [], []
+            reason, stop = ("length", None) if reason is not None else (None, None)
+        echoed = self._prompt_text(output) if call.echo and is_first else ""
+        if is_first:
+            skip = getattr(call.params, "skip_special_tokens", True)
+            self._offsets[index] = _TextOffset(tokenizer, len(echoed), output.prompt_token_ids, skip)
+        offsets = self._offsets[index].read(tokens) if call.logprobs is not None else []
+        if call.echo and is_first:
+            text = echoed + text
+            tokens = output.prompt_token_ids + tokens
+            entries = (output.prompt_logprobs or [None]) + entries
+            of_prompt = _TextOffset(tokenizer, 0, [], output.prompt is not None)
+            offsets = (of_prompt.read(output.prompt_token_ids) if call.logprobs is not None else []) + offsets
+        logprobs = None
+        if call.logprobs is not None:
+            logprobs = logprobs_body(tokens, entries, call.logprobs, offsets, self.service)
+        choice: dict[str, Any] = {
+            "index": index, "text": text, "logprobs": logprobs, "finish_reason": reason, "stop_reason": stop
+        }  # fmt: skip
+        if is_first and call.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = _prompt_logprobs(output)
+        if call.return_token_ids:
+            choice["token_ids"] = [] if call.echo_only else answer.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if is_first else None
+        return choice
+
+    def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        return {}  # each choice describes its own prompt
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        tokenizer = self.service.engine.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(output.prompt_token_ids, False)
+
+
+class _TextOffset:
+    """Tracks the text offset of each token. Several tokens may form one character, and some have no text.
+
+    Args:
+        at: offset of the next token's text.
+        before: the tokens before it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, at: int, before: Sequence[int], skip_special_tokens: bool
+    ):
+        self.at = at
+        self._stream = None if tokenizer is None else tokenizer.stream(before, skip_special_tokens)
+
+    def read(self, tokens: Sequence[int]) -> list[int]:
+        """Return the offset at which each token's text begins."""
+        found = []
+        for token in tokens:
+            found.append(self.at)
+            self.at += 0 if self._stream is None else len(self._stream.step(token))
+        return found
+
+
+class _ChatCompletions:
+    """Writer of /v1/chat/completions."""
+
+    prefix, kind, kind_of_event = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    counts_answers = True
+
+    def __init__(self, service: Service, call: ChatCall):
+        self.service, self.call = service, call
+        role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        self.first = [{"index": i, **role} for i in range(getattr(call.params, "n", 1))]
+
+    def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
+        call, content = self.call, {"content": answer.text}
+        choice: dict[str, Any] = {
+            "index": answer.index,
+            **({"delta": content} if call.stream else {"message": {"role": "assistant", **content}}),
+            "logprobs": None,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        if call.logprobs is not None:
+            entries = zip(answer.token_ids, answer.logprobs or [], strict=True)
+            choice["logprobs"] = {"content": [self._position(token, entry) for token, entry in entries]}
+        if call.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
+        about: dict[str, Any] = {}
+        if self.call.prompt_logprobs is not None:
+            about["prompt_logprobs"] = _prompt_logprobs(output)
+        if self.call.return_token_ids:
+            about["prompt_token_ids"] = output.prompt_token_ids
+        return about
+
+    def _position(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
+        """Describe the token at a position and the likeliest ones."""
+        likeliest = sorted(entry.items(), key=lambda item: item[1].rank)
+        top = [self._token(other, one) for other, one in likeliest if one.rank <= (self.call.logprobs or 0)]
+        return {**self._token(token, entry[token]), "top_logprobs": top}
+
+    def _token(self, token: int, one: Logprob) -> dict[str, Any]:
+        """Describe a token. Its ``bytes`` may be only part of a character."""
+        data = list(self.service.tokenizer.token_bytes(token))
+        return {"token": _spelt(token, one), "logprob": _clamped(one), "bytes": data}
+
+
+def logprobs_body(
+    tokens: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    count: int,
+    offsets: list[int],
+    service: Service,
+) -> dict[str, list[Any]]:
+    """Return log-probabilities in OpenAI's form: lists with one element for each token.
+
+    Args:
+        entries: log-probabilities of each token; None for the first token of a prompt.
+        count: number of likeliest tokens to list in addition to the chosen one.
+        offsets: text offset at which each token begins.
+    """
+    body: dict[str, list[Any]] = {"token_logprobs": [], "tokens": [], "top_logprobs": []}
+    for token, entry in zip(tokens, entries, strict=True):
+        top: dict[str, float] | None = None
+        if entry is None:
+            tokenizer = service.engine.tokenizer
+            text = f"token_id:{token}" if tokenizer is None else tokenizer.spell(token)
+            probability = None
+        else:
+            text, probability, top = _spelt(token, entry[token]), _clamped(entry[token]), {}
+            for other, one in sorted(entry.items(), key=lambda item: -item[1].logprob):
+                if other == token or one.rank <= count:
+                    top.setdefault(_spelt(other, one), _clamped(one))
+        body["token_logprobs"].append(probability)
+        body["tokens"].append(text)
+        body["top_logprobs"].append(top)
+    return {"text_offset": offsets, **body}
+
+
+def _spelt(token: int, entry: Logprob) -> str:
     return f"token_id:{token}" if entry.decoded_token is None else entry.decoded_token
 
 
-def clamped(entry: Logprob) -> float:
+def _clamped(entry: Logprob) -> float:
     return max(entry.logprob, MIN_LOGPROB)
 
 
-def prompt_logprobs_body(entries: Sequence[TokenLogprobs | None] | None) -> list[dict[str, Any] | None]:
+def _prompt_logprobs(output: RequestOutput) -> list[dict[str, Any] | None]:
     """Return prompt log-probabilities in vLLM's form: keyed by token, with rank; None for the first token."""
     return [
         None if entry is None else {
-            str(token): {"logprob": clamped(one), "rank": one.rank, "decoded_token": one.decoded_token}
+            str(token): {"logprob": _clamped(one), "rank": one.rank, "decoded_token": one.decoded_token}
             for token, one in entry.items()
         }
-        for entry in entries or [None]
+        for entry in output.prompt_logprobs or [None]
     ]  # fmt: skip

@@ -6,18 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from flashtile.engine.server import live, protocol
-from flashtile.engine.server.chat import chat_completions
-from flashtile.engine.server.completions import completions
-from flashtile.engine.server.door import Door
+from flashtile.engine.core import Engine
+from flashtile.engine.request import Sequence
+from flashtile.engine.server.answers import chat_completions, completions
 from flashtile.engine.server.errors import ApiError, json_response, refused
-from flashtile.engine.server.fields import Body, parse
+from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import answer_errors, authorised, check_content_type, logged
+from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize
 from flashtile.engine.server.service import Service
 
 Call = Callable[[web.Request, Service, Body], Awaitable[web.StreamResponse]]
@@ -30,12 +31,16 @@ POLICY = (
 
 PAGE = Path(__file__).with_name("page.html")
 
+MAX_SEQUENCES = 64
+MAX_BLOCKS = 4096
+"""Largest numbers of sequences and blocks that the page shows. Its totals count all of them."""
 
-def make_app(service: Service, door: Door) -> web.Application:
+
+def make_app(service: Service, listener: Listener) -> web.Application:
     """Make the application. The caller runs it, and afterwards shuts the service's engine down."""
     limits = service.limits
     app = web.Application(client_max_size=limits.max_body_bytes)
-    app.middlewares.extend((logged(door, limits.access_log), answer_errors, authorised(limits.api_keys)))
+    app.middlewares.extend((logged(listener, limits.access_log), answer_errors, authorised(limits.api_keys)))
     get, post = app.router.add_get, app.router.add_post
 
     def bind(handler: Callable[[web.Request, Service], Awaitable[web.StreamResponse]]) -> Handler:
@@ -90,7 +95,7 @@ def _call(service: Service, answer: Call) -> Handler:
 
 
 async def _tokenize(request: web.Request, service: Service, body: Body) -> web.Response:
-    call, tokenizer = protocol.read_tokenize(body), service.tokenizer
+    call, tokenizer = read_tokenize(body), service.tokenizer
 
     def work() -> web.Response:
         param = "prompt" if call.conversation is None else "messages"
@@ -107,7 +112,7 @@ async def _tokenize(request: web.Request, service: Service, body: Body) -> web.R
 
 
 async def _detokenize(request: web.Request, service: Service, body: Body) -> web.Response:
-    tokens, most = protocol.read_detokenize(body), service.tokenizer.vocab_size
+    tokens, most = read_detokenize(body), service.tokenizer.vocab_size
     if len(tokens) > service.engine.max_model_len:
         text = f"tokens must be at most {service.engine.max_model_len} tokens, got {len(tokens)}"
         raise ApiError(text, "tokens", code="context_length_exceeded")
@@ -164,7 +169,46 @@ async def _metrics(request: web.Request, service: Service) -> web.Response:
 
 
 async def _live(request: web.Request, service: Service) -> web.Response:
-    return json_response(await service.asynchronous.call(live.snapshot))
+    return json_response(await service.asynchronous.call(_snapshot))
+
+
+def _snapshot(engine: Engine) -> dict[str, Any]:
+    """Describe blocks and sequences, without any text of a request. Call it on the engine's thread.
+
+    ``refs`` has one digit for each block: its references, at most 9, the prefix cache's included.
+    """
+    scheduler, stats = engine.scheduler, engine.stats()
+    manager, pool = scheduler.manager, scheduler.manager.pool
+    shown = scheduler.running[:MAX_SEQUENCES]
+    computed = {id(entry.sequence): entry.num_tokens for entry in engine.last_schedule.entries}
+    return {
+        "block_size": manager.block_size,
+        "num_blocks": pool.num_blocks,
+        "refs": "".join(str(min(9, count)) for count in pool.refs[:MAX_BLOCKS]),
+        "cache_usage": stats.cache_usage,
+        "num_running": stats.running,
+        "num_waiting": stats.waiting,
+        "num_preemptions": stats.num_preemptions,
+        "prompt_tokens": stats.prompt_tokens,
+        "generation_tokens": stats.generation_tokens,
+        "prefix_hits": stats.prefix_hits,
+        "step_tokens": engine.last_schedule.num_tokens,
+        "running": [_described_sequence(engine, one, computed.get(id(one), 0)) for one in shown],
+    }
+
+
+def _described_sequence(engine: Engine, sequence: Sequence, step_tokens: int) -> dict[str, Any]:
+    number = sequence.block_sequence
+    blocks = [] if number is None else engine.scheduler.manager.blocks(number)
+    return {
+        "request_id": sequence.request.request_id,
+        "index": sequence.index,
+        "prompt_tokens": sequence.request.num_prompt,
+        "computed": sequence.num_computed,
+        "tokens": sequence.num_tokens,
+        "step_tokens": step_tokens,
+        "blocks": blocks[:MAX_BLOCKS],
+    }
 
 
 async def _page(request: web.Request) -> web.Response:

@@ -45,7 +45,7 @@ def refused(error: Exception, fields: Collection[str], param: str | None = None)
 
 def internal_error() -> ApiError:
     """Return the error sent to clients for a fault of the server, whose details are only logged."""
-    return ApiError("the server failed; its log says why", status=500, code="internal_error")
+    return ApiError("the server failed; see its log", status=500, code="internal_error")
 
 
 def shutting_down() -> ApiError:

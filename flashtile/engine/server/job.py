@@ -6,13 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
-from typing import Any
 
 from flashtile.engine.async_llm import EngineDeadError, Stream
 from flashtile.engine.outputs import RequestOutput
 from flashtile.engine.server.errors import ApiError, refused
 from flashtile.engine.server.protocol import ApiCall
-from flashtile.engine.server.service import Ready, Service
+from flashtile.engine.server.service import Service, TokenizedPrompt
 
 
 class Job:
@@ -25,24 +24,23 @@ class Job:
         name: name of the call; the engine's request ``i`` is ``name-i``.
     """
 
-    def __init__(self, service: Service, call: ApiCall, name: str, prompts: Sequence[Ready]):
+    def __init__(self, service: Service, call: ApiCall, name: str, prompts: Sequence[TokenizedPrompt]):
         self.service, self.call, self.name, self.prompts = service, call, name, prompts
-        self._open: dict[str, Stream] = {}
+        self._stream = Stream(asyncio.get_running_loop())
         self._expired = False
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._generated: dict[str, int] = {}
         self._last: dict[str, float] = {}
 
     async def __aenter__(self) -> Job:
         ids = [f"{self.name}-{i}" for i in range(len(self.prompts))]
         try:
-            streams = await asyncio.gather(
+            added = await asyncio.gather(
                 *(self._add(one, prompt) for one, prompt in zip(ids, self.prompts, strict=True)),
                 return_exceptions=True,
             )
-            for stream in streams:
-                if isinstance(stream, BaseException):
-                    raise self._as_api_error(stream) from None
+            for error in added:
+                if error is not None:
+                    raise self._as_api_error(error) from None
         except BaseException:
             self._abort()
             raise
@@ -54,48 +52,26 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
         self._abort()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield (index of the prompt, output) in order of arrival until all requests are finished."""
         numbers = {f"{self.name}-{i}": i for i in range(len(self.prompts))}
-        streams = list(self._open.values())
-        outputs = streams[0] if len(streams) == 1 else self._merge(streams)
         try:
-            async for output in outputs:
+            async for output in self._stream:
                 self._count(output)
                 self._check(output)
                 yield numbers[output.request_id], output
         except EngineDeadError as error:
             raise self._as_api_error(error) from None
 
-    async def _add(self, request_id: str, prompt: Ready) -> None:
+    async def _add(self, request_id: str, prompt: TokenizedPrompt) -> None:
         call = self.call
         tokens = {"prompt": prompt.text, "prompt_token_ids": prompt.tokens}
-        self._open[request_id] = await self.service.asynchronous.add_request(
-            request_id, tokens, call.params, priority=call.priority, cache_salt=call.cache_salt
-        )
-
-    async def _merge(self, streams: list[Stream]) -> AsyncIterator[RequestOutput]:
-        queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-        async def pump(stream: Stream) -> None:
-            try:
-                async for output in stream:
-                    queue.put_nowait(output)
-            except EngineDeadError as error:
-                queue.put_nowait(error)
-
-        self._tasks = {asyncio.create_task(pump(stream)) for stream in streams}
-        left = len(streams)
-        while left:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            left -= item.finished
-            yield item
+        await self.service.asynchronous.add_request(
+            request_id, tokens, call.params, priority=call.priority, cache_salt=call.cache_salt,
+            stream=self._stream,
+        )  # fmt: skip
 
     def _count(self, output: RequestOutput) -> None:
         new, one = sum(len(answer.token_ids) for answer in output.outputs), output.request_id
@@ -107,7 +83,6 @@ class Job:
                 metrics.observe("inter_token_latency_seconds", now - self._last[one])
             self._last[one] = now
         if output.finished:
-            del self._open[one]
             metrics.request_finished(output, self._generated[one], self.call.stream)
 
     def _check(self, output: RequestOutput) -> None:
@@ -137,9 +112,9 @@ class Job:
 
     def _abort(self, forget: bool = True) -> None:
         """Abort the unfinished requests. With ``forget`` their last outputs will not be read."""
-        left = list(self._open.values())
+        left = list(self._stream.unfinished)
         if forget:
-            self._open.clear()
+            self._stream.unfinished.clear()
             self.service.metrics.finished["abort"] += len(left)
-        for stream in left:
-            self.service.asynchronous.abort_soon(stream)
+        for request_id in left:
+            self.service.asynchronous.abort_soon(request_id, self._stream)

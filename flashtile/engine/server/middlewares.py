@@ -11,8 +11,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from flashtile.engine.async_llm import EngineDeadError
-from flashtile.engine.server.door import Door
 from flashtile.engine.server.errors import ApiError, internal_error, json_response
+from flashtile.engine.server.listener import Listener
 
 OPEN = ("/", "/health")
 """Paths that need no key, because they tell nothing about requests."""
@@ -25,14 +25,14 @@ CLIENT_IS_GONE = 499
 logger = logging.getLogger("flashtile.server")
 
 
-def logged(door: Door, access_log: bool) -> Middleware:
+def logged(listener: Listener, access_log: bool) -> Middleware:
     """Return the outermost middleware, which logs each call and marks its connection as busy."""
 
     @web.middleware
     async def log(request: web.Request, handler: Handler) -> web.StreamResponse:
         begun, status = time.monotonic(), CLIENT_IS_GONE
         try:
-            with door.answering(request.transport):
+            with listener.answering(request.transport):
                 response = await handler(request)
                 status = response.status
                 return response

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import json
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.server.errors import ApiError, refused
-from flashtile.engine.server.fields import Body, wrong
 
 Params = SamplingParams | BeamSearchParams
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "audio": (), "bad_words": ([],), "chat_template": (), "documents": ([],), "function_call": ("none",),
+    "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
+    "kv_transfer_params": (), "logits_processors": ([],), "metadata": ({},), "mm_processor_kwargs": (),
+    "modalities": (["text"],), "parallel_tool_calls": (), "prediction": (), "prompt_embeds": (),
+    "reasoning_effort": (), "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"), "spaces_between_special_tokens": (True,), "store": (False,),
+    "structured_outputs": (), "suffix": ("",), "verbosity": (), "vllm_xargs": (), "web_search_options": (),
+}  # fmt: skip
+"""Unsupported fields of OpenAI's and vLLM's interfaces, with neutral values that are accepted."""
+
+METADATA = ("user",)
+"""Fields that never change an answer."""
 
 SAMPLING = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
@@ -26,7 +42,94 @@ MAX_TOKENS = 2**30
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
-@dataclass
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = 60
+
+
+class Body:
+    """A JSON object whose fields are taken one by one. Null counts as absent."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self.fields = {name: value for name, value in fields.items() if value is not None}
+        self._left = set(self.fields)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.fields
+
+    def take(self, name: str, default: Any = None) -> Any:
+        self._left.discard(name)
+        return self.fields.get(name, default)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.take(name, default)
+        if type(value) is not bool:
+            raise wrong(name, "true or false", value)
+        return value
+
+    def integer(self, name: str, default: int | None, least: int, most: int) -> int | None:
+        value = self.take(name, default)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            raise wrong(name, f"an integer from {least} to {most}", value)
+        return value
+
+    def text(self, name: str, most: int) -> str | None:
+        value = self.take(name)
+        if value is not None and (not isinstance(value, str) or not 0 < len(value) <= most):
+            raise wrong(name, f"a string of 1 to {most} characters", value)
+        return value
+
+    def object(self, name: str) -> dict[str, Any]:
+        value = self.take(name, {})
+        if not isinstance(value, dict):
+            raise wrong(name, "an object", value)
+        return value
+
+    def finish(self) -> None:
+        """Refuse the fields that were not taken."""
+        for name in sorted(self._left):
+            value = self.fields[name]
+            if name in METADATA and isinstance(value, str):
+                continue
+            if name in METADATA:
+                raise wrong(name, "a string", value)
+            if name not in UNSUPPORTED:
+                raise ApiError(f"{name:.60} is not a field of this call", name[:60], code="unknown_field")
+            if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
+                raise ApiError(f"{name} is not supported, got {shown(value)}", name, code="unsupported_field")
+
+
+def shown(value: Any) -> str:
+    """Return the first 60 characters of a value's representation."""
+    return f"{_short.repr(value):.60}"
+
+
+def wrong(name: str, allowed: str, value: Any) -> ApiError:
+    return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code="invalid_value")
+
+
+def parse(raw: bytes) -> Body:
+    """Parse the body of a call.
+
+    Raises:
+        ApiError: the body is not a JSON object in UTF-8.
+    """
+    try:
+        text = raw.decode("utf-8")
+        fields = json.loads(text, parse_constant=_refuse_constant)
+        if "\\ud" in text.lower():
+            json.dumps(fields, ensure_ascii=False).encode()  # raises for lone surrogates, which have no UTF-8
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body must be JSON in UTF-8: {error}", code="invalid_json") from None
+    if not isinstance(fields, dict):
+        raise ApiError(f"the body must be a JSON object, got {type(fields).__name__}", code="invalid_json")
+    return Body(fields)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+@dataclass(kw_only=True)
 class ApiCall:
     """Fields that completions and chat completions share.
 
@@ -60,15 +163,16 @@ class ApiCall:
     fields: frozenset[str]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class CompletionCall(ApiCall):
-    """A call of /v1/completions. ``echo`` returns the prompt before the answer, ``echo_only`` only the
-    prompt.
+    """A call of /v1/completions.
+
+    ``echo`` returns the prompt before the answer, and ``echo_only`` only the prompt.
     """
 
-    prompts: list[str | list[int]] = field(default_factory=list)
-    echo: bool = False
-    echo_only: bool = False
+    prompts: list[str | list[int]]
+    echo: bool
+    echo_only: bool
 
 
 @dataclass
@@ -82,11 +186,14 @@ class Conversation:
     chat_template_kwargs: dict[str, Any]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ChatCall(ApiCall):
     """A call of /v1/chat/completions."""
 
-    conversation: Conversation = field(default_factory=lambda: Conversation([], None, True, False, {}))
+    conversation: Conversation
+
+
+Call = TypeVar("Call", bound=ApiCall)
 
 
 @dataclass
@@ -110,13 +217,13 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
     echo_only = max_tokens == 0
     if echo_only and not echo:
         raise wrong("max_tokens", "at least 1 without echo", max_tokens)
-    prompts = read_prompts(body)
-    common = _read_common(body, max(1, max_tokens or 1), "max_tokens", logprobs, prompt_logprobs, True)
-    best_of = body.integer("best_of", None, 1, MAX_TOKENS)
+    prompts, best_of = read_prompts(body), body.integer("best_of", None, 1, MAX_TOKENS)
     if best_of is not None and best_of != body.take("n", 1):
         raise ApiError("best_of is not supported unless it equals n", "best_of", code="unsupported_field")
-    body.finish()
-    return CompletionCall(**common, prompts=prompts, echo=echo, echo_only=echo_only)
+    return _read_call(
+        CompletionCall, body, max(1, max_tokens or 1), "max_tokens", logprobs, prompt_logprobs,
+        prompts=prompts, echo=echo, echo_only=echo_only,
+    )  # fmt: skip
 
 
 def read_chat(body: Body, max_logprobs: int) -> ChatCall:
@@ -128,10 +235,8 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
     name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     max_tokens = body.integer(name, None, 1, MAX_TOKENS)
     body.take("max_tokens")
-    conversation = read_conversation(body)
-    common = _read_common(body, max_tokens, name, (top or 0) if wanted else None, prompt_logprobs, False)
-    body.finish()
-    return ChatCall(**common, conversation=conversation)
+    logprobs, conversation = (top or 0) if wanted else None, read_conversation(body)
+    return _read_call(ChatCall, body, max_tokens, name, logprobs, prompt_logprobs, conversation=conversation)
 
 
 def read_prompts(body: Body) -> list[str | list[int]]:
@@ -203,14 +308,16 @@ def _are_tokens(values: list[Any]) -> bool:
     return set(map(type, values)) <= {int} and min(values, default=0) >= 0  # fast for millions of tokens
 
 
-def _read_common(
+def _read_call(
+    kind: type[Call],
     body: Body,
     max_tokens: int | None,
     max_tokens_field: str,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    add_special_tokens: bool,
-) -> dict[str, Any]:
+    **own: Any,
+) -> Call:
+    """Read the fields that both kinds of calls share, and refuse those that nothing has read."""
     stream = body.flag("stream")
     options = Body(body.object("stream_options"))
     if options.fields and not stream:
@@ -218,43 +325,49 @@ def _read_common(
     include_usage = options.flag("include_usage")
     continuous_usage = options.flag("continuous_usage_stats")
     options.finish()
-    if body.flag("use_beam_search"):
-        params: Params = _read_beams(body, max_tokens, stream, logprobs, prompt_logprobs)
-    else:
-        given = {name: body.take(name) for name in SAMPLING if name in body}
-        if body.take("length_penalty", 1) != 1:
-            raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
-        kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-        try:
-            params = SamplingParams(
-                **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-                output_kind=kind,
-            )  # fmt: skip
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise refused(error, body.fields) from None
+    read = _read_beams if body.flag("use_beam_search") else _read_sampling
+    try:
+        params = read(body, max_tokens, stream, logprobs, prompt_logprobs)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise refused(error, body.fields) from None
     priority = body.integer("priority", 0, -(2**31), 2**31 - 1)
     assert priority is not None
-    return {
-        "params": params,
-        "max_tokens_field": max_tokens_field,
-        "logprobs": logprobs,
-        "prompt_logprobs": prompt_logprobs,
-        "stream": stream,
-        "include_usage": include_usage,
-        "continuous_usage": continuous_usage,
-        "return_token_ids": body.flag("return_token_ids"),
-        "add_special_tokens": body.flag("add_special_tokens", add_special_tokens),
-        "truncate_prompt_tokens": body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS),
-        "request_id": body.text("request_id", LONGEST_NAME),
-        "priority": priority,
-        "cache_salt": body.text("cache_salt", LONGEST_NAME),
-        "fields": frozenset(body.fields),
-    }
+    call = kind(
+        params=params,
+        max_tokens_field=max_tokens_field,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        stream=stream,
+        include_usage=include_usage,
+        continuous_usage=continuous_usage,
+        return_token_ids=body.flag("return_token_ids"),
+        add_special_tokens=body.flag("add_special_tokens", kind is CompletionCall),
+        truncate_prompt_tokens=body.integer("truncate_prompt_tokens", None, 1, MAX_TOKENS),
+        request_id=body.text("request_id", LONGEST_NAME),
+        priority=priority,
+        cache_salt=body.text("cache_salt", LONGEST_NAME),
+        fields=frozenset(body.fields),
+        **own,
+    )
+    body.finish()
+    return call
+
+
+def _read_sampling(
+    body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
+) -> Params:
+    given = {name: body.take(name) for name in SAMPLING if name in body}
+    if body.take("length_penalty", 1) != 1:
+        raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
+    return SamplingParams(
+        **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
 
 
 def _read_beams(
     body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
-) -> BeamSearchParams:
+) -> Params:
     """Read a beam search, whose number of beams is ``n``. Refuse sampling fields that would change it."""
     neutral = SamplingParams()
     for name in SAMPLING:
@@ -262,15 +375,16 @@ def _read_beams(
             continue
         value = body.take(name)
         if value != getattr(neutral, name) and value not in ([], {}):
-            raise ApiError(f"{name} is not supported with use_beam_search", name, code="unsupported_field")
+            raise _unsupported_with_beams(name)
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None:
-            raise ApiError(f"{name} is not supported with use_beam_search", name, code="unsupported_field")
+            raise _unsupported_with_beams(name)
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
-    try:
-        # Without the client's max_tokens, Service.set_max_tokens sets it to the room after the prompt.
-        return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MAX_TOKENS, **given)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        raise refused(error, body.fields) from None
+    # Without the client's max_tokens, Service.set_max_tokens sets it to the room after the prompt.
+    return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MAX_TOKENS, **given)
+
+
+def _unsupported_with_beams(name: str) -> ApiError:
+    return ApiError(f"{name} is not supported with use_beam_search", name, code="unsupported_field")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from flashtile.engine.llm import LLM
 from flashtile.engine.server.app import make_app
-from flashtile.engine.server.door import LAST_WORDS, Door
+from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.service import Limits, Service
 
 logger = logging.getLogger("flashtile.server")
@@ -29,34 +29,34 @@ class Server:
     def __init__(self, llm: LLM, model_name: str, limits: Limits, host: str = "127.0.0.1", port: int = 8000):
         self.service = Service(llm, model_name, limits)
         self.host, self.port = host, port
-        self._door = Door(limits)
-        self._patience = 0.0
+        self._listener = Listener(limits)
+        self._time_left = 0.0
 
     async def start(self) -> None:
         """Listen. Raise OSError if the address is not available."""
-        self.service.max_calls = self._door.max_calls
-        await self._door.open(make_app(self.service, self._door), self.host, self.port)
-        self.port = self._door.port
+        self.service.max_calls = self._listener.max_calls
+        await self._listener.open(make_app(self.service, self._listener), self.host, self.port)
+        self.port = self._listener.port
 
     async def stop(self, timeout: float) -> None:
         """Accept no more calls and shut down. Calls not finished in ``timeout`` seconds get an error."""
-        self._patience = timeout
+        self._time_left = timeout
         self.service.draining = True
-        await self._door.close()
+        await self._listener.close()
         await self._wait_for_calls()
         await self.service.asynchronous.shutdown(0)
-        self._patience = LAST_WORDS
+        self._time_left = CLOSING_SECONDS
         await self._wait_for_calls()
-        await self._door.end()
+        await self._listener.end()
 
-    def hurry(self) -> None:
+    def abort_calls(self) -> None:
         """Make :meth:`stop` abort unfinished calls now."""
-        self._patience = 0.0
+        self._time_left = 0.0
 
     async def _wait_for_calls(self) -> None:
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        while self.service.in_flight and loop.time() < begun + self._patience:
+        while self.service.in_flight and loop.time() < begun + self._time_left:
             await asyncio.sleep(0.02)
 
 
@@ -85,7 +85,7 @@ def serve(
 
         def stop() -> None:
             if stopping.is_set():
-                server.hurry()
+                server.abort_calls()
             stopping.set()
 
         def died() -> None:

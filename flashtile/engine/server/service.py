@@ -70,7 +70,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ready:
+class TokenizedPrompt:
     """A tokenized prompt; ``text`` is None if the client sent tokens."""
 
     text: str | None
@@ -122,18 +122,17 @@ class Service:
                 status=404, code="model_not_found",
             )  # fmt: skip
 
-    async def prepare(self, call: CompletionCall | ChatCall) -> list[Ready]:
+    async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         """Tokenize a call's prompts. Texts are tokenized in another thread."""
         self._check_priority(call.priority)
-        if isinstance(call, ChatCall):
-            return [await asyncio.to_thread(self._prepare_chat, call)]
-        count, most = len(call.prompts), self.limits.max_prompts
-        if count > most:
-            text = f"prompt must be at most {most} prompts, got {count}"
-            raise ApiError(text, "prompt", code="invalid_value")
-        if all(isinstance(prompt, list) for prompt in call.prompts):
-            return self._prepare_completion(call)
-        return await asyncio.to_thread(self._prepare_completion, call)
+        if isinstance(call, CompletionCall):
+            count, most = len(call.prompts), self.limits.max_prompts
+            if count > most:
+                text = f"prompt must be at most {most} prompts, got {count}"
+                raise ApiError(text, "prompt", code="invalid_value")
+            if all(isinstance(prompt, list) for prompt in call.prompts):
+                return self._prepare(call)
+        return await asyncio.to_thread(self._prepare, call)
 
     def render(self, conversation: Conversation) -> str:
         """Render a conversation as a prompt with the model's chat template."""
@@ -149,7 +148,7 @@ class Service:
         except ValueError as error:
             raise refused(error, ("messages",), "messages") from None
 
-    def set_max_tokens(self, call: ApiCall, prompts: list[Ready]) -> None:
+    def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
         """Check the client's ``max_tokens`` against the room after the longest prompt, or set it to that."""
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -168,17 +167,10 @@ class Service:
             room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
         params.max_tokens = max(1, room)
 
-    def _prepare_chat(self, call: ChatCall) -> Ready:
-        text = self.render(call.conversation)
-        return self._ready(call, "messages", text, self._encode(call, "messages", text))
-
-    def _prepare_completion(self, call: CompletionCall) -> list[Ready]:
-        return [
-            self._ready(call, "prompt", prompt, self._encode(call, "prompt", prompt))
-            if isinstance(prompt, str)
-            else self._ready(call, "prompt", None, prompt)
-            for prompt in call.prompts
-        ]
+    def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
+        if isinstance(call, ChatCall):
+            return [self._tokenized(call, "messages", self.render(call.conversation))]
+        return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
 
     def _check_priority(self, priority: int) -> None:
         most = self.limits.max_priority
@@ -197,18 +189,19 @@ class Service:
             message = f"{param} must be at most {most} tokens, got many more in {len(text)} characters"
             raise ApiError(message, param, code="context_length_exceeded")
 
-    def _encode(self, call: ApiCall, param: str, text: str) -> list[int]:
-        truncated = call.truncate_prompt_tokens is not None
-        self.check_length(param, text, self.max_prompt_tokens * (TRUNCATED if truncated else 1))
-        return self.tokenizer.encode(text, call.add_special_tokens)
-
-    def _ready(self, call: ApiCall, param: str, text: str | None, tokens: list[int]) -> Ready:
+    def _tokenized(self, call: ApiCall, param: str, prompt: str | list[int]) -> TokenizedPrompt:
+        if isinstance(prompt, str):
+            truncated = call.truncate_prompt_tokens is not None
+            self.check_length(param, prompt, self.max_prompt_tokens * (TRUNCATED if truncated else 1))
+            text, tokens = prompt, self.tokenizer.encode(prompt, call.add_special_tokens)
+        else:
+            text, tokens = None, prompt
         if call.truncate_prompt_tokens is not None and len(tokens) > call.truncate_prompt_tokens:
             text, tokens = None, tokens[-call.truncate_prompt_tokens :]
         if len(tokens) > self.max_prompt_tokens:
             message = f"{param} must be at most {self.max_prompt_tokens} tokens, got {len(tokens)}"
             raise ApiError(message, param, code="context_length_exceeded")
-        return Ready(text, tokens)
+        return TokenizedPrompt(text, tokens)
 
     def _count_step(self, engine: Engine) -> None:
         """Record the tokens of the engine's last step. Runs on the engine's thread."""

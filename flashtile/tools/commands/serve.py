@@ -88,9 +88,8 @@ def serve(
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
     try:
-        from flashtile.engine import LLM
+        from flashtile.engine import LLM, parallel
         from flashtile.engine.config import read_config
-        from flashtile.engine.parallel import check_divides, dismiss, follow, lead, start_others
         from flashtile.engine.server.replicas.process import end_with_stdin
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
@@ -127,8 +126,8 @@ def serve(
     if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
         command, own_device = command_of(as_arguments(context)), parse_device(device)
         with bad_models():  # report the error once, not once per process
-            check_divides(read_config(model), tensor_parallel_size)
-        others, _store = start_others(command, tensor_parallel_size, own_device)
+            parallel.check_divides(read_config(model), tensor_parallel_size)
+        others, _store = parallel.start_others(command, tensor_parallel_size, own_device)
     elif os.environ.get("RANK", "0") != "0":
         for number in (signal.SIGTERM, signal.SIGINT):  # the first process decides when to stop
             signal.signal(number, signal.SIG_IGN)
@@ -146,13 +145,13 @@ def serve(
     engine = llm.engine
     if engine.runner.ranks.rank:
         try:
-            follow(engine)
+            parallel.repeat_changes(engine)
         except EOFError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(1) from None
         raise typer.Exit
     if tensor_parallel_size > 1:
-        lead(engine)
+        parallel.broadcast_changes(engine)
     try:
         code = run(
             llm, served_model_name or str(model), limits, host, port, shutdown_timeout,
@@ -161,7 +160,7 @@ def serve(
     except OSError as error:
         raise _taken(host, port, error) from None
     if tensor_parallel_size > 1 and code == 0:
-        dismiss(engine)
+        parallel.end_repeating(engine)
         for process in others:
             process.wait()
     raise typer.Exit(code)

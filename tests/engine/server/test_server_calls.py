@@ -11,7 +11,7 @@ import pytest
 from serving import MAX_MODEL_LEN, MODEL, running
 
 from flashtile.engine import LLM, Logprob, SamplingParams
-from flashtile.engine.server.completions import logprobs_body
+from flashtile.engine.server.answers import logprobs_body
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

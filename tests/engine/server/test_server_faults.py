@@ -16,9 +16,8 @@ from soak import soak
 from traffic import WEIGHTS
 
 from flashtile.engine.server import answers
-from flashtile.engine.server.fields import Body
 from flashtile.engine.server.job import Job
-from flashtile.engine.server.protocol import read_completion
+from flashtile.engine.server.protocol import Body, read_completion
 from flashtile.engine.server.service import Limits
 
 COMPLETIONS = "/v1/completions"

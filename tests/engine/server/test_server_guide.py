@@ -14,7 +14,7 @@ from serving import MODEL, running
 
 from flashtile.engine import server as server_package
 from flashtile.engine.core import EngineStats
-from flashtile.engine.server import fields, protocol
+from flashtile.engine.server import protocol
 from flashtile.engine.server.metrics import Metrics
 
 GUIDE = (Path(__file__).parents[3] / "docs/guides/server.md").read_text()
@@ -68,7 +68,7 @@ def test_every_field_path_code_and_number_is_named():
     assert len(read) > 25
     section = GUIDE.split("## Fields")[1].split("## Errors")[0] + GUIDE.split("## Paths")[1]
     tokenizers_own = {"tokens", "return_token_strs"}
-    assert read | set(protocol.SAMPLING) | set(fields.UNSUPPORTED) <= named(section) | tokenizers_own
+    assert read | set(protocol.SAMPLING) | set(protocol.UNSUPPORTED) <= named(section) | tokenizers_own
     errors = GUIDE.split("## Errors")[1].split("## Limits")[0]
     codes = set(re.findall(r'code="(\w+)"', source)) | {"invalid_value", "unsupported_value"}
     assert codes == named(errors) & codes

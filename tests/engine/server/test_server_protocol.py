@@ -9,9 +9,16 @@ import pytest
 
 from flashtile.engine import BeamSearchParams, RequestOutputKind
 from flashtile.engine.server.errors import ApiError
-from flashtile.engine.server.fields import UNSUPPORTED, Body, parse
-from flashtile.engine.server.protocol import read_chat, read_completion, read_detokenize, read_tokenize
-from flashtile.engine.server.service import Ready, Service
+from flashtile.engine.server.protocol import (
+    UNSUPPORTED,
+    Body,
+    parse,
+    read_chat,
+    read_completion,
+    read_detokenize,
+    read_tokenize,
+)
+from flashtile.engine.server.service import Service, TokenizedPrompt
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
@@ -159,7 +166,9 @@ def test_an_answer_may_fill_what_the_model_and_the_memory_hold(blocks, window, r
     manager = SimpleNamespace(window_left=window, block_size=4, pool=pool)
     engine = SimpleNamespace(max_model_len=100, scheduler=SimpleNamespace(manager=manager))
     call = read_chat(Body(HELLO), 20)
-    Service.set_max_tokens(SimpleNamespace(engine=engine), call, [Ready(None, [0] * n) for n in (5, 2)])
+    Service.set_max_tokens(
+        SimpleNamespace(engine=engine), call, [TokenizedPrompt(None, [0] * n) for n in (5, 2)]
+    )
     assert call.params.max_tokens == room
 
 

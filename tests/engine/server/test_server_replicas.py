@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from flashtile.cli import application
 from flashtile.engine.server.replicas import front as front_module
 from flashtile.engine.server.replicas import process
-from flashtile.engine.server.replicas.front import Front, Incoming, serve_replicas
+from flashtile.engine.server.replicas.front import Front, RequestBody, serve_replicas
 from flashtile.engine.server.replicas.process import Replica
 from flashtile.engine.server.replicas.routing import PIECE, SLACK, Routing, prompt_of
 from flashtile.engine.server.service import Limits
@@ -133,14 +133,14 @@ async def serving(limits=None):
         one.start()
     assert all([await one.wait_until_up() for one in replicas])
     front = Front(replicas, limits or Limits())
-    await front.door.open(front.app(), "127.0.0.1", 0)
-    async with aiohttp.ClientSession(f"http://127.0.0.1:{front.door.port}") as client:
+    await front.listener.open(front.app(), "127.0.0.1", 0)
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{front.listener.port}") as client:
         yield front, replicas, client
     for one in replicas:
         one.signal(signal.SIGKILL)
         await one.wait()
-    await front.door.close()
-    await front.door.end()
+    await front.listener.close()
+    await front.listener.end()
 
 
 async def post(client, prompt, **headers):
@@ -211,8 +211,8 @@ def test_a_replica_that_dies_is_replaced(monkeypatch):
 
 def test_a_replica_that_is_stopped_is_noticed(monkeypatch):
     """Its process is there, its port is open, and nothing comes."""
-    monkeypatch.setattr(front_module, "CHECK_EVERY", 0.02)
-    monkeypatch.setattr(front_module, "ANSWERS_IN", 0.5)
+    monkeypatch.setattr(front_module, "CHECK_SECONDS", 0.02)
+    monkeypatch.setattr(front_module, "QUICK_CALL_SECONDS", 0.5)
 
     async def run() -> None:
         async with serving() as (_, replicas, client):
@@ -240,7 +240,7 @@ def test_a_replica_that_is_stopped_is_noticed(monkeypatch):
 
 
 def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch):
-    monkeypatch.setattr(front_module, "KEPT", 2**17)
+    monkeypatch.setattr(front_module, "MAX_KEPT_BYTES", 2**17)
     largest = 2**20
 
     async def run() -> None:
@@ -262,7 +262,7 @@ def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch
                 assert (found.status, (await found.json())["error"]["code"]) == (413, "body_too_large")
 
             # Nothing of a body is read before the key: the answer comes though the body does not.
-            reader, writer = await asyncio.open_connection("127.0.0.1", front.door.port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.listener.port)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n")
             assert b" 401 " in await reader.readline()
             writer.close()
@@ -272,7 +272,7 @@ def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch
                 (b"*", b" 4"),
                 (b"@x", b" 400 "),
             ):
-                reader, writer = await asyncio.open_connection("127.0.0.1", front.door.port)
+                reader, writer = await asyncio.open_connection("127.0.0.1", front.listener.port)
                 writer.write(b"GET %b HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\n\r\n" % target)
                 assert status in await reader.readline(), target
                 writer.close()
@@ -334,8 +334,8 @@ def test_a_short_body_is_sent_in_one_piece():
 
     async def run():
         content = SimpleNamespace(readany=read)
-        incoming = Incoming(SimpleNamespace(content=content, content_length=None), Limits())
-        return await incoming.head(), incoming.to_send()
+        body = RequestBody(SimpleNamespace(content=content, content_length=None), Limits())
+        return await body.head(), body.to_send()
 
     assert asyncio.run(run()) == (b'{"prompt": "a"}', (b'{"prompt": "a"}', {}))
 
@@ -351,12 +351,12 @@ def test_a_client_that_is_gone_gets_no_second_answer(monkeypatch):
         return b""
 
     front = Front([SimpleNamespace(in_flight=0, is_up=True, number=i) for i in range(2)], Limits())
-    monkeypatch.setattr(front, "_ask", ask)
+    monkeypatch.setattr(front, "_relay", ask)
     transport = SimpleNamespace(is_closing=lambda: True, abort=None)
     content = SimpleNamespace(readany=read)
     request = SimpleNamespace(content=content, content_length=None, transport=transport)
     with pytest.raises(ConnectionError):
-        asyncio.run(front._pass_on(request))
+        asyncio.run(front._forward(request))
     assert len(asked) == 1
 
 

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from flashtile.checks.arguments import (
     ERRORS,
+    as_int_within,
     check_dense,
     check_device,
     check_dtype,
-    check_int,
     check_offsets,
     renamed,
 )
-from flashtile.checks.conversions import as_int, as_offsets, check_flag
+from flashtile.checks.conversions import as_offsets, check_flag
+from flashtile.compat.flash_attn_interface import split_qkv
 from flashtile.problems.common import MAX_LENGTH
 from flashtile.reference.rotary import turn
 
@@ -80,9 +81,7 @@ def apply_rotary_emb(
             shape = tuple(seqlen_offsets.shape)
             raise ValueError(f"seqlen_offsets must have shape (batch,) = ({batch},), got {shape}")
     else:
-        first: int = as_int("seqlen_offsets", seqlen_offsets)
-        check_int("seqlen_offsets", first, 0, MAX_LENGTH)
-        seqlen_offsets = first
+        seqlen_offsets = as_int_within("seqlen_offsets", seqlen_offsets, 0, MAX_LENGTH)
     tokens = torch.arange(x.shape[-3], device=x.device)
     if cu_seqlens is not None:
         sequence = torch.bucketize(tokens, cu_seqlens[1:].long(), right=True)
@@ -161,10 +160,10 @@ def apply_rotary_emb_qkv_(
     Raises:
         ValueError: qkv has another shape, or num_heads_q does not fit its heads.
     """
-    check_dense("qkv", qkv)
+    q, k, _ = split_qkv(qkv, num_heads_q)
     _check_writable("qkv", qkv)
-    queries: int = 0 if num_heads_q is None else as_int("num_heads_q", num_heads_q)
     names = {"x": "qkv"}
+    _rotate_in_place(q, cos, sin, interleaved, seqlen_offsets, names)
     if cos_k is None:
         cos_k = cos
     else:
@@ -173,21 +172,7 @@ def apply_rotary_emb_qkv_(
         sin_k = sin
     else:
         names["sin"] = "sin_k"
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
-    elif qkv.dim() == 4 and queries in range(qkv.shape[2] - 2, 0, -2):
-        heads_kv = (qkv.shape[2] - queries) // 2
-        q, k = qkv[:, :, :queries], qkv[:, :, queries : queries + heads_kv]
-    else:
-        raise ValueError(
-            "qkv must have shape (batch, seqlen, 3, heads, head_dim), or with num_heads_q "
-            f"(batch, seqlen, num_heads_q + 2 heads_kv, head_dim), got {tuple(qkv.shape)} and {num_heads_q}"
-        )
-    for part, tables, known_as in ((q, (cos, sin), {"x": "qkv"}), (k, (cos_k, sin_k), names)):
-        try:
-            apply_rotary_emb(part, *tables, interleaved, True, seqlen_offsets)
-        except ERRORS as error:
-            raise renamed(error, known_as) from None
+    _rotate_in_place(k, cos_k, sin_k, interleaved, seqlen_offsets, names)
     return qkv
 
 
@@ -199,11 +184,23 @@ def apply_rotary_emb_kv_(
     _check_writable("kv", kv)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv must have shape (batch, seqlen, 2, heads, head_dim), got {tuple(kv.shape)}")
-    try:
-        apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
-    except ERRORS as error:
-        raise renamed(error, {"x": "kv"}) from None
+    _rotate_in_place(kv[:, :, 0], cos, sin, interleaved, seqlen_offsets, {"x": "kv"})
     return kv
+
+
+def _rotate_in_place(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    seqlen_offsets: int | Tensor,
+    names: dict[str, str],
+) -> None:
+    """Call :func:`apply_rotary_emb` on a part of a tensor, with its arguments renamed in errors."""
+    try:
+        apply_rotary_emb(x, cos, sin, interleaved, True, seqlen_offsets)
+    except ERRORS as error:
+        raise renamed(error, names) from None
 
 
 class RotaryEmbedding(torch.nn.Module):

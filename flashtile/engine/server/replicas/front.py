@@ -1,7 +1,7 @@
 """The front of the replicas: a proxy that passes each call to one of them and streams its answer back.
 
-If a replica dies or hangs before the first byte of an answer was sent, the call is given to another one. A
-stream that has begun ends with an error, as after a failure of the engine.
+If a replica ends or hangs before the first byte of its answer, another one gets the call. A stream that has
+begun ends with an error, as after a failure of the engine.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from aiohttp import web
 from yarl import URL
 
 from flashtile.engine.server.answers import SLOW_READER
-from flashtile.engine.server.door import LAST_WORDS, Door
 from flashtile.engine.server.errors import ApiError, error_event, json_response, shutting_down
+from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import answer_errors, authorised, check_content_type, logged
 from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
 from flashtile.engine.server.replicas.routing import Routing, prompt_of
 from flashtile.engine.server.service import Limits
 
-HOP = (
+HOP_BY_HOP = (
     "connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host", "te",
     "trailer", "upgrade", "proxy-authorization", "proxy-authenticate", "expect", "date", "server",
 )  # fmt: skip
 """Headers that are not passed on: they apply to one connection, or are written anew."""
 
-HEAD = 2**16
-"""Bytes at the beginning of a body by which its replica is chosen."""
-KEPT = 2**20
-"""Bytes of a body that are kept until its answer begins, so that the call can be given to another replica."""
+HEAD_BYTES = 2**16
+"""Bytes at the beginning of a body that determine the choice of its replica."""
+MAX_KEPT_BYTES = 2**20
+"""Bytes of a body that are kept until the answer begins, so that another replica can get the call."""
 
-ANSWERS_IN = 3.0
+QUICK_CALL_SECONDS = 3.0
 """Seconds in which a replica must answer quick calls, such as ``/health``."""
-CHECK_EVERY, HANGS_AFTER = 1.0, 3
+CHECK_SECONDS, MAX_FAILED_CHECKS = 1.0, 3
 """Seconds between two health checks of a replica; failed checks in a row after which it counts as hanging."""
 
-Gone = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
+CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
 
 logger = logging.getLogger("flashtile.server")
 
 
-class Incoming:
-    """The body of a call, streamed to a replica with at most about ``KEPT`` bytes in memory.
+class RequestBody:
+    """The body of a call, streamed to a replica with at most about ``MAX_KEPT_BYTES`` bytes in memory.
 
     Args:
         request: the client's request.
@@ -84,10 +84,10 @@ class Incoming:
         return self._chunks(), {} if length is None or is_coded else {"Content-Length": length}
 
     async def head(self) -> bytes:
-        """Return the first bytes of the body, at most ``HEAD``."""
-        while self._size < HEAD and not self._ended:
+        """Return the first bytes of the body, at most ``HEAD_BYTES``."""
+        while self._size < HEAD_BYTES and not self._ended:
             await self._read()
-        return b"".join(self._kept)[:HEAD]
+        return b"".join(self._kept)[:HEAD_BYTES]
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         """Yield the whole body. A failure to read it is stored in ``error`` and raised."""
@@ -98,7 +98,7 @@ class Incoming:
                 yield self._kept[sent - 1]
             if self._ended:
                 return
-            if self._size > KEPT:
+            if self._size > MAX_KEPT_BYTES:
                 self._forgotten, self._kept, sent = True, [], 0
             try:
                 await self._read()
@@ -141,26 +141,26 @@ class Front:
 
     def __init__(self, replicas: Sequence[Replica], limits: Limits):
         self.replicas, self.limits, self.routing = replicas, limits, Routing()
-        self.door = Door(limits, files_each=2)
+        self.listener = Listener(limits, files_each=2)
         self.draining = False
         self._in_flight = 0
         self._session: aiohttp.ClientSession | None = None
 
     def app(self) -> web.Application:
         limits = self.limits
-        before = [logged(self.door, limits.access_log), answer_errors, authorised(limits.api_keys)]
+        before = [logged(self.listener, limits.access_log), answer_errors, authorised(limits.api_keys)]
         app = web.Application(client_max_size=limits.max_body_bytes, middlewares=before)
         add = app.router.add_route
         add("GET", "/health", self._health)
         add("GET", "/metrics", self._metrics)
         add("GET", "/load", self._load)
         add("POST", "/reset_prefix_cache", self._reset)
-        add("*", "/{path:.*}", self._pass_on)
+        add("*", "/{path:.*}", self._forward)
         app.cleanup_ctx.append(self._connected)
         return app
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=ANSWERS_IN)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=QUICK_CALL_SECONDS)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(
             connector=connector, timeout=timeout, auto_decompress=False
@@ -173,20 +173,20 @@ class Front:
 
     async def _watch(self, replica: Replica) -> None:
         """Check a replica's health repeatedly, because a process may hang without ending."""
-        unanswered = 0
+        failed_checks = 0
         while True:
-            await asyncio.sleep(CHECK_EVERY)
+            await asyncio.sleep(CHECK_SECONDS)
             url = replica.url
             if url is None:
                 continue
             try:
                 well = (await self._get(url, "/health"))[0] == 200
-            except Gone:
+            except CONNECTION_ERRORS:
                 well = False
-            unanswered = 0 if well or replica.url != url else unanswered + 1
-            if unanswered == HANGS_AFTER:
+            failed_checks = 0 if well or replica.url != url else failed_checks + 1
+            if failed_checks == MAX_FAILED_CHECKS:
                 logger.error(
-                    "replica %d does not answer: its calls go to others until it does", replica.number
+                    "replica %d does not answer: other replicas get its calls until it does", replica.number
                 )
                 replica.set_hanging(True)
             elif replica.hangs and well:
@@ -196,10 +196,13 @@ class Front:
     async def _get(
         self, url: str, path: str, method: str = "GET", headers: dict[str, str] | None = None
     ) -> tuple[int, bytes]:
-        """Make a quick call and return (status, body). Raise one of ``Gone`` after ``ANSWERS_IN`` seconds."""
+        """Make a quick call and return (status, body).
+
+        Raise one of ``CONNECTION_ERRORS`` if there is no answer within ``QUICK_CALL_SECONDS``.
+        """
         assert self._session is not None
         async with self._session.request(
-            method, url + path, headers=headers, timeout=aiohttp.ClientTimeout(ANSWERS_IN)
+            method, url + path, headers=headers, timeout=aiohttp.ClientTimeout(QUICK_CALL_SECONDS)
         ) as found:
             return found.status, await found.read()
 
@@ -207,23 +210,23 @@ class Front:
         if self.draining:
             raise shutting_down()
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
         self._check_open()
-        if self._in_flight >= self.door.max_calls:
-            text = f"the server answers at most {self.door.max_calls} calls at a time: try again later"
+        if self._in_flight >= self.listener.max_calls:
+            text = f"the server answers at most {self.listener.max_calls} calls at a time: try again later"
             raise ApiError(text, status=429, code="rate_limit_exceeded")
         patience = self.limits.body_timeout + self.limits.request_timeout + 2 * SLOW_READER
         assert request.transport is not None
         hang_up = asyncio.get_running_loop().call_later(patience, request.transport.abort)
         self._in_flight += 1
         try:
-            return await self._pass_on_to_one(request)
+            return await self._forward_to_one(request)
         finally:
             self._in_flight -= 1
             hang_up.cancel()
 
-    async def _pass_on_to_one(self, request: web.Request) -> web.StreamResponse:
-        body = Incoming(request, self.limits)
+    async def _forward_to_one(self, request: web.Request) -> web.StreamResponse:
+        body = RequestBody(request, self.limits)
         prompt = prompt_of(await body.head())
         tried: list[Replica] = []
         while True:
@@ -231,23 +234,25 @@ class Front:
             replica = self.routing.choose(untried, prompt) if body.can_be_sent else None
             if replica is None:
                 self._check_open()
-                text = "the replica has died" if tried else "no replica serves at the moment"
-                raise ApiError(text, status=503, code="engine_dead")
+                raise _replica_ended() if tried else _no_replica()
             tried.append(replica)
             replica.in_flight += 1
             try:
-                return await self._ask(request, body, replica)
-            except Gone as error:
+                return await self._relay(request, body, replica)
+            except CONNECTION_ERRORS as error:
                 if body.error is not None:
                     raise body.error from None
                 if request.transport is None or request.transport.is_closing():
-                    raise ConnectionResetError("the client is gone") from None
+                    raise ConnectionResetError("the client has closed the connection") from None
                 logger.warning("replica %d did not answer: %s", replica.number, error or type(error).__name__)
             finally:
                 replica.in_flight -= 1
 
-    async def _ask(self, request: web.Request, body: Incoming, replica: Replica) -> web.StreamResponse:
-        """Pass on a replica's answer. Raise one of ``Gone`` if it dies or hangs before the first byte."""
+    async def _relay(self, request: web.Request, body: RequestBody, replica: Replica) -> web.StreamResponse:
+        """Pass on a replica's answer.
+
+        Raise one of ``CONNECTION_ERRORS`` if the replica ends or hangs before the first byte.
+        """
         assert self._session is not None
         assert replica.url is not None
         # The request target may be a full URL; only its path and query are passed on.
@@ -255,11 +260,11 @@ class Front:
         data, headers = body.to_send()
         with replica.while_it_answers():
             found = await self._session.request(
-                request.method, url, data=data, headers={**_kept(request.headers), **headers},
+                request.method, url, data=data, headers={**_end_to_end(request.headers), **headers},
                 allow_redirects=False,
             )  # fmt: skip
         async with found:
-            kept = _kept(found.headers)
+            kept = _end_to_end(found.headers)
             if found.content_type != "text/event-stream":
                 with replica.while_it_answers():
                     return web.Response(body=await found.read(), status=found.status, headers=kept)
@@ -273,13 +278,12 @@ class Front:
                     await response.write(chunk)
                     with replica.while_it_answers():
                         chunk = await found.content.readany()
-            except Gone:
-                error = ApiError("the replica has died", status=503, code="engine_dead")
-                await response.write(error_event(error) + b"data: [DONE]\n\n")
+            except CONNECTION_ERRORS:
+                await response.write(error_event(_replica_ended()) + b"data: [DONE]\n\n")
             await response.write_eof()
             return response
 
-    async def _ask_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
+    async def _call_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
         """Make a call of every replica, and return (replica, body) of those that answer.
 
         Raises:
@@ -287,30 +291,30 @@ class Front:
         """
         self._check_open()
         up = [replica for replica in self.replicas if replica.is_up]
-        path, headers = request.path, _kept(request.headers)
+        path, headers = request.path, _end_to_end(request.headers)
         found = await asyncio.gather(
             *(self._get(str(replica.url), path, request.method, headers) for replica in up),
             return_exceptions=True,
         )
         answers = []
         for replica, answer in zip(up, found, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, Gone):
+            if isinstance(answer, BaseException) and not isinstance(answer, CONNECTION_ERRORS):
                 raise answer
             if isinstance(answer, tuple) and answer[0] == 200:
                 answers.append((replica, answer[1]))
         if not answers:
-            raise ApiError("no replica serves at the moment", status=503, code="engine_dead")
+            raise _no_replica()
         return answers
 
     async def _health(self, request: web.Request) -> web.Response:
         self._check_open()
         up = [replica.is_up for replica in self.replicas]
         if not any(up):
-            raise ApiError("no replica serves at the moment", status=503, code="engine_dead")
+            raise _no_replica()
         return json_response({"status": "ok", "replicas": up})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        answers = await self._ask_all(request)
+        answers = await self._call_all(request)
         numbers = [replica.number for replica, _ in answers]
         lines = [
             joined([(replica.number, answer.decode()) for replica, answer in answers]),
@@ -324,20 +328,28 @@ class Front:
 
     async def _load(self, request: web.Request) -> web.Response:
         loads = {
-            one.number: json.loads(answer)["server_load"] for one, answer in await self._ask_all(request)
+            one.number: json.loads(answer)["server_load"] for one, answer in await self._call_all(request)
         }
         each = [loads.get(replica.number) for replica in self.replicas]
         return json_response({"server_load": sum(loads.values()), "replicas": each})
 
     async def _reset(self, request: web.Request) -> web.Response:
         check_content_type(request)
-        answers = await self._ask_all(request)
+        answers = await self._call_all(request)
         return json_response({"blocks": sum(json.loads(answer)["blocks"] for _, answer in answers)})
 
 
-def _kept(headers: Any) -> dict[str, str]:
+def _no_replica() -> ApiError:
+    return ApiError("no replica is available: try again later", status=503, code="engine_dead")
+
+
+def _replica_ended() -> ApiError:
+    return ApiError("the replica ended before its answer was complete", status=503, code="engine_dead")
+
+
+def _end_to_end(headers: Any) -> dict[str, str]:
     """Return the headers that are passed on from one connection to the other."""
-    return {name: value for name, value in headers.items() if name.lower() not in HOP}
+    return {name: value for name, value in headers.items() if name.lower() not in HOP_BY_HOP}
 
 
 def joined(texts: Sequence[tuple[int, str]]) -> str:
@@ -387,7 +399,7 @@ def serve_replicas(
 
         def stop() -> None:
             if not stopping.is_set():
-                loop.call_later(shutdown_timeout + 3 * LAST_WORDS, signal_all, signal.SIGKILL)
+                loop.call_later(shutdown_timeout + 3 * CLOSING_SECONDS, signal_all, signal.SIGKILL)
             stopping.set()
             front.draining = True
             signal_all(signal.SIGTERM)
@@ -398,18 +410,19 @@ def serve_replicas(
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)
-        await front.door.open(front.app(), host, port)  # before models are loaded: the address may be taken
+        # The address may be taken, so listen before models are loaded.
+        await front.listener.open(front.app(), host, port)
         ups = [asyncio.ensure_future(replica.wait_until_up()) for replica in replicas]
-        said: dict[str, int] = {}
+        printed: dict[str, int] = {}
         for replica in replicas:
-            replica.said = said
+            replica.printed = printed
             replica.start()
         all_ended: asyncio.Future[Any] = asyncio.gather(*(replica.wait() for replica in replicas))
         started: asyncio.Future[Any] = asyncio.gather(*ups)
         await asyncio.wait([started, all_ended], return_when=asyncio.FIRST_COMPLETED)
         code = 1
         if started.done() and all(started.result()) and not stopping.is_set():
-            on_start(front.door.port)
+            on_start(front.listener.port)
         elif not stopping.is_set():
             stop()
         await all_ended
@@ -419,8 +432,8 @@ def serve_replicas(
             code = BAD_ARGUMENTS
         started.cancel()
         await asyncio.gather(started, return_exceptions=True)
-        await front.door.close()
-        await front.door.end()
+        await front.listener.close()
+        await front.listener.end()
         return code
 
     return asyncio.run(run())

@@ -1,4 +1,4 @@
-"""A replica: a server in its own process, which is restarted when it dies."""
+"""A replica: a server in its own process, which is restarted when it ends unexpectedly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 READY = re.compile(r"serving .* at (http://\S+)")
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
 """Seconds before a replica is restarted, doubled after each failure."""
 MAX_FAILURES = 3
 """A replica is given up after this many starts in a row that end before it serves."""
@@ -44,7 +44,7 @@ def end_with_stdin() -> None:
 
 
 class Replica:
-    """A server process, restarted when it dies.
+    """A server process, restarted when it ends unexpectedly.
 
     Args:
         number: number of the replica in messages.
@@ -58,8 +58,8 @@ class Replica:
         restarts: how often it was restarted.
         given_up: whether it failed to start too often and is not restarted any more.
         exit_code: exit code of its last process.
-        said: maps each line written before a replica served to the replica that wrote it first. Replicas that
-            share this dict print such a line only once.
+        printed: maps each line written before a replica served to the replica that wrote it first. Replicas
+            that share this dict print such a line only once.
     """
 
     def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]):
@@ -72,7 +72,7 @@ class Replica:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self.said: dict[str, int] = {}
+        self.printed: dict[str, int] = {}
         self._interrupts: set[Callable[[], None]] = set()
 
     @property
@@ -141,7 +141,7 @@ class Replica:
                 return
             if code != BAD_ARGUMENTS:  # the process has printed its own message then
                 logger.error("replica %d has ended with code %d", self.number, code)
-            if time.monotonic() - begun > LONGEST_PAUSE:
+            if time.monotonic() - begun > MAX_PAUSE:
                 pause = FIRST_PAUSE
             if self._failures >= (1 if code == BAD_ARGUMENTS else MAX_FAILURES):
                 self.given_up = True
@@ -149,7 +149,7 @@ class Replica:
                 return
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
             self.restarts += not self._stopping.is_set()
 
     async def _serve_once(self) -> int:
@@ -168,7 +168,7 @@ class Replica:
                 text = line.decode(errors="replace")
                 found = READY.search(text) if self.url is None else None
                 if found is None:
-                    if self.url is not None or self.said.setdefault(text, self.number) == self.number:
+                    if self.url is not None or self.printed.setdefault(text, self.number) == self.number:
                         sys.stderr.write(text)
                     continue
                 self.url, self._failures, self.hangs = found[1], 0, False

@@ -15,7 +15,7 @@ REMEMBERED = 2**16
 """Number of remembered prefixes; the least recently used ones are dropped."""
 
 
-class Place(Protocol):
+class Candidate(Protocol):
     """Interface of a replica to be chosen: calls that it is answering, and whether it accepts another."""
 
     in_flight: int
@@ -24,7 +24,7 @@ class Place(Protocol):
     def is_up(self) -> bool: ...
 
 
-AnyPlace = TypeVar("AnyPlace", bound=Place)
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 class Routing:
@@ -41,23 +41,23 @@ class Routing:
     """
 
     def __init__(self) -> None:
-        self._homes: OrderedDict[bytes, Any] = OrderedDict()
+        self._replica_of_prefix: OrderedDict[bytes, Any] = OrderedDict()
 
-    def choose(self, places: Sequence[AnyPlace], prompt: bytes) -> AnyPlace | None:
+    def choose(self, replicas: Sequence[AnyCandidate], prompt: bytes) -> AnyCandidate | None:
         """Return the replica for a prompt, or None if no replica accepts calls."""
-        up = [place for place in places if place.is_up]
+        up = [replica for replica in replicas if replica.is_up]
         if not up:
             return None
-        idlest = min(up, key=lambda place: place.in_flight)
-        beginnings = _beginnings(prompt)
-        homes = (self._homes.get(one) for one in reversed(beginnings))
-        home = next((found for found in homes if any(found is place for place in up)), None)
-        chosen = idlest if home is None or home.in_flight > idlest.in_flight + SLACK else home
-        for one in beginnings:
-            self._homes[one] = chosen
-            self._homes.move_to_end(one)
-        while len(self._homes) > REMEMBERED:
-            self._homes.popitem(last=False)
+        idlest = min(up, key=lambda replica: replica.in_flight)
+        prefixes = _prefixes(prompt)
+        known = (self._replica_of_prefix.get(one) for one in reversed(prefixes))
+        preferred = next((found for found in known if any(found is replica for replica in up)), None)
+        chosen = idlest if preferred is None or preferred.in_flight > idlest.in_flight + SLACK else preferred
+        for one in prefixes:
+            self._replica_of_prefix[one] = chosen
+            self._replica_of_prefix.move_to_end(one)
+        while len(self._replica_of_prefix) > REMEMBERED:
+            self._replica_of_prefix.popitem(last=False)
         assert chosen is not None
         return chosen
 
@@ -72,7 +72,7 @@ def prompt_of(head: bytes) -> bytes:
     return head[min(starts) :] if starts else b""
 
 
-def _beginnings(prompt: bytes) -> list[bytes]:
+def _prefixes(prompt: bytes) -> list[bytes]:
     """Return a hash of each prefix of whole pieces, the shortest first."""
     found, state = [], hashlib.blake2b(digest_size=16)
     for end in range(PIECE, len(prompt) + 1, PIECE):

@@ -16,27 +16,27 @@ import pytest
 from aiohttp import web
 from serving import MODEL, running
 
-from flashtile.engine.server import door as door_module
+from flashtile.engine.server import listener as listener_module
 from flashtile.engine.server import run as run_module
-from flashtile.engine.server.door import Door, allowed_connections
+from flashtile.engine.server.listener import Listener, allowed_connections
 from flashtile.engine.server.middlewares import logged
 from flashtile.engine.server.service import Limits
 
 
 @contextlib.asynccontextmanager
-async def opened(door, handler=None):
+async def opened(listener, handler=None):
     async def answer(request):
         return web.Response(text="well")
 
-    app = web.Application(middlewares=[logged(door, True)])
+    app = web.Application(middlewares=[logged(listener, True)])
     app.router.add_get("/health", answer)
     app.router.add_get("/{path:.*}", handler or answer)
-    await door.open(app, "127.0.0.1", 0)
+    await listener.open(app, "127.0.0.1", 0)
     try:
-        yield door.port
+        yield listener.port
     finally:
-        await door.close()
-        await door.end()
+        await listener.close()
+        await listener.end()
 
 
 async def connect(port, data=b""):
@@ -61,8 +61,8 @@ def run(test):
 
 def test_who_has_waited_longest_makes_room():
     async def test():
-        door = Door(Limits(max_connections=20))
-        async with opened(door) as port:
+        listener = Listener(Limits(max_connections=20))
+        async with opened(listener) as port:
             idle = [
                 await connect(port, data)
                 for data in (b"", b"GET / HTTP/1.1\r\nHos", b"\r\n")
@@ -86,8 +86,8 @@ def test_calls_that_are_answered_keep_their_connections():
         return web.Response(text="done")
 
     async def test():
-        door = Door(Limits(max_connections=3, idle_timeout=0.1))
-        async with opened(door, slow) as port:
+        listener = Listener(Limits(max_connections=3, idle_timeout=0.1))
+        async with opened(listener, slow) as port:
             calls = [asyncio.create_task(ask(port, b"/slow")) for _ in range(3)]
             await asyncio.sleep(0.2)
             late = asyncio.create_task(ask(port))
@@ -107,7 +107,7 @@ def test_a_connection_without_a_call_is_closed_in_time():
         return web.Response(body=bytes(large))
 
     async def test():
-        async with opened(Door(Limits(idle_timeout=0.3)), answer) as port:
+        async with opened(Listener(Limits(idle_timeout=0.3)), answer) as port:
             mute, slow, kept = (
                 await connect(port),
                 await connect(port, b"GET /health HTT"),
@@ -147,10 +147,10 @@ def test_a_process_without_files_says_so_once_and_goes_on(monkeypatch, caplog):
             return Broken(fileno=os.dup(self.fileno()))
 
     monkeypatch.setattr(socket.socket, "dup", Broken.dup)
-    monkeypatch.setattr(door_module, "PAUSE", 0.001)
+    monkeypatch.setattr(listener_module, "PAUSE", 0.001)
 
     async def test():
-        async with opened(Door(Limits())) as port:
+        async with opened(Listener(Limits())) as port:
             assert await ask(port) == b"HTTP/1.1 200 OK\r\n"
 
     run(test())
@@ -167,8 +167,8 @@ def test_the_files_of_the_process_bound_its_connections(monkeypatch, caplog):
     assert allowed_connections(1000) == 200
     assert allowed_connections(1000, files_each=2) == 100
     assert "ulimit -n" in caplog.text
-    door = Door(Limits())
-    assert (door.max_connections, door.max_calls) == (200, 192)
+    listener = Listener(Limits())
+    assert (listener.max_connections, listener.max_calls) == (200, 192)
     allowed[0] = (300, 5000)  # the soft limit is ours to raise
     assert allowed_connections(1000) == 1000
     assert allowed[0] == (1100, 5000)
@@ -178,18 +178,18 @@ def test_the_files_of_the_process_bound_its_connections(monkeypatch, caplog):
 
 
 def test_a_server_answers_as_many_calls_as_its_door_lets_in(monkeypatch):
-    monkeypatch.setattr(door_module, "allowed_connections", lambda *wanted: 20)
+    monkeypatch.setattr(listener_module, "allowed_connections", lambda *wanted: 20)
     monkeypatch.setattr(run_module, "Service", lambda *given: SimpleNamespace(max_calls=1000))
-    monkeypatch.setattr(run_module, "make_app", lambda service, door: web.Application())
+    monkeypatch.setattr(run_module, "make_app", lambda service, listener: web.Application())
     server = run_module.Server(None, MODEL, Limits(), port=0)
 
     async def run():
         await server.start()
-        await server._door.close()
-        await server._door.end()
+        await server._listener.close()
+        await server._listener.end()
 
     asyncio.run(run())
-    assert server.service.max_calls == server._door.max_calls < Limits().max_concurrent_requests
+    assert server.service.max_calls == server._listener.max_calls < Limits().max_concurrent_requests
 
 
 def test_a_line_for_each_call(model, caplog):

@@ -1,9 +1,9 @@
-"""Transfers of numbers to the device, one copy per step from pinned memory, so that the host never waits."""
+"""A step's way to the device: one transfer of its numbers, and CUDA graphs."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,14 @@ from torch import Tensor
 RING = 3
 """Number of pinned buffers: one step runs, one is queued, and one is being written."""
 
+MAX_GRAPH_BATCH = 512
+"""Largest number of tokens of a step that is captured in a graph."""
+
 
 class Transfer:
     """A device buffer for each step's int32 numbers. Every step overwrites it from its start.
+
+    The numbers are copied from pinned memory, so that the host does not wait.
 
     Args:
         count: maximum number of int32 numbers of a step.
@@ -49,3 +54,34 @@ def on_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def graph_batch(batch: int) -> int:
+    """Return the batch size that a captured step is padded to: 1, 2, 4, 8, multiples of 8 up to 64, then
+    multiples of 32."""
+    if batch <= 8:
+        return 1 << (batch - 1).bit_length()
+    step = 8 if batch <= 64 else 32
+    return -(-batch // step) * step
+
+
+class Capture:
+    """Captures CUDA graphs that share one memory pool, because only one runs at a time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._pool: Any = None
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Capture ``run`` and return a function that replays it. ``run`` is called once before, so that its
+        kernels are compiled."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        self._pool = self._pool or graph.pool()
+        return graph.replay

@@ -22,8 +22,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from flashtile.engine.server.service import Limits
 
-LAST_WORDS = 5.0
-"""Seconds for the last answers and errors to reach their clients after the engine has ended."""
+CLOSING_SECONDS = 5.0
+"""Seconds for the last answers and errors to be sent after the engine has ended."""
 
 BACKLOG = 1024
 """Connections that the kernel holds until they are accepted."""
@@ -34,7 +34,7 @@ SPARE_FILES = 48
 SPARE_CONNECTIONS = 8
 """Connections kept free of calls, for ``/health`` and for refusals."""
 
-NOTHING_LEFT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 PAUSE = 0.05
 
 logger = logging.getLogger("flashtile.server")
@@ -72,7 +72,7 @@ class Connection:
         return self.sock.fileno() >= 0
 
 
-class Door:
+class Listener:
     """Accepts connections for an application, up to a maximum number at a time.
 
     A connection is idle before its first complete headers and after its last answer. Idle connections are
@@ -97,27 +97,27 @@ class Door:
         self._runner: web.AppRunner | None = None
         self._idle: dict[asyncio.BaseTransport, Connection] = {}  # the longest idle first
         self._answering: dict[asyncio.BaseTransport, Connection] = {}
-        self._listeners: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, app: web.Application, host: str, port: int) -> None:
         """Listen. Raise OSError if the address is not available."""
         loop = asyncio.get_running_loop()
         self._runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=LAST_WORDS,
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSING_SECONDS,
             keepalive_timeout=self.idle_timeout, logger=_http_logger,
         )  # fmt: skip
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
         bound = await loop.create_server(server, host, port, start_serving=False)
-        self._listeners = [one.dup() for one in bound.sockets]
+        self._sockets = [one.dup() for one in bound.sockets]
         bound.close()
-        self.port = self._listeners[0].getsockname()[1]
-        for listener in self._listeners:
-            listener.setblocking(False)
-            listener.listen(BACKLOG)
-            self._tasks.append(loop.create_task(self._accept(server, listener)))
+        self.port = self._sockets[0].getsockname()[1]
+        for listening in self._sockets:
+            listening.setblocking(False)
+            listening.listen(BACKLOG)
+            self._tasks.append(loop.create_task(self._accept(server, listening)))
         self._tasks.append(loop.create_task(self._close_idle()))
 
     async def close(self) -> None:
@@ -125,8 +125,8 @@ class Door:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for listener in self._listeners:
-            listener.close()
+        for listening in self._sockets:
+            listening.close()
 
     async def end(self) -> None:
         """End every connection. Call :meth:`close` first."""
@@ -148,22 +148,22 @@ class Door:
             connection.since, connection.unsent = asyncio.get_running_loop().time(), 0
             self._idle[connection.transport] = connection
 
-    async def _accept(self, server: web.Server, listener: socket.socket) -> None:
-        loop, told = asyncio.get_running_loop(), False
+    async def _accept(self, server: web.Server, listening: socket.socket) -> None:
+        loop, has_warned = asyncio.get_running_loop(), False
         while True:
             try:
-                sock, _ = await loop.sock_accept(listener)
+                sock, _ = await loop.sock_accept(listening)
             except OSError as error:
-                if error.errno not in NOTHING_LEFT:
+                if error.errno not in OUT_OF_RESOURCES:
                     await asyncio.sleep(0)  # the client is gone already
                     continue
-                if not told:
-                    logger.warning("connections cannot be accepted at the moment: %s", error)
-                told = True
+                if not has_warned:
+                    logger.warning("connections cannot be accepted: %s", error)
+                has_warned = True
                 self._close_longest_idle()
                 await asyncio.sleep(PAUSE)
                 continue
-            told = False
+            has_warned = False
             try:
                 while self._count() >= self.max_connections:
                     if not self._close_longest_idle():

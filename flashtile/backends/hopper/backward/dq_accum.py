@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.schedule import blocks_of_head, padded_row, sequence_of
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.compat import aggregate, async_load, async_store, partition_barrier
+from flashtile.backends.hopper.compat import async_load, async_store, partition_barrier
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)
@@ -146,19 +146,12 @@ def accum_row(C: gl.constexpr, work, key_head, g, row, accum):
     return head * (accum.sizes.row_blocks * C.BLOCK_M) + padded_row(C, work, row)
 
 
-@aggregate
-class Chunks:
+class Chunks(NamedTuple):
     """Shared memory of the postprocess warps: a ring of chunks of ``dq_accum``, and a chunk of zeros."""
 
-    tiles: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    zeros: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, zeros):
-        self.tiles = tiles
-        self.full = full
-        self.zeros = zeros
+    tiles: Any
+    full: Any
+    zeros: Any
 
 
 @gluon.jit

@@ -1,5 +1,7 @@
 """TMA loads and stores of the Hopper backward: rows of q and dO, blocks of k and v, and their gradients."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -7,6 +9,26 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from flashtile.backends.hopper.columns import column_parts, store_part
 from flashtile.backends.hopper.compat import async_load, async_store
 from flashtile.backends.hopper.constants import RAGGED_ROWS, WARPGROUP_ROWS
+
+
+class BackwardDescriptors(NamedTuple):
+    """Descriptors of the tensors that a producer loads."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    neg_lse: Any
+    neg_delta: Any
+    bias: Any
+    """None without a bias."""
+
+
+class Statistics(NamedTuple):
+    """Two numbers of each query row (``common.preprocess``): -lse and -delta."""
+
+    neg_lse: Any
+    neg_delta: Any
 
 
 @gluon.jit

@@ -67,6 +67,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     """Everything that the kernel is compiled for: one constant of the kernel."""
 
     TANH_APPROX: ClassVar[bool] = False
+    EVEN_N: ClassVar[bool] = False
 
     PAGE_SIZE: int
     """0 is a dense cache."""

@@ -22,6 +22,7 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load, partition_barrier
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.decode.attend import attend_part
 from flashtile.backends.hopper.decode.combine import Note, write_partial_record
 from flashtile.backends.hopper.decode.convert import load_scales, make_reader, make_scales
@@ -44,7 +45,6 @@ from flashtile.backends.hopper.decode.work import (
     start_dependents,
     wait_for_table,
 )
-from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.schedule import balanced_start, sequence_of, share_start
 
@@ -216,9 +216,7 @@ def load_part(
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, dtype: gl.constexpr, queue, q, k, v, faults, start, call, numbers
-):
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, call, numbers):
     """Warpgroup W: rows 64 W to 64 W + 63 of every m_block that this program computes."""
     i = 0
     j = 0
@@ -236,7 +234,7 @@ def consumer(
             )
             if n_begin < n_end:
                 part = Part(work, n_begin, n_end, slot, splits == 1)
-                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers, dtype)
+                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers)
                 j += 1
                 if W == 0:  # noqa: SIM102 - one is known to the compiler, the other is not
                     if splits > 0:
@@ -254,7 +252,7 @@ def consumer(
             )
             if n_begin < n_end:
                 part = Part(work, n_begin, n_end, slot, whole)
-                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers, dtype)
+                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers)
                 j += 1
             t += 1
             tile_index = work_queue.take(queue, t, 4)
@@ -364,7 +362,7 @@ def attend_kernel(
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 0, queue, q, k_read, v_read, faults, start, call, numbers)),
                 (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
             ],
@@ -374,7 +372,7 @@ def attend_kernel(
     elif C.WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 0, queue, q, k_read, v_read, faults, start, call, numbers)),
                 (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
@@ -386,8 +384,8 @@ def attend_kernel(
     elif C.LOADERS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
-                (consumer, (C, 1, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 0, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 1, queue, q, k_read, v_read, faults, start, call, numbers)),
                 (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
             ],
@@ -397,8 +395,8 @@ def attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
-                (consumer, (C, 1, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 0, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 1, queue, q, k_read, v_read, faults, start, call, numbers)),
                 (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
                 (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),

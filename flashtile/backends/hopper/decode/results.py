@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.forward.scores import LN_2
+from flashtile.backends.hopper.constants import LN_2
 from flashtile.backends.portable.decode.schedule import sequence_of
 
 

@@ -123,6 +123,7 @@ class ForwardVariant(ModifierFlags):
     PROGRAMS: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    PRODUCER_WARPS: int
     KEY_SCALES: ClassVar[bool] = False
 
 

@@ -166,6 +166,7 @@ def variant_of(
             CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
         ),
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        PRODUCER_WARPS=1,
         BIAS_STAGES=config.BIAS_STAGES,
         LATE_BITS=config.LATE_BITS,
         SEQUENCES_FIRST=is_shared(problem, bias) and not problem.varlen,

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS as WARPGROUP_ROWS
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range
+from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range, num_work_tiles
 
 
 class ForwardPointers(NamedTuple):
@@ -57,6 +58,28 @@ class ForwardSchedule(NamedTuple):
     bias_heads: Any = None
     drop_threshold: Any = None
     """Dropout drops probabilities whose number of 15 bits is below it."""
+
+
+class ForwardCall(NamedTuple):
+    """The launch as all partitions know it."""
+
+    pointers: Any
+    """:class:`ForwardPointers`."""
+    schedule: Any
+    """:class:`ForwardSchedule`."""
+    numbers: Any
+    """:class:`ForwardNumbers`."""
+
+
+class OwnBlocks(NamedTuple):
+    """Blocks of keys that a warpgroup's rows see, numbered through the sequence."""
+
+    begin: Any
+    end: Any
+    """Blocks [begin, end), at least one."""
+    full_begin: Any
+    full_end: Any
+    """No edge of the mask cuts blocks [full_begin, full_end), all of them before the last block."""
 
 
 class Numbers(NamedTuple):
@@ -210,12 +233,7 @@ def own_blocks(
     first_row, last_row, n_begin, n_end, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """(begin, end, full_begin, full_end): what rows [first_row, last_row] need of a tile's blocks [n_begin,
-    n_end).
-
-    That is [begin, end), at least one block. No edge of the mask cuts [full_begin, full_end), all of them
-    before the last block, ``end - 1``.
-    """
+    """The :class:`OwnBlocks` of rows [first_row, last_row], of a tile's blocks [n_begin, n_end)."""
     begin, end, full_begin, full_end = key_range(
         first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
@@ -223,7 +241,7 @@ def own_blocks(
     begin = min(max(begin // BLOCK_N, n_begin), end - 1)
     full_end = min(max(full_end // BLOCK_N, begin), end - 1)
     full_begin = min(max((full_begin + BLOCK_N - 1) // BLOCK_N, begin), full_end)
-    return begin, end, full_begin, full_end
+    return OwnBlocks(begin, end, full_begin, full_end)
 
 
 @gluon.jit
@@ -238,20 +256,91 @@ def tile_blocks(C: gl.constexpr, work, block, left, right):
 
 @gluon.jit
 def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
-    """(first and last row of warpgroup W, ``tile_blocks``, then ``own_blocks``)"""
+    """(first and last row of warpgroup W, the two :func:`tile_blocks`, :func:`own_blocks`)"""
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
-    my_begin, my_end, full_begin, full_end = own_blocks(
+    own = own_blocks(
         first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.window_left,
         schedule.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    return first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end
+    return first, last, n_begin, n_end, own
 
 
 @gluon.jit
-def whole_end(C: gl.constexpr, work, last, my_begin, my_end, schedule):
-    """``my_end``, or one less if only the first half of the last block is seen."""
+def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
+    """``end`` of a warpgroup's blocks, or one less if its rows see only the first half of the last block."""
     last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.window_right, work.seqlen_k - 1)
-    half = last_key < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
-    return my_end - 1 if half else my_end
+    half = last_key < (end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and end - 1 > begin
+    return end - 1 if half else end
+
+
+@gluon.jit
+def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, arguments, call):
+    """STEP for each block of query rows of a work tile: a consumer computes it, the producer loads for it.
+
+    ``i`` counts the program's blocks of keys, of which STEP returns the new number, and ``j`` its blocks of
+    query rows: the uses of their channels. Returns the new ``i`` and ``j``.
+    """
+    work = find_work_tile(C, tile_index, call.pointers, call.schedule)
+    num_blocks = query_blocks(C, work, call.schedule)
+    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
+        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
+        i = STEP(C, *arguments, work, block, i, j, call)
+        j += 1
+    return i, j
+
+
+@gluon.jit
+def walk_own_tiles(C: gl.constexpr, STEP: gl.constexpr, num_tiles, arguments, call):
+    """:func:`walk_work_tile` of the program's share of the work tiles; returns the last ``i``."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    j = 0
+    for t in range(num_own_tiles(program, programs, num_tiles)):
+        tile_index = serpentine_order(t, program, programs)
+        i, j = walk_work_tile(C, STEP, tile_index, i, j, arguments, call)
+    return i
+
+
+@gluon.jit
+def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
+    """A consumer's loop: :func:`walk_work_tile` of the work tiles that its program computes, from the work
+    queue or in a fixed order."""
+    num_tiles = num_work_tiles(C, call.pointers, call.schedule)
+    if C.QUEUED:
+        i = 0
+        j = 0
+        t = 0
+        tile_index = work_queue.take(queue, t, 4)
+        while tile_index < num_tiles:
+            i, j = walk_work_tile(C, STEP, tile_index, i, j, arguments, call)
+            t += 1
+            tile_index = work_queue.take(queue, t, 4)
+    else:
+        walk_own_tiles(C, STEP, num_tiles, arguments, call)
+
+
+@gluon.jit
+def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
+    """The producer's loop: :func:`walk_work_tile` of the work tiles that it takes for its program, or in a
+    fixed order. Returns the number of blocks of keys."""
+    num_tiles = num_work_tiles(C, call.pointers, call.schedule)
+    if C.QUEUED:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        i = 0
+        j = 0
+        t = 0
+        tile_index = program
+        work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
+        while tile_index < num_tiles:
+            i, j = walk_work_tile(C, LOAD, tile_index, i, j, arguments, call)
+            t += 1
+            # The atomic takes its time, while the consumers work on the tiles that are loaded.
+            tile_index = next_tile(call.pointers, programs)
+            work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
+        if C.HAS_MODS:  # others would spill more for it
+            leave_queue(call.pointers, tile_index, num_tiles, programs)
+        return i
+    else:
+        return walk_own_tiles(C, LOAD, num_tiles, arguments, call)

@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import plus_columns
-from flashtile.backends.hopper.constants import LN_2 as LN_2
 from flashtile.backends.hopper.inline_asm import to_fp32
 from flashtile.backends.hopper.modifiers import bias
 from flashtile.backends.hopper.modifiers.block_lists import key_block

@@ -32,7 +32,6 @@ class Fp8Variant(ForwardVariant):
     HAS_V_SCALE: bool
     Q_SCALE_GROUP: int
     """Query heads that share a scale of q."""
-    PRODUCER_WARPS: int
 
 
 PRODUCER_WARPS = {True: 1, False: 4}

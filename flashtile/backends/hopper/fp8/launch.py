@@ -82,6 +82,7 @@ def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) 
         "PAIRED": common["PAIRED"] and not queued,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
+        "PRODUCER_WARPS": PRODUCER_WARPS[problem.v_transposed],
     }
     return Fp8Variant(
         **common | own,
@@ -91,7 +92,6 @@ def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) 
         HAS_K_SCALE=scales.k is not None,
         HAS_V_SCALE=scales.v is not None,
         Q_SCALE_GROUP=problem.q_scale_group,
-        PRODUCER_WARPS=PRODUCER_WARPS[problem.v_transposed],
     )
 
 

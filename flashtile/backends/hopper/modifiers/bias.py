@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load, async_store, reinterpret
-from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
 
 SQUARE = gl.constexpr(64)
@@ -118,7 +118,7 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
     else:
-        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SQUARE, 16])
+        half: gl.constexpr = accumulator_layout(SQUARE)
         left = read_square(C, W, 0, bias, slot, half)
         right = read_square(C, W, 1, bias, slot, half)
         both = gl.join(left, right).permute((0, 2, 1)).reshape([SQUARE, 2 * SQUARE])

@@ -1,5 +1,5 @@
-"""Columns of tiles: those that leave a few at a time, through shared memory that is smaller than they are,
-and those that a product can do without."""
+"""Parts of a tile's columns: stores of a few columns at a time through small shared memory, and products that
+leave out columns of zeros."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

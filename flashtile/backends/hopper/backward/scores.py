@@ -55,7 +55,7 @@ def row_of(vector, layout: gl.constexpr):
 def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
     """Dropout's state for warpgroup W's keys and query head ``g`` of the key head."""
     head_of_batch = (work.sequence * schedule.num_heads + work.head) * C.GROUP + g
-    return generator_of(head_of_batch, work.place * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
+    return generator_of(head_of_batch, work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
 
 
 @gluon.jit
@@ -76,7 +76,7 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
     """(keys of this warpgroup [keys, 1], where rows of block ``m`` stand among the keys [1, rows])"""
     keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
     rows = gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, s_layout))
-    keys += work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+    keys += work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
     return keys[:, None], (rows + (m * C.BLOCK_M + work.seqlen_k - work.seqlen_q))[None, :]
 
 
@@ -109,7 +109,7 @@ def apply_score_mod(
         s, softcap_grad = s * LOG2_E, own_grad
     if C.ALIBI:
         keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout)).to(gl.float32)
-        first_key = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+        first_key = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
         between = (m * C.BLOCK_M + work.seqlen_k - work.seqlen_q - first_key).to(gl.float32)
         s = s - slope * gl.abs(plus_columns(between - keys, C.BLOCK_M, s_layout))
     return s, softcap_grad

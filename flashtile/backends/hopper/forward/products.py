@@ -159,7 +159,7 @@ def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def scale_rows(x, factor):
-    """x [rows, n] times factor [rows], in whatever layouts they are."""
+    """x [rows, n] times factor [rows], in any layouts."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
 
 

@@ -110,8 +110,8 @@ class ForwardNumbers(NamedTuple):
 def serpentine_order(t, program, programs):
     """The work tile that ``program`` computes as its number ``t``.
 
-    Work tiles come in order of falling cost. They are dealt out in snake order, 0 1 2 2 1 0 0 1 2, so that no
-    program always has the longer ones.
+    Work tiles come in order of falling cost. They are assigned in serpentine order, 0 1 2 2 1 0 0 1 2, so
+    that no program always has the longer ones.
     """
     forwards = t * programs + program
     backwards = t * programs + programs - 1 - program
@@ -122,42 +122,41 @@ def serpentine_order(t, program, programs):
 def num_own_tiles(program, programs, num_tiles):
     """How many work tiles ``program`` computes in all."""
     full = num_tiles // programs
-    place = programs - 1 - program if full % 2 else program
-    return full + 1 if place < num_tiles % programs else full
+    turn = programs - 1 - program if full % 2 else program
+    return full + 1 if turn < num_tiles % programs else full
 
 
 @gluon.jit
 def next_tile(pointers, programs):
-    """The next work tile that no program has taken. Each of ``programs`` has one to begin with."""
+    """Take the next work tile from the queue. The first ``programs`` of them are assigned without it."""
     return programs + gl.atomic_add(pointers.table + TAKEN, 1)
 
 
 @gluon.jit
 def leave_queue(pointers, tile_index, num_tiles, programs):
-    """The counter is 0 again for the next launch. ``tile_index`` is the one that was no more.
+    """Reset the counter for the next launch. ``tile_index`` is the first one that is no work tile.
 
-    A program asks once for each work tile that it computes, so that all of them ask ``num_tiles`` times: of
-    these answers one is the last, to a program that nobody asks after.
+    A program takes an index after each work tile that it computes, so that all programs together take
+    ``num_tiles``. The program that gets the last of these is the last that uses the counter.
     """
     if tile_index == programs + num_tiles - 1:
         gl.store(pointers.table + TAKEN, 0)
 
 
 @gluon.jit
-def num_parts(num_blocks, place, PAIRED: gl.constexpr):
+def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
     """Blocks of query rows of a work tile: 1, or 2 of a pair.
 
     Under a causal mask block m costs m + 1 blocks of keys. A pair is the longest block and the shortest that
-    are
-    left: all pairs of a sequence cost the same, and those at work together read the same keys.
+    are left: all pairs of a sequence cost the same, and those at work together read the same keys.
     """
-    return 2 if PAIRED and 2 * place + 1 < num_blocks else 1
+    return 2 if PAIRED and 2 * tile_in_head + 1 < num_blocks else 1
 
 
 @gluon.jit
-def block_of_part(num_blocks, place, part, PAIRED: gl.constexpr):
+def block_of_part(num_blocks, tile_in_head, part, PAIRED: gl.constexpr):
     """Block of query rows number ``part`` of a work tile, the longer first."""
-    return place if PAIRED and part > 0 else num_blocks - 1 - place
+    return tile_in_head if PAIRED and part > 0 else num_blocks - 1 - tile_in_head
 
 
 @gluon.jit
@@ -168,7 +167,7 @@ def tiles_of_head(num_blocks, PAIRED: gl.constexpr):
 
 @gluon.jit
 def dense_tile(tile_index, tiles_per_head, num_heads, swizzle):
-    """(sequence, head, place) of a work tile: ``swizzle`` heads at a time, interleaved, place by place."""
+    """(sequence, head, tile_in_head) of a work tile: ``swizzle`` heads at a time, interleaved."""
     per_swizzle = tiles_per_head * swizzle
     head_of_batch = tile_index // per_swizzle * swizzle + tile_index % swizzle
     return head_of_batch // num_heads, head_of_batch % num_heads, tile_index % per_swizzle // swizzle
@@ -200,15 +199,17 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     tiles_per_head = tiles_of_head(schedule.num_blocks, C.PAIRED)
     if C.SEQUENCES_FIRST:
         sequences = schedule.num_tiles // (tiles_per_head * schedule.num_heads)
-        head, sequence, place = dense_tile(tile_index, tiles_per_head, sequences, schedule.swizzle)
+        head, sequence, tile_in_head = dense_tile(tile_index, tiles_per_head, sequences, schedule.swizzle)
     else:
-        sequence, head, place = dense_tile(tile_index, tiles_per_head, schedule.num_heads, schedule.swizzle)
+        sequence, head, tile_in_head = dense_tile(
+            tile_index, tiles_per_head, schedule.num_heads, schedule.swizzle
+        )
     zero = tile_index * 0
     start_k = sequence * schedule.batch_rows_k
     seqlen_k = schedule.seqlen_k + zero
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
-    return WorkTile(sequence, head, place, zero, start_k, schedule.seqlen_q + zero, seqlen_k)
+    return WorkTile(sequence, head, tile_in_head, zero, start_k, schedule.seqlen_q + zero, seqlen_k)
 
 
 @gluon.jit
@@ -284,8 +285,8 @@ def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, argume
     """
     work = find_work_tile(C, tile_index, call.pointers, call.schedule)
     num_blocks = query_blocks(C, work, call.schedule)
-    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
+    for part in range(num_parts(num_blocks, work.tile_in_head, C.PAIRED)):
+        block = block_of_part(num_blocks, work.tile_in_head, part, C.PAIRED)
         i = STEP(C, *arguments, work, block, i, j, call)
         j += 1
     return i, j

@@ -119,6 +119,7 @@ def attend_masked(
     rows = rows_in(C, tile.rows, row)
     v = tile.v
     o, l, m = state
+    o_layout: gl.constexpr = o.type.layout
     k_scale, v_scale = block_scales
     for n in range(n_from - 1, n_to - 1, -1):
         s, next_scales = block_products(C, W, WIDTH, tile, i, n)
@@ -126,7 +127,7 @@ def attend_masked(
             C, s, n, gl.convert_layout(m, row), l, tile, rows, k_scale, v_scale, True
         )
         m = gl.convert_layout(m_new, m.type.layout)
-        o = pv_product(C, as_operand(packed, o.type.layout), v.tiles.index(v.wait(i)), scale_rows(o, alpha))
+        o = pv_product(C, as_operand(packed, o_layout), v.tiles.index(v.wait(i)), scale_rows(o, alpha))
         o = warpgroup_mma_wait(0, deps=[o])
         v.release(i)
         k_scale, v_scale = next_scales
@@ -158,7 +159,8 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, bloc
     )
     o, l, m = state
     v = tile.v
-    o = pv_product(C, as_operand(packed, o.type.layout), v.tiles.index(v.wait(i - 1)), o)
+    o_layout: gl.constexpr = o.type.layout
+    o = pv_product(C, as_operand(packed, o_layout), v.tiles.index(v.wait(i - 1)), o)
     o = warpgroup_mma_wait(0, deps=[o])
     v.release(i - 1)
     state = SoftmaxState(o, l, m)

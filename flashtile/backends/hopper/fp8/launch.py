@@ -33,7 +33,7 @@ class Fp8ForwardLaunch:
         q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = tensors
         out, lse = self._allocate(q)
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: other threads may be here, too
+        if kernels is None:  # published once it is complete: another thread may be here as well
             kernels = self._kernels = self._prepare(q, k, v, tensors.scales)
         table = lse
         if kernels.fill_table is not None:

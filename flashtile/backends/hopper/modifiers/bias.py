@@ -3,8 +3,8 @@
 A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last of stride 1. TMA brings a tile of it
 for each tile of scores; keys and rows behind the end arrive as zeros. In the forward tiles have shared memory
 of their own. In the backward they lie where dS of the same step will be: a warpgroup reads its part of the
-bias, then writes dS over it. Where each cell of the bias belongs to one score, dS is the bias's gradient, and
-leaves by TMA from there.
+bias, then writes dS over it. Where each element of the bias belongs to one score, dS is the bias's gradient,
+and leaves by TMA from there.
 """
 
 from triton.experimental import gluon
@@ -106,7 +106,7 @@ def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
     sequence, head = min(work.sequence, schedule.bias_batch - 1), min(head, schedule.bias_heads - 1)
     for w in gl.static_range(2):
         for c in gl.static_range(SQUARES):
-            key = work.place * C.BLOCK_N + w * SQUARE
+            key = work.tile_in_head * C.BLOCK_N + w * SQUARE
             tile = square_of(C, w, c, bias, slot)
             async_load(desc, [sequence, head, row + c * SQUARE, key], barrier, tile)
 
@@ -140,7 +140,7 @@ def store_ds(C: gl.constexpr, bias, gradient_desc, ds_full, work, head, row, i):
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     for w in gl.static_range(2):
         for c in gl.static_range(SQUARES):
-            key = work.place * C.BLOCK_N + w * SQUARE
+            key = work.tile_in_head * C.BLOCK_N + w * SQUARE
             tile = square_of(C, w, c, bias, slot)
             async_store(gradient_desc, [work.sequence, head, row + c * SQUARE, key], tile)
     tma.store_wait(0)

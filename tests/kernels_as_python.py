@@ -21,7 +21,7 @@ def functions_of(*modules: ModuleType, **instead: Any) -> dict[str, Any]:
 
 
 def make_work_tile(
-    sequence: int, head: int, place: int, start_q: int, start_k: int, seqlen_q: int, seqlen_k: int
+    sequence: int, head: int, tile_in_head: int, start_q: int, start_k: int, seqlen_q: int, seqlen_k: int
 ) -> SimpleNamespace:
-    """In place of the Hopper kernels' aggregate ``WorkTile``."""
+    """In place of the Hopper kernels' ``WorkTile``."""
     return SimpleNamespace(**locals())

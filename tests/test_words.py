@@ -19,7 +19,7 @@ MISUSED = re.compile(
     re.IGNORECASE,
 )
 """Words that made programs persons, or riddles of sentences, in every use that was found."""
-MISUSED_TO_DO = ("backends/common/", "backends/hopper/", "backends/portable/", "op/")
+MISUSED_TO_DO = ("backends/common/", "backends/portable/", "op/")
 """Rooms whose lines still hold a misused word."""
 MAX_COLUMNS = 120
 LONG_TO_DO = (

@@ -214,7 +214,7 @@ def test_every_work_tile_of_equal_lengths(batch: int, heads: int, blocks: int) -
     found = [
         find_work_tile(variant(8, 16), tile_index, SimpleNamespace(), schedule) for tile_index in tile_indices
     ]
-    assert [(w.sequence, w.head, w.place) for w in found] == list(
+    assert [(w.sequence, w.head, w.tile_in_head) for w in found] == list(
         itertools.product(range(batch), range(heads), range(blocks))
     )
     assert all(w.start_k == w.sequence * (16 * blocks - 3) for w in found)
@@ -224,7 +224,7 @@ def test_sequences_may_come_before_heads() -> None:
     schedule = make_schedule(5, 3, 40, 77, swizzle=2)._replace(num_tiles=2 * 3 * 5)
     C = variant(8, 16, SEQUENCES_FIRST=True)
     found = [find_work_tile(C, tile_index, SimpleNamespace(), schedule) for tile_index in range(30)]
-    assert [(w.head, w.sequence, w.place) for w in found] == list(
+    assert [(w.head, w.sequence, w.tile_in_head) for w in found] == list(
         itertools.product(range(3), range(2), range(5))
     )
 
@@ -245,7 +245,7 @@ def test_every_work_tile_under_a_causal_mask(
     first = batch * heads - last
     expected = [*itertools.product(range(first), range(blocks))]
     expected += [(first + i, place) for place in range(blocks) for i in range(last)]
-    assert [(w.sequence * heads + w.head, w.place) for w in found[::row_splits]] == expected
+    assert [(w.sequence * heads + w.head, w.tile_in_head) for w in found[::row_splits]] == expected
     assert len(found) == row_splits * len(expected)
 
 
@@ -259,7 +259,7 @@ def test_every_work_tile_when_deterministic(batch: int, heads: int, blocks: int,
     tile_indices = range(batch * heads * blocks)
     found = [find_work_tile(C, tile_index, SimpleNamespace(), schedule) for tile_index in tile_indices]
     firsts = range(0, batch * heads, swizzle)
-    assert [(w.sequence * heads + w.head, w.place) for w in found] == [
+    assert [(w.sequence * heads + w.head, w.tile_in_head) for w in found] == [
         (first + i, place) for first in firsts for place in reversed(range(blocks)) for i in range(swizzle)
     ]
 
@@ -290,14 +290,14 @@ def test_every_work_tile_of_variable_lengths(deterministic: bool, swizzle: int, 
         for row in rows
         for i in range(swizzle)
     ]
-    assert sorted((w.sequence, w.head, w.place) for w in found) == sorted(expected)
+    assert sorted((w.sequence, w.head, w.tile_in_head) for w in found) == sorted(expected)
     assert [(w.sequence, w.head) for w in found] == [(sequence, head) for sequence, head, _ in expected]
     for w in found:
         seqlen_q, seqlen_k = lengths[w.sequence]
         assert w.seqlen_q == seqlen_q
         assert w.seqlen_k == (min(max(used[w.sequence], 0), seqlen_k) if seqused_k else seqlen_k)
     for head, sequence in itertools.product(range(heads), range(len(lengths))):
-        places = [w.place for w in found if (w.head, w.sequence) == (head, sequence)]
+        places = [w.tile_in_head for w in found if (w.head, w.sequence) == (head, sequence)]
         assert places == sorted(places, reverse=deterministic)
 
 
@@ -320,8 +320,8 @@ def test_shares_of_rows_are_whole(
         assert begin <= end
         cut, count, before, full = step_order(begin, end, full_begin, full_end)
         steps = [(block_of_step(j, begin, end, cut, before, full), j < cut) for j in range(count)]
-        found.setdefault((work.sequence, work.head, work.place), []).append(steps)
-        written[work.sequence, gradient_head(C, tile_index, work), work.place] += 1
+        found.setdefault((work.sequence, work.head, work.tile_in_head), []).append(steps)
+        written[work.sequence, gradient_head(C, tile_index, work), work.tile_in_head] += 1
     assert len(found) == batch * heads * blocks
     for (_, _, place), shares in found.items():
         steps, cut = steps_of(alone, work_of(place, seqlen_q, seqlen_k), window)

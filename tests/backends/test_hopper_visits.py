@@ -137,7 +137,11 @@ def test_every_listed_block_is_visited_once(seed: int) -> None:
     for h in range(HEADS):
         for n in range(-(-seqlen_k // 16)):
             work = SimpleNamespace(
-                sequence=torch.tensor(1), head=torch.tensor(h), place=n, seqlen_q=seqlen_q, seqlen_k=seqlen_k
+                sequence=torch.tensor(1),
+                head=torch.tensor(h),
+                tile_in_head=n,
+                seqlen_q=seqlen_q,
+                seqlen_k=seqlen_k,
             )
             plan = AS_PYTHON["listed_rows"](backward, work, row_lists)
             found = visited(plan, backward)

@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.hopper.decode.combine import (
-    NOTE_WIDTH,
-    Note,
+    RECORD_WIDTH,
+    PartialRecord,
     combine_divided_kernel,
-    combine_noted_kernel,
+    combine_recorded_kernel,
     write_partial_record,
 )
 from flashtile.backends.hopper.decode.work import (
@@ -124,7 +124,7 @@ def _balanced_kernel(pointers, covered, slots_of, partial, lengths, slots, C: tl
     start = Start(total, share_start(program + 1, programs, total))
     splits_of = Splits(C.BLOCK_M, slots, 1, 0)
     if not C.BY_WORK_TILE:
-        write_partial_record(partial, Note(0, program, 0, 0, 0, 0), lengths, splits_of, C)
+        write_partial_record(partial, PartialRecord(0, program, 0, 0, 0, 0), lengths, splits_of, C)
     while position < start.end:
         work, n_begin, n_end, slot, splits, position, m_block, m_block_start = balanced_tile(
             C, position, start, m_block, m_block_start, pointers, lengths
@@ -136,8 +136,10 @@ def _balanced_kernel(pointers, covered, slots_of, partial, lengths, slots, C: tl
             if splits != 1:
                 tl.store(slots_of + slot, tile)
             if splits > 0:
-                note = Note(splits, program, work.m_block, work.head_kv, work.num_rows, work.sequence.start_q)
-                write_partial_record(partial, note, lengths, splits_of, C)
+                record = PartialRecord(
+                    splits, program, work.m_block, work.head_kv, work.num_rows, work.sequence.start_q
+                )
+                write_partial_record(partial, record, lengths, splits_of, C)
 
 
 @triton.jit
@@ -169,7 +171,7 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
     places = TILES if variant.BY_WORK_TILE else programs
     slots = 2 * programs
     floats = slots * BLOCK_M * (D + 1)
-    partial = torch.full((floats + places * NOTE_WIDTH.value,), torch.inf)
+    partial = torch.full((floats + places * RECORD_WIDTH.value,), torch.inf)
     covered, slots_of = torch.zeros_like(expected_cover()), torch.full((slots,), -1, dtype=torch.int32)
     given = Sequences(int32(*LENGTHS), offsets())
     _balanced_kernel[(programs,)](given, covered, slots_of, partial, lengths(), slots, C=variant)
@@ -178,7 +180,7 @@ def test_balanced_programs_and_what_joins_their_parts(programs):
     def combine(out, out_lse):
         pointers = CombinePointers(partial, out, out_lse, None, None, None, given[0], None, given[1], None)
         splits = Splits(BLOCK_M, slots, 1, 0)
-        combine_noted_kernel[(places * ROW_BLOCKS,)](pointers, lengths(), splits, ROW_BLOCKS, C=variant)
+        combine_recorded_kernel[(places * ROW_BLOCKS,)](pointers, lengths(), splits, ROW_BLOCKS, C=variant)
 
     check_joined(slots_of, partial, combine)
 

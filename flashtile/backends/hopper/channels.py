@@ -54,11 +54,11 @@ def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.co
 
 @gluon.jit
 def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
-    """A channel over ``tiles`` that exist already. With READERS 0 the producer never asks whether a slot is
-    free; WRITERS partitions each bring a part of every tile.
+    """A channel over ``tiles`` that exist already. With READERS 0 the producer never waits for a free slot;
+    WRITERS partitions each bring a part of every tile.
 
-    Only barriers that somebody waits for are initialised. The compiler gives the memory of others to
-    something else, and a card that switches between processes may write a barrier's state back there.
+    Only barriers on which a partition waits are initialised. The compiler reuses the memory of the others,
+    and a GPU that switches between processes may write the state of an initialised barrier back there.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

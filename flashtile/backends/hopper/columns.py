@@ -1,5 +1,5 @@
-"""Columns of tiles: those that leave a few at a time, through shared memory that is smaller than they are,
-and those that a product can do without."""
+"""Parts of a tile's columns: stores of a few columns at a time through small shared memory, and products that
+leave out columns of zeros."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
 
 STEP = gl.constexpr(16)
 """Columns that one instruction of wgmma multiplies in 16 bits."""
@@ -50,7 +50,7 @@ def store_part(part, tile):
     """One of :func:`column_parts` to the first columns of a tile, which TMA may read then."""
     ROWS: gl.constexpr = part.shape[0]
     PART: gl.constexpr = part.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    layout: gl.constexpr = accumulator_layout(PART)
     part = gl.convert_layout(part.to(tile.dtype), layout, assert_trivial=True)
     tile = tile.reshape([ROWS, tile.shape[-1]])
     if tile.shape[-1] > PART:
@@ -97,7 +97,7 @@ def zero_sums(HEAD_DIM: gl.constexpr):
     192 columns of [64, 128] and [64, 64]."""
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    layout: gl.constexpr = accumulator_layout(WIDTH)
     first = gl.full([WARPGROUP_ROWS, WIDTH], 0.0, gl.float32, layout)
     if COLUMNS == WIDTH:
         return (first,)
@@ -119,7 +119,7 @@ def columns_of(tile, sums, n: gl.constexpr):
 @gluon.jit
 def add_product(sums, n: gl.constexpr, a, b):
     """Accumulator ``n`` of :func:`add_products`, left in flight."""
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=sums[n].type.layout, k_width=2)
+    operand: gl.constexpr = left_operand_layout(sums[n].type.layout)
     return warpgroup_mma(gl.convert_layout(a, operand), columns_of(b, sums, n), sums[n], is_async=True)
 
 

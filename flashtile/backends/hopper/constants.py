@@ -1,5 +1,6 @@
-"""Constants of the host as the kernels know them."""
+"""Constants of the host as the kernels know them, and the layouts of a warpgroup's products."""
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.common import launch
@@ -10,3 +11,15 @@ WARPGROUP_ROWS = gl.constexpr(config.WARPGROUP_ROWS)
 RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 LOG2_E = gl.constexpr(common.LOG2_E)
 LN_2 = gl.constexpr(1 / common.LOG2_E)
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns, k=16):
+    """The layout of a product [64, columns], whose operands have ``k`` columns to an instruction."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, k])
+
+
+@gluon.constexpr_function
+def left_operand_layout(accumulator, k_width=2):
+    """The layout of a left operand in registers; ``k_width`` of its columns share a register."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=k_width)

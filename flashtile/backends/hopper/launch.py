@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from flashtile.backends.common.device import Target, multiprocessors
@@ -26,8 +23,3 @@ def score_numbers(problem: Problem | DecodeProblem) -> dict[str, float]:
         "softcap_rate": problem.softmax_scale / softcap if softcap else 0.0,
         "softcap_log2": softcap * LOG2_E,
     }
-
-
-def arguments_of(kernel: Any, fields: Mapping[str, Any]) -> tuple:
-    """Those ``fields`` that ``kernel`` has as parameters, in its order."""
-    return tuple(fields[name] for name in kernel.arg_names if name in fields)

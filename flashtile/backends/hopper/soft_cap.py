@@ -1,9 +1,9 @@
 """tanh for soft-caps.
 
-The hardware makes a tanh as fast as an exponential, but off by up to 2 ** -11 of it. Scores of bfloat16
-operands are not known better in PyTorch either, which rounds them to 2 ** -9: there the forward takes it, as
-FlashAttention-3 does everywhere. Scores of float16 operands are, and the backward multiplies tanh's square:
-they get the exponential form, which takes two numbers of the same unit and more instructions.
+The hardware's tanh is as fast as an exponential, but has a relative error of up to 2 ** -11. Scores of
+bfloat16 operands are less exact in PyTorch, which rounds them to 2 ** -9: for them the forward uses it, as
+FlashAttention-3 does everywhere. Scores of float16 operands are more exact, and the backward squares the
+tanh. Both use the exponential form, which takes two operations of the same unit and more instructions.
 """
 
 from triton.experimental import gluon
@@ -18,7 +18,7 @@ EXPONENTIAL = gl.constexpr(  # 1 - 2 / (1 + e^2x), right at both infinities of t
 
 @gluon.jit
 def tanh_of(s, rate, APPROX: gl.constexpr):
-    """tanh(s * rate), by the hardware's own if APPROX."""
+    """tanh(s * rate), by the hardware's instruction if APPROX."""
     if APPROX:
         return gl.inline_asm_elementwise(
             APPROXIMATE, "=f,f,f", [s, rate], dtype=gl.float32, is_pure=True, pack=1

@@ -61,8 +61,8 @@ def tile_table_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Row 1 + rank of ``table``: sequence, place, start_q, start_k, seqlen_q, seqlen_k. Row 0: how many such
-    rows there are, and 0 for the work tiles that were taken from the work queue.
+    """Row 1 + rank of ``table``: sequence, tile_in_head, start_q, start_k, seqlen_q, seqlen_k. Row 0: how
+    many such rows there are, and 0 for the work tiles that were taken from the work queue.
 
     One program for each of ``batch`` sequences. Sequences with more keys come first.
     """
@@ -85,11 +85,11 @@ def tile_table_kernel(
         tl.store(table + 1, 0)
     count = tl.minimum(num_tiles(seqlen_q, num_blocks, PAIRED, BLOCK_M), capacity - rank)
     for first in range(0, count, CHUNK):
-        place = first + tl.arange(0, CHUNK)
-        row = table + (1 + rank + place) * WIDTH
-        inside = place < count
+        tile = first + tl.arange(0, CHUNK)
+        row = table + (1 + rank + tile) * WIDTH
+        inside = tile < count
         tl.store(row, b, mask=inside)
-        tl.store(row + 1, place, mask=inside)
+        tl.store(row + 1, tile, mask=inside)
         tl.store(row + 2, start_q, mask=inside)
         tl.store(row + 3, start_k, mask=inside)
         tl.store(row + 4, seqlen_q, mask=inside)

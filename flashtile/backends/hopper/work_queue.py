@@ -1,6 +1,6 @@
 """The work queue: programs take work tiles one by one from a counter in memory, as they come free.
 
-Whatever the work tiles cost, programs end together, give or take the last one (FlashAttention-3's dynamic
+Programs end together for any costs of work tiles, within the time of one tile (FlashAttention-3's dynamic
 persistent scheduler). The producer takes a tile for its program and hands its index to the other partitions,
 through a :class:`~flashtile.backends.hopper.channels.Channel` of two slots. ``t`` counts the program's work
 tiles.

@@ -5,10 +5,11 @@ of a key head. Functions on integers are the kernels' own; Python calls them thr
 documentation).
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.compat import aggregate
 from flashtile.backends.hopper.constants import LOG2_E
 
 TABLE_WIDTH = gl.constexpr(8)
@@ -18,32 +19,19 @@ TAKEN = gl.constexpr(1)
 """Where the latter lies. A call with a work queue but without a table has the header alone."""
 
 
-@aggregate
-class WorkTile:
-    """Which blocks of which sequence and head, and where the sequence lies.
+class WorkTile(NamedTuple):
+    """Which blocks of which sequence and head, and where the sequence lies."""
 
-    ``place`` counts the work tiles of a sequence and head: in the forward from the longest to the shortest,
-    in the backward it is the block of keys. ``start_q`` and ``start_k`` are the sequence's first rows in
-    memory.
-    """
-
-    sequence: gl.tensor
-    head: gl.tensor
-    place: gl.tensor
-    start_q: gl.tensor
-    start_k: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, sequence, head, place, start_q, start_k, seqlen_q, seqlen_k):
-        self.sequence = sequence
-        self.head = head
-        self.place = place
-        self.start_q = start_q
-        self.start_k = start_k
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
+    sequence: Any
+    head: Any
+    tile_in_head: Any
+    """Number of the work tile in its sequence and head: in the forward from the longest to the shortest, in
+    the backward the block of keys."""
+    start_q: Any
+    """First row of the sequence in memory, of queries; start_k: of keys."""
+    start_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
 
 
 @gluon.jit

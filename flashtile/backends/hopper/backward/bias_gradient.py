@@ -19,10 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper.backward.scores import soft_cap
+from flashtile.backends.hopper.backward.tiles import BackwardDescriptors
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import product_of_rows
 from flashtile.backends.hopper.compat import async_load, async_store
-from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_numbers
 
 
@@ -88,11 +89,9 @@ def load_operands(rows_desc, keys_desc, numbers_desc, ring, keys, numbers, i, ti
 
 
 @gluon.jit
-def producer(
-    C: gl.constexpr, ring, keys, numbers, bias, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
-    bias_desc, sizes,
-):  # fmt: skip
+def producer(C: gl.constexpr, ring, keys, numbers, bias, descs, sizes):
     """Loads what work tiles need, in the order in which the consumers take them."""
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc = descs
     i = 0
     t = 0
     heads = sizes.num_heads // sizes.bias_heads
@@ -147,7 +146,7 @@ def consumer(
 ):
     """Warpgroup W: rows 64 W to 64 W + 63 of every work tile. ``lse_scale`` leads from -lse to log2
     units."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     i = 0
     t = 0
@@ -195,14 +194,12 @@ def gradient_kernel(
     )
     tiles = gl.allocate_shared_memory(bias_desc.dtype, [2] + bias_desc.block_type.shape, bias_desc.layout)
     bias = make_ring(tiles, 1, 2)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc)
     gl.warp_specialize(
         [
             (consumer, (C, 0, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale)),
             (consumer, (C, 1, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale)),
-            (producer, (
-                C, ring, keys, numbers, bias, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
-                bias_desc, sizes,
-            )),
+            (producer, (C, ring, keys, numbers, bias, descs, sizes)),
         ],
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],

@@ -29,8 +29,7 @@ class BackwardConfig:
         HEAD_SPLITS, ROW_SPLITS: programs that share a block of keys (``splits``): the query heads of a group
             in so many parts, and the query rows of each in so many.
         spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
-            and
-            accepted: without a mask, causal, with every feature at once.
+            and accepted: without a mask, causal, with every feature at once.
     """
 
     BLOCK_M: int

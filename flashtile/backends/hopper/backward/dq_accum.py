@@ -7,7 +7,7 @@ leave zeros, chunk by chunk through a ring of shared memory. So ``dq_accum`` sta
 kernel that zeroes it before and one that converts it after (FlashAttention's preprocess and postprocess)
 would pass it through DRAM.
 
-Nobody waits for later work: a head's additions wait for an earlier head's conversion, and that for the
+The order is deadlock-free: a head's additions wait for an earlier head's conversion, and that for the
 earlier head's additions. Conversions are taken one by one, as blocks of keys are, by programs that run.
 """
 
@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from flashtile.backends.hopper.backward import config
 from flashtile.backends.hopper.backward.schedule import blocks_of_head, padded_row, sequence_of
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.compat import aggregate, async_load, async_store, partition_barrier
+from flashtile.backends.hopper.compat import async_load, async_store, partition_barrier
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)
@@ -146,19 +146,12 @@ def accum_row(C: gl.constexpr, work, key_head, g, row, accum):
     return head * (accum.sizes.row_blocks * C.BLOCK_M) + padded_row(C, work, row)
 
 
-@aggregate
-class Chunks:
+class Chunks(NamedTuple):
     """Shared memory of the postprocess warps: a ring of chunks of ``dq_accum``, and a chunk of zeros."""
 
-    tiles: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    zeros: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, tiles, full, zeros):
-        self.tiles = tiles
-        self.full = full
-        self.zeros = zeros
+    tiles: Any
+    full: Any
+    zeros: Any
 
 
 @gluon.jit
@@ -173,10 +166,10 @@ def make_chunks(accum_desc):
 def tile_of_part(t, work, blocks):
     """(query head of the group, first row) of tile ``t``, of 64 rows, of a part.
 
-    Part ``work.place`` of a sequence and key head is every ``blocks``-th tile, from ``work.place`` on.
+    A part of a sequence and key head is every ``blocks``-th tile, from ``work.tile_in_head`` on.
     """
     tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
-    tile = work.place + t * blocks
+    tile = work.tile_in_head + t * blocks
     return tile // tiles, tile % tiles * WARPGROUP_ROWS
 
 
@@ -184,7 +177,7 @@ def tile_of_part(t, work, blocks):
 def tiles_of_part(C: gl.constexpr, work, blocks):
     """How many tiles of 64 rows, of all query heads of the group, a part has."""
     tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * C.GROUP
-    return (tiles - work.place + blocks - 1) // blocks
+    return (tiles - work.tile_in_head + blocks - 1) // blocks
 
 
 @gluon.jit
@@ -229,10 +222,10 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0])
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     group = gl.arange(0, GROUPS, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    cell = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    row = group * 16 + cell // VECTOR
+    element = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    row = group * 16 + element // VECTOR
     row_vectors = schedule.num_heads * C.GROUP * accum.sizes.row_vectors
-    cells = (row * row_vectors + column) * VECTOR + cell % VECTOR
+    elements = (row * row_vectors + column) * VECTOR + element % VECTOR
     work, blocks = sequence_of(C, key_head, part, pointers, schedule)
     count = tiles_of_part(C, work, blocks) * CHUNKS
     reused = key_head + accum.sizes.resident_heads < accum.sizes.total_heads
@@ -264,7 +257,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
             )
         first = c * GROUPS % 4 * 16 + c * GROUPS // 4 * VECTOR
         inside = (row < rows - first) & (column < accum.sizes.row_vectors)
-        gl.store(dq + first * row_vectors * VECTOR + cells, values, mask=inside, cache_modifier=".cs")
+        gl.store(dq + first * row_vectors * VECTOR + elements, values, mask=inside, cache_modifier=".cs")
         i += 1
     return i
 

@@ -17,6 +17,8 @@ The product dQ lags one step behind, so that the tensor cores always have work q
 and dP^T run under the exponentials, dV under dS, dK under the start of the next step.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
@@ -49,57 +51,48 @@ from flashtile.backends.hopper.backward.schedule import (
     row_block,
     row_list,
 )
-from flashtile.backends.hopper.backward.scores import key_modifiers, row_of
-from flashtile.backends.hopper.backward.step import dq_product, pass_dq, step
-from flashtile.backends.hopper.backward.tiles import load_keys, load_rows, store_gradient
+from flashtile.backends.hopper.backward.scores import QueryHead, key_modifiers, row_of
+from flashtile.backends.hopper.backward.step import StepState, dq_product, pass_dq, step
+from flashtile.backends.hopper.backward.tiles import (
+    BackwardDescriptors,
+    load_keys,
+    load_rows,
+    store_gradient,
+)
 from flashtile.backends.hopper.channels import make_channel
-from flashtile.backends.hopper.compat import aggregate, async_add, async_load
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.compat import async_add, async_load
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.modifiers import bias as bias_tiles
 from flashtile.backends.hopper.work_tiles import slope_of
 
 
-@aggregate
-class Shared:
-    """Shared memory of a program other than the channels of q and dO: mbarriers, then tiles."""
+class Shared(NamedTuple):
+    """Shared memory of a program: channels, mbarriers, then tiles."""
 
-    kv_full: gl.shared_memory_descriptor
-    kv_empty: gl.shared_memory_descriptor
-    ds_full: gl.shared_memory_descriptor
-    dq_full: gl.shared_memory_descriptor
-    dq_empty: gl.shared_memory_descriptor
-    k: gl.shared_memory_descriptor
-    v: gl.shared_memory_descriptor
-    neg_lse: gl.shared_memory_descriptor
-    neg_delta: gl.shared_memory_descriptor
-    ds: gl.shared_memory_descriptor
-    dq: gl.shared_memory_descriptor
-    gradient: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(
-        self, kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, neg_lse, neg_delta, ds, dq, gradient
-    ):
-        self.kv_full = kv_full
-        self.kv_empty = kv_empty
-        self.ds_full = ds_full
-        self.dq_full = dq_full
-        self.dq_empty = dq_empty
-        self.k = k
-        self.v = v
-        self.neg_lse = neg_lse
-        self.neg_delta = neg_delta
-        self.ds = ds
-        self.dq = dq
-        self.gradient = gradient
+    q: Any
+    do: Any
+    bias: Any
+    """The channel of a bias, in the memory of ``ds``; 0 without one."""
+    kv_full: Any
+    kv_empty: Any
+    ds_full: Any
+    dq_full: Any
+    dq_empty: Any
+    k: Any
+    v: Any
+    neg_lse: Any
+    """-lse of the rows in each slot of q; neg_delta: -delta of those of dO."""
+    neg_delta: Any
+    ds: Any
+    dq: Any
+    gradient: Any
 
 
 @gluon.jit
-def producer(
-    C: gl.constexpr, queue, q, do, shared, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
-    bias_desc, bias, pointers, schedule,
-):  # fmt: skip
+def producer(C: gl.constexpr, queue, shared, descs, pointers):
     """Takes work tiles from the work queue and loads what they need."""
+    q, do, schedule = shared.q, shared.do, pointers.scalars.schedule
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc = descs
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
@@ -138,7 +131,7 @@ def producer(
                 load_rows(C, do_desc, work, row, head, barrier, do.tiles.index(slot))
                 async_load(neg_delta_desc, [statistics, column], barrier, shared.neg_delta.index(slot))
                 if C.HAS_BIAS:
-                    bias_tiles.load_keys(C, bias, bias_desc, work, head, row, i, schedule)
+                    bias_tiles.load_keys(C, shared.bias, bias_desc, work, head, row, i, schedule)
                 i += 1
         if rows.begin >= rows.end:
             following = gl.atomic_add(pointers.counters, 1)
@@ -148,7 +141,7 @@ def producer(
 
 
 @gluon.jit
-def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, bias, pointers, schedule, accum):
+def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, pointers, accum):
     """Adds both halves of dQ of each step to ``dq_accum``.
 
     With DETERMINISTIC a step waits until its block of dQ has had the additions before it (``dq_order``), and
@@ -156,6 +149,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, bias,
     has not yet: so there is always a program that goes on.
     """
     DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
+    schedule = pointers.scalars.schedule
     num_tiles = count_tiles(C, pointers, schedule)
     blocks = blocks_of_head(C, pointers, schedule)
     i = 0
@@ -175,7 +169,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, bias,
                 if C.STORES_DS:
                     of_bias = work.head * C.GROUP + g
                     row = m * C.BLOCK_M
-                    bias_tiles.store_ds(C, bias, dbias_desc, shared.ds_full, work, of_bias, row, i)
+                    bias_tiles.store_ds(C, shared.bias, dbias_desc, shared.ds_full, work, of_bias, row, i)
                 if C.DETERMINISTIC:
                     block = head * accum.sizes.row_blocks + padded_row(C, work, m * C.BLOCK_M) // C.BLOCK_M
                     order = dq_order(C, work, m, schedule)
@@ -210,64 +204,57 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, bias,
 
 @gluon.jit
 def sum_gradients(
-    C: gl.constexpr, W: gl.constexpr, i, work, ranges, modifiers, zeros, dk, dv, q, do, shared, pointers,
-    schedule, numbers,
-):  # fmt: skip
+    C: gl.constexpr, W: gl.constexpr, i, work, ranges, modifiers, zeros, dk, dv, shared, pointers
+):
     """Add the contributions of a work tile's rows to dK and dV of warpgroup W's keys; their dQ goes to
     ``accumulate_dq``. Return (dk, dv, the new ``i``, which counts steps)."""
-    DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    scalars = pointers.scalars
+    schedule = scalars.schedule
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
     rows = in_order(C, ranges, modifiers.blocks)
-    start = row_of(shared.neg_lse.index(q.wait(i)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
+    start = row_of(shared.neg_lse.index(shared.q.wait(i)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
     last = i + rows.count * C.GROUP - 1
     m = block_of_step(0, rows.begin, rows.end, rows.masked, rows.before, rows.full)
-    slope = slope_of(C, work, work.head * C.GROUP, pointers, schedule)
-    dk, dv, start = step(
-        C, W, True, C.MASKED, i, m, min(last - i, 1), work, slope, modifiers, dk, dv, start, q, do, shared,
-        schedule, numbers,
-    )  # fmt: skip
+    head = QueryHead(slope_of(C, work, work.head * C.GROUP, pointers, schedule), modifiers)
+    state = step(
+        C, W, True, C.MASKED, i, m, min(last - i, 1), work, head, StepState(dk, dv, start), shared, scalars
+    )
     i += 1
     for g in range(C.GROUP):
         slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
         own = key_modifiers(C, W, work, g, modifiers.bias, modifiers.blocks, pointers, schedule)
+        head = QueryHead(slope, own)
         done = max(1 - g, 0)  # of the first head, the step above
         if C.MASKED:
             for j in range(done, rows.masked):
                 m = block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)
-                dk, dv, start = step(
-                    C, W, False, True, i, m, min(last - i, 1), work, slope, own, dk, dv, start, q, do,
-                    shared, schedule, numbers,
+                state = step(
+                    C, W, False, True, i, m, min(last - i, 1), work, head, state, shared, scalars
                 )  # fmt: skip
                 i += 1
             done = max(done, rows.masked)
         for j in range(done, rows.count):
-            dk, dv, start = step(
-                C, W, False, False, i, rows.full - rows.masked + j, min(last - i, 1), work, slope, own,
-                dk, dv, start, q, do, shared, schedule, numbers,
-            )  # fmt: skip
+            m = rows.full - rows.masked + j
+            state = step(C, W, False, False, i, m, min(last - i, 1), work, head, state, shared, scalars)
             i += 1
     before = i - 1
     mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
-    zero = gl.full([WARPGROUP_ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
     ds, k = shared.ds.index(before & 1), shared.k.index(0)
-    dq = dq_product(C, W, ds, k.reshape([C.BLOCK_N, C.BLOCK_D]), zero)
+    dq = dq_product(C, W, ds, k.reshape([C.BLOCK_N, C.BLOCK_D]))
     dq = warpgroup_mma_wait(0, deps=[dq])
     mbarrier.arrive(shared.kv_empty, count=1)
     pass_dq(W, shared, dq, before)
-    return dk, dv, i
+    return state.dk, state.dv, i
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, queue, q, do, shared, dk_desc, dv_desc, bias, pointers, schedule,
-    numbers,
-):  # fmt: skip
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, pointers):
     """Warpgroup W: keys 64 W to 64 W + 63 of every block."""
     ROWS: gl.constexpr = WARPGROUP_ROWS
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    schedule, numbers = pointers.scalars.schedule, pointers.scalars.numbers
+    dk_layout: gl.constexpr = accumulator_layout(C.BLOCK_D)
+    dv_layout: gl.constexpr = accumulator_layout(C.BLOCK_DV)
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
     zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
@@ -280,12 +267,9 @@ def consumer(
         dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, dk_layout)
         dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, dv_layout)
         listed = row_list(C, work, pointers)
-        modifiers = key_modifiers(C, W, work, 0, bias, listed, pointers, schedule)
+        modifiers = key_modifiers(C, W, work, 0, shared.bias, listed, pointers, schedule)
         if has_rows(C, ranges, listed):
-            dk, dv, i = sum_gradients(
-                C, W, i, work, ranges, modifiers, zeros, dk, dv, q, do, shared, pointers, schedule,
-                numbers,
-            )  # fmt: skip
+            dk, dv, i = sum_gradients(C, W, i, work, ranges, modifiers, zeros, dk, dv, shared, pointers)
         else:
             mbarrier.arrive(shared.kv_empty, count=1)
         tile_index = work_queue.read(queue, t, 4)
@@ -352,27 +336,18 @@ def backward_kernel(
         mbarrier.init(dq_full.index(i), count=1)
         mbarrier.init(dq_empty.index(i), count=1)
     shared = Shared(
-        kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, neg_lse, neg_delta, ds, dq_parts, gradient
-    )
+        q, do, bias, kv_full, kv_empty, ds_full, dq_full, dq_empty, k, v, neg_lse, neg_delta, ds, dq_parts,
+        gradient,
+    )  # fmt: skip
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc)
     queue = work_queue.make_work_queue(3)
     chunks = make_chunks(dq_accum_desc)
     gl.warp_specialize(
         [
-            (consumer, (
-                C, 0, queue, q, do, shared, dk_desc, dv_desc, bias, pointers, pointers.scalars.schedule,
-                pointers.scalars.numbers,
-            )),
-            (consumer, (
-                C, 1, queue, q, do, shared, dk_desc, dv_desc, bias, pointers, pointers.scalars.schedule,
-                pointers.scalars.numbers,
-            )),
-            (producer, (
-                C, queue, q, do, shared, q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc,
-                bias_desc, bias, pointers, pointers.scalars.schedule,
-            )),
-            (accumulate_dq, (
-                C, queue, shared, dq_add_desc, dbias_desc, bias, pointers, pointers.scalars.schedule, accum
-            )),
+            (consumer, (C, 0, queue, shared, dk_desc, dv_desc, pointers)),
+            (consumer, (C, 1, queue, shared, dk_desc, dv_desc, pointers)),
+            (producer, (C, queue, shared, descs, pointers)),
+            (accumulate_dq, (C, queue, shared, dq_add_desc, dbias_desc, pointers, accum)),
             (postprocess, (
                 C, chunks, dq_accum_desc, pointers, pointers.scalars.schedule, accum,
                 pointers.scalars.numbers.scale,

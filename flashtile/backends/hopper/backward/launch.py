@@ -224,7 +224,7 @@ class HopperBackwardLaunch:
         extras: OptionalTensors,
     ) -> tuple[Tensor | None, ...]:
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: other threads may be here, too
+        if kernels is None:  # published once it is complete: another thread may be here as well
             kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
         bias, dbias = extras.bias, None
         if bias is not None and kernels.bias_gradient is not None:

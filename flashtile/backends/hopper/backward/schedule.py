@@ -99,11 +99,9 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
 
     Heads follow one another, so that programs at work read the same rows. With DETERMINISTIC a block adds to
     dQ two steps after its neighbour. Programs that come free together, as those of equal blocks of several
-    heads do,
-    would then wait for one another if their next blocks were neighbours: blocks of ``swizzle`` heads
-        alternate.
-    Under a causal mask blocks of the last ``swizzle`` heads alternate as well, so that the longest of them
-    are not begun when all else is done.
+    heads do, would then wait for one another if their next blocks were neighbours. So blocks of ``swizzle``
+    heads alternate. Under a causal mask blocks of the last ``swizzle`` heads alternate as well, so that the
+    longest of them are not begun when all else is done.
     """
     tile_index = tile_index // C.ROW_SPLITS
     head = tile_index // blocks
@@ -128,18 +126,19 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     """From the table of packed sequences, or by arithmetic.
 
     The first blocks of a head come first: under a causal mask they are the longest. With DETERMINISTIC the
-        last
-    come first: later work tiles wait for earlier ones, and under a causal mask block n meets its first rows
-    ``BLOCK_N`` rows after block n - 1 has, so that none waits long.
+    last come first: later work tiles wait for earlier ones, and under a causal mask block n meets its first
+    rows ``BLOCK_N`` rows after block n - 1 has, so that none waits long.
     """
     head, block = head_and_block(C, tile_index, blocks_of_head(C, pointers, schedule), schedule)
     work, blocks = sequence_of(C, head, block, pointers, schedule)
-    place, seqlen_k = work.place, work.seqlen_k
+    tile_in_head, seqlen_k = work.tile_in_head, work.seqlen_k
     if C.DETERMINISTIC:
-        place = blocks - 1 - place
+        tile_in_head = blocks - 1 - tile_in_head
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + work.sequence), 0), seqlen_k)
-    return WorkTile(work.sequence, work.head, place, work.start_q, work.start_k, work.seqlen_q, seqlen_k)
+    return WorkTile(
+        work.sequence, work.head, tile_in_head, work.start_q, work.start_k, work.seqlen_q, seqlen_k
+    )
 
 
 @gluon.jit
@@ -158,7 +157,7 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
     if C.VARLEN:
         row = pointers.table + (1 + block) * TABLE_WIDTH
         sequence = gl.load(row)
-        place = gl.load(row + 1)
+        tile_in_head = gl.load(row + 1)
         start_k = gl.load(row + 2)
         start_q = gl.load(row + 3)
         # At most max_seqlen: with DETERMINISTIC, others wait for every block of keys that a row sees.
@@ -166,7 +165,7 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
         seqlen_q = gl.minimum(gl.load(row + 5), schedule.seqlen_q)
         blocks = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
     else:
-        place = block
+        tile_in_head = block
         if C.SEQUENCES_FIRST:
             sequences = schedule.num_tiles // (schedule.num_blocks * schedule.num_heads)
             sequence = head % sequences
@@ -174,19 +173,19 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
         else:
             sequence = head // schedule.num_heads
             head = head % schedule.num_heads
-        start_q = place * 0
+        start_q = tile_in_head * 0
         start_k = sequence * schedule.batch_rows_k
         seqlen_q = schedule.seqlen_q + start_q
         seqlen_k = schedule.seqlen_k + start_q
         blocks = schedule.num_blocks + start_q
-    return WorkTile(sequence, head, place, start_q, start_k, seqlen_q, seqlen_k), blocks
+    return WorkTile(sequence, head, tile_in_head, start_q, start_k, seqlen_q, seqlen_k), blocks
 
 
 @gluon.jit
 def row_blocks(C: gl.constexpr, work, left, right):
     """Blocks [begin, end) of query rows that see some key of the work tile, and [full_begin, full_end) whose
     rows all see all of its keys. The mirror image of the forward's ``key_blocks``."""
-    first = work.place * C.BLOCK_N
+    first = work.tile_in_head * C.BLOCK_N
     last = min(first + C.BLOCK_N, work.seqlen_k) - 1
     begin, end, full_begin, full_end = key_range(
         first, last, work.seqlen_k, work.seqlen_q, right, left, C.HAS_RIGHT, C.HAS_LEFT
@@ -198,7 +197,7 @@ def row_blocks(C: gl.constexpr, work, left, right):
     # Rows behind the last have probability 0 in any case: the last block of rows needs no mask for them.
     full_end = (full_end + C.BLOCK_M - 1) // C.BLOCK_M if full_end == work.seqlen_q else full_end // C.BLOCK_M
     partial = first + C.BLOCK_N > work.seqlen_k
-    if C.HAS_CUTS:  # whatever it hides
+    if C.HAS_CUTS:  # it may hide any key
         full_end = full_begin
     return begin, begin if none else end, full_begin, full_begin if partial else full_end
 
@@ -300,7 +299,7 @@ def dq_order(C: gl.constexpr, work, m, schedule):
         first, last, work.seqlen_q, work.seqlen_k, schedule.window_left, schedule.window_right, C.HAS_LEFT,
         C.HAS_RIGHT,
     )  # fmt: skip
-    return (end - 1) // C.BLOCK_N - work.place
+    return (end - 1) // C.BLOCK_N - work.tile_in_head
 
 
 @gluon.jit

@@ -36,6 +36,15 @@ class BackwardNumbers(NamedTuple):
     """1 - dropout_p."""
 
 
+class QueryHead(NamedTuple):
+    """A query head of those that share the key head, as the steps know it."""
+
+    slope: Any
+    """ALiBi's, in log2 units."""
+    modifiers: Any
+    """:class:`~flashtile.backends.hopper.modifiers.Modifiers`."""
+
+
 @gluon.jit
 def row_of(vector, layout: gl.constexpr):
     """A number for each query row, in shared memory, to [1, rows] in registers."""
@@ -46,7 +55,7 @@ def row_of(vector, layout: gl.constexpr):
 def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
     """Dropout's state for warpgroup W's keys and query head ``g`` of the key head."""
     head_of_batch = (work.sequence * schedule.num_heads + work.head) * C.GROUP + g
-    return generator_of(head_of_batch, work.place * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
+    return generator_of(head_of_batch, work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
 
 
 @gluon.jit
@@ -67,7 +76,7 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
     """(keys of this warpgroup [keys, 1], where rows of block ``m`` stand among the keys [1, rows])"""
     keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
     rows = gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, s_layout))
-    keys += work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+    keys += work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
     return keys[:, None], (rows + (m * C.BLOCK_M + work.seqlen_k - work.seqlen_q))[None, :]
 
 
@@ -100,7 +109,7 @@ def apply_score_mod(
         s, softcap_grad = s * LOG2_E, own_grad
     if C.ALIBI:
         keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout)).to(gl.float32)
-        first_key = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+        first_key = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
         between = (m * C.BLOCK_M + work.seqlen_k - work.seqlen_q - first_key).to(gl.float32)
         s = s - slope * gl.abs(plus_columns(between - keys, C.BLOCK_M, s_layout))
     return s, softcap_grad
@@ -128,11 +137,13 @@ def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.co
 
 @gluon.jit
 def probabilities(
-    C: gl.constexpr, W: gl.constexpr, CUT: gl.constexpr, s, added, m, slot, work, slope, modifiers, shared,
-    schedule, numbers, s_layout: gl.constexpr,
+    C: gl.constexpr, W: gl.constexpr, CUT: gl.constexpr, s, added, m, slot, work, head, shared, scalars
 ):  # fmt: skip
     """(P, dS / dP) from the raw products with rows of block ``m``: P, times the derivative of soft-cap or
     SCORE_MOD. ``added`` is what a bias adds."""
+    s_layout: gl.constexpr = s.type.layout
+    slope, modifiers = head
+    numbers = scalars.numbers
     softcap_grad = 1.0
     if C.HAS_SCORE_MOD:
         s, softcap_grad = apply_score_mod(C, W, s, m, work, slope, numbers, s_layout, modifiers)
@@ -149,7 +160,7 @@ def probabilities(
     if C.HAS_BIAS:
         p = bias_tiles.hide_rows(C, p, m, work, s_layout)
     if CUT:
-        p = mask(C, W, p, m, work, schedule, s_layout, modifiers)
+        p = mask(C, W, p, m, work, scalars.schedule, s_layout, modifiers)
     weights = p * softcap_grad
     if C.GUARD_FACTORS:  # which need not be finite where a score is hidden
         weights = gl.where(p == 0.0, 0.0, weights)
@@ -157,11 +168,10 @@ def probabilities(
 
 
 @gluon.jit
-def score_gradients(
-    C: gl.constexpr, p, weights, dp, bits, slot, modifiers, shared, numbers, dtype: gl.constexpr,
-    s_layout: gl.constexpr,
-):  # fmt: skip
+def score_gradients(C: gl.constexpr, p, weights, dp, bits, slot, modifiers, shared, numbers):
     """dS in 16 bits. ``p`` is without what dropout drops, ``dp`` dP - delta, but with dropout dP alone."""
+    dtype: gl.constexpr = p.dtype
+    s_layout: gl.constexpr = dp.type.layout
     if C.HAS_DROPOUT:  # of what is dropped, -delta alone
         neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
         kept = p

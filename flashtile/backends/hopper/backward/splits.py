@@ -28,7 +28,7 @@ MAX_PARTS = 32
 MAX_BYTES = 128 * 2**20
 """Largest size of the memory for parts."""
 ENOUGH_WAVES = 8
-"""Waves of work tiles. With more per program, queues end together whatever the tiles cost."""
+"""Waves of work tiles. With more per program, programs end together for any costs of tiles."""
 START_AND_END = 3.0
 """Steps that the start and the end of a work tile cost, about: K and V come, dK and dV leave."""
 STEP_SECONDS = 2.2e-6

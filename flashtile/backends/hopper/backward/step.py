@@ -1,5 +1,7 @@
 """A step of the Hopper backward: the five products of 64 keys with a block of query rows."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -11,15 +13,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashtile.backends.hopper.backward.scores import probabilities, row_of, score_gradients
 from flashtile.backends.hopper.columns import product_of_rows
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
 from flashtile.backends.hopper.inline_asm import pin_16_bit, to_16_bit
 from flashtile.backends.hopper.modifiers import bias as bias_tiles
 from flashtile.backends.hopper.modifiers.dropout import drop, random_bits
 
 
+class StepState(NamedTuple):
+    """Registers that one step hands to the next."""
+
+    dk: Any
+    dv: Any
+    """Sums of the gradients of a warpgroup's keys."""
+    start: Any
+    """-lse of the step's rows, which the accumulator of S^T starts with."""
+
+
 @gluon.jit
-def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k, zero):
+def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
     """This warpgroup's half of dS K, left in flight: half of the columns, or of 128 rows half."""
+    COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
+    zero = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
     ds_q = ds if C.STORES_DS else ds.permute((1, 0))
     if C.BLOCK_M == WARPGROUP_ROWS:
         half = k.slice(W * (C.BLOCK_D // 2), C.BLOCK_D // 2, 1)
@@ -53,23 +67,20 @@ def pass_dq(W: gl.constexpr, shared, dq, i):
 
 @gluon.jit
 def step(
-    C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, slope,
-    modifiers, dk, dv, start, q, do, shared, schedule, numbers,
+    C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, head, state,
+    shared, scalars,
 ):  # fmt: skip
     """Step ``i``: rows of block ``m``; and dQ of the step before, unless this is the FIRST of a work tile.
 
-    ``start`` is -lse of the rows, which the accumulator of S^T starts with; returned is that of step ``i +
-    more``, where ``more`` is 1, and 0 in the last step.
+    Returns the new state, whose ``start`` is for step ``i + more``. ``more`` is 1, and 0 in the last step.
     """
     dtype: gl.constexpr = shared.k.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
-    dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    ds_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk_layout, k_width=2)
-    p_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dv_layout, k_width=2)
-    DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == ROWS else C.BLOCK_D
-    dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
+    ds_operand: gl.constexpr = left_operand_layout(accumulator_layout(C.BLOCK_D))
+    p_operand: gl.constexpr = left_operand_layout(accumulator_layout(C.BLOCK_DV))
+    q, do, modifiers, numbers = shared.q, shared.do, head.modifiers, scalars.numbers
+    dk, dv, start = state
     # Slot 0, said so that the compiler sees it change from step to step: what the products need to know of
     # tiles that never change it would keep in the registers of every thread, 32 of them.
     k = shared.k.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
@@ -87,8 +98,7 @@ def step(
     if not FIRST:
         before = i - 1
         mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)
-        zero = gl.full([ROWS, DQ_COLUMNS], 0.0, gl.float32, dq_layout)
-        dq = dq_product(C, W, shared.ds.index(before & 1), k, zero)
+        dq = dq_product(C, W, shared.ds.index(before & 1), k)
     bits = 0
     if C.HAS_DROPOUT:
         bits = random_bits(modifiers.dropout, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
@@ -96,9 +106,7 @@ def step(
     if C.HAS_BIAS:
         added = bias_tiles.read_keys(C, W, modifiers.bias, i, s_layout)
     scores = warpgroup_mma_wait(0 if FIRST else 1, deps=[scores])
-    p, weights = probabilities(
-        C, W, CUT, scores, added, m, slot, work, slope, modifiers, shared, schedule, numbers, s_layout
-    )  # fmt: skip
+    p, weights = probabilities(C, W, CUT, scores, added, m, slot, work, head, shared, scalars)
     weights = to_16_bit(weights, dtype)
     p = to_16_bit(p, dtype)
     if C.HAS_DROPOUT:
@@ -116,7 +124,7 @@ def step(
     if not FIRST:
         pass_dq(W, shared, dq, i - 1)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds = score_gradients(C, p, weights, dp, bits, slot, modifiers, shared, numbers, dtype, s_layout)
+    ds = score_gradients(C, p, weights, dp, bits, slot, modifiers, shared, numbers)
     if C.STORES_DS:
         shared.ds.index(i & 1).slice(W * ROWS, ROWS, 1).permute((1, 0)).store(ds)
     else:
@@ -129,4 +137,4 @@ def step(
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     do.release(i)
     q.release(i)
-    return dk, dv, start
+    return StepState(dk, dv, start)

@@ -1,6 +1,6 @@
 """dK and dV of parts in float32, where programs share blocks of keys (``splits``): added up, rounded once.
 
-One program adds the parts of some rows from the first to the last, whoever wrote them first, so that all runs
+One program adds the parts of some rows from the first to the last, in any order of their writing. So all runs
 are equal bit by bit.
 """
 
@@ -43,10 +43,10 @@ def sum_rows(parts, gradient, block, rows, WIDTH: tl.constexpr, BLOCK_D: tl.cons
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (row < rows) & (column < WIDTH)
-    cells = parts + row * (PARTS * WIDTH) + column
-    total = tl.load(cells, mask=inside, other=0.0)
+    elements = parts + row * (PARTS * WIDTH) + column
+    total = tl.load(elements, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
-        total += tl.load(cells + part * WIDTH, mask=inside, other=0.0)
+        total += tl.load(elements + part * WIDTH, mask=inside, other=0.0)
     tl.store(gradient + row * WIDTH + column, total.to(gradient.dtype.element_ty), mask=inside)
 
 
@@ -85,7 +85,7 @@ class SumParts:
     def allocate(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Parts of the gradients of ``k`` and ``v``, side by side where the heads are.
 
-        Zeros where tokens may belong to no sequence: nobody writes those.
+        Zeros where tokens may belong to no sequence: no program writes those.
         """
         allocate = k.new_zeros if self._some_unwritten else k.new_empty
         dk, dv = (allocate(shape_of_parts(t.shape, self._parts), dtype=torch.float32) for t in (k, v))

@@ -1,5 +1,7 @@
 """TMA loads and stores of the Hopper backward: rows of q and dO, blocks of k and v, and their gradients."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -7,6 +9,26 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from flashtile.backends.hopper.columns import column_parts, store_part
 from flashtile.backends.hopper.compat import async_load, async_store
 from flashtile.backends.hopper.constants import RAGGED_ROWS, WARPGROUP_ROWS
+
+
+class BackwardDescriptors(NamedTuple):
+    """Descriptors of the tensors that a producer loads."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    neg_lse: Any
+    neg_delta: Any
+    bias: Any
+    """None without a bias."""
+
+
+class Statistics(NamedTuple):
+    """Two numbers of each query row (``common.preprocess``): -lse and -delta."""
+
+    neg_lse: Any
+    neg_delta: Any
 
 
 @gluon.jit
@@ -22,7 +44,7 @@ def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile):
 @gluon.jit
 def load_keys(C: gl.constexpr, desc, work, barrier, tile):
     """TMA load of the block of keys or values; rows behind the last key arrive as zeros."""
-    row = work.place * C.BLOCK_N
+    row = work.tile_in_head * C.BLOCK_N
     head = work.head // C.HEAD_SPLITS
     if C.VARLEN or C.SEQUSED:
         end = work.start_k + work.seqlen_k
@@ -44,12 +66,12 @@ def store_gradient(
     for n in gl.static_range(gradient.shape[1] // PART):
         tma.store_wait(0)  # of the part before
         store_part(parts[n], tile)
-        row = work.place * C.BLOCK_N + W * WARPGROUP_ROWS
+        row = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
         if C.VARLEN or C.SEQUSED:
             end = work.start_k + work.seqlen_k
             if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
                 end = work.sequence * schedule.seqlen_k + work.seqlen_k
-            place = RAGGED_ROWS - work.seqlen_k + row
-            async_store(desc, [RAGGED_ROWS, end, place, head, START + n * PART], tile)
+            coordinate = RAGGED_ROWS - work.seqlen_k + row
+            async_store(desc, [RAGGED_ROWS, end, coordinate, head, START + n * PART], tile)
         else:
             async_store(desc, [work.sequence, row, head, START + n * PART], tile)

@@ -41,11 +41,17 @@ from flashtile.backends.hopper.backward.scores import (
     mask,
     row_of,
 )
-from flashtile.backends.hopper.backward.tiles import load_keys, load_rows, store_gradient
+from flashtile.backends.hopper.backward.tiles import (
+    BackwardDescriptors,
+    Statistics,
+    load_keys,
+    load_rows,
+    store_gradient,
+)
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.columns import add_products, product_of_rows, zero_sums
 from flashtile.backends.hopper.compat import async_load, reinterpret
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_16_bit, to_fp32
 from flashtile.backends.hopper.work_tiles import slope_of
 
@@ -62,11 +68,17 @@ class DkvPointers(NamedTuple):
     """Counter of the work queue: work tiles that programs have taken; 0 at the start."""
 
 
-class Statistics(NamedTuple):
-    """Two numbers a row (``common.preprocess``): -lse of those in each slot of q, -delta of those of dO."""
+class DkvTiles(NamedTuple):
+    """Shared memory of a program: channels, and two numbers for the rows in each slot of q or dO."""
 
-    neg_lse: Any
-    neg_delta: Any
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    weights: Any
+    """The channel of P^T, times the soft-cap's derivative, from ``values`` to ``keys``."""
+    statistics: Any
+    """:class:`~flashtile.backends.hopper.backward.tiles.Statistics`: -lse with q, -delta with dO."""
 
 
 class Gradients(NamedTuple):
@@ -118,11 +130,10 @@ def load_resident(C: gl.constexpr, t, work, desc, ring):
 
 
 @gluon.jit
-def producer(
-    C: gl.constexpr, queue, q, do, k, v, statistics, q_desc, k_desc, v_desc, do_desc, neg_lse_desc,
-    neg_delta_desc, pointers, schedule,
-):  # fmt: skip
+def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
     """Takes work tiles from the work queue and loads what they need."""
+    q, do, k, v, _weights, statistics = tiles
+    q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, _bias_desc = descs
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
     t = 0
@@ -153,11 +164,12 @@ def producer(
 
 
 @gluon.jit
-def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers):
+def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, numbers):
     """Rows of block ``m``: P^T to the other warpgroup, and dV with what they add to it."""
+    q, do, k, _v, weights, statistics = tiles
     dtype: gl.constexpr = k.tiles.dtype
     k_tile = k.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
     slot = q.wait(i)
     q_tile = q.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D])
     s = gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, gl.float32, s_layout)
@@ -179,11 +191,12 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, q, do, k, weights, s
 
 
 @gluon.jit
-def key_step(C: gl.constexpr, i, dk, q, do, v, weights, statistics):
+def key_step(C: gl.constexpr, i, dk, tiles):
     """Add the contribution of the rows of step ``i`` to dK."""
+    q, do, _k, v, weights, statistics = tiles
     dtype: gl.constexpr = v.tiles.dtype
     v_tile = v.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
     chunks: gl.constexpr = in_chunks(gl.full([WARPGROUP_ROWS, C.BLOCK_M], 0.0, dtype, s_layout)).type.layout
     slot = do.wait(i)
     do_tile = do.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_DV])
@@ -222,9 +235,7 @@ def store_sums(C: gl.constexpr, desc, work, head, tile, sums, factor, schedule):
 
 
 @gluon.jit
-def value_consumer(
-    C: gl.constexpr, queue, q, do, k, weights, statistics, gradients, pointers, schedule, numbers
-):
+def value_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, numbers):
     """The warpgroup that computes P and dV."""
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
@@ -233,7 +244,7 @@ def value_consumer(
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, full_begin, full_end = own_row_blocks(C, tile_index, work, schedule)
-        k.wait(t)
+        tiles.k.wait(t)
         dv = zero_sums(C.HEAD_DIM_V)
         count = end - begin
         for j in range(count * C.GROUP):
@@ -241,20 +252,18 @@ def value_consumer(
             g = j // count if C.GROUP > 1 else 0
             slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
             cut = (m < full_begin) | (m >= full_end)
-            dv = value_step(C, i, m, cut, work, slope, dv, q, do, k, weights, statistics, schedule, numbers)
+            dv = value_step(C, i, m, cut, work, slope, dv, tiles, schedule, numbers)
             i += 1
         head = gradient_head(C, tile_index, work)
         store_sums(C, gradients.dv_desc, work, head, gradients.dv, dv, 1.0, schedule)
         tma.store_wait(0)
-        k.release(t)
+        tiles.k.release(t)
         t += 1
         tile_index = work_queue.take(queue, t, 4)
 
 
 @gluon.jit
-def key_consumer(
-    C: gl.constexpr, queue, q, do, v, weights, statistics, gradients, pointers, schedule, numbers
-):
+def key_consumer(C: gl.constexpr, queue, tiles, gradients, pointers, schedule, numbers):
     """The warpgroup that computes dS and dK."""
     num_tiles = count_tiles(C, pointers, schedule)
     i = 0
@@ -263,15 +272,15 @@ def key_consumer(
     while tile_index < num_tiles:
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
-        v.wait(t)
+        tiles.v.wait(t)
         dk = zero_sums(C.HEAD_DIM)
         for _ in range((end - begin) * C.GROUP):
-            dk = key_step(C, i, dk, q, do, v, weights, statistics)
+            dk = key_step(C, i, dk, tiles)
             i += 1
         head = gradient_head(C, tile_index, work)
         store_sums(C, gradients.dk_desc, work, head, gradients.dk, dk, numbers.scale, schedule)
         tma.store_wait(0)
-        v.release(t)
+        tiles.v.release(t)
         t += 1
         tile_index = work_queue.take(queue, t, 4)
 
@@ -303,21 +312,15 @@ def dkv_kernel(
         dk = gl.allocate_shared_memory(dk_desc.dtype, dk_desc.block_type.shape, dk_desc.layout)
         dv = gl.allocate_shared_memory(dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)
     queue = work_queue.make_work_queue(2)
-    statistics = Statistics(neg_lse, neg_delta)
+    tiles = DkvTiles(q, do, k, v, weights, Statistics(neg_lse, neg_delta))
     gradients = Gradients(dk, dv, dk_desc, dv_desc)
+    descs = BackwardDescriptors(q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, None)
     gl.warp_specialize(
         [
-            (value_consumer, (
-                C, queue, q, do, k, weights, statistics, gradients, pointers, schedule, numbers
-            )),
-            (key_consumer, (
-                C, queue, q, do, v, weights, statistics, gradients, pointers, schedule, numbers
-            )),
-            (producer, (
-                C, queue, q, do, k, v, statistics, q_desc, k_desc, v_desc, do_desc, neg_lse_desc,
-                neg_delta_desc, pointers, schedule,
-            )),
+            (value_consumer, (C, queue, tiles, gradients, pointers, schedule, numbers)),
+            (key_consumer, (C, queue, tiles, gradients, pointers, schedule, numbers)),
+            (producer, (C, queue, tiles, descs, pointers, schedule)),
         ],
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

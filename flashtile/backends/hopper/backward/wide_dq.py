@@ -24,7 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper.backward.schedule import padded_row
 from flashtile.backends.hopper.backward.scores import soft_cap
-from flashtile.backends.hopper.channels import make_channel
+from flashtile.backends.hopper.backward.tiles import Statistics
+from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.columns import (
     add_products,
     columns_of,
@@ -33,21 +34,14 @@ from flashtile.backends.hopper.columns import (
     product_of_rows,
     zero_sums,
 )
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout
+from flashtile.backends.hopper.forward.attend import skip_blocks
 from flashtile.backends.hopper.forward.rows import mask_rows
-from flashtile.backends.hopper.forward.schedule import (
-    block_of_part,
-    find_work_tile,
-    num_own_tiles,
-    num_parts,
-    query_blocks,
-    serpentine_order,
-    tile_blocks,
-)
+from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
 from flashtile.backends.hopper.forward.scores import mask
 from flashtile.backends.hopper.forward.tiles import load_keys, load_queries, store_rows
 from flashtile.backends.hopper.inline_asm import to_16_bit
-from flashtile.backends.hopper.work_tiles import key_range, num_work_tiles, slope_of
+from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
 
 class DqPointers(NamedTuple):
@@ -62,13 +56,35 @@ class DqPointers(NamedTuple):
     alibi_slopes: Any
 
 
+class DqTiles(NamedTuple):
+    """The tensors that the producer loads: their channels to the consumers, or their descriptors."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+
+
+class DqCall(NamedTuple):
+    """The launch as all partitions know it."""
+
+    padded_rows: Any
+    """Rows of a head in ``neg_lse`` and ``neg_delta``."""
+    pointers: Any
+    schedule: Any
+    """:class:`~flashtile.backends.hopper.forward.schedule.ForwardSchedule`."""
+    numbers: Any
+    """:class:`~flashtile.backends.hopper.backward.scores.BackwardNumbers`."""
+
+
 @gluon.jit
-def statistics_row(C: gl.constexpr, work, schedule, padded_rows):
-    """Where the first row of the work's sequence and head lies in ``neg_lse`` and ``neg_delta``."""
+def load_statistics(C: gl.constexpr, work, row, call):
+    """The :class:`Statistics` of rows ``row`` of the work's sequence and head."""
     head = work.head.to(gl.int64)
     if not C.VARLEN:
-        head += work.sequence * schedule.num_heads
-    return head * padded_rows + padded_row(C, work, 0)
+        head += work.sequence * call.schedule.num_heads
+    where = head * call.padded_rows + padded_row(C, work, 0) + row
+    return Statistics(gl.load(call.pointers.neg_lse + where), gl.load(call.pointers.neg_delta + where))
 
 
 @gluon.jit
@@ -82,12 +98,14 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 
 @gluon.jit
-def step(C: gl.constexpr, i, n, cut, rows, neg_lse, neg_delta, dq, W: gl.constexpr, q, do, k, v, numbers):
+def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
     """Add the contribution of the keys of block ``n`` to dQ."""
+    q, do, k, v = channels
+    neg_lse, neg_delta = statistics
     dtype: gl.constexpr = q.tiles.dtype
     q_tile = q.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_D])
     do_tile = do.tiles.index(W + (i >> 30)).reshape([WARPGROUP_ROWS, C.BLOCK_DV])
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout)
     k_tile = k.tiles.index(k.wait(i)).reshape([C.BLOCK_N, C.BLOCK_D])
     s = product_of_rows(q_tile, k_tile, zero, C.HEAD_DIM, False)
@@ -107,27 +125,15 @@ def step(C: gl.constexpr, i, n, cut, rows, neg_lse, neg_delta, dq, W: gl.constex
 
 
 @gluon.jit
-def skip_blocks(count, i, k, v):
-    """Release ``count`` blocks of the tile that none of this warpgroup's rows sees."""
-    for _ in range(count):
-        k.wait(i)
-        k.release(i)
-        v.wait(i)
-        v.release(i)
-        i += 1
-    return i
-
-
-@gluon.jit
-def differentiate_tile(
-    C: gl.constexpr, W: gl.constexpr, work, block, i, j, q, do, k, v, dq_desc, padded_rows, pointers,
-    schedule, numbers,
-):  # fmt: skip
+def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work, block, i, j, call):
     """64 rows of block ``block`` of ``work``, from q, dO and the statistics to dQ.
 
     ``i`` counts the program's blocks of keys, ``j`` its blocks of rows; returns the new ``i``.
     """
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
+    q, do, k, v = channels
+    schedule, numbers = call.schedule, call.numbers
+    ping_pong = make_ping_pong(1)
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = block * C.BLOCK_M + W * WARPGROUP_ROWS
     last = min(first + WARPGROUP_ROWS, work.seqlen_q) - 1
@@ -148,22 +154,20 @@ def differentiate_tile(
     full_end = full_end // C.BLOCK_N
 
     row = first + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
-    where = statistics_row(C, work, schedule, padded_rows) + row
-    neg_lse = gl.load(pointers.neg_lse + where)
-    neg_delta = gl.load(pointers.neg_delta + where)
-    rows = mask_rows(C, work, row, slope_of(C, work, work.head, pointers, schedule), schedule)
+    statistics = load_statistics(C, work, row, call)
+    rows = mask_rows(C, work, row, slope_of(C, work, work.head, call.pointers, schedule), schedule)
 
     dq = zero_sums(C.HEAD_DIM)
-    i = skip_blocks(n_end - my_end, i, k, v)
+    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
     q.wait(2 * j + W)
     do.wait(2 * j + W)
     q_tile = q.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_D])
     for n in range(my_end - 1, my_begin - 1, -1):
         cut = (n < full_begin) | (n >= full_end)
-        dq = step(C, i, n, cut, rows, neg_lse, neg_delta, dq, W, q, do, k, v, numbers)
+        dq = step(C, W, i, n, cut, rows, statistics, dq, channels, numbers)
         i += 1
     do.release(2 * j + W)
-    i = skip_blocks(my_begin - n_begin, i, k, v)
+    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
     for part in gl.static_range(len(dq)):
         columns_of(q_tile, dq, part).store((dq[part] * numbers.scale).to(dq_desc.dtype))
     fence_async_shared()
@@ -174,24 +178,9 @@ def differentiate_tile(
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, q, do, k, v, dq_desc, padded_rows, pointers,
-    schedule, numbers,
-):  # fmt: skip
+def consumer(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, call):
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    i = 0
-    j = 0
-    for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
-        work = find_work_tile(C, serpentine_order(t, program, programs), pointers, schedule)
-        num_blocks = query_blocks(C, work, schedule)
-        for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-            block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-            i = differentiate_tile(
-                C, W, work, block, i, j, q, do, k, v, dq_desc, padded_rows, pointers,
-                schedule, numbers,
-            )  # fmt: skip
-            j += 1
+    consume(C, differentiate_tile, 0, (W, channels, dq_desc), call)
 
 
 @gluon.jit
@@ -211,35 +200,34 @@ def load_block(C: gl.constexpr, work, n, i, ring, desc):
 
 
 @gluon.jit
-def producer(C: gl.constexpr, q, do, k, v, q_desc, k_desc, v_desc, do_desc, pointers, schedule):
+def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
+    """All that the consumers need for one block of query rows; returns the new ``i``."""
+    q, do, k, v = channels
+    n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
+    for n in range(n_end - 1, n_begin - 1, -1):
+        load_block(C, work, n, i, k, descs.k)
+        if n == n_end - 1:  # the first keys may come before the tiles of rows are free
+            load_part(C, 0, work, block, j, q, descs.q)
+            load_part(C, 1, work, block, j, q, descs.q)
+        load_block(C, work, n, i, v, descs.v)
+        if n == n_end - 1:
+            load_part(C, 0, work, block, j, do, descs.do)
+            load_part(C, 1, work, block, j, do, descs.do)
+        i += 1
+    return i
+
+
+@gluon.jit
+def producer(C: gl.constexpr, channels, descs, call):
     """One warp that keeps the tiles coming."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    i = 0
-    j = 0
-    for t in range(num_own_tiles(program, programs, num_work_tiles(C, pointers, schedule))):
-        work = find_work_tile(C, serpentine_order(t, program, programs), pointers, schedule)
-        num_blocks = query_blocks(C, work, schedule)
-        for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-            block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-            n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
-            for n in range(n_end - 1, n_begin - 1, -1):
-                load_block(C, work, n, i, k, k_desc)
-                if n == n_end - 1:  # the first keys may come before the tiles of rows are free
-                    load_part(C, 0, work, block, j, q, q_desc)
-                    load_part(C, 1, work, block, j, q, q_desc)
-                load_block(C, work, n, i, v, v_desc)
-                if n == n_end - 1:
-                    load_part(C, 0, work, block, j, do, do_desc)
-                    load_part(C, 1, work, block, j, do, do_desc)
-                i += 1
-            j += 1
+    produce(C, load_tile, 0, (channels, descs), call)
 
 
 @gluon_kernel(do_not_specialize=("pointers", "schedule", "padded_rows"))
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; work tiles are dealt out in ``serpentine_order``."""
+    """Grid: one program for each multiprocessor at most; work tiles are assigned in ``serpentine_order``."""
     # Use 2 j + W of q and of dO: warpgroup W's rows of the program's block number j.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
@@ -247,16 +235,15 @@ def dq_kernel(
     # With 128 rows of q and dO, 256 and 256 wide, three blocks of keys fit: only k's are needed for long.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
+    channels = DqTiles(q, do, k, v)
+    descs = DqTiles(q_desc, do_desc, k_desc, v_desc)
+    call = DqCall(padded_rows, pointers, schedule, numbers)
     gl.warp_specialize(
         [
-            (consumer, (
-                C, 0, q, do, k, v, dq_desc, padded_rows, pointers, schedule, numbers
-            )),
-            (consumer, (
-                C, 1, q, do, k, v, dq_desc, padded_rows, pointers, schedule, numbers
-            )),
-            (producer, (C, q, do, k, v, q_desc, k_desc, v_desc, do_desc, pointers, schedule)),
+            (consumer, (C, 0, channels, dq_desc, call)),
+            (consumer, (C, 1, channels, dq_desc, call)),
+            (producer, (C, channels, descs, call)),
         ],
         [4, 1],
         [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

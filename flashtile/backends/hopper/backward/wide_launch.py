@@ -83,7 +83,7 @@ class WideBackwardLaunch:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: other threads may be here, too
+        if kernels is None:  # published once it is complete: another thread may be here as well
             kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
         device = q.device
         # The workspace is named, for as long as kernels are launched that are given addresses of its parts.

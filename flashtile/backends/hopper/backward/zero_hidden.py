@@ -19,9 +19,9 @@ def zero_blocks(dbias, rows, begin, end, seqlen_q, seqlen_k, BLOCK: tl.constexpr
     """Blocks [begin, end) of keys of ``rows`` of a head."""
     for n in range(begin, end):
         keys = n * BLOCK + tl.arange(0, BLOCK)
-        cells = dbias + rows[:, None].to(tl.int64) * seqlen_k + keys[None, :]
+        elements = dbias + rows[:, None].to(tl.int64) * seqlen_k + keys[None, :]
         zeros = tl.zeros([BLOCK, BLOCK], dbias.dtype.element_ty)
-        tl.store(cells, zeros, mask=(rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :])
+        tl.store(elements, zeros, mask=(rows < seqlen_q)[:, None] & (keys < seqlen_k)[None, :])
 
 
 @kernel(do_not_specialize=("seqlen_q", "row_blocks", "window_left", "window_right"))

@@ -2,7 +2,7 @@
 
 Calls whose rows fit one tile of 16 stay with the portable backend, and so do appending, combining and
 copying. A ``softmax_max`` changes no result, and this kernel is faster without one than the portable kernel
-with it: unless it is asked for by name, it leaves it out.
+with it: unless the caller names this backend, it leaves it out.
 """
 
 from __future__ import annotations

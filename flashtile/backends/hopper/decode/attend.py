@@ -2,18 +2,54 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_ping_pong
+from flashtile.backends.hopper.constants import LN_2, LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.decode.convert import query_operand, scales_of_head
-from flashtile.backends.hopper.decode.results import store_partial, store_whole
 from flashtile.backends.hopper.decode.rows import mask_rows, own_range, own_rows
-from flashtile.backends.hopper.forward.attend import attend_masked, attend_unmasked, skip_blocks
-from flashtile.backends.hopper.forward.products import pv_product, qk_product, scale_rows
-from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
-from flashtile.backends.hopper.forward.scores import LN_2, apply_score_mod, mask, online_softmax, quad_sums
+from flashtile.backends.hopper.forward.attend import QueryTile, SoftmaxState, attend_blocks, skip_blocks
+from flashtile.backends.hopper.forward.products import pv_wait, scale_rows, zero_output
+from flashtile.backends.hopper.forward.scores import quad_sums
 from flashtile.backends.portable.decode.schedule import sequence_of
+
+
+@gluon.jit
+def store_rows(C: gl.constexpr, base, rows, exists, o):
+    """Rows of o to ``base``, where ``rows`` says, straight from the product's registers."""
+    layout: gl.constexpr = o.type.layout
+    columns = gl.arange(0, C.BLOCK_DV, layout=gl.SliceLayout(0, layout))
+    offsets = gl.convert_layout(rows, gl.SliceLayout(1, layout)) * C.HEAD_DIM_V
+    exists = gl.convert_layout(exists, gl.SliceLayout(1, layout))
+    inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
+    gl.store(base + offsets[:, None] + columns[None, :], o.to(base.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def store_whole(C: gl.constexpr, o, lse, work, rows, call):
+    """Rows of out and of lse, in base 2, as the caller gets them."""
+    lengths = call.lengths
+    num_heads_q = lengths.num_heads_kv * C.PACK
+    b, _ = sequence_of(work.m_block, lengths, C)
+    if C.VARLEN:
+        tokens = work.sequence.start_q.to(gl.int64) + rows.token
+        lse_rows = rows.head.to(gl.int64) * lengths.total_q + tokens
+    else:
+        tokens = b.to(gl.int64) * lengths.seqlen_q + rows.token
+        lse_rows = (b.to(gl.int64) * num_heads_q + rows.head) * lengths.seqlen_q + rows.token
+    gl.store(call.pointers.lse + lse_rows, lse * LN_2, mask=rows.exists)
+    store_rows(C, call.pointers.out, tokens * num_heads_q + rows.head, rows.exists, o)
+
+
+@gluon.jit
+def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
+    """A partial result, as ``portable.decode.combine`` has it."""
+    splits = call.splits
+    partial = call.pointers.partial
+    partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index
+    partial_lse = partial + splits.slots.to(gl.int64) * splits.partial_rows * C.HEAD_DIM_V
+    gl.store(partial_lse + partial_rows, lse, mask=rows.exists)
+    store_rows(C, partial, partial_rows, rows.exists, o)
 
 
 @gluon.jit
@@ -21,7 +57,7 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
     """Normalise a part of a work tile, and write it where it belongs."""
     factor = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, m.type.layout)
     if C.SINK:  # it enters once: here, or where parts are combined
-        sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * (1 / LN_2)
+        sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * LOG2_E
         top = gl.maximum(m, sink)
         shift = gl.where(top == float("-inf"), 0.0, top)
         with_sink = sums * gl.exp2(m - shift) + gl.exp2(sink - shift)
@@ -44,9 +80,7 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
 
 
 @gluon.jit
-def attend_part(
-    C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, call, numbers, dtype: gl.constexpr
-):
+def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, call, numbers):
     """A part of a work tile for the 64 rows of warpgroup W; to out and lse if it is the whole work tile, else
     to its partial result.
 
@@ -54,68 +88,38 @@ def attend_part(
     the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o_layout, k_width=2)
+    s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     ping_pong = make_ping_pong(1)
     work, n_begin, n_end, _, _ = part
     lengths = call.lengths
 
-    my_begin, my_end, full_begin, full_end = own_range(C, W, work, n_begin, n_end, lengths)
+    blocks = own_range(C, W, work, n_begin, n_end, lengths)
     own = own_rows(C, W, work, lengths, row_layout)
     slope = 0.0
     if C.ALIBI:
         b, _ = sequence_of(work.m_block, lengths, C)
-        slope = gl.load(call.pointers.alibi_slopes + b * call.outer.alibi_stride + own.head) * (1 / LN_2)
+        slope = gl.load(call.pointers.alibi_slopes + b * call.outer.alibi_stride + own.head) * LOG2_E
     rows = mask_rows(C, work, own, slope, call)
     m = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    o = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, o_layout)
+    o = zero_output(C, C.BLOCK_DV)
     l = quad_sums(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, s_layout))
 
-    i = skip_blocks(n_end - my_end, i, k, v, ping_pong, W)
+    i = skip_blocks(n_end - blocks.end, i, k, v, ping_pong, W)
     q_tile = q.tiles.index(q.wait(j) * C.WARPGROUPS + W).reshape([ROWS, C.BLOCK_D])
     v_scale = 1.0
     if C.E4M3:
         k_scale, v_scale = scales_of_head(C, work, call)
         q_tile, numbers = query_operand(C, q_tile, k, k_scale, numbers, row_layout)
-    n = my_end - 1
-    if C.HAS_RIGHT or C.HAS_TREE:
-        n = min(max(full_end, my_begin), my_end - 1)
-        o, l, m, i = attend_masked(
-            C, W, C.BLOCK_N, o, l, m, i, my_end, n + 1, q_tile, q_tile, k, v, ping_pong, rows, numbers, dtype
-        )
-
-    # The first n_block of the pipeline, the only one of it that may be cut.
-    s = qk_product(C, C.BLOCK_N, q_tile, q_tile, k.tiles.index(k.wait(i)), s_layout)
-    s = warpgroup_mma_wait(0, deps=[s])
-    k.release(i)
-    s = apply_score_mod(C, s, n, rows, numbers, s_layout)
-    s = mask(C, s, n, rows, s_layout)
-    weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
-    l = scale_rows(l, alpha) + quad_sums(weights)
-    if C.HAS_RIGHT or C.HAS_TREE:
-        o = scale_rows(o, alpha)
-    p = gl.convert_layout(weights.to(dtype), p_layout)
-    i += 1
-    full_begin = min(full_begin, n)
-    o, l, m, p, i = attend_unmasked(
-        C, W, o, l, m, p, i, n, full_begin, q_tile, q_tile, k, v, ping_pong, rows, numbers, s_layout, p_layout
-    )
-    o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
-    if C.HAS_LEFT:
-        o = warpgroup_mma_wait(0, deps=[o])
-        v.release(i - 1)
-        o, l, m, i = attend_masked(
-            C, W, C.BLOCK_N, o, l, m, i, full_begin, my_begin, q_tile, q_tile, k, v, ping_pong, rows, numbers,
-            dtype,
-        )  # fmt: skip
+    tile = QueryTile(q_tile, q_tile, k, v, ping_pong, rows, numbers)
+    state, i = attend_blocks(C, W, tile, SoftmaxState(o, l, m), i, blocks)
     q.release(j)
+    o, l, m = state
     sums = gl.convert_layout(gl.sum(l, 1), row_layout)
     if not C.HAS_LEFT:
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = pv_wait(C, o)
         v.release(i - 1)
-    i = skip_blocks(my_begin - n_begin, i, k, v, ping_pong, W)
+    i = skip_blocks(blocks.begin - n_begin, i, k, v, ping_pong, W)
 
     fault = work_queue.take(faults, j, 4) | work.sequence.fault
     sums = gl.where(fault == 0, sums, float("nan"))

@@ -1,9 +1,9 @@
 """Parts of work tiles joined as ``portable.decode.combine`` does, without its search.
 
-There each program finds out by the lengths of the whole batch what there is to combine. With rows by the
-hundred, that takes longer than combining. Here each balanced program of attention that begins a work tile
-leaves a note: in a place of the work tile's, or where there are more of these than programs, in one of its
-own, since then only its last one can have other parts. Of a queue, the table says what was divided.
+There each program finds out by the lengths of the whole batch what there is to combine. With many rows,
+that takes longer than combining. Here each balanced program of attention that begins a work tile leaves a
+*partial record*. There is one for each work tile, or, if there are fewer programs, one for each program: then
+only its last work tile can have other parts. With a queue, the table says what was divided.
 """
 
 from typing import Any, NamedTuple
@@ -20,15 +20,15 @@ from flashtile.backends.portable.decode.schedule import (
     sequence_of,
 )
 
-NOTE_WIDTH = tl.constexpr(8)
-"""int32 numbers of a note."""
+RECORD_WIDTH = tl.constexpr(8)
+"""int32 numbers of a partial record."""
 
 
-class Note(NamedTuple):
+class PartialRecord(NamedTuple):
     """A work tile, by the program that began it."""
 
     splits: Any
-    """Its parts; 0 in the place of a program that began none."""
+    """Parts of the work tile; 0 if the program began none."""
     program: Any
     m_block: Any
     head_kv: Any
@@ -37,44 +37,44 @@ class Note(NamedTuple):
 
 
 @triton.jit
-def write_partial_record(partial, note, lengths, splits, C: tl.constexpr):
-    """Leave ``note`` in its place."""
-    place = note.program
+def write_partial_record(partial, record, lengths, splits, C: tl.constexpr):
+    """Write ``record`` behind the partial results."""
+    index = record.program
     if C.BY_WORK_TILE:
-        place = note.m_block * lengths.num_heads_kv + note.head_kv
-    to = behind_partials(partial, splits, C) + place * NOTE_WIDTH
-    tl.store(to, note.splits)
-    tl.store(to + 1, note.program)
-    tl.store(to + 2, note.m_block)
-    tl.store(to + 3, note.head_kv)
-    tl.store(to + 4, note.num_rows)
-    tl.store(to + 5, note.start_q)
+        index = record.m_block * lengths.num_heads_kv + record.head_kv
+    to = behind_partials(partial, splits, C) + index * RECORD_WIDTH
+    tl.store(to, record.splits)
+    tl.store(to + 1, record.program)
+    tl.store(to + 2, record.m_block)
+    tl.store(to + 3, record.head_kv)
+    tl.store(to + 4, record.num_rows)
+    tl.store(to + 5, record.start_q)
 
 
 @kernel(do_not_specialize=("lengths", "splits", "row_blocks"))
-def combine_noted_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr):
-    """Grid: (row blocks * places of notes,). A row block is ROWS rows of a work tile."""
+def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr):
+    """Grid: (row blocks * partial records,). A row block is ROWS rows of a work tile."""
     first_row = tl.program_id(0) % row_blocks * C.ROWS
-    place = tl.program_id(0) // row_blocks
+    index = tl.program_id(0) // row_blocks
     if C.PDL:
         tl.extra.cuda.gdc_wait()
-    note = behind_partials(pointers.partial, splits, C) + place * NOTE_WIDTH
-    count = tl.load(note)
-    first_program = tl.load(note + 1)
+    record = behind_partials(pointers.partial, splits, C) + index * RECORD_WIDTH
+    count = tl.load(record)
+    first_program = tl.load(record + 1)
     if C.BY_WORK_TILE:
-        # Nobody begins a work tile without rows, whose place holds anything.
-        b, m = sequence_of(place // lengths.num_heads_kv, lengths, C)
-        head_kv = place % lengths.num_heads_kv
+        # No program begins a work tile without rows, whose record was never written.
+        b, m = sequence_of(index // lengths.num_heads_kv, lengths, C)
+        head_kv = index % lengths.num_heads_kv
         sequence = load_sequence(b, True, pointers, lengths, C)
         num_rows, _, _ = reach_of(m, sequence, lengths, C)
         start_q = sequence.start_q
     else:
-        b, m = sequence_of(tl.load(note + 2), lengths, C)
-        head_kv = tl.load(note + 3)
-        num_rows = tl.load(note + 4)
-        start_q = tl.load(note + 5)
+        b, m = sequence_of(tl.load(record + 2), lengths, C)
+        head_kv = tl.load(record + 3)
+        num_rows = tl.load(record + 4)
+        start_q = tl.load(record + 5)
         num_rows = tl.where(count > 1, num_rows, 0)
-    if first_row < num_rows:  # noqa: SIM102 - what a place without rows holds is not looked at
+    if first_row < num_rows:  # noqa: SIM102 - a record without rows is not read
         if count > 1:
             # The first part is in its program's second slot, the others are in their programs' first.
             parts = Parts(b, m, head_kv, start_q, num_rows, count, 2 * first_program, 2, 1)

@@ -12,14 +12,14 @@ from flashtile.backends.common.cached_launch import NUM_WARPS
 from flashtile.backends.common.compile_report import CompileCase, types_of
 from flashtile.backends.common.device import Target
 from flashtile.backends.hopper.compile_cases import HOPPER, words
-from flashtile.backends.hopper.decode.combine import combine_divided_kernel, combine_noted_kernel
+from flashtile.backends.hopper.decode.combine import combine_divided_kernel, combine_recorded_kernel
 from flashtile.backends.hopper.decode.config import HopperDecodeConfig, choose, every_row
 from flashtile.backends.hopper.decode.kernel import CacheStrides, HopperDecodePointers, attend_kernel
 from flashtile.backends.hopper.decode.launch import (
     divided_variant,
     hopper_decode_variant,
-    noted_variant,
     packed,
+    recorded_variant,
     views,
 )
 from flashtile.backends.hopper.decode.loads import CacheRows
@@ -122,9 +122,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def _combine_case(problem: DecodeProblem, config: HopperDecodeConfig) -> CompileCase:
-    variant, num_warps = noted_variant(problem, config, hopper_decode_variant(problem, config))
+    variant, num_warps = recorded_variant(problem, config, hopper_decode_variant(problem, config))
     name = f"hopper decode combine by {'work tile' if variant.BY_WORK_TILE else 'program'}"
-    return _small_case(name, combine_noted_kernel, _COMBINED, {"C": variant}, num_warps)
+    return _small_case(name, combine_recorded_kernel, _COMBINED, {"C": variant}, num_warps)
 
 
 def _small_case(

@@ -67,6 +67,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     """Everything that the kernel is compiled for: one constant of the kernel."""
 
     TANH_APPROX: ClassVar[bool] = False
+    EVEN_N: ClassVar[bool] = False
 
     PAGE_SIZE: int
     """0 is a dense cache."""
@@ -168,8 +169,8 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     ),
 }
 
-# The same for FP8 caches, whatever the rows: one warpgroup, and where they fit, two programs on a
-# multiprocessor, of which one converts a tile while the other multiplies. Timed at head_dim 128 alone.
+# For FP8 caches and any number of rows: one warpgroup, and where they fit, two programs on a multiprocessor,
+# of which one converts a tile while the other multiplies. Timed at head_dim 128 alone.
 _FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
     (64, 64): row(1, 128, 4, programs_per_sm=2, spill_budgets=(80, 36)),
     (64, 128): row(1, 64, 4, programs_per_sm=2),
@@ -199,7 +200,7 @@ def for_rows(head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     rows = problem.seqlen_q * problem.group_size
     config = for_rows(problem.head_dim, problem.head_dim_v, rows, problem.cache_dtype.itemsize)
-    if gathers(problem) and config.programs_per_sm > 1:  # each needs room for addresses, too
+    if gathers(problem) and config.programs_per_sm > 1:  # each also needs room for addresses
         config = replace(config, STAGES=config.STAGES - 1)
     return config
 

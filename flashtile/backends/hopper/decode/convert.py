@@ -2,8 +2,8 @@
 
 Tensor cores take keys and values from shared memory, and e4m3 only with e4m3 on the other side, transposed
 for V. Loaders therefore bring tiles as the cache has them, half of the bytes, and the consumer writes them
-anew. e4m3 is exact in float16, and one instruction converts two numbers, so that queries and P are float16,
-too. Of queries in bfloat16 each row is divided by a power of two, which its scores get back.
+anew. e4m3 is exact in float16, and one instruction converts two numbers, so that queries and P are float16
+as well. Each row of bfloat16 queries is divided by a power of two, by which its scores are multiplied.
 
 Where blocks have scales, the products of a key are multiplied by its own. Values are multiplied by theirs and
 rounded to the dtype of q, which P then has as well.
@@ -83,10 +83,9 @@ def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use
         if C.KEY_SCALES and V:
             scale = arrived.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
             x = to_16_bit(x.to(gl.float32) * scale[:, None], tile.dtype)
-        # All warps meet before the first of them writes: by itself, none knows whether the others are through
-        # with their rows of the last product, which read all of the tile. A release is also a meeting. The
-        # fence keeps the copy that follows it behind these reads: TMA does not wait for what threads have
-        # asked for.
+        # All warps synchronise before the first of them writes: by itself, none knows whether the others have
+        # ended the last product, which reads all of the tile. A release also synchronises them. The fence
+        # orders the next copy by TMA after these reads: TMA does not wait for loads that threads have issued.
         if part == PARTS - 1:
             fence_async_shared()
             raw.release(i)

@@ -22,8 +22,9 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load, partition_barrier
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.decode.attend import attend_part
-from flashtile.backends.hopper.decode.combine import Note, write_partial_record
+from flashtile.backends.hopper.decode.combine import PartialRecord, write_partial_record
 from flashtile.backends.hopper.decode.convert import load_scales, make_reader, make_scales
 from flashtile.backends.hopper.decode.gather import (
     Source,
@@ -44,7 +45,6 @@ from flashtile.backends.hopper.decode.work import (
     start_dependents,
     wait_for_table,
 )
-from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.schedule import balanced_start, sequence_of, share_start
 
@@ -109,6 +109,27 @@ class Part(NamedTuple):
     whole: Any
 
 
+class QueryLoads(NamedTuple):
+    """Channels and descriptor of queries, which the first loader of k loads in addition to its keys."""
+
+    q: Any
+    """The channel of queries; ``faults``: of one number a part, not 0 if a page is invalid."""
+    faults: Any
+    desc: Any
+
+
+class KeyLoads(NamedTuple):
+    """Memory that the loaders of k, or of v, read and write."""
+
+    channel: Any
+    desc: Any
+    source: Any
+    """To GATHER: :class:`~flashtile.backends.hopper.decode.gather.Source`, and shared memory of offsets."""
+    offsets: Any
+    scales: Any
+    """:class:`~flashtile.backends.hopper.decode.convert.KeyScales`."""
+
+
 class Start(NamedTuple):
     """Where a balanced program's run of n_blocks begins and ends, as ``schedule.balanced_start`` has it."""
 
@@ -138,8 +159,9 @@ def uniform_start(start):
 
 
 @gluon.jit
-def load_queries(C: gl.constexpr, work, j, q, q_desc, call):
+def load_queries(C: gl.constexpr, work, j, queries, call):
     """TMA loads of the query rows of a work tile."""
+    q, q_desc = queries.q, queries.desc
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     b, m = sequence_of(work.m_block, call.lengths, C)
     batch = 0 if C.VARLEN else b
@@ -152,16 +174,13 @@ def load_queries(C: gl.constexpr, work, j, q, q_desc, call):
 
 
 @gluon.jit
-def load_part(
-    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, q, keys, faults, q_desc, desc, memory,
-    call,
-):  # fmt: skip
+def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, queries, keys, call):
     """Load what :func:`attend_part` waits for, as far as loader PART of k, or of v, brings it. Returns the
     new ``i``. The first loader of k also brings queries and finds faults."""
     FIRST: gl.constexpr = not V and PART == 0
     work, n_begin, n_end, _, _ = part
     cache = call.cache
-    source, offsets, scales = memory
+    channel, desc, source, offsets, scales = keys
     b, _ = sequence_of(work.m_block, call.lengths, C)
     entry, fault = first_entry(C, b, call)
     head = work.head_kv // C.KV_GROUP
@@ -191,8 +210,8 @@ def load_part(
         scale = 0.0
         if PART == 0 and C.KEY_SCALES:
             scale = load_scales(C, descale, descale_stride, entry, n, work.keys, head, cache)
-        slot = keys.acquire(i)
-        barrier, tile = keys.full.index(slot), keys.tiles.index(slot)
+        slot = channel.acquire(i)
+        barrier, tile = channel.full.index(slot), channel.tiles.index(slot)
         if PART == 0 and C.KEY_SCALES:
             scales.arrived.index(slot).store(scale)
             partition_barrier()  # one thread says for all of them that it is there
@@ -206,19 +225,17 @@ def load_part(
             load_n_block(C, PART, desc, pages, page_rows, n, work.keys, head, cache, barrier, tile)
         if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
             if n == before_queries:
-                load_queries(C, work, j, q, q_desc, call)
+                load_queries(C, work, j, queries, call)
         i += 1
     if FIRST:
         if C.PAGE_SIZE != 0:
             fault = fault | gl.max((outside != 0).to(gl.int32), 0)
-        work_queue.put(faults, j, fault, C.LOADER_WARPS)
+        work_queue.put(queries.faults, j, fault, C.LOADER_WARPS)
     return i
 
 
 @gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, dtype: gl.constexpr, queue, q, k, v, faults, start, call, numbers
-):
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, call, numbers):
     """Warpgroup W: rows 64 W to 64 W + 63 of every m_block that this program computes."""
     i = 0
     j = 0
@@ -228,7 +245,7 @@ def consumer(
         program = gl.program_id(0)
         if W == 0 and not C.BY_WORK_TILE:
             write_partial_record(
-                call.pointers.partial, Note(0, program, 0, 0, 0, 0), call.lengths, call.splits, C
+                call.pointers.partial, PartialRecord(0, program, 0, 0, 0, 0), call.lengths, call.splits, C
             )
         while position < start.end:
             work, n_begin, n_end, slot, splits, position, m_block, m_block_start = balanced_tile(
@@ -236,14 +253,14 @@ def consumer(
             )
             if n_begin < n_end:
                 part = Part(work, n_begin, n_end, slot, splits == 1)
-                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers, dtype)
+                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers)
                 j += 1
                 if W == 0:  # noqa: SIM102 - one is known to the compiler, the other is not
                     if splits > 0:
-                        note = Note(
+                        record = PartialRecord(
                             splits, program, work.m_block, work.head_kv, work.num_rows, work.sequence.start_q
                         )
-                        write_partial_record(call.pointers.partial, note, call.lengths, call.splits, C)
+                        write_partial_record(call.pointers.partial, record, call.lengths, call.splits, C)
     else:
         num_tiles = gl.load(call.table) * call.lengths.num_heads_kv * call.splits.num_splits
         t = 0
@@ -254,17 +271,14 @@ def consumer(
             )
             if n_begin < n_end:
                 part = Part(work, n_begin, n_end, slot, whole)
-                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers, dtype)
+                i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers)
                 j += 1
             t += 1
             tile_index = work_queue.take(queue, t, 4)
 
 
 @gluon.jit
-def loader(
-    C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, q, keys, faults, start, q_desc, desc, memory,
-    call,
-):  # fmt: skip
+def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries, keys, start, call):
     """One warp (two, to GATHER) that keeps its part of the tiles of k, or of v, coming. The first one of k
     takes work tiles from the queue for all partitions, and loads q."""
     i = 0
@@ -278,7 +292,7 @@ def loader(
             )
             if n_begin < n_end:
                 part = Part(work, n_begin, n_end, 0, False)
-                i = load_part(C, V, PART, part, i, j, q, keys, faults, q_desc, desc, memory, call)
+                i = load_part(C, V, PART, part, i, j, queries, keys, call)
                 j += 1
     else:
         FIRST: gl.constexpr = not V and PART == 0
@@ -296,7 +310,7 @@ def loader(
             )
             if n_begin < n_end:
                 part = Part(work, n_begin, n_end, 0, False)
-                i = load_part(C, V, PART, part, i, j, q, keys, faults, q_desc, desc, memory, call)
+                i = load_part(C, V, PART, part, i, j, queries, keys, call)
                 j += 1
             t += 1
             if FIRST:
@@ -328,14 +342,16 @@ def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def make_memory(C: gl.constexpr, source):
-    """(where a loader finds its rows, shared memory for their offsets) to GATHER; scales."""
+def make_loads(C: gl.constexpr, channel, desc, source):
+    """The :class:`KeyLoads` of a channel; ``source`` is used to GATHER."""
     scales = make_scales(C)
     if C.GATHER:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        return source, gl.allocate_shared_memory(gl.int64, [C.BLOCK_N], layout), scales
+        return KeyLoads(
+            channel, desc, source, gl.allocate_shared_memory(gl.int64, [C.BLOCK_N], layout), scales
+        )
     else:
-        return 0, 0, scales
+        return KeyLoads(channel, desc, 0, 0, scales)
 
 
 @gluon_kernel(do_not_specialize=("lengths", "splits", "cache", "outer"))
@@ -349,24 +365,27 @@ def attend_kernel(
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_key_channel(C, k_desc, C.BLOCK_D)
     v = make_key_channel(C, v_desc, C.BLOCK_DV)
-    k_memory = make_memory(C, Source(pointers.k_cache, strides.k_page, strides.k_token, strides.k_head))
-    v_memory = make_memory(C, Source(pointers.v_cache, strides.v_page, strides.v_token, strides.v_head))
+    k_source = Source(pointers.k_cache, strides.k_page, strides.k_token, strides.k_head)
+    k_loads = make_loads(C, k, k_desc, k_source)
+    v_source = Source(pointers.v_cache, strides.v_page, strides.v_token, strides.v_head)
+    v_loads = make_loads(C, v, v_desc, v_source)
     faults = work_queue.make_work_queue(C.WARPGROUPS)
+    queries = QueryLoads(q, faults, q_desc)
     queue = 0 if C.BALANCED else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
     start = find_start(C, pointers, lengths)
     table = behind_partials(pointers.partial, splits, C)
     call = HopperDecodeCall(pointers, table, lengths, splits, cache, outer)
     dtype: gl.constexpr = gl.float16 if C.E4M3 and not C.KEY_SCALES else q_desc.dtype  # of P
-    k_read = make_reader(C, False, k, k_memory[2], gl.float16)
-    v_read = make_reader(C, True, v, v_memory[2], dtype)
+    k_read = make_reader(C, False, k, k_loads.scales, gl.float16)
+    v_read = make_reader(C, True, v, v_loads.scales, dtype)
     if C.PDL:
         wait_for_table()
     if C.WARPGROUPS == 1 and C.LOADERS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
-                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
-                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+                (consumer, (C, 0, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, queries, k_loads, start, call)),
+                (loader, (C, True, 0, queue, queries, v_loads, start, call)),
             ],
             [C.LOADER_WARPS, C.LOADER_WARPS],
             [C.LOADER_REGISTERS, C.LOADER_REGISTERS],
@@ -374,11 +393,11 @@ def attend_kernel(
     elif C.WARPGROUPS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
-                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
-                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
-                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
-                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+                (consumer, (C, 0, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, queries, k_loads, start, call)),
+                (loader, (C, False, 1, queue, queries, k_loads, start, call)),
+                (loader, (C, True, 0, queue, queries, v_loads, start, call)),
+                (loader, (C, True, 1, queue, queries, v_loads, start, call)),
             ],
             [1, 1, 1, 1],
             [C.LOADER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS],
@@ -386,10 +405,10 @@ def attend_kernel(
     elif C.LOADERS == 1:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
-                (consumer, (C, 1, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
-                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
-                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+                (consumer, (C, 0, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 1, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, queries, k_loads, start, call)),
+                (loader, (C, True, 0, queue, queries, v_loads, start, call)),
             ],
             [4, C.LOADER_WARPS, C.LOADER_WARPS],
             [C.CONSUMER_REGISTERS, C.LOADER_REGISTERS, C.LOADER_REGISTERS],
@@ -397,12 +416,12 @@ def attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
-                (consumer, (C, 1, dtype, queue, q, k_read, v_read, faults, start, call, numbers)),
-                (loader, (C, False, 0, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
-                (loader, (C, False, 1, queue, q, k, faults, start, q_desc, k_desc, k_memory, call)),
-                (loader, (C, True, 0, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
-                (loader, (C, True, 1, queue, q, v, faults, start, q_desc, v_desc, v_memory, call)),
+                (consumer, (C, 0, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (consumer, (C, 1, queue, q, k_read, v_read, faults, start, call, numbers)),
+                (loader, (C, False, 0, queue, queries, k_loads, start, call)),
+                (loader, (C, False, 1, queue, queries, k_loads, start, call)),
+                (loader, (C, True, 0, queue, queries, v_loads, start, call)),
+                (loader, (C, True, 1, queue, queries, v_loads, start, call)),
             ],
             [4, 1, 1, 1, 1],
             [C.CONSUMER_REGISTERS] + [C.LOADER_REGISTERS] * 4,

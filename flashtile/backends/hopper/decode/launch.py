@@ -15,9 +15,9 @@ from flashtile.backends.common.device import multiprocessors
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.decode.combine import (
-    NOTE_WIDTH,
+    RECORD_WIDTH,
     combine_divided_kernel,
-    combine_noted_kernel,
+    combine_recorded_kernel,
 )
 from flashtile.backends.hopper.decode.config import (
     DIVIDED_M_BLOCKS,
@@ -160,7 +160,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
     )
 
 
-def noted_variant(
+def recorded_variant(
     problem: DecodeProblem, config: HopperDecodeConfig, variant: HopperDecodeVariant
 ) -> tuple[CombineVariant, int]:
     """(variant, warps) of the kernel that combines what balanced programs leave."""
@@ -210,7 +210,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         assert isinstance(config, HopperDecodeConfig)
         variant = hopper_decode_variant(self._problem, config)
         lengths = lengths_of(problem, config)
-        if variant.HAS_LEFT and lengths.window_left == UNLIMITED:  # padding on the left is an edge, too
+        if variant.HAS_LEFT and lengths.window_left == UNLIMITED:  # padding on the left is also an edge
             lengths = lengths._replace(window_left=FAR)
         programs, splits = self._shares(problem, config, variant, lengths)
         attend = CachedLaunch(
@@ -235,11 +235,13 @@ class HopperDecodeLaunch(DecodeLaunch):
         )
         floats = splits.slots * splits.partial_rows * (problem.head_dim_v + 1)
         if variant.BALANCED:
-            places = programs
+            records = programs
             if variant.BY_WORK_TILE:
-                places = lengths.m_blocks * problem.num_heads_kv
-            self._partials = round_up(floats + places * NOTE_WIDTH.value, 64)
-            return Attend(attend, None, variant.GATHER), self._combine_noted(variant, lengths, splits, places)
+                records = lengths.m_blocks * problem.num_heads_kv
+            self._partials = round_up(floats + records * RECORD_WIDTH.value, 64)
+            return Attend(attend, None, variant.GATHER), self._combine_recorded(
+                variant, lengths, splits, records
+            )
         rows = 1 + lengths.m_blocks + (splits.slots // problem.num_heads_kv if variant.DIVIDES else 0)
         self._partials = round_up(floats + rows * TABLE_WIDTH.value, 64)
         table = CachedLaunch(
@@ -279,15 +281,19 @@ class HopperDecodeLaunch(DecodeLaunch):
         rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
         return programs, Splits(rows, slots, num_splits, split_n_blocks)
 
-    def _combine_noted(
-        self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, places: int
+    def _combine_recorded(
+        self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, records: int
     ) -> CachedLaunch:
-        """For what balanced programs leave, by the notes in so many places."""
+        """For what balanced programs leave, by so many partial records."""
         assert isinstance(self._config, HopperDecodeConfig)
-        combining, num_warps = noted_variant(self._problem, self._config, variant)
+        combining, num_warps = recorded_variant(self._problem, self._config, variant)
         row_blocks = triton.cdiv(splits.partial_rows, combining.ROWS)
         return _combining(
-            combine_noted_kernel, places * row_blocks, (lengths, splits, row_blocks), (combining,), num_warps
+            combine_recorded_kernel,
+            records * row_blocks,
+            (lengths, splits, row_blocks),
+            (combining,),
+            num_warps,
         )
 
     def _combine_splits(

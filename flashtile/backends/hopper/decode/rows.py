@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.forward.rows import Rows, Tree
-from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS, own_blocks
+from flashtile.backends.hopper.forward.schedule import OwnBlocks, own_blocks
 from flashtile.backends.portable.decode.schedule import sequence_of
 
 
@@ -55,7 +56,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
         begin = end - 1
         full_begin = begin
         full_end = begin
-    return begin, end, full_begin, full_end
+    return OwnBlocks(begin, end, full_begin, full_end)
 
 
 @gluon.jit

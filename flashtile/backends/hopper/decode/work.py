@@ -43,8 +43,8 @@ class TablePointers(NamedTuple):
 
 @triton.jit
 def behind_partials(partial, splits, C: tl.constexpr):
-    """int32 memory behind the partial results and their log-sum-exps: notes of balanced programs, or the
-    table of the queue."""
+    """int32 memory behind the partial results and their log-sum-exps: partial records of balanced programs,
+    or the table of the queue."""
     floats = splits.slots.to(tl.int64) * splits.partial_rows * (C.HEAD_DIM_V + 1)
     return (partial + floats).to(tl.pointer_type(tl.int32), bitcast=True)
 
@@ -99,8 +99,8 @@ def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.c
     heads side by side, split by split, m_block by m_block in the order of the table."""
     head_kv = tile_index % lengths.num_heads_kv
     split = tile_index // lengths.num_heads_kv % splits.num_splits
-    place = tile_index // lengths.num_heads_kv // splits.num_splits
-    m_block, sequence, part, parts = load_row(table + (1 + place) * WIDTH)
+    row = tile_index // lengths.num_heads_kv // splits.num_splits
+    m_block, sequence, part, parts = load_row(table + (1 + row) * WIDTH)
     b, m = sequence_of(m_block, lengths, C)
     num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
     each = n_blocks
@@ -208,14 +208,14 @@ def table_kernel(
         tl.store(table + 1, 0)
         tl.store(table + 2, divided)
     for first in range(0, count * my_parts, CHUNK):
-        place = first + tl.arange(0, CHUNK)
-        row = table + (first_row + place) * WIDTH
-        inside = place < count * my_parts
-        tl.store(row, b * lengths.m_blocks_per_sequence + count - 1 - place // my_parts, mask=inside)
+        entry = first + tl.arange(0, CHUNK)
+        row = table + (first_row + entry) * WIDTH
+        inside = entry < count * my_parts
+        tl.store(row, b * lengths.m_blocks_per_sequence + count - 1 - entry // my_parts, mask=inside)
         tl.store(row + 1, mine.start_q, mask=inside)
         tl.store(row + 2, mine.len_q, mask=inside)
         tl.store(row + 3, mine.len_k, mask=inside)
         tl.store(row + 4, mine.leftpad, mask=inside)
         tl.store(row + 5, mine.fault, mask=inside)
-        tl.store(row + 6, my_parts * PARTS + place % my_parts, mask=inside)
-        tl.store(table + (1 + rank + place) * WIDTH + 7, first_row + place * my_parts, mask=place < count)
+        tl.store(row + 6, my_parts * PARTS + entry % my_parts, mask=inside)
+        tl.store(table + (1 + rank + entry) * WIDTH + 7, first_row + entry * my_parts, mask=entry < count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import ClassVar
 
 from flashtile.backends.common.device import multiprocessors
@@ -123,23 +124,26 @@ class ForwardVariant(ModifierFlags):
     PROGRAMS: int
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
+    PRODUCER_WARPS: int
     KEY_SCALES: ClassVar[bool] = False
 
 
 F = ForwardConfig
-_TWO = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=108)
-_NARROW = F(2, 64, spill_budget=28, features_spill_budget=96)
-_THREE = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=812)
-_TWO_Q = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=468)
-_SHORT = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
-_SHORT_PING_PONG = replace(_SHORT, PING_PONG=True, spill_budget=36, features_spill_budget=140)
-_SHORT_BLOCKS = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=36, features_spill_budget=36)
-_WIDE_SHORT = F(
+_M128_N128 = F(2, 128, paired_below=4096, QUEUED=True, features_spill_budget=108)
+_M128_N64 = F(2, 64, spill_budget=28, features_spill_budget=96)
+_M192_N128 = F(3, 128, Q_STAGES=2, PING_PONG=True, spill_budget=268, features_spill_budget=812)
+_M128_N128_Q128 = F(2, 128, Q_IN_REGISTERS=128, QUEUED=True, spill_budget=64, features_spill_budget=468)
+_M128_N128_LAZY = F(2, 128, Q_STAGES=2, LAZY_RESCALE=True)
+_M128_N128_LAZY_PING_PONG = replace(
+    _M128_N128_LAZY, PING_PONG=True, spill_budget=36, features_spill_budget=140
+)
+_M128_N64_LAZY = F(2, 64, STAGES=4, Q_STAGES=2, LAZY_RESCALE=True, spill_budget=36, features_spill_budget=36)
+_D256_N64_O_IN_PARTS = F(
     2, 64, O_IN_PARTS=True, LAZY_RESCALE=True, paired_below=4096, spill_budget=44, features_spill_budget=84
 )
-_WIDE = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
-_WIDE_Q = replace(_WIDE, Q_IN_REGISTERS=128, PING_PONG=True, spill_budget=24)
-_WIDE_CAUSAL = F(
+_D256_N64_PINNED = F(2, 64, Q_HOLDS_O=True, LAZY_RESCALE=True, PIN_WAIT=True)
+_D256_N64_Q128_PINNED = replace(_D256_N64_PINNED, Q_IN_REGISTERS=128, PING_PONG=True, spill_budget=24)
+_D256_N64_Q128 = F(
     2,
     64,
     Q_HOLDS_O=True,
@@ -149,9 +153,9 @@ _WIDE_CAUSAL = F(
     spill_budget=116,
     features_spill_budget=328,
 )
-_PAIR = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2, spill_budget=124, features_spill_budget=128)
-_PAIR_LAZY = replace(_PAIR, LAZY_RESCALE=True, spill_budget=176)
-_NARROWER = F(
+_M128_N64_SHARED = F(2, 64, STAGES=3, Q_STAGES=2, PROGRAMS=2, spill_budget=124, features_spill_budget=128)
+_M128_N64_SHARED_LAZY = replace(_M128_N64_SHARED, LAZY_RESCALE=True, spill_budget=176)
+_D192_N64_Q128_PINNED = F(
     2,
     64,
     STAGES=3,
@@ -162,17 +166,19 @@ _NARROWER = F(
     spill_budget=40,
     features_spill_budget=40,
 )
-_NARROWER_CAUSAL = replace(_NARROWER, PIN_WAIT=False, paired_below=1024, QUEUED=True)
-_NARROWER_SHORT = replace(
-    _NARROWER, STAGES=2, Q_HOLDS_O=False, O_IN_PARTS=True, PIN_WAIT=False, paired_below=4096
+_D192_N64_Q128 = replace(_D192_N64_Q128_PINNED, PIN_WAIT=False, paired_below=1024, QUEUED=True)
+_D192_N64_Q128_O_IN_PARTS = replace(
+    _D192_N64_Q128_PINNED, STAGES=2, Q_HOLDS_O=False, O_IN_PARTS=True, PIN_WAIT=False, paired_below=4096
 )
-_FIVE_PARTS = F(
+_D160_N128 = F(
     2, 128, Q_HOLDS_O=True, paired_below=1024, QUEUED=True, spill_budget=144, features_spill_budget=340
 )
-_NINETY_SIX = F(
+_D96_N128 = F(
     2, 128, Q_STAGES=2, O_IN_PARTS=True, LAZY_RESCALE=True, spill_budget=32, features_spill_budget=40
 )
-_PARTS = F(2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184)
+_D192_N128 = F(
+    2, 128, Q_HOLDS_O=True, paired_below=4096, QUEUED=True, spill_budget=48, features_spill_budget=184
+)
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
@@ -182,67 +188,65 @@ PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
 PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=160)
 ANY_LENGTH = 2**31
 
-# (columns of q and k, of v, windowed) -> (keys, config) where no row sees as many keys; causal is a
-# window.
-# H100 and H200, S = 77 to 32760: docs/measured. Rows of unequal head sizes have the tiles that fit; not
-# timed. None: tiles of more columns are faster there.
+# (columns of q and k, of v, windowed) -> (keys, config) where no row sees as many keys; causal is a window.
+# H100 and H200, S = 77 to 32760: docs/measured. None: tiles of more columns are faster there.
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]] = {
     (32, 32, False): ((ANY_LENGTH, None),),
-    (32, 32, True): ((4096, _PAIR), (ANY_LENGTH, None)),
-    (64, 64, False): ((320, _PAIR), (ANY_LENGTH, _THREE)),
+    (32, 32, True): ((4096, _M128_N64_SHARED), (ANY_LENGTH, None)),
+    (64, 64, False): ((320, _M128_N64_SHARED), (ANY_LENGTH, _M192_N128)),
     (64, 64, True): (
-        (640, _PAIR),
+        (640, _M128_N64_SHARED),
         (4096, F(2, 128, Q_STAGES=2, features_spill_budget=8)),
-        (ANY_LENGTH, _THREE),
+        (ANY_LENGTH, _M192_N128),
     ),
-    (128, 128, False): ((2048, _SHORT), (4096, _TWO), (24576, _TWO_Q), (ANY_LENGTH, _TWO)),
-    (128, 128, True): ((1024, _SHORT_BLOCKS), (2048, _SHORT_PING_PONG), (8192, _TWO), (ANY_LENGTH, _TWO_Q)),
-    (256, 256, False): ((1024, _WIDE_SHORT), (8192, _WIDE), (ANY_LENGTH, _WIDE_Q)),
-    (256, 256, True): ((1024, _WIDE_SHORT), (ANY_LENGTH, _WIDE_CAUSAL)),
-    (64, 128, False): ((ANY_LENGTH, _TWO),),
-    (64, 128, True): ((ANY_LENGTH, _TWO),),
-    (128, 64, False): ((ANY_LENGTH, _TWO),),
-    (128, 64, True): ((ANY_LENGTH, _TWO),),
-    (64, 256, False): ((ANY_LENGTH, _NARROW),),
-    (64, 256, True): ((ANY_LENGTH, _NARROW),),
-    (128, 256, False): ((ANY_LENGTH, _NARROW),),
-    (128, 256, True): ((ANY_LENGTH, _NARROW),),
-    (256, 64, False): ((ANY_LENGTH, _NARROW),),
-    (256, 64, True): ((ANY_LENGTH, _NARROW),),
-    (256, 128, False): ((ANY_LENGTH, _NARROW),),
-    (256, 128, True): ((ANY_LENGTH, _NARROW),),
-    (192, 128, False): ((ANY_LENGTH, _PARTS),),
-    (192, 128, True): ((ANY_LENGTH, _PARTS),),
-    (96, 96, False): ((4096, None), (ANY_LENGTH, _NINETY_SIX)),
-    (96, 96, True): ((4096, replace(_NINETY_SIX, PING_PONG=True)), (ANY_LENGTH, None)),
-    (160, 160, False): ((ANY_LENGTH, _FIVE_PARTS),),
-    (160, 160, True): ((ANY_LENGTH, _FIVE_PARTS),),
-    (192, 192, False): ((1024, _NARROWER_SHORT), (ANY_LENGTH, _NARROWER)),
-    (192, 192, True): ((1024, _NARROWER_SHORT), (ANY_LENGTH, _NARROWER_CAUSAL)),
+    (128, 128, False): (
+        (2048, _M128_N128_LAZY),
+        (4096, _M128_N128),
+        (24576, _M128_N128_Q128),
+        (ANY_LENGTH, _M128_N128),
+    ),
+    (128, 128, True): (
+        (1024, _M128_N64_LAZY),
+        (2048, _M128_N128_LAZY_PING_PONG),
+        (8192, _M128_N128),
+        (ANY_LENGTH, _M128_N128_Q128),
+    ),
+    (256, 256, False): (
+        (1024, _D256_N64_O_IN_PARTS),
+        (8192, _D256_N64_PINNED),
+        (ANY_LENGTH, _D256_N64_Q128_PINNED),
+    ),
+    (256, 256, True): ((1024, _D256_N64_O_IN_PARTS), (ANY_LENGTH, _D256_N64_Q128)),
+    (192, 128, False): ((ANY_LENGTH, _D192_N128),),
+    (192, 128, True): ((ANY_LENGTH, _D192_N128),),
+    (96, 96, False): ((4096, None), (ANY_LENGTH, _D96_N128)),
+    (96, 96, True): ((4096, replace(_D96_N128, PING_PONG=True)), (ANY_LENGTH, None)),
+    (160, 160, False): ((ANY_LENGTH, _D160_N128),),
+    (160, 160, True): ((ANY_LENGTH, _D160_N128),),
+    (192, 192, False): ((1024, _D192_N64_Q128_O_IN_PARTS), (ANY_LENGTH, _D192_N64_Q128_PINNED)),
+    (192, 192, True): ((1024, _D192_N64_Q128_O_IN_PARTS), (ANY_LENGTH, _D192_N64_Q128)),
 }
+_TABLE |= {
+    (d, dv, windowed): ((ANY_LENGTH, _M128_N128 if max(d, dv) <= 128 else _M128_N64),)
+    for d, dv in permutations((64, 128, 256), 2)
+    for windowed in (False, True)
+}
+"""Unequal head sizes have the tiles that fit; they are not timed."""
 MAX_MODIFIED_COLUMNS = 128
 """Largest head size for which modifiers may change scores."""
-# Modifiers -> (padded head sizes -> config): two consumers, whose registers have room for a tile of a bias in
-# 16 bits, and as blocks of block masks consist of tiles of 128 rows. Other combinations are refused.
-_MODIFIED: dict[tuple[str, ...], dict[tuple[int, int], ForwardConfig]] = {
-    ("functions",): {
-        (64, 64): F(2, 128, Q_STAGES=2, QUEUED=True),
-        (128, 128): F(2, 128, QUEUED=True),
-        (64, 128): F(2, 128, QUEUED=True),
-        (128, 64): F(2, 128, QUEUED=True),
-    },
-    ("dropout",): {
-        (64, 64): F(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
-        (128, 128): F(2, 128, QUEUED=True, paired_below=4096),
-        (64, 128): F(2, 128, QUEUED=True, paired_below=4096),
-        (128, 64): F(2, 128, QUEUED=True, paired_below=4096),
-    },
-    ("bias",): {
-        (64, 64): F(2, 128, Q_STAGES=2, BIAS_STAGES=2, paired_below=4096, QUEUED=True),
-        (128, 128): F(2, 128, paired_below=4096, QUEUED=True),
-        (64, 128): F(2, 128, paired_below=4096, QUEUED=True),
-        (128, 64): F(2, 128, paired_below=4096, QUEUED=True),
-    },
+# Modifiers -> configs of head sizes up to 64, and of larger ones: two consumers, whose registers have room
+# for a tile of a bias in 16 bits, and as blocks of block masks consist of tiles of 128 rows. Other
+# combinations are refused.
+_MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ForwardConfig]] = {
+    ("functions",): (F(2, 128, Q_STAGES=2, QUEUED=True), F(2, 128, QUEUED=True)),
+    ("dropout",): (
+        F(2, 128, Q_STAGES=2, PIN_WAIT=True, QUEUED=True, paired_below=4096),
+        F(2, 128, QUEUED=True, paired_below=4096),
+    ),
+    ("bias",): (
+        F(2, 128, Q_STAGES=2, BIAS_STAGES=2, paired_below=4096, QUEUED=True),
+        F(2, 128, paired_below=4096, QUEUED=True),
+    ),
 }
 PARTS_OF = {96: 3, 160: 5, 192: 3}
 """Columns that are no power of two: how many tiles side by side."""
@@ -253,8 +257,8 @@ BETTER_FILLED = 1.15
 
 # (padded head_dim, padded head_dim_v) -> the first rows of a mask with both edges, which both cut blocks.
 _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
-    (64, 64): ((512, _PAIR_LAZY),),
-    (128, 128): ((2048, _SHORT_BLOCKS),),
+    (64, 64): ((512, _M128_N64_SHARED_LAZY),),
+    (128, 128): ((2048, _M128_N64_LAZY),),
 }
 
 
@@ -296,7 +300,8 @@ def choose(problem: Problem) -> ForwardConfig:
     """The row of the table; of another one, where modifiers change the scores."""
     modifiers = modifiers_of(problem)
     if modifiers:
-        own = _MODIFIED[modifiers][padded(problem.head_dim), padded(problem.head_dim_v)]
+        small, others = _MODIFIED[modifiers]
+        own = small if max(problem.head_dim, problem.head_dim_v) <= 64 else others
         # Under a mask a warpgroup waits more, and random bits fit in between.
         return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
@@ -313,11 +318,11 @@ def choose(problem: Problem) -> ForwardConfig:
                 return narrow
     config = _row(*sizes, windowed, seen)
     assert config is not None
-    if config is _SHORT:
-        filled, better = _fills(seen, config.BLOCK_N), _fills(seen, _SHORT_BLOCKS.BLOCK_N)
-        return _SHORT_BLOCKS if better > BETTER_FILLED * filled else config
-    if config is _SHORT_BLOCKS and blocks_stand_alone(problem, config.BLOCK_M):
-        return _SHORT
+    if config is _M128_N128_LAZY:
+        filled, better = _fills(seen, config.BLOCK_N), _fills(seen, _M128_N64_LAZY.BLOCK_N)
+        return _M128_N64_LAZY if better > BETTER_FILLED * filled else config
+    if config is _M128_N64_LAZY and blocks_stand_alone(problem, config.BLOCK_M):
+        return _M128_N128_LAZY
     return config
 
 

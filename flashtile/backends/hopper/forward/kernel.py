@@ -12,11 +12,13 @@ Key blocks are walked from the last to the first: those that the mask's right ed
 sees, those that the left edge cuts. Only cut blocks pay for a mask.
 
 The partitions are here: producer, consumers, and the kernel that starts them. ``attend`` is what a consumer
-does with a tile, in steps of ``products`` and ``scores``; ``schedule`` says which tiles a program computes,
-``tiles`` how they come and go.
+does with a tile, in steps of ``products`` and ``scores``; ``schedule`` has their loops over the tiles of a
+program, ``tiles`` how these come and go.
 
 Not served here: fp32, and head sizes whose rows TMA cannot address (multiples of 8 only).
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,73 +28,34 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong
 from flashtile.backends.hopper.forward.attend import attend_tile
-from flashtile.backends.hopper.forward.schedule import (
-    block_of_part,
-    find_work_tile,
-    leave_queue,
-    next_tile,
-    num_own_tiles,
-    num_parts,
-    query_blocks,
-    serpentine_order,
-    tile_blocks,
-)
-from flashtile.backends.hopper.forward.tiles import load_keys, load_queries
+from flashtile.backends.hopper.forward.schedule import ForwardCall, consume, produce, tile_blocks
+from flashtile.backends.hopper.forward.tiles import Output, load_keys, load_queries
 from flashtile.backends.hopper.modifiers import bias as bias_tiles
 from flashtile.backends.hopper.modifiers.block_lists import key_block, listed_keys
-from flashtile.backends.hopper.work_tiles import num_work_tiles
+
+
+class ForwardInputs(NamedTuple):
+    """The tensors that the producer loads: their channels to the consumers, or their descriptors."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
 
 
 @gluon.jit
-def attend_work_tile(
-    C: gl.constexpr, W: gl.constexpr, tile_index, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers,
-    schedule, numbers,
-):  # fmt: skip
-    """The blocks of query rows of a work tile; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
-    work = find_work_tile(C, tile_index, pointers, schedule)
-    num_blocks = query_blocks(C, work, schedule)
-    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-        i = attend_tile(
-            C, W, work, block, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-        )
-        j += 1
-    return i, j
-
-
-@gluon.jit
-def consumer(
-    C: gl.constexpr, W: gl.constexpr, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule,
-    numbers,
-):  # fmt: skip
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, output, call):
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
-    num_tiles = num_work_tiles(C, pointers, schedule)
-    i = 0
-    j = 0
-    if C.QUEUED:
-        t = 0
-        tile_index = work_queue.take(queue, t, 4)
-        while tile_index < num_tiles:
-            i, j = attend_work_tile(
-                C, W, tile_index, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-            )
-            t += 1
-            tile_index = work_queue.take(queue, t, 4)
-    else:
-        program, programs = gl.program_id(0), gl.num_programs(0)
-        for t in range(num_own_tiles(program, programs, num_tiles)):
-            tile_index = serpentine_order(t, program, programs)
-            i, j = attend_work_tile(
-                C, W, tile_index, i, j, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-            )
+    consume(C, attend_tile, queue, (W, channels, ping_pong, output), call)
     tma.store_wait(0)
 
 
 @gluon.jit
-def load_block(
-    C: gl.constexpr, work, block, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
-):
+def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     """All that the consumers need for one block of query rows; returns the new ``i``."""
+    q, k, v, bias = channels
+    q_desc, k_desc, v_desc, bias_desc = descs
+    schedule = call.schedule
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     PARTS: gl.constexpr = C.D_PARTS
     COLUMNS: gl.constexpr = C.BLOCK_D // PARTS
@@ -100,7 +63,7 @@ def load_block(
     V_COLUMNS: gl.constexpr = C.BLOCK_DV // V_PARTS
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     if C.LISTED:
-        listed = listed_keys(C, 1, work, block, pointers.lists)
+        listed = listed_keys(C, 1, work, block, call.pointers.lists)
         n_begin, n_end = 0, listed.count
     for n in range(n_end - 1, n_begin - 1, -1):
         key_number = n
@@ -130,50 +93,9 @@ def load_block(
 
 
 @gluon.jit
-def load_work_tile(
-    C: gl.constexpr, tile_index, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
-):
-    """Load the tiles that :func:`attend_work_tile` waits for."""
-    work = find_work_tile(C, tile_index, pointers, schedule)
-    num_blocks = query_blocks(C, work, schedule)
-    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-        i = load_block(
-            C, work, block, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
-        )
-        j += 1
-    return i, j
-
-
-@gluon.jit
-def producer(
-    C: gl.constexpr, queue, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
-):  # fmt: skip
+def producer(C: gl.constexpr, queue, channels, descs, call):
     """One warp that keeps the tiles of q, k and v coming."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    num_tiles = num_work_tiles(C, pointers, schedule)
-    i = 0
-    j = 0
-    if C.QUEUED:
-        t = 0
-        tile_index = program
-        work_queue.put(queue, t, tile_index)
-        while tile_index < num_tiles:
-            i, j = load_work_tile(
-                C, tile_index, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
-            )
-            t += 1
-            # The atomic takes its time, while the consumers work on the tiles that are loaded.
-            tile_index = next_tile(pointers, programs)
-            work_queue.put(queue, t, tile_index)
-        if C.HAS_MODS:  # others would spill more for it
-            leave_queue(pointers, tile_index, num_tiles, programs)
-    else:
-        for t in range(num_own_tiles(program, programs, num_tiles)):
-            tile_index = serpentine_order(t, program, programs)
-            i, j = load_work_tile(
-                C, tile_index, i, j, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule
-            )
+    produce(C, load_block, queue, (channels, descs), call)
 
 
 @gluon_kernel(do_not_specialize=("pointers", "schedule"))
@@ -182,13 +104,14 @@ def forward_kernel(
 ):  # fmt: skip
     """Grid: one program for each multiprocessor at most.
 
-    Work tiles are dealt out in ``serpentine_order``, or taken from the work queue, whose counter lies in
+    Work tiles are assigned in ``serpentine_order``, or taken from the work queue, whose counter lies in
     ``pointers.table``. What a call does not have (a bias, a table, slopes, a sink) is None.
     """
     bias = bias_tiles.make_row_tiles(C, bias_desc)
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, C.D_PARTS)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS, C.DV_PARTS)
+    channels = ForwardInputs(q, k, v, bias)
     ping_pong = make_ping_pong(C.WARPGROUPS if C.PING_PONG else 1)
     queue = work_queue.make_work_queue(C.WARPGROUPS) if C.QUEUED else 0
     if C.Q_HOLDS_O:
@@ -196,34 +119,27 @@ def forward_kernel(
     else:
         O_TILES: gl.constexpr = 2 * C.WARPGROUPS if C.O_IN_PARTS else C.WARPGROUPS
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [O_TILES] + o_desc.block_type.shape, o_desc.layout)
+    output = Output(o_tiles, o_desc)
+    call = ForwardCall(pointers, schedule, numbers)
+    descs = ForwardInputs(q_desc, k_desc, v_desc, bias_desc)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (
-                    C, 0, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-                )),
-                (consumer, (
-                    C, 1, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-                )),
-                (producer, (C, queue, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule)),
+                (consumer, (C, 0, queue, channels, ping_pong, output, call)),
+                (consumer, (C, 1, queue, channels, ping_pong, output, call)),
+                (producer, (C, queue, channels, descs, call)),
             ],
             [4, 1],
             [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consumer, (
-                    C, 0, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-                )),
-                (consumer, (
-                    C, 1, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-                )),
-                (consumer, (
-                    C, 2, queue, q, k, v, bias, ping_pong, o_tiles, o_desc, pointers, schedule, numbers
-                )),
-                (producer, (C, queue, q, k, v, bias, q_desc, k_desc, v_desc, bias_desc, pointers, schedule)),
+                (consumer, (C, 0, queue, channels, ping_pong, output, call)),
+                (consumer, (C, 1, queue, channels, ping_pong, output, call)),
+                (consumer, (C, 2, queue, channels, ping_pong, output, call)),
+                (producer, (C, queue, channels, descs, call)),
             ],
             [4, 4, 1],
             [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
-        )  # fmt: skip
+        )

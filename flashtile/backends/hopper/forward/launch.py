@@ -104,7 +104,7 @@ def variant_of(
     problem: Problem, config: ForwardConfig, has_queue: bool = True, bias: Tensor | None = None
 ) -> ForwardVariant:
     """``has_queue``: the kernel has a work queue. Those that share its steps have not: their packed sequences
-    have pairs, their tiles are padded, and whatever changes scores gives them in log2 units."""
+    have pairs, their tiles are padded, and their modified scores are in log2 units."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
@@ -166,6 +166,7 @@ def variant_of(
             CONSUMER_REGISTERS[config.warpgroups] if config.PROGRAMS == 1 else SHARING_REGISTERS[0]
         ),
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,
+        PRODUCER_WARPS=1,
         BIAS_STAGES=config.BIAS_STAGES,
         LATE_BITS=config.LATE_BITS,
         SEQUENCES_FIRST=is_shared(problem, bias) and not problem.varlen,
@@ -187,7 +188,7 @@ def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
     """Heads whose work tiles are interleaved: a divisor of all heads of the batch.
 
     Programs at work at the same time should read the same keys. Without a right edge they do if they compute
-    the blocks of one key head; with pairs, those of one place in a few heads. With neither, costs fall from
+    the blocks of one key head; with pairs, the same pair of a few heads. With neither, costs fall from
     the last block to the first, and programs end together only if the costs of many heads fall together.
     """
     heads = problem.batch * problem.num_heads_q // variant.PACK
@@ -317,7 +318,7 @@ class HopperForwardLaunch:
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._allocate(q, out, lse)
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: other threads may be here, too
+        if kernels is None:  # published once it is complete: another thread may be here as well
             kernels = self._kernels = self._prepare(q, k, v, extras)
         fill_table, attend, functions, queued = kernels
         table = lists = captured = None

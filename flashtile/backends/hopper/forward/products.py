@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from flashtile.backends.hopper.columns import column_parts, product_of_rows
 from flashtile.backends.hopper.compat import reinterpret
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
 from flashtile.backends.hopper.inline_asm import rescale
 
 
@@ -91,7 +91,7 @@ def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
         tile = parts_of(q.tiles, part, C.D_PARTS)
     head = tile
     if C.Q_IN_REGISTERS > 0:
-        layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=s_layout, k_width=2)
+        layout: gl.constexpr = left_operand_layout(s_layout, 32 // q.tiles.dtype.primitive_bitwidth)
         if C.D_PARTS == 1:
             head = tile.slice(0, C.Q_IN_REGISTERS, dim=1).load(layout)
         else:
@@ -123,7 +123,7 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
     if C.DV_PARTS == 1:
         return pv_part(C, p, v_tile.reshape([C.BLOCK_N, C.BLOCK_DV]), o)
     else:
-        layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=o[1].type.layout, k_width=2)
+        layout: gl.constexpr = left_operand_layout(o[1].type.layout)
         wide = pv_part(C, p, v_tile[0], o[0])
         return (wide, pv_part(C, gl.convert_layout(p, layout, assert_trivial=True), v_tile[1], o[1]))
 
@@ -149,7 +149,7 @@ def pv_wait(C: gl.constexpr, o):
 @gluon.jit
 def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
     """O of a warpgroup's rows; with DV_PARTS a tuple, of the first O_WIDE columns and of O_COLUMNS more."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    layout: gl.constexpr = accumulator_layout(WIDTH)
     o = gl.full([WARPGROUP_ROWS, WIDTH], 0.0, gl.float32, layout)
     if C.DV_PARTS > 1 and WIDTH == C.O_WIDE:
         return (o, zero_output(C, C.O_COLUMNS))
@@ -159,7 +159,7 @@ def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def scale_rows(x, factor):
-    """x [rows, n] times factor [rows], in whatever layouts they are."""
+    """x [rows, n] times factor [rows], in any layouts."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
 
 

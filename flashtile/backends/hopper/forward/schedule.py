@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.constants import WARPGROUP_ROWS as WARPGROUP_ROWS
-from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range
+from flashtile.backends.hopper import work_queue
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
+from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, key_range, num_work_tiles
 
 
 class ForwardPointers(NamedTuple):
@@ -59,6 +60,28 @@ class ForwardSchedule(NamedTuple):
     """Dropout drops probabilities whose number of 15 bits is below it."""
 
 
+class ForwardCall(NamedTuple):
+    """The launch as all partitions know it."""
+
+    pointers: Any
+    """:class:`ForwardPointers`."""
+    schedule: Any
+    """:class:`ForwardSchedule`."""
+    numbers: Any
+    """:class:`ForwardNumbers`."""
+
+
+class OwnBlocks(NamedTuple):
+    """Blocks of keys that a warpgroup's rows see, numbered through the sequence."""
+
+    begin: Any
+    end: Any
+    """Blocks [begin, end), at least one."""
+    full_begin: Any
+    full_end: Any
+    """No edge of the mask cuts blocks [full_begin, full_end), all of them before the last block."""
+
+
 class Numbers(NamedTuple):
     """Floats of the launch, for scores in log2 units."""
 
@@ -87,8 +110,8 @@ class ForwardNumbers(NamedTuple):
 def serpentine_order(t, program, programs):
     """The work tile that ``program`` computes as its number ``t``.
 
-    Work tiles come in order of falling cost. They are dealt out in snake order, 0 1 2 2 1 0 0 1 2, so that no
-    program always has the longer ones.
+    Work tiles come in order of falling cost. They are assigned in serpentine order, 0 1 2 2 1 0 0 1 2, so
+    that no program always has the longer ones.
     """
     forwards = t * programs + program
     backwards = t * programs + programs - 1 - program
@@ -99,42 +122,41 @@ def serpentine_order(t, program, programs):
 def num_own_tiles(program, programs, num_tiles):
     """How many work tiles ``program`` computes in all."""
     full = num_tiles // programs
-    place = programs - 1 - program if full % 2 else program
-    return full + 1 if place < num_tiles % programs else full
+    turn = programs - 1 - program if full % 2 else program
+    return full + 1 if turn < num_tiles % programs else full
 
 
 @gluon.jit
 def next_tile(pointers, programs):
-    """The next work tile that no program has taken. Each of ``programs`` has one to begin with."""
+    """Take the next work tile from the queue. The first ``programs`` of them are assigned without it."""
     return programs + gl.atomic_add(pointers.table + TAKEN, 1)
 
 
 @gluon.jit
 def leave_queue(pointers, tile_index, num_tiles, programs):
-    """The counter is 0 again for the next launch. ``tile_index`` is the one that was no more.
+    """Reset the counter for the next launch. ``tile_index`` is the first one that is no work tile.
 
-    A program asks once for each work tile that it computes, so that all of them ask ``num_tiles`` times: of
-    these answers one is the last, to a program that nobody asks after.
+    A program takes an index after each work tile that it computes, so that all programs together take
+    ``num_tiles``. The program that gets the last of these is the last that uses the counter.
     """
     if tile_index == programs + num_tiles - 1:
         gl.store(pointers.table + TAKEN, 0)
 
 
 @gluon.jit
-def num_parts(num_blocks, place, PAIRED: gl.constexpr):
+def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
     """Blocks of query rows of a work tile: 1, or 2 of a pair.
 
     Under a causal mask block m costs m + 1 blocks of keys. A pair is the longest block and the shortest that
-    are
-    left: all pairs of a sequence cost the same, and those at work together read the same keys.
+    are left: all pairs of a sequence cost the same, and those at work together read the same keys.
     """
-    return 2 if PAIRED and 2 * place + 1 < num_blocks else 1
+    return 2 if PAIRED and 2 * tile_in_head + 1 < num_blocks else 1
 
 
 @gluon.jit
-def block_of_part(num_blocks, place, part, PAIRED: gl.constexpr):
+def block_of_part(num_blocks, tile_in_head, part, PAIRED: gl.constexpr):
     """Block of query rows number ``part`` of a work tile, the longer first."""
-    return place if PAIRED and part > 0 else num_blocks - 1 - place
+    return tile_in_head if PAIRED and part > 0 else num_blocks - 1 - tile_in_head
 
 
 @gluon.jit
@@ -145,7 +167,7 @@ def tiles_of_head(num_blocks, PAIRED: gl.constexpr):
 
 @gluon.jit
 def dense_tile(tile_index, tiles_per_head, num_heads, swizzle):
-    """(sequence, head, place) of a work tile: ``swizzle`` heads at a time, interleaved, place by place."""
+    """(sequence, head, tile_in_head) of a work tile: ``swizzle`` heads at a time, interleaved."""
     per_swizzle = tiles_per_head * swizzle
     head_of_batch = tile_index // per_swizzle * swizzle + tile_index % swizzle
     return head_of_batch // num_heads, head_of_batch % num_heads, tile_index % per_swizzle // swizzle
@@ -177,15 +199,17 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     tiles_per_head = tiles_of_head(schedule.num_blocks, C.PAIRED)
     if C.SEQUENCES_FIRST:
         sequences = schedule.num_tiles // (tiles_per_head * schedule.num_heads)
-        head, sequence, place = dense_tile(tile_index, tiles_per_head, sequences, schedule.swizzle)
+        head, sequence, tile_in_head = dense_tile(tile_index, tiles_per_head, sequences, schedule.swizzle)
     else:
-        sequence, head, place = dense_tile(tile_index, tiles_per_head, schedule.num_heads, schedule.swizzle)
+        sequence, head, tile_in_head = dense_tile(
+            tile_index, tiles_per_head, schedule.num_heads, schedule.swizzle
+        )
     zero = tile_index * 0
     start_k = sequence * schedule.batch_rows_k
     seqlen_k = schedule.seqlen_k + zero
     if C.SEQUSED:
         seqlen_k = gl.minimum(gl.maximum(gl.load(pointers.seqused_k + sequence), 0), seqlen_k)
-    return WorkTile(sequence, head, place, zero, start_k, schedule.seqlen_q + zero, seqlen_k)
+    return WorkTile(sequence, head, tile_in_head, zero, start_k, schedule.seqlen_q + zero, seqlen_k)
 
 
 @gluon.jit
@@ -210,12 +234,7 @@ def own_blocks(
     first_row, last_row, n_begin, n_end, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """(begin, end, full_begin, full_end): what rows [first_row, last_row] need of a tile's blocks [n_begin,
-    n_end).
-
-    That is [begin, end), at least one block. No edge of the mask cuts [full_begin, full_end), all of them
-    before the last block, ``end - 1``.
-    """
+    """The :class:`OwnBlocks` of rows [first_row, last_row], of a tile's blocks [n_begin, n_end)."""
     begin, end, full_begin, full_end = key_range(
         first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
@@ -223,7 +242,7 @@ def own_blocks(
     begin = min(max(begin // BLOCK_N, n_begin), end - 1)
     full_end = min(max(full_end // BLOCK_N, begin), end - 1)
     full_begin = min(max((full_begin + BLOCK_N - 1) // BLOCK_N, begin), full_end)
-    return begin, end, full_begin, full_end
+    return OwnBlocks(begin, end, full_begin, full_end)
 
 
 @gluon.jit
@@ -238,20 +257,91 @@ def tile_blocks(C: gl.constexpr, work, block, left, right):
 
 @gluon.jit
 def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
-    """(first and last row of warpgroup W, ``tile_blocks``, then ``own_blocks``)"""
+    """(first and last row of warpgroup W, the two :func:`tile_blocks`, :func:`own_blocks`)"""
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
-    my_begin, my_end, full_begin, full_end = own_blocks(
+    own = own_blocks(
         first, last, n_begin, n_end, work.seqlen_q, work.seqlen_k, schedule.window_left,
         schedule.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    return first, last, n_begin, n_end, my_begin, my_end, full_begin, full_end
+    return first, last, n_begin, n_end, own
 
 
 @gluon.jit
-def whole_end(C: gl.constexpr, work, last, my_begin, my_end, schedule):
-    """``my_end``, or one less if only the first half of the last block is seen."""
+def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
+    """``end`` of a warpgroup's blocks, or one less if its rows see only the first half of the last block."""
     last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.window_right, work.seqlen_k - 1)
-    half = last_key < (my_end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and my_end - 1 > my_begin
-    return my_end - 1 if half else my_end
+    half = last_key < (end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and end - 1 > begin
+    return end - 1 if half else end
+
+
+@gluon.jit
+def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, arguments, call):
+    """STEP for each block of query rows of a work tile: a consumer computes it, the producer loads for it.
+
+    ``i`` counts the program's blocks of keys, of which STEP returns the new number, and ``j`` its blocks of
+    query rows: the uses of their channels. Returns the new ``i`` and ``j``.
+    """
+    work = find_work_tile(C, tile_index, call.pointers, call.schedule)
+    num_blocks = query_blocks(C, work, call.schedule)
+    for part in range(num_parts(num_blocks, work.tile_in_head, C.PAIRED)):
+        block = block_of_part(num_blocks, work.tile_in_head, part, C.PAIRED)
+        i = STEP(C, *arguments, work, block, i, j, call)
+        j += 1
+    return i, j
+
+
+@gluon.jit
+def walk_own_tiles(C: gl.constexpr, STEP: gl.constexpr, num_tiles, arguments, call):
+    """:func:`walk_work_tile` of the program's share of the work tiles; returns the last ``i``."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    j = 0
+    for t in range(num_own_tiles(program, programs, num_tiles)):
+        tile_index = serpentine_order(t, program, programs)
+        i, j = walk_work_tile(C, STEP, tile_index, i, j, arguments, call)
+    return i
+
+
+@gluon.jit
+def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
+    """A consumer's loop: :func:`walk_work_tile` of the work tiles that its program computes, from the work
+    queue or in a fixed order."""
+    num_tiles = num_work_tiles(C, call.pointers, call.schedule)
+    if C.QUEUED:
+        i = 0
+        j = 0
+        t = 0
+        tile_index = work_queue.take(queue, t, 4)
+        while tile_index < num_tiles:
+            i, j = walk_work_tile(C, STEP, tile_index, i, j, arguments, call)
+            t += 1
+            tile_index = work_queue.take(queue, t, 4)
+    else:
+        walk_own_tiles(C, STEP, num_tiles, arguments, call)
+
+
+@gluon.jit
+def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
+    """The producer's loop: :func:`walk_work_tile` of the work tiles that it takes for its program, or in a
+    fixed order. Returns the number of blocks of keys."""
+    num_tiles = num_work_tiles(C, call.pointers, call.schedule)
+    if C.QUEUED:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        i = 0
+        j = 0
+        t = 0
+        tile_index = program
+        work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
+        while tile_index < num_tiles:
+            i, j = walk_work_tile(C, LOAD, tile_index, i, j, arguments, call)
+            t += 1
+            # The atomic takes its time, while the consumers work on the tiles that are loaded.
+            tile_index = next_tile(call.pointers, programs)
+            work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
+        if C.HAS_MODS:  # others would spill more for it
+            leave_queue(call.pointers, tile_index, num_tiles, programs)
+        return i
+    else:
+        return walk_own_tiles(C, LOAD, num_tiles, arguments, call)

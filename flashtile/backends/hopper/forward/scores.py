@@ -8,7 +8,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashtile.backends.hopper.columns import plus_columns
-from flashtile.backends.hopper.constants import LN_2 as LN_2
 from flashtile.backends.hopper.inline_asm import to_fp32
 from flashtile.backends.hopper.modifiers import bias
 from flashtile.backends.hopper.modifiers.block_lists import key_block
@@ -22,7 +21,7 @@ LAG_LOG2 = gl.constexpr(8.0)
 
 @gluon.jit
 def visited(C: gl.constexpr, rows, n):
-    """(block, whether it is full): what the lists of a block mask call block ``n`` of a tile, asked for early
+    """(block, whether it is full): what the lists of a block mask call block ``n`` of a tile, loaded early
     enough to arrive under a product."""
     if C.LISTED:
         return key_block(C, rows.modifiers.blocks, n)
@@ -112,7 +111,7 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
     """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive.
 
     With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451) the maximum stays what it was
-    until a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m whatever m is, so that out and
+    until a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m for any m, so that out and
     lse are the same.
     """
     top = gl.max(s, 1)

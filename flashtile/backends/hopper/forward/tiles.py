@@ -1,5 +1,7 @@
 """Loads and stores of the Hopper forward: tiles of q, k, v and out by TMA, and lse."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
@@ -8,6 +10,14 @@ from flashtile.backends.hopper.columns import store_part
 from flashtile.backends.hopper.compat import async_load, async_store
 from flashtile.backends.hopper.constants import RAGGED_ROWS, WARPGROUP_ROWS
 from flashtile.backends.hopper.forward.products import output_parts
+
+
+class Output(NamedTuple):
+    """Shared memory and descriptor through which the consumers store out."""
+
+    tiles: Any
+    """One tile for each consumer, two with O_IN_PARTS; with Q_HOLDS_O the tiles of q."""
+    desc: Any
 
 
 @gluon.jit
@@ -52,41 +62,41 @@ def store_rows(C: gl.constexpr, desc, work, row, part, column: gl.constexpr = 0)
 
 
 @gluon.jit
-def store_parts(C: gl.constexpr, W: gl.constexpr, o, o_tiles, o_desc, work, row):
-    """TMA store of a warpgroup's rows, as many columns at a time as ``o_desc`` has, through two tiles in
+def store_parts(C: gl.constexpr, W: gl.constexpr, o, output, work, row):
+    """TMA store of a warpgroup's rows, as many columns at a time as the descriptor has, through two tiles in
     alternation."""
-    PART: gl.constexpr = o_desc.block_type.shape[-1]
+    PART: gl.constexpr = output.desc.block_type.shape[-1]
     COUNT: gl.constexpr = (C.BLOCK_DV + PART - 1) // PART
     parts = output_parts(C, o, PART)
     for n in gl.static_range(COUNT):
-        tile = o_tiles.index(2 * W + n % 2)
+        tile = output.tiles.index(2 * W + n % 2)
         # Of the part before the last. After an odd number of parts, the last one also had this tile.
         tma.store_wait(0 if n == 0 and COUNT % 2 == 1 else 1)
         store_part(parts[n], tile)
-        store_rows(C, o_desc, work, row, tile, n * PART)
+        store_rows(C, output.desc, work, row, tile, n * PART)
 
 
 @gluon.jit
-def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, o_tiles, o_desc, work, first):
+def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, first):
     """TMA store of warpgroup W's rows, from ``first`` on: through the tiles of q, a few columns at a time, or
     through a tile of their own. ``q_part`` is the first of its tiles of q, use ``j`` of their channel."""
     if C.Q_HOLDS_O and C.D_PARTS > 1:
-        PART: gl.constexpr = o_desc.block_type.shape[-1]
+        PART: gl.constexpr = output.desc.block_type.shape[-1]
         parts = output_parts(C, o, PART)
         for n in gl.static_range(C.BLOCK_DV // PART):
             store_part(parts[n], q.tiles.index(q_part + n))
-            store_rows(C, o_desc, work, first, q.tiles.index(q_part + n), n * PART)
+            store_rows(C, output.desc, work, first, q.tiles.index(q_part + n), n * PART)
     elif C.O_IN_PARTS:
-        store_parts(C, W, o, o_tiles, o_desc, work, first)
+        store_parts(C, W, o, output, work, first)
     else:
         if C.Q_HOLDS_O:
             o_tile = q.tiles.index(q_part)
         else:
-            o_tile = o_tiles.index(W)
+            o_tile = output.tiles.index(W)
             tma.store_wait(0)  # of the tile before
         o_tile.reshape([WARPGROUP_ROWS, C.BLOCK_DV]).store(o)
         fence_async_shared()
-        store_rows(C, o_desc, work, first, o_tile)
+        store_rows(C, output.desc, work, first, o_tile)
     if C.Q_HOLDS_O:
         tma.store_wait(0)
         q.release(j)

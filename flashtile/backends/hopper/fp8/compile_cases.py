@@ -73,8 +73,12 @@ def _case(
         | {
             "pointers": types_of(Fp8ForwardPointers, "*fp32", table="*i32", seqused_k="*i32"),
             "schedule": types_of(
-                ForwardSchedule, "i32", alibi_stride=None, bias_batch=None, bias_heads=None,
-                drop_threshold=None
+                ForwardSchedule,
+                "i32",
+                alibi_stride=None,
+                bias_batch=None,
+                bias_heads=None,
+                drop_threshold=None,
             ),
             "numbers": types_of(Numbers, "fp32"),
             "scale_strides": types_of(BlockScaleStrides, "i32"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import permutations
 
 from flashtile.backends.hopper.config import padded
 from flashtile.backends.hopper.forward.config import ForwardConfig, ForwardVariant
@@ -32,7 +33,6 @@ class Fp8Variant(ForwardVariant):
     HAS_V_SCALE: bool
     Q_SCALE_GROUP: int
     """Query heads that share a scale of q."""
-    PRODUCER_WARPS: int
 
 
 PRODUCER_WARPS = {True: 1, False: 4}
@@ -42,12 +42,10 @@ REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), 
 V^T."""
 
 F = Fp8Config
-_64_KEYS = F(2, 64)
-_128_KEYS = F(2, 128)
 
 # (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; causal is a window.
-# H100, S = 4096 and 16384: docs/measured/fp8.md. Rows of head_dim 256, and of v in rows, have the tiles that
-# fit.
+# H100, S = 4096 and 16384: docs/measured/fp8.md. Rows of head_dim 256, and of v in rows, have the tiles
+# that fit.
 _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (64, False, True): F(3, 128, PING_PONG=True),
     (64, True, True): F(3, 128, PING_PONG=True, spill_budget=64, features_spill_budget=240),
@@ -57,20 +55,16 @@ _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (128, True, True): F(2, 128, Q_IN_REGISTERS=128, features_spill_budget=8),
     (128, False, False): F(2, 128, spill_budget=4),
     (128, True, False): F(2, 128, features_spill_budget=32),  # 12 with Triton 3.6, which it was timed with
-    (256, False, True): _64_KEYS,
+    (256, False, True): F(2, 64),
     (256, True, True): F(2, 64, features_spill_budget=52),
     (256, False, False): F(2, 64, spill_budget=20),
     (256, True, False): F(2, 64, features_spill_budget=40),
 }
-# (padded head_dim of q and k, of v) -> config: the tiles that fit; not timed.
-_UNEQUAL: dict[tuple[int, int], Fp8Config] = {
-    (64, 128): _128_KEYS,
-    (128, 64): _128_KEYS,
-    (64, 256): _64_KEYS,
-    (128, 256): _64_KEYS,
-    (256, 64): F(2, 64, spill_budget=8),
-    (256, 128): F(2, 64, spill_budget=8),
+_UNEQUAL = {
+    (d, dv): F(2, 128 if max(d, dv) <= 128 else 64, spill_budget=8 if d == 256 else 0)
+    for d, dv in permutations((64, 128, 256), 2)
 }
+"""(padded head_dim of q and k, of v) -> config: the tiles that fit; they are not timed."""
 
 
 def choose(problem: Fp8Problem) -> Fp8Config:

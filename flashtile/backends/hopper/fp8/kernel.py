@@ -16,21 +16,11 @@ from flashtile.backends.common.kernel_cache import gluon_kernel
 from flashtile.backends.hopper import work_queue
 from flashtile.backends.hopper.channels import make_channel, make_ping_pong, make_ring
 from flashtile.backends.hopper.compat import async_load
-from flashtile.backends.hopper.forward.schedule import (
-    block_of_part,
-    find_work_tile,
-    next_tile,
-    num_own_tiles,
-    num_parts,
-    query_blocks,
-    serpentine_order,
-    tile_blocks,
-)
-from flashtile.backends.hopper.forward.tiles import load_keys, load_queries
+from flashtile.backends.hopper.forward.schedule import consume, produce, tile_blocks
+from flashtile.backends.hopper.forward.tiles import Output, load_keys, load_queries
 from flashtile.backends.hopper.fp8.attend import attend_tile
 from flashtile.backends.hopper.fp8.scales import KEY_BLOCK, ScaleArrays
 from flashtile.backends.hopper.fp8.transpose import transpose_tile, transposed_layout
-from flashtile.backends.hopper.work_tiles import num_work_tiles
 
 
 class Fp8ForwardPointers(NamedTuple):
@@ -61,38 +51,28 @@ class Fp8Call(NamedTuple):
     scales: Any
 
 
-@gluon.jit
-def attend_work_tile(
-    C: gl.constexpr, W: gl.constexpr, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, call
-):
-    """The blocks of query rows of a work tile; returns the new ``i`` and ``j`` of :func:`attend_tile`."""
-    work = find_work_tile(C, tile_index, call.pointers, call.schedule)
-    num_blocks = query_blocks(C, work, call.schedule)
-    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-        i = attend_tile(C, W, work, block, i, j, q, k, v, ping_pong, o_tiles, o_desc, call)
-        j += 1
-    return i, j
+class ProducerChannels(NamedTuple):
+    """Channels that the producer loads into."""
+
+    q: Any
+    k: Any
+    v: Any
+    v_rows: Any
+    """Tiles of v that the producer transposes for the consumers; ``v`` if there are none."""
+
+
+class Fp8Inputs(NamedTuple):
+    """The tensors that the producer loads: their channels to the consumers, or their descriptors."""
+
+    q: Any
+    k: Any
+    v: Any
 
 
 @gluon.jit
-def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, ping_pong, o_tiles, o_desc, call):
+def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, output, call):
     """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
-    num_tiles = num_work_tiles(C, call.pointers, call.schedule)
-    i = 0
-    j = 0
-    if C.QUEUED:
-        t = 0
-        tile_index = work_queue.take(queue, t, 4)
-        while tile_index < num_tiles:
-            i, j = attend_work_tile(C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, call)
-            t += 1
-            tile_index = work_queue.take(queue, t, 4)
-    else:
-        program, programs = gl.program_id(0), gl.num_programs(0)
-        for t in range(num_own_tiles(program, programs, num_tiles)):
-            tile_index = serpentine_order(t, program, programs)
-            i, j = attend_work_tile(C, W, tile_index, i, j, q, k, v, ping_pong, o_tiles, o_desc, call)
+    consume(C, attend_tile, queue, (W, channels, ping_pong, output), call)
     tma.store_wait(0)
 
 
@@ -131,12 +111,15 @@ def transpose_values(C: gl.constexpr, i, v, v_rows):
 
 
 @gluon.jit
-def load_block(C: gl.constexpr, work, block, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, schedule):
+def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
     """All that the consumers need for one block of query rows; returns the new ``i``.
 
     What is to be transposed follows one block behind what is loaded.
     """
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
+    q, k, v, v_rows = channels
+    q_desc, k_desc, v_desc = descs
+    schedule = call.schedule
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     for n in range(n_end - 1, n_begin - 1, -1):
         slot = k.acquire(i)
@@ -159,45 +142,11 @@ def load_block(C: gl.constexpr, work, block, i, j, q, k, v, v_rows, q_desc, k_de
 
 
 @gluon.jit
-def load_work_tile(
-    C: gl.constexpr, tile_index, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule
-):
-    """Load what :func:`attend_work_tile` waits for."""
-    work = find_work_tile(C, tile_index, pointers, schedule)
-    num_blocks = query_blocks(C, work, schedule)
-    for part in range(num_parts(num_blocks, work.place, C.PAIRED)):
-        block = block_of_part(num_blocks, work.place, part, C.PAIRED)
-        i = load_block(C, work, block, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, schedule)
-        j += 1
-    return i, j
-
-
-@gluon.jit
-def producer(C: gl.constexpr, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule):
+def producer(C: gl.constexpr, queue, channels, descs, call):
     """One warp that keeps the tiles of q, k and v coming; four if v is to be transposed."""
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    num_tiles = num_work_tiles(C, pointers, schedule)
-    i = 0
-    j = 0
-    if C.QUEUED:
-        t = 0
-        tile_index = program
-        work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        while tile_index < num_tiles:
-            i, j = load_work_tile(
-                C, tile_index, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule
-            )
-            t += 1
-            tile_index = next_tile(pointers, programs)
-            work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-    else:
-        for t in range(num_own_tiles(program, programs, num_tiles)):
-            tile_index = serpentine_order(t, program, programs)
-            i, j = load_work_tile(
-                C, tile_index, i, j, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule
-            )
+    i = produce(C, load_block, queue, (channels, descs), call)
     if not C.V_TRANSPOSED and i > 0:
-        transpose_values(C, i - 1, v, v_rows)
+        transpose_values(C, i - 1, channels.v, channels.v_rows)
 
 
 @gluon_kernel(do_not_specialize=("schedule", "scale_strides"))
@@ -206,7 +155,7 @@ def forward_kernel(
 ):
     """Grid: one program for each multiprocessor at most.
 
-    Work tiles are dealt out in ``serpentine_order``, or taken from the work queue, whose counter lies in
+    Work tiles are assigned in ``serpentine_order``, or taken from the work queue, whose counter lies in
     ``table``.
 
     Unused pointers (a table, used lengths, a scale) are never dereferenced.
@@ -228,12 +177,16 @@ def forward_kernel(
         numbers,
         ScaleArrays(pointers.q_scale, pointers.k_scale, pointers.v_scale, scale_strides),
     )
+    channels = Fp8Inputs(q, k, v)
+    loaded = ProducerChannels(q, k, v, v_rows)
+    descs = Fp8Inputs(q_desc, k_desc, v_desc)
+    output = Output(o_tiles, o_desc)
     if C.WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
-                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
-                (producer, (C, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
+                (consumer, (C, 0, queue, channels, ping_pong, output, call)),
+                (consumer, (C, 1, queue, channels, ping_pong, output, call)),
+                (producer, (C, queue, loaded, descs, call)),
             ],
             [4, C.PRODUCER_WARPS],
             [C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],
@@ -241,10 +194,10 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (C, 0, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
-                (consumer, (C, 1, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
-                (consumer, (C, 2, queue, q, k, v, ping_pong, o_tiles, o_desc, call)),
-                (producer, (C, queue, q, k, v, v_rows, q_desc, k_desc, v_desc, pointers, schedule)),
+                (consumer, (C, 0, queue, channels, ping_pong, output, call)),
+                (consumer, (C, 1, queue, channels, ping_pong, output, call)),
+                (consumer, (C, 2, queue, channels, ping_pong, output, call)),
+                (producer, (C, queue, loaded, descs, call)),
             ],
             [4, 4, C.PRODUCER_WARPS],
             [C.CONSUMER_REGISTERS, C.CONSUMER_REGISTERS, C.PRODUCER_REGISTERS],

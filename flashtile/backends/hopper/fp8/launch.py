@@ -33,7 +33,7 @@ class Fp8ForwardLaunch:
         q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = tensors
         out, lse = self._allocate(q)
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: other threads may be here, too
+        if kernels is None:  # published once it is complete: another thread may be here as well
             kernels = self._kernels = self._prepare(q, k, v, tensors.scales)
         table = lse
         if kernels.fill_table is not None:
@@ -82,6 +82,7 @@ def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) 
         "PAIRED": common["PAIRED"] and not queued,
         "CONSUMER_REGISTERS": consumer,
         "PRODUCER_REGISTERS": producer,
+        "PRODUCER_WARPS": PRODUCER_WARPS[problem.v_transposed],
     }
     return Fp8Variant(
         **common | own,
@@ -91,7 +92,6 @@ def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) 
         HAS_K_SCALE=scales.k is not None,
         HAS_V_SCALE=scales.v is not None,
         Q_SCALE_GROUP=problem.q_scale_group,
-        PRODUCER_WARPS=PRODUCER_WARPS[problem.v_transposed],
     )
 
 

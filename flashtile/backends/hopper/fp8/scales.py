@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashtile.backends.hopper.forward.schedule import WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.fp8.softmax import LEAST, log2
 from flashtile.problems import fp8_layout as layout
 
@@ -56,15 +56,15 @@ class TileScales(NamedTuple):
 def tile_scales(C: gl.constexpr, work, positions, head, call):
     """Those of 64 rows at ``positions`` of query heads ``head`` ([rows] each)."""
     arrays, strides, numbers = call.scales, call.scales.strides, call.numbers
-    q_place = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
+    q_index = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
     first_q = 0
     first_k = 0
     if C.VARLEN and C.BLOCK_SCALES:
         first_q = work.start_q // QUERY_BLOCK + work.sequence
         first_k = work.start_k // KEY_BLOCK + work.sequence
-    q_place += (first_q + positions // QUERY_BLOCK) * strides.q_scale_block
+    q_index += (first_q + positions // QUERY_BLOCK) * strides.q_scale_block
     if C.HAS_Q_SCALE:
-        q_scale = gl.load(arrays.q_scale + q_place, mask=positions < work.seqlen_q, other=1.0)
+        q_scale = gl.load(arrays.q_scale + q_index, mask=positions < work.seqlen_q, other=1.0)
     else:
         q_scale = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, positions.type.layout)
     if C.SOFTCAP:
@@ -72,12 +72,12 @@ def tile_scales(C: gl.constexpr, work, positions, head, call):
     else:
         q_scale = q_scale * numbers.scale_log2
     head_kv = work.head // C.KV_GROUP
-    k_place = work.sequence * strides.k_scale_batch + head_kv * strides.k_scale_head
-    v_place = work.sequence * strides.v_scale_batch + head_kv * strides.v_scale_head
+    k_index = work.sequence * strides.k_scale_batch + head_kv * strides.k_scale_head
+    v_index = work.sequence * strides.v_scale_batch + head_kv * strides.v_scale_head
     return TileScales(
         q_scale,
-        arrays.k_scale + (k_place + first_k * strides.k_scale_block),
-        arrays.v_scale + (v_place + first_k * strides.v_scale_block),
+        arrays.k_scale + (k_index + first_k * strides.k_scale_block),
+        arrays.v_scale + (v_index + first_k * strides.v_scale_block),
         strides.k_scale_block,
         strides.v_scale_block,
     )

@@ -10,6 +10,8 @@ order that P has, so that the same registers are right for both (``fp8.layout.ke
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.constants import left_operand_layout
+
 P_LOG2 = gl.constexpr(8.0)
 """The largest P of a row is 2 ** 8: e4m3 reaches from 2 ** -9 to 448."""
 LEAST = gl.constexpr(2.0**-90)
@@ -59,7 +61,7 @@ def as_operand(packed, product_layout: gl.constexpr):
     """
     M: gl.constexpr = packed.shape[0]
     N: gl.constexpr = packed.shape[1] * 32
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product_layout, k_width=4)
+    layout: gl.constexpr = left_operand_layout(product_layout, 4)
     twice = gl.join(packed, packed)
     by_key = gl.convert_layout(gl.join(twice, twice).reshape([M, N]), layout, assert_trivial=True)
     # Four neighbours in this layout are four copies of one register: it is taken as it is.

@@ -1,11 +1,11 @@
 """Flat products for Hopper, y [M, N] = x [M, K] W [N, K]^T with up to 16 rows of x (FlashDecoding++, Hong et
-al. 2023, arXiv:2311.01282, section 4). The bytes of W decide, so the memory should never rest:
+al. 2023, arXiv:2311.01282, section 4). The time is that of reading W, so the memory should never be idle:
 
 * Every program reads equally many rows of W, in tiles of equal parts of them. Within a tile the warps share
   K; their sums are added at its end, in one order.
 * A ring of asynchronous copies runs on over the edges of tiles.
-* Under programmatic dependent launch the kernel asks for its first weights before it waits for the kernel
-  before it.
+* Under programmatic dependent launch the kernel loads its first weights before it waits for the previous
+  kernel.
 
 Rows of W are the first operand of the tensor cores. M, padded to 8 or 16 and not to 64, is the second.
 """
@@ -57,7 +57,7 @@ class FlatVariant:
     STAGES: int
     WARPS: int
     AHEAD: bool
-    """Whether weights may be asked for before the kernel before has ended."""
+    """Whether weights may be loaded before the previous kernel has ended."""
     K_WIDTH: int
     """Neighbours in K that a thread has in the operands' layout: 2, or 4 where W is e4m3."""
 
@@ -148,7 +148,7 @@ def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
 
 
 @gluon.jit
-def ask_for_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
+def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
     """A chunk of a tile's rows of W, and of the norm's weights for it."""
     copy(pointers.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
     if E.NORM:
@@ -157,8 +157,8 @@ def ask_for_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.con
 
 
 @gluon.jit
-def ask_for_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
-    """Ask for the same columns of x. Rows behind the last become 0."""
+def load_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
+    """Load the same columns of x. Rows behind the last become 0."""
     dtype: gl.constexpr = pointers.x.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -282,7 +282,7 @@ def flat_kernel(
     chunks = gl.cdiv(K, WARPS * BLOCK_K)
     count = tiles.count * chunks
 
-    # The chunk that is asked for next.
+    # The chunk that is loaded next.
     tile = 0
     chunk = 0
     offsets, mine = rows_of(tiles, tile, depth, call, C, E)
@@ -290,7 +290,7 @@ def flat_kernel(
         wait_for_dependencies()
     for s in gl.static_range(STAGES - 1):
         if s < count:
-            ask_for_weights(offsets, mine, chunk, s, pointers, ring, depth, C, E)
+            load_weights(offsets, mine, chunk, s, pointers, ring, depth, C, E)
             tile, chunk, offsets, mine = next_chunk(
                 tile, chunk, offsets, mine, chunks, tiles, depth, call, C, E
             )
@@ -299,7 +299,7 @@ def flat_kernel(
         wait_for_dependencies()
     for s in gl.static_range(STAGES - 1):
         if s < count:
-            ask_for_x(s % chunks, s, pointers, ring, depth, M, C)
+            load_x(s % chunks, s, pointers, ring, depth, M, C)
         async_copy.commit_group()
     launch_dependents()
 
@@ -323,8 +323,8 @@ def flat_kernel(
             partition_barrier()  # all have their copies, and are done with the slot before
             if i + STAGES - 1 < count:
                 free = (i + STAGES - 1) % STAGES
-                ask_for_weights(offsets, mine, chunk, free, pointers, ring, depth, C, E)
-                ask_for_x(chunk, free, pointers, ring, depth, M, C)
+                load_weights(offsets, mine, chunk, free, pointers, ring, depth, C, E)
+                load_x(chunk, free, pointers, ring, depth, M, C)
                 tile, chunk, offsets, mine = next_chunk(
                     tile, chunk, offsets, mine, chunks, tiles, depth, call, C, E
                 )

@@ -3,8 +3,8 @@
 A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last of stride 1. TMA brings a tile of it
 for each tile of scores; keys and rows behind the end arrive as zeros. In the forward tiles have shared memory
 of their own. In the backward they lie where dS of the same step will be: a warpgroup reads its part of the
-bias, then writes dS over it. Where each cell of the bias belongs to one score, dS is the bias's gradient, and
-leaves by TMA from there.
+bias, then writes dS over it. Where each element of the bias belongs to one score, dS is the bias's gradient,
+and leaves by TMA from there.
 """
 
 from triton.experimental import gluon
@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from flashtile.backends.hopper.channels import make_channel, make_ring
 from flashtile.backends.hopper.compat import async_load, async_store, reinterpret
-from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS
+from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumulator_layout
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
 
 SQUARE = gl.constexpr(64)
@@ -106,7 +106,7 @@ def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
     sequence, head = min(work.sequence, schedule.bias_batch - 1), min(head, schedule.bias_heads - 1)
     for w in gl.static_range(2):
         for c in gl.static_range(SQUARES):
-            key = work.place * C.BLOCK_N + w * SQUARE
+            key = work.tile_in_head * C.BLOCK_N + w * SQUARE
             tile = square_of(C, w, c, bias, slot)
             async_load(desc, [sequence, head, row + c * SQUARE, key], barrier, tile)
 
@@ -118,7 +118,7 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
     else:
-        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SQUARE, 16])
+        half: gl.constexpr = accumulator_layout(SQUARE)
         left = read_square(C, W, 0, bias, slot, half)
         right = read_square(C, W, 1, bias, slot, half)
         both = gl.join(left, right).permute((0, 2, 1)).reshape([SQUARE, 2 * SQUARE])
@@ -140,7 +140,7 @@ def store_ds(C: gl.constexpr, bias, gradient_desc, ds_full, work, head, row, i):
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     for w in gl.static_range(2):
         for c in gl.static_range(SQUARES):
-            key = work.place * C.BLOCK_N + w * SQUARE
+            key = work.tile_in_head * C.BLOCK_N + w * SQUARE
             tile = square_of(C, w, c, bias, slot)
             async_store(gradient_desc, [work.sequence, head, row + c * SQUARE, key], tile)
     tma.store_wait(0)

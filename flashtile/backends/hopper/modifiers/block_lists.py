@@ -28,7 +28,7 @@ class BlockList(NamedTuple):
     """Number of unmasked blocks."""
     num_partial: Any
     first_full: Any
-    """Place in its list of the full entry that comes first: the one that the sequence ends in, if any."""
+    """Index in its list of the full entry that comes first: the one that the sequence ends in, if any."""
     num_others: Any
     """Entries that a list may name: 0 to num_others - 1."""
     is_empty: Any
@@ -36,29 +36,29 @@ class BlockList(NamedTuple):
 
 
 @gluon.jit
-def list_place(lists, sequence, head, own, num_own):
+def list_index(lists, sequence, head, own, num_own):
     """Which list of a block mask is that of ``own`` of ``num_own`` blocks; batch and heads may be shared."""
     return ((sequence % lists.batch) * lists.heads + head % lists.heads).to(gl.int64) * num_own + own
 
 
 @gluon.jit
-def place_of(listed, count, entry, WARPS: gl.constexpr):
+def index_of(listed, count, entry, WARPS: gl.constexpr):
     """Where ``entry`` stands among the first ``count`` of a list; -1 if it does not."""
     layout: gl.constexpr = gl.BlockedLayout([SEARCHED // 32], [32], [WARPS], [0])
     found = count * 0 - 1
     for first in range(0, count, SEARCHED):
-        places = first + gl.arange(0, SEARCHED, layout=layout)
-        entries = gl.load(listed + places, mask=places < count, other=-1)
-        found = gl.maximum(found, gl.max(gl.where(entries == entry, places, -1), 0))
+        indices = first + gl.arange(0, SEARCHED, layout=layout)
+        entries = gl.load(listed + indices, mask=indices < count, other=-1)
+        found = gl.maximum(found, gl.max(gl.where(entries == entry, indices, -1), 0))
     return found
 
 
 @gluon.jit
-def read_lists(lists, place, num_others):
-    """(partial entries, how many, full entries, how many); within the lists whatever they say."""
-    num_partial = min(max(gl.load(lists.num_blocks + place), 0), num_others)
-    num_full = min(max(gl.load(lists.full_num_blocks + place), 0), num_others)
-    return lists.indices + place * num_others, num_partial, lists.full_indices + place * num_others, num_full
+def read_lists(lists, index, num_others):
+    """(partial entries, how many, full entries, how many); never outside of the lists."""
+    num_partial = min(max(gl.load(lists.num_blocks + index), 0), num_others)
+    num_full = min(max(gl.load(lists.full_num_blocks + index), 0), num_others)
+    return lists.indices + index * num_others, num_partial, lists.full_indices + index * num_others, num_full
 
 
 @gluon.jit
@@ -67,12 +67,12 @@ def listed_keys(C: gl.constexpr, WARPS: gl.constexpr, work, block, lists):
     ENTRY: gl.constexpr = C.BLOCK_N * C.TILES_PER_MASK_BLOCK
     num_others = (work.seqlen_k + ENTRY - 1) // ENTRY
     num_own = (work.seqlen_q + C.MASK_BLOCK - 1) // C.MASK_BLOCK
-    place = list_place(lists, work.sequence, work.head, block * C.BLOCK_M // C.MASK_BLOCK, num_own)
-    partial, num_partial, full, num_full = read_lists(lists, place, num_others)
+    index = list_index(lists, work.sequence, work.head, block * C.BLOCK_M // C.MASK_BLOCK, num_own)
+    partial, num_partial, full, num_full = read_lists(lists, index, num_others)
     ends_full = num_partial * 0
     first_full = ends_full
     if not C.EVEN_N:
-        found = place_of(full, num_full, num_others - 1, WARPS)
+        found = index_of(full, num_full, num_others - 1, WARPS)
         ends_full = 1 if found >= 0 else 0
         first_full = max(found, 0)
     count = max((num_partial + num_full) * C.TILES_PER_MASK_BLOCK, 1)
@@ -87,34 +87,34 @@ def listed_rows(C: gl.constexpr, work, lists):
     ENTRY: gl.constexpr = C.BLOCK_M * C.TILES_PER_MASK_BLOCK
     num_others = (work.seqlen_q + ENTRY - 1) // ENTRY
     num_own = (work.seqlen_k + C.MASK_BLOCK - 1) // C.MASK_BLOCK
-    own = work.place * C.BLOCK_N // C.MASK_BLOCK
-    place = list_place(lists, work.sequence, work.head * C.GROUP, own, num_own)
-    partial, num_partial, full, num_full = read_lists(lists, place, num_others)
+    own = work.tile_in_head * C.BLOCK_N // C.MASK_BLOCK
+    index = list_index(lists, work.sequence, work.head * C.GROUP, own, num_own)
+    partial, num_partial, full, num_full = read_lists(lists, index, num_others)
     count = (num_partial + num_full) * C.TILES_PER_MASK_BLOCK
     masked = num_partial * C.TILES_PER_MASK_BLOCK
     if not C.EVEN_N:  # what the sequence ends in takes a mask throughout
-        masked = count if (work.place + 1) * C.BLOCK_N > work.seqlen_k else masked
+        masked = count if (work.tile_in_head + 1) * C.BLOCK_N > work.seqlen_k else masked
     return BlockList(count, masked, partial, full, num_partial, num_partial * 0, num_others, num_partial < 0)
 
 
 @gluon.jit
 def entry_of_visit(listed, i, TILES: gl.constexpr):
-    """(whether its entry is full, the entry's place in its list, the part of it) of the ``i``-th visit.
+    """(whether its entry is full, its index in its list, the part of it) of the ``i``-th visited block.
 
-    The first full entry and the one that the sequence ends in change places.
+    The first full entry and the one that the sequence ends in are exchanged.
     """
     entry = i // TILES
-    place = entry - listed.num_partial
-    is_full = place >= 0
-    swapped = listed.first_full if place == 0 else (0 if place == listed.first_full else place)
+    index = entry - listed.num_partial
+    is_full = index >= 0
+    swapped = listed.first_full if index == 0 else (0 if index == listed.first_full else index)
     return is_full, swapped if is_full else entry, i % TILES
 
 
 @gluon.jit
 def visited_block(C: gl.constexpr, listed, i):
-    """(block, whether its entry is full) of the ``i``-th visit; within the tensor whatever the lists say."""
-    is_full, place, part = entry_of_visit(listed, i, C.TILES_PER_MASK_BLOCK)
-    entry = gl.load((listed.full if is_full else listed.partial) + place)
+    """(block, whether its entry is full) of the ``i``-th visit; never outside of the tensor."""
+    is_full, index, part = entry_of_visit(listed, i, C.TILES_PER_MASK_BLOCK)
+    entry = gl.load((listed.full if is_full else listed.partial) + index)
     block = min(max(entry, 0), listed.num_others - 1) * C.TILES_PER_MASK_BLOCK + part
     return listed.num_others * C.TILES_PER_MASK_BLOCK if listed.is_empty else block, is_full
 

@@ -30,11 +30,11 @@ DROP_KEYS_FIRST = gl.constexpr(
 )
 """Masks of a transposed tile, in which rows 8 have the bytes of their halves exchanged."""
 DROP_CONSTRAINTS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 20)
-MADE_TOGETHER = gl.constexpr(32)
+BARRIER_PACK = gl.constexpr(32)
 
 
 @gluon.constexpr_function
-def made_asm(count):
+def barrier_asm(count):
     """A scheduling barrier for the words of ``count`` probabilities of a thread; see ``inline_asm.pin``."""
     words = [f"${count + 8 * (n // 2) + n % 2 * 2}" for n in range(count // 4)]
     either = [f"or.b32 all, {words[0]}, {words[1]};", *(f"or.b32 all, all, {word};" for word in words[2:])]
@@ -44,7 +44,7 @@ def made_asm(count):
 
 
 @gluon.constexpr_function
-def made_constraints(count):
+def barrier_constraints(count):
     return ",".join(["=r"] * count + ["r"] * count)
 
 
@@ -115,8 +115,9 @@ def random_bits(
     """
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
-    # Numbers of pairs and fours have no bits in common with their tile's. So all is combined by exclusive or,
-    # what more words share first. With keys as rows, threads have the roles that they have without.
+    # Numbers of pairs and fours within a tile have no bits in common with those of the tile, so that
+    # exclusive or adds them. What more words share is combined first. With keys as rows, each thread computes
+    # the same words as with queries as rows.
     if KEYS_FIRST:
         pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)
         four = (rows // 16 * 4).to(gl.uint32) ^ (columns % 8 // 2).to(gl.uint32)
@@ -146,11 +147,11 @@ def random_bits(
 
 @gluon.jit
 def schedule_barrier(words):
-    """Words are made before what needs nothing of them: the assembler would put them off until a wait for
-    products is over, under which they are to be made."""
+    """Compute ``words`` before what follows. The assembler would postpone them until a wait for products is
+    over, but they should be computed during that wait."""
     gl.inline_asm_elementwise(
-        made_asm(MADE_TOGETHER), made_constraints(MADE_TOGETHER), [words], dtype=gl.uint32, is_pure=False,
-        pack=MADE_TOGETHER,
+        barrier_asm(BARRIER_PACK), barrier_constraints(BARRIER_PACK), [words], dtype=gl.uint32, is_pure=False,
+        pack=BARRIER_PACK,
     )  # fmt: skip
 
 

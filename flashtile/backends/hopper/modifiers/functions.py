@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashtile.backends.hopper.constants import accumulator_layout
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
 
 COLUMNS = gl.constexpr(16)
@@ -66,7 +67,7 @@ def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
     A loop has the instructions of MASK_MOD once. Written out they would be there for each of a thread's
     scores and for each consumer, more than the instruction cache holds.
     """
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    layout: gl.constexpr = accumulator_layout(COLUMNS)
     own, blocks = rows.modifiers.functions, rows.modifiers.blocks
     queries = gl.convert_layout(rows.positions - own.offset, gl.SliceLayout(1, layout))[:, None]
     keys = n * C.BLOCK_N + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))[None, :]

@@ -259,6 +259,7 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--only", default="host,grid,shapes", help="sets of cells, by commas")
     parser.add_argument("--passes", default="forward,backward,host", help="passes of these sets, by commas")
+    parser.add_argument("--names", default="", help="names of cells, by commas; all by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after this time")
     parser.add_argument("--out", type=Path, help="JSON file for all cells")
     arguments = parser.parse_args()
@@ -270,6 +271,8 @@ def main() -> None:
     makers = {"host": host_cells, "grid": grid_cells, "shapes": shape_cells}
     passes = arguments.passes.split(",")
     cells = [c for name in arguments.only.split(",") for c in makers[name]() if c["which"] in passes]
+    if arguments.names:
+        cells = [c for c in cells if c["name"] in arguments.names.split(",")]
     trees = [Tree(folder) for folder in arguments.trees]
     start = time.monotonic()
     found: list[dict[str, Any]] = []

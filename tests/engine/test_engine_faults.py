@@ -77,7 +77,7 @@ def test_random_requests_all_end(seed, options):
     assert set(finished.values()) == {1}
     assert refused > 1
     assert manager.sequences == ()
-    assert [engine.requests, engine._texts, engine._sent, engine._beams] == [{}] * 4
+    assert [engine.requests, engine._detokenizers, engine._sent, engine._beams] == [{}] * 4
     assert llm.get_metrics().num_preemptions > 0
     (output,) = llm.generate(prompts()[0], SamplingParams(temperature=0, max_tokens=9))
     assert output.outputs[0].token_ids == greedy("llama3", 14)[0][:9]

@@ -1,4 +1,4 @@
-"""MkDocs hook: a page in Chinese says so, for browsers choose glyphs, and screen readers voices, by it."""
+"""MkDocs hook: a page in Chinese says so, because browsers choose glyphs and screen readers voices by it."""
 
 from __future__ import annotations
 
@@ -9,4 +9,5 @@ from mkdocs.structure.pages import Page
 def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
     if not page.file.src_uri.endswith(".zh-CN.md"):
         return output
-    return output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
+    output = output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
+    return output.replace("Table of contents", "目录").replace("Back to top", "回到顶部")

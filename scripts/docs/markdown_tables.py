@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -26,12 +26,12 @@ def of_records(records: list[dict[str, Any]]) -> str:
     same_name = Counter(path[-1] for path in paths)
     heads = [(path[-1] if same_name[path[-1]] == 1 else " ".join(path)).replace("_", " ") for path in paths]
     rows = [[_plain(record.get(path, "")) for path in paths] for record in flat]
-    return of_rows(heads, rows, [False] * len(heads))
+    return of_rows(heads, rows)
 
 
-def of_rows(heads: list[str], rows: Iterable[list[str]], right: list[bool]) -> str:
-    """Lines of Markdown; ``right`` says which columns are aligned to the right."""
-    rules = ["--:" if to_the_right else "---" for to_the_right in right]
+def of_rows(heads: list[str], rows: Iterable[list[str]], right: Sequence[bool] = ()) -> str:
+    """Lines of Markdown; ``right`` says which columns are aligned to the right (default: none)."""
+    rules = ["--:" if to_the_right else "---" for to_the_right in right or [False] * len(heads)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, rules, *rows))
 
 

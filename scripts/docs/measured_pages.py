@@ -1,9 +1,9 @@
 """MkDocs hook: a page ``measured/NAME.md`` for each subject in benchmarks/results/experiments/NAME.json.
 
-A subject has a ``title``, what it is ``about``, and ``experiments``, newest first. The page shows of an
-experiment the ``title``, ``date``, ``setting`` and ``lines``: ``question``, ``predicted``, ``measured`` and
-``decision``. Its ``values`` (tables: ``columns`` and ``rows``) and ``notes`` complete the record and stay in
-the JSON. Links to the JSON lead to the page.
+A subject has a ``title``, what it is ``about``, and ``experiments``, newest first. The page shows the
+``title`` and the ``conclusion`` of each. Folded below are the ``date``, the ``setting``, the ``lines``
+(``question``, ``predicted``, ``measured``, ``decision``) and the ``values`` (tables: ``columns``, ``rows``).
+``docs/assets/row_filter.js`` searches them. ``notes`` stay in the JSON. Links to the JSON lead to the page.
 """
 
 from __future__ import annotations
@@ -19,22 +19,52 @@ from mkdocs.structure.files import File, Files
 from repository_links import rewrite
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-COLUMNS = ("question", "predicted", "measured", "decision")
+COLUMNS = ["question", "predicted", "measured", "decision"]
+BETWEEN = re.compile(r"; (?![^(]*\))")
+"""Between the cases of a line, which are not in parentheses."""
 
 
 def page(path: Path) -> str:
-    """One subject: a section for each experiment, a row for each of its lines."""
+    """One subject: a section for each experiment, and a field that searches the rows of all of them."""
     document: dict[str, Any] = json.loads(path.read_text())
-    parts = [f"# {document['title']}", document["about"]]
-    for experiment in document["experiments"]:
-        rows = [[line[column] for column in COLUMNS] for line in experiment["lines"]]
-        parts += [
-            f"## {experiment['title']}",
-            with_links(f"{experiment['date']}. {experiment['setting']}", experiment["date"]),
-            with_links(of_rows(list(COLUMNS), rows, [False] * len(COLUMNS)), experiment["date"]),
-        ]
-    text = rewrite("\n\n".join(parts), f"docs/measured/{path.stem}.md")
+    sections = [section(experiment) for experiment in document["experiments"]]
+    search = '<input id="row-filter" type="search" placeholder="Search the rows"> <output></output>'
+    text = "\n\n".join([f"# {document['title']}", document["about"], search, *sections])
+    text = rewrite(text, f"docs/measured/{path.stem}.md")
     return f"{text}\n\nAll values and notes: [{path.name}](../benchmarks/results/experiments/{path.name}).\n"
+
+
+def section(experiment: dict[str, Any]) -> str:
+    """The conclusion of one experiment, and its tables in a block that opens."""
+    lines = [row for line in experiment["lines"] for row in cases(line)]
+    values = experiment.get("values", [])
+    tables = [(COLUMNS, lines), *((table["columns"], table["rows"]) for table in values)]
+    count = sum(len(rows) for _, rows in tables)
+    shown = [
+        f"## {experiment['title']}",
+        experiment["conclusion"],
+        f'<details class="rows" markdown><summary>{experiment["date"]}: {count} rows</summary>',
+        experiment["setting"],
+        *(of_rows(columns, [[cell(value) for value in row] for row in rows]) for columns, rows in tables),
+        "</details>",
+    ]
+    return with_links("\n\n".join(shown), experiment["date"])
+
+
+def cases(line: dict[str, str]) -> list[list[str]]:
+    """Return a row for each case of a line if question and results, which are numbers, list equally many."""
+    questions, predicted, measured = (BETWEEN.split(line[column]) for column in COLUMNS[:3])
+    predicted *= len(questions) if len(predicted) == 1 and ", " not in predicted[0] else 1
+    numbers = all(re.match(r"[-+]?\d", result) for result in measured)
+    if not numbers or not len(questions) == len(predicted) == len(measured):
+        return [[line[column] for column in COLUMNS]]
+    subject, colon, _ = questions[0].rpartition(": ")
+    questions[1:] = [case if ": " in case else f"{subject}{colon}{case}" for case in questions[1:]]
+    return [[*case, line["decision"]] for case in zip(questions, predicted, measured, strict=True)]
+
+
+def cell(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def with_links(text: str, date: str) -> str:

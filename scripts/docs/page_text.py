@@ -51,4 +51,5 @@ def on_post_page(output: str, *, page: Page, config: MkDocsConfig) -> str:
     """Mark a page in Chinese as such; browsers choose glyphs by it, and screen readers voices."""
     if not page.file.src_uri.endswith(".zh-CN.md"):
         return output
-    return output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
+    output = output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
+    return output.replace("Table of contents", "目录").replace("Back to top", "回到顶部")

@@ -259,12 +259,30 @@ def test_every_subject_of_experiments_is_in_the_index():
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_experiment_says_what_was_decided(path):
-    lines = [
-        line for experiment in json.loads(path.read_text())["experiments"] for line in experiment["lines"]
-    ]
+    experiments = json.loads(path.read_text())["experiments"]
+    assert all(re.search(r"\d", experiment["conclusion"]) for experiment in experiments)
+    lines = [line for experiment in experiments for line in experiment["lines"]]
     assert lines
     assert {tuple(line) for line in lines} == {("question", "predicted", "measured", "decision")}
     assert [line for line in lines if not all(line.values())] == []
+
+
+def test_rows_of_experiments_have_a_case_each(monkeypatch):
+    pytest.importorskip("mkdocs")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "docs"))
+    import measured_pages
+
+    def cases(*texts: str) -> list[list[str]]:
+        line = dict(zip(measured_pages.COLUMNS, texts, strict=True))
+        return measured_pages.cases(line)
+
+    assert cases("Full: D 64; D 128 (us; TFLOP/s)", "even", "1.1; 1.2 (5; 6)", "kept") == [
+        ["Full: D 64", "even", "1.1", "kept"],
+        ["Full: D 128 (us; TFLOP/s)", "even", "1.2 (5; 6)", "kept"],
+    ]
+    for result in ("1.1", "1.1; none"):
+        assert len(cases("D 64; D 128", "even", result, "kept")) == 1
+    assert len(cases("D 64; D 128", "1.0, 1.1", "1.1; 1.2", "kept")) == 1
 
 
 def contents(page: Path) -> dict[str, list]:

@@ -157,8 +157,48 @@ const PSEUDOCODE = {
   ],
 };
 
+/** English words of the lines and their Chinese, in the order of replacement. */
+const CHINESE = [
+  ["append k, v to a sequence:", "向序列追加 k、v："],
+  ["its last page is full: take a free page into its table", "最后一页已满：取一个空闲页放进它的块表"],
+  ["its last page is shared: copy the page, the copy into its table", "最后一页被共享：复制该页，把副本放进块表"],
+  ["write k, v behind its last token", "把 k、v 写在最后一个词元之后"],
+  ["fork a sequence: copy its table, count one more reference to each page", "分叉序列：复制块表，每页的引用加一"],
+  ["attend with the query q of a sequence:", "用序列的查询 q 计算注意力："],
+  ["page = table[j]", "页 = 块表[j]"],
+  ["load K, V of the page", "加载该页的 K、V"],
+  ["for the entries j of its table", "对块表的每一项 j"],
+  ["for the blocks j of split s", "对第 s 份的每一块 j"],
+  ["splits, all at the same time", "份数，全部同时进行"],
+  ["… splits", "… 份数"],
+  ["; the first block has no P V before it", "；第一块之前没有 P V"],
+  [": the producer loads them a stage ahead", "：生产者提前一级加载"],
+  ["release the stages of Kⱼ and Vⱼ₋₁", "释放 Kⱼ 与 Vⱼ₋₁ 的缓冲级"],
+  [" of the last block", "（最后一块）"],
+  ["; outside of the bounds: note it", "；超出界限则记下"],
+  ["rows with a score outside of the bounds: again, with the online softmax", "有分数超出界限的行：用在线 softmax 重算"],
+  ["other rows: ", "其余的行："],
+  [", do not wait", "，不等待"],
+  ["wait for ", "等待 "],
+  ["order ", "发出 "],
+  [" by blocks", "（分块）"],
+  [/ in (T[rc]) blocks/g, " 分为 $1 块"],
+  [" in HBM", "（在 HBM 中）"],
+  [" on chip", "（在片上）"],
+  [/^end$/g, "结束"],
+  ["for ", "对 "],
+  ["load ", "加载 "],
+  ["read ", "读取 "],
+  ["write ", "写回 "],
+  ["return ", "返回 "],
+  ["; ", "；"],
+];
+
+const inChinese = (text) => CHINESE.reduce((line, [english, chinese]) => line.replaceAll(english, chinese), text);
+
 class PseudocodeView {
-  constructor(root) {
+  constructor(root, language) {
+    this.language = language;
     this.root = root.querySelector(".code");
     this.paper = this.root.querySelector("summary");
     this.list = this.root.querySelector("ol");
@@ -166,9 +206,10 @@ class PseudocodeView {
 
   show({ recording }) {
     const lines = PSEUDOCODE[recording.algorithm];
+    const inLanguage = this.language.name === "zh" ? inChinese : (text) => text;
     this.lit = undefined;
     setText(this.paper, PAPERS[recording.algorithm][0]);
-    this.lines = new Map(lines.map(([number, depth, text]) => [number, element("li", { value: number, "data-line": number, style: `--depth:${depth}` }, text)]));
+    this.lines = new Map(lines.map(([number, depth, text]) => [number, element("li", { value: number, "data-line": number, style: `--depth:${depth}` }, inLanguage(text))]));
     this.list.replaceChildren(...this.lines.values());
   }
 

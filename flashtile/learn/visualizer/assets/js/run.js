@@ -47,7 +47,7 @@ class RunView {
     this.timeline = new TimelineView(this.root);
     this.merge = new MergeView(this.root, language);
     this.readouts = new ReadoutsView(this.root, language);
-    this.pseudocode = new PseudocodeView(this.root);
+    this.pseudocode = new PseudocodeView(this.root, language);
     this.formula = this.root.querySelector(".formula");
     this.arithmetic = new ArithmeticView(this.root, language, actions.openArithmetic);
   }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.linear import SCALE_BLOCK, SWIGLU, LinearProblem
-from flashtile.reference.rotary import rotate
+from flashtile.reference.decode import rotate
 
 
 def scaled_weight(weight: Tensor, weight_scale: Tensor | None, dtype: torch.dtype) -> Tensor:

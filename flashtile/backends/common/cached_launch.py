@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from flashtile.backends import compat
-from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.launch import KernelConfig
 
 NUM_WARPS = 4
 """Default number of warps, for kernels without a configuration."""

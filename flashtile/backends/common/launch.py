@@ -1,14 +1,33 @@
-"""Numbers that the launches of every backend's kernels are made of."""
+"""Configurations of kernels, and numbers that the launches of every backend's kernels are made of."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashtile.problems.attention import Problem
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Tile and launch of one kernel.
+
+    ``spill_budget`` is the number of bytes of register spills that is accepted for plain and causal problems,
+    after measurement. ``features_spill_budget`` is that number with soft-cap, ALiBi, windows and unused keys
+    at once.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    spill_budget: int = 0
+    features_spill_budget: int = 0
+
 
 RAGGED_ROWS = 2**30
 """Rows of a ragged descriptor (``tma.ragged_view``), and the most that a tensor may have."""

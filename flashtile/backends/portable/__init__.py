@@ -77,10 +77,6 @@ def reason_of_dtypes(dtypes: set[torch.dtype]) -> str | None:
 
 
 def configure_forward(problem: Problem):
-    if problem.mods is not None:
-        from flashtile.backends.portable.mods.config import choose as choose_modified
-
-        return choose_modified(problem)
     from flashtile.backends.portable.config import choose
 
     return choose(problem)

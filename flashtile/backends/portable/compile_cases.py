@@ -18,6 +18,7 @@ from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.common.launch import padded
 from flashtile.backends.portable import all_reduce, fits
+from flashtile.backends.portable.attention.function_pointers import CAPTURED
 from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
 from flashtile.backends.portable.config import (
     HEAD_DIMS,
@@ -26,12 +27,10 @@ from flashtile.backends.portable.config import (
     family_of_capability,
     for_cells,
     row_for,
+    row_with_functions,
 )
 from flashtile.backends.portable.flash1 import Flash1Launch, config_of
-from flashtile.backends.portable.mods.arguments import CAPTURED
-from flashtile.backends.portable.mods.config import of_row
-from flashtile.backends.portable.weights.config import of_forward
-from flashtile.backends.portable.weights.launch import WeightsLaunch
+from flashtile.backends.portable.weights.launch import WeightsLaunch, of_forward
 from flashtile.masks.block_mask import LISTS
 from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
 from flashtile.problems.masks import Mods
@@ -250,7 +249,7 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
     for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("fp32", 4, 64)):
         for variant, any_problem in _WITH_FUNCTIONS.items():
             problem = _sized(any_problem, dtype, head_dim)
-            config = of_row(problem, family, element_bytes, head_dim)
+            config = row_with_functions(problem, family, element_bytes, head_dim)
             for name, launched, tile in _kernels(capability, problem, config):
                 if tile is not None:
                     budget = _FUNCTION_SPILLS.get((family, dtype, head_dim, name), 0)
@@ -279,7 +278,7 @@ def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator
         )
     problem = _with_form(WITH_MODS, form, top)
     yield case_of(
-        _weights_launch(capability, problem, of_row(problem, family, 2, 64)),
+        _weights_launch(capability, problem, row_with_functions(problem, family, 2, 64)),
         f"modified weights bf16 head_dim 64 {name}",
         spill_budget=_WEIGHT_SPILLS.get((family, 64, f"modified {name}"), 0),
         exhaustive=form != "columns",

@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.attention.arguments import TokenStrides
 from flashtile.backends.portable.tiles import head_of, store_tile

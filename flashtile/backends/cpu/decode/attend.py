@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split, visible_keys
-from flashtile.backends.cpu.decode.tokens import lengths_of, pages_of, tokens_of_pages, tokens_of_row
-from flashtile.problems.decode import CacheTensors, DecodeProblem
+from flashtile.backends.cpu.decode.cache import lengths_of, pages_of, tokens_of_pages, tokens_of_row
+from flashtile.problems.decode import CacheTensors, CombineProblem, DecodeProblem
 
 BLOCK_ROWS = 256
 TILE_ELEMENTS = 1 << 18
@@ -235,3 +235,24 @@ class _Sequence:
         mask = self.tree[rows.start : rows.stop, start - self.offset : keys.stop - self.offset]
         hidden[:, start - keys.start :] = ~mask
         return hidden
+
+
+def combine(
+    problem: CombineProblem | DecodeProblem, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
+) -> tuple[Tensor, Tensor]:
+    """Return out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen); parts are added in order."""
+    lse_partial = lse_partial.masked_fill(lse_partial == torch.inf, -torch.inf)
+    largest = lse_partial.amax(0)
+    empty = largest == -torch.inf
+    largest = largest.masked_fill(empty, 0.0)
+    total = torch.zeros_like(largest)
+    out = torch.zeros(out_partial.shape[1:], dtype=lse_partial.dtype)
+    for out_part, lse_part in zip(out_partial, lse_partial, strict=True):
+        weight = torch.exp(lse_part - largest)
+        total += weight
+        # Where a part has no key, its out is not written and may hold NaN, which a weight of 0 would keep.
+        part = out_part.to(out.dtype).masked_fill((lse_part == -torch.inf).unsqueeze(-1), 0.0)
+        out.addcmul_(part, weight.unsqueeze(-1))
+    out /= total.masked_fill(empty, 1.0).unsqueeze(-1)
+    lse = (largest + total.log()).masked_fill(empty, -torch.inf)
+    return out.to(problem.out_dtype), lse.transpose(1, 2).contiguous().detach()

@@ -50,7 +50,7 @@ class AttentionVariant:
     SEQUENCES_FIRST: bool = False
     """Whether programs of one head are consecutive over the batch, which shares that head's bias."""
     SCORE_MOD: Any = None
-    """``score_mod`` as a ``@triton.jit`` function (``mods.functions``). MASK_MOD is ``mask_mod``;
+    """``score_mod`` as a ``@triton.jit`` function (:mod:`functions`). MASK_MOD is ``mask_mod``;
     ADD_GRADIENTS adds to the gradients of the tensors that ``score_mod`` reads."""
     MASK_MOD: Any = None
     ADD_GRADIENTS: Any = None
@@ -74,7 +74,8 @@ OPTIONAL = (*OptionalTensors._fields, "key_bounds", "captured", "lists")
 """Optional pointers that all kernels take after their own; None where a call does not use one.
 
 ``key_bounds`` [batch, 2] holds the first key that padding leaves each sequence, and the end of its last.
-``captured`` holds the tensors that a user's functions read, ``lists`` the block mask (``mods.arguments``).
+``captured`` holds the tensors that a user's functions read, ``lists`` the block mask: see
+:mod:`function_pointers`.
 """
 
 

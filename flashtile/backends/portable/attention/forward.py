@@ -29,8 +29,7 @@ from flashtile.backends.portable.attention.scores import (
     modify_scores,
     seen_cells,
 )
-from flashtile.backends.portable.softmax import sink_step, softmax_step
-from flashtile.backends.portable.tiles import result_bases, store_tile
+from flashtile.backends.portable.tiles import result_bases, sink_step, softmax_step, store_tile
 
 ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse")
 

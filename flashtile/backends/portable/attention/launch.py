@@ -11,8 +11,7 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.launch import allocator, has_score_mod, outer_stride, padded
+from flashtile.backends.common.launch import KernelConfig, allocator, has_score_mod, outer_stride, padded
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
@@ -27,15 +26,15 @@ from flashtile.backends.portable.attention.backward_dbias import BiasSizes, Dbia
 from flashtile.backends.portable.attention.backward_dkdv import DkdvPointers, dkdv_kernel
 from flashtile.backends.portable.attention.backward_dq import DqPointers, dq_kernel
 from flashtile.backends.portable.attention.forward import ForwardPointers, forward_kernel
-from flashtile.backends.portable.config import Config, dbias_tile
-from flashtile.backends.portable.key_bounds import KeyBounds
-from flashtile.backends.portable.mods.functions import gradient_function
-from flashtile.backends.portable.mods.launch import (
+from flashtile.backends.portable.attention.function_pointers import (
     FunctionPointers,
     captured_of,
     with_functions,
     zero_gradients,
 )
+from flashtile.backends.portable.attention.functions import gradient_function
+from flashtile.backends.portable.config import Config, dbias_tile
+from flashtile.backends.portable.key_bounds import KeyBounds
 from flashtile.dropout import is_fine, keep_share, threshold
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED

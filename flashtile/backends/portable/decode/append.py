@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.portable.decode.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.portable.decode.results import store_rows
 
 

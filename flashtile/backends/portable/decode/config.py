@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.backends.portable.config import family, precision_of
 from flashtile.problems.decode import DecodeProblem
 

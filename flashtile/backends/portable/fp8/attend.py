@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.common.e4m3 import decode_number, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import LN_2, LOG2_E, sequence
-from flashtile.backends.portable.decode.e4m3 import decode_number, encode_bits
 from flashtile.backends.portable.fp8.quantize import key_of_column
-from flashtile.backends.portable.softmax import sink_step
 from flashtile.backends.portable.tiles import (
     apply_score_mod,
     block_range,
     load_slope,
     result_bases,
     row_block,
+    sink_step,
     store_tile,
     used_length,
     visible,

@@ -13,8 +13,7 @@ from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.portable.compile_cases import inputs_of
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
-from flashtile.backends.portable.fp8 import config as configurations
-from flashtile.backends.portable.fp8.launch import Fp8AttendLaunch
+from flashtile.backends.portable.fp8.launch import HEAD_DIMS, Fp8AttendLaunch, row
 from flashtile.backends.portable.fp8.quantize_launch import QuantizeLaunch, spill_budget
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, QuantizeTensors
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, QUERY_BLOCK, num_blocks, num_blocks_varlen
@@ -71,7 +70,7 @@ _FEATURES = replace(
     sink=True,
 )
 _ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
-    "full": (_PLAIN, configurations.HEAD_DIMS),
+    "full": (_PLAIN, HEAD_DIMS),
     "rows causal": (replace(_PLAIN, v_transposed=False, block_scales=False, window_right=0), (64,)),
     "features": (_FEATURES, (32,)),
 }
@@ -91,7 +90,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
             yield case_of(launched, case, spill_budget=budget, tensor_cores=False)
     for name, (any_problem, head_dims) in _ATTENDED.items():
         for head_dim in head_dims:
-            config = configurations.row(native, head_dim)
+            config = row(native, head_dim)
             problem = replace(any_problem, head_dim=head_dim, head_dim_v=head_dim)
             (launched,) = launches_of(
                 capability, partial(Fp8AttendLaunch(problem, config), *_attended(problem))

@@ -5,7 +5,7 @@ FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3: a scale for 
 spreads outliers over all columns and leaves q k^T as it is ("incoherent processing").
 
 One program owns one block of one head. Every sum of the transform has one order and nothing is fused, so that
-the result is the same to the bit as that of :mod:`flashtile.reference.fp8_emulation`.
+the result is the same to the bit as that of :mod:`flashtile.reference.fp8`.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import sequence
-from flashtile.backends.portable.decode.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.portable.tiles import used_length
 from flashtile.problems import fp8_layout
 

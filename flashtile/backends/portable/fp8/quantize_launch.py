@@ -23,8 +23,7 @@ from flashtile.backends.portable.fp8.quantize import (
     quantize_kernel,
 )
 from flashtile.problems.fp8 import QuantizeProblem, QuantizeTensors
-from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
-from flashtile.problems.hadamard import normalizer
+from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST, hadamard_normalizer
 
 ELEMENTS_PER_THREAD = 32
 """Elements of a tile that a thread holds in registers."""
@@ -128,7 +127,7 @@ class QuantizeLaunch:
             seed=problem.seed or 0,
             rotary_offset=problem.rotary_offset,
             rotary_rows=1 if tensors.rotary_cos is None else tensors.rotary_cos.shape[0],
-            normalizer=normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
+            normalizer=hadamard_normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
         )
         scalars = (strides, lengths, QuantizeScaleStrides(*scale_strides), numbers)
         passes = (ONE_PASS,) if problem.method == "block" else (LARGEST_ONLY, LARGEST_GIVEN)

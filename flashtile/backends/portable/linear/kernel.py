@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.dependent_launch import launch_dependents, prefetch, wait_for_dependencies
-from flashtile.backends.common.e4m3 import to_bfloat16
+from flashtile.backends.common.e4m3 import decode_number, to_bfloat16
 from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.linear_ends import (
     PLAIN,
@@ -27,7 +27,6 @@ from flashtile.backends.common.linear_ends import (
     store_scaled,
     store_sums,
 )
-from flashtile.backends.portable.decode.e4m3 import decode_number
 from flashtile.problems import linear as problem
 
 SCALE_BLOCK = tl.constexpr(problem.SCALE_BLOCK)

@@ -19,7 +19,7 @@ from flashtile.checks.arguments import (
 )
 from flashtile.checks.conversions import as_int, as_offsets, check_flag
 from flashtile.problems.common import MAX_LENGTH
-from flashtile.reference.rotary import turn
+from flashtile.reference.decode import turn
 
 __all__ = [
     "RotaryEmbedding",

@@ -1,4 +1,4 @@
-"""FlashAttention-3's FP8 forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
+"""FP8 on the CPU: FlashAttention-3's forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
 
 Products are of e4m3 numbers, summed in float32; probabilities are rounded to e4m3 times 2**8. Where scales
 are of blocks, the accumulator is kept in units of the current block's scale of v, so that P needs none.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
 from flashtile.problems.attention import OptionalTensors
 from flashtile.problems.common import LOG2_E
-from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
+from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, Scales
 from flashtile.problems.fp8_layout import (
     E4M3,
     KEY_BLOCK,
@@ -27,6 +28,30 @@ from flashtile.problems.fp8_layout import (
     key_order,
     num_blocks,
 )
+from flashtile.reference import fp8 as reference
+
+
+def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str | None:
+    """Why this backend does not serve the problem; None if it does."""
+    if problem.device.type != "cpu":
+        return f"it computes on the CPU, the tensors are on {problem.device}"
+    return None
+
+
+def configure_fp8_attend(problem: Fp8Problem | QuantizeProblem) -> str:
+    return "emulated in float32"
+
+
+configure_fp8_quantize = configure_fp8_attend
+
+
+def prepare_fp8_attend(problem: Fp8Problem, config: str) -> Any:
+    return partial(attend, problem)
+
+
+def prepare_fp8_quantize(problem: QuantizeProblem, config: str) -> Any:
+    return partial(reference.quantize, problem)
+
 
 BLOCK_M = 512
 LN_2 = math.log(2)

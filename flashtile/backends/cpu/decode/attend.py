@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split, visible_keys
+from flashtile.backends.cpu.blocks import hidden_keys, split, visible_keys
 from flashtile.backends.cpu.decode.cache import lengths_of, pages_of, tokens_of_pages, tokens_of_row
 from flashtile.problems.decode import CacheTensors, CombineProblem, DecodeProblem
 
@@ -209,22 +209,13 @@ class _Sequence:
         distance = torch.arange(keys.start, keys.stop) - own[:, None]
         if self.slopes is not None:
             by_head.sub_(self.slopes.to(self.dtype)[:, None, None] * distance.abs())
-        hidden = self._hidden(distance, rows, keys)
+        if self.tree is None:
+            hidden = hidden_keys(distance, self.problem.window_left, self.problem.window_right)
+        else:
+            hidden = self._hidden_by_tree(rows, keys)
         if hidden is not None:
             by_head.masked_fill_(hidden, -torch.inf)
         return scores
-
-    def _hidden(self, distance: Tensor, rows: range, keys: range) -> Tensor | None:
-        """(rows, keys) bool, None if every row sees every key."""
-        left, right = self.problem.window_left, self.problem.window_right
-        if self.tree is not None:
-            return self._hidden_by_tree(rows, keys)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if left >= 0:
-            hidden |= distance < -left
-        if right >= 0:
-            hidden |= distance > right
-        return hidden if left >= 0 or right >= 0 else None
 
     def _hidden_by_tree(self, rows: range, keys: range) -> Tensor | None:
         start = max(keys.start, self.offset)  # the first key of this tile that belongs to the tree

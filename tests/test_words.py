@@ -19,7 +19,7 @@ MISUSED = re.compile(
     re.IGNORECASE,
 )
 """Words that made programs persons, or riddles of sentences, in every use that was found."""
-MISUSED_TO_DO = ("backends/common/", "backends/hopper/", "backends/portable/", "learn/algorithms/", "op/")
+MISUSED_TO_DO = ("backends/hopper/", "learn/algorithms/")
 """Rooms whose lines still hold a misused word."""
 MAX_COLUMNS = 120
 LONG_TO_DO = (

@@ -25,7 +25,7 @@ from flashtile.backends.portable.config import (
     Config,
     dbias_tile,
     family_of_capability,
-    for_cells,
+    for_general_masks,
     row_for,
     row_with_functions,
 )
@@ -87,9 +87,9 @@ _WITH_FUNCTIONS = {
 _FORMS = (("full", 0), ("columns", 0), ("top", 8), ("top", 128))
 """Forms of attention weights, and how many weights of a row are kept."""
 
-_WITH_CELLS = (("hopper", 2, 64), ("hopper", 2, 128))
+_WITH_GENERAL_MASKS = (("hopper", 2, 64), ("hopper", 2, 128))
 """Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
-_CELL_SPILLS = {
+_GENERAL_MASK_SPILLS = {
     "dkdv bf16 head_dim 64 dropout": 168,
     "dkdv bf16 head_dim 128 masks": 92,
     "dkdv bf16 head_dim 128 bias": 300,
@@ -220,11 +220,11 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
             for variant, any_problem in _VARIANTS.items():
                 problem = _sized(any_problem, dtype, head_dim)
                 needs_general_mask = problem.needs_general_mask is not None
-                if needs_general_mask and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
+                if needs_general_mask and (table_family, element_bytes, head_dim) not in _WITH_GENERAL_MASKS:
                     continue
                 config = row_for(capability, element_bytes, padded(head_dim), windowed=variant != "full")
                 if needs_general_mask:
-                    config = for_cells(config)
+                    config = for_general_masks(config)
                 for name, launched, tile in _kernels(capability, problem, config):
                     case = f"{name} {dtype} head_dim {head_dim}"
                     if tile is None:
@@ -236,7 +236,7 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
                     yield case_of(
                         launched,
                         case,
-                        spill_budget=_CELL_SPILLS.get(case, 0) if needs_general_mask else budget,
+                        spill_budget=_GENERAL_MASK_SPILLS.get(case, 0) if needs_general_mask else budget,
                         tensor_cores=element_bytes == 2 or config.precision != "ieee",
                         exhaustive=head_dim > 256,
                     )
@@ -269,7 +269,7 @@ def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator
     telling = form == "columns" or (family == "hopper" and top == 8)
     for head_dim in (64, 128):
         problem = _with_form(_sized(replace(PLAIN, **_FEATURES), "bf16", head_dim), form, top)
-        config = for_cells(row_for(capability, 2, head_dim, windowed=True))
+        config = for_general_masks(row_for(capability, 2, head_dim, windowed=True))
         yield case_of(
             _weights_launch(capability, problem, config),
             f"weights bf16 head_dim {head_dim} {name}",

@@ -177,15 +177,15 @@ SCORES_A_THREAD = 32
 """Most scores per thread that leave registers for masks, biases and dropout, by spills and not by time."""
 
 
-_DQ_FOR_CELLS = {K(128, 64, 4, 3, 16, 232): K(64, 32, 4, 3), K(128, 64, 8, 3): K(128, 64, 8, 3)}
+_DQ_FOR_GENERAL_MASKS = {K(128, 64, 4, 3, 16, 232): K(64, 32, 4, 3), K(128, 64, 8, 3): K(128, 64, 8, 3)}
 """Hopper's tiles of dq at head_dim 64 and 128 -> the fastest ones with dropout and with a bias."""
 
 
-def for_cells(config: Config) -> Config:
+def for_general_masks(config: Config) -> Config:
     """Adapt ``config`` to masks, biases and dropout, which need additional registers and shared memory."""
     dq = config.dq
-    if dq in _DQ_FOR_CELLS:
-        return replace(config, dq=_DQ_FOR_CELLS[dq])
+    if dq in _DQ_FOR_GENERAL_MASKS:
+        return replace(config, dq=_DQ_FOR_GENERAL_MASKS[dq])
     if SCORES_A_THREAD * 32 * dq.num_warps < dq.BLOCK_M * dq.BLOCK_N:
         dq = replace(dq, num_warps=min(2 * dq.num_warps, 8))
     return replace(config, dq=replace(dq, num_stages=max(dq.num_stages - 1, 1)))
@@ -235,4 +235,4 @@ def choose(problem: Problem) -> Config:
     config = row_for(
         capability(problem.device), problem.dtype.itemsize, width, windowed or needs_general_mask
     )
-    return for_cells(config) if needs_general_mask else config
+    return for_general_masks(config) if needs_general_mask else config

@@ -75,8 +75,8 @@ def with_functions(
         variant,
         EVEN_M=problem.seqlen_q % size_q == 0,
         EVEN_N=problem.seqlen_k % size_kv == 0,
-        OWN=size_kv if owns_keys else size_q,
-        PARTS=size_q // config.BLOCK_M if owns_keys else size_kv // config.BLOCK_N,
+        MASK_BLOCK=size_kv if owns_keys else size_q,
+        TILES_PER_MASK_BLOCK=size_q // config.BLOCK_M if owns_keys else size_kv // config.BLOCK_N,
     )
     return replace(variant, FULL=replace(variant, MASK_MOD=None))
 

@@ -39,7 +39,7 @@ from flashtile.problems.masks import MAX_SIZES, Mods
 
 @triton.jit
 def element(index, size):
-    """Within a dimension whatever ``index`` says; a negative one counts from the end."""
+    """Clamp ``index`` to a dimension of ``size``; a negative index counts from the end."""
     index = tl.where(index < 0, index + size, index)
     return tl.minimum(tl.maximum(index, 0), size - 1)
 
@@ -282,7 +282,10 @@ class _Writer:
         return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]
 
     def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> str:
-        """To an element, of the tensor whatever the indices say. Negative ones count from the end."""
+        """Return the text of a pointer to an element.
+
+        Indices are clamped to the tensor; negative ones count from the end.
+        """
         pointer = base
         sizes = [f"captured.size_{self.first_size[tensor] + i}" for i in range(len(indices))]
         for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import padded, token_strides
 from flashtile.backends.portable.fp8.quantize import (
     LARGEST_GIVEN,
     LARGEST_ONLY,
@@ -116,12 +116,7 @@ class QuantizeLaunch:
             "head": (heads, 1),
             "block": (0 if problem.varlen else heads * blocks, blocks),
         }[problem.method]
-        strides = QuantizeStrides(
-            x_stride_b=0 if problem.varlen else x.stride(0),
-            x_stride_s=x.stride(-3),
-            x_stride_h=x.stride(-2),
-            columns=blocks * problem.rows,
-        )
+        strides = QuantizeStrides(token_strides(x), columns=blocks * problem.rows)
         lengths = QuantizeLengths(heads, problem.seqlen, problem.total)
         numbers = QuantizeNumbers(
             seed=problem.seed or 0,

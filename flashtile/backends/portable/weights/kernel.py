@@ -17,7 +17,7 @@ from flashtile.backends.portable.attention.program import (
     walk,
     walked_block,
 )
-from flashtile.backends.portable.attention.scores import cells_of, modify_scores, seen_cells
+from flashtile.backends.portable.attention.scores import modify_scores, score_indices, visible_scores
 from flashtile.backends.portable.tiles import row_block
 
 
@@ -29,14 +29,14 @@ def load_shifts(lse, rows, length):
 
 
 @triton.jit
-def probabilities(scores, shifts, cells, sequence, block, call, C: tl.constexpr):
+def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
     """Return (probabilities [BLOCK_M, BLOCK_N] from raw products, which of them belong to visible keys)."""
     if C.HAS_SCORE_MOD:
-        scores, _ = modify_scores(scores, cells, block, call, C)
+        scores, _ = modify_scores(scores, at, block, call, C)
     else:
         scores = scores * call.numbers.scale_log2
-    seen = seen_cells(cells, call, C) & (scores != -float("inf"))
-    seen = seen & (cells.rows < sequence.len_q) & (cells.keys < sequence.len_k)
+    seen = visible_scores(at, call, C) & (scores != -float("inf"))
+    seen = seen & (at.rows < sequence.len_q) & (at.keys < sequence.len_k)
     return tl.where(seen, tl.exp2(scores - shifts[:, None]), 0.0), seen
 
 
@@ -76,8 +76,10 @@ def weigh_keys(
         start = walked_block(listed, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        cells = cells_of(block, block.start + tl.arange(0, C.BLOCK_M), start + tl.arange(0, C.BLOCK_N), False)
-        p, seen = probabilities(scores, shifts, cells, sequence, block, call, C)
+        at = score_indices(
+            block, block.start + tl.arange(0, C.BLOCK_M), start + tl.arange(0, C.BLOCK_N), False
+        )
+        p, seen = probabilities(scores, shifts, at, sequence, block, call, C)
         if C.FORM == "top":
             best = join_top(best, p, seen, start, C)
         else:
@@ -100,8 +102,10 @@ def sum_rows(
         q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
         shifts = load_shifts(lse, start + tl.arange(0, C.BLOCK_M), q.length)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
-        cells = cells_of(block, start + tl.arange(0, C.BLOCK_M), block.start + tl.arange(0, C.BLOCK_N), False)
-        p, _ = probabilities(scores, shifts, cells, sequence, block, call, C)
+        at = score_indices(
+            block, start + tl.arange(0, C.BLOCK_M), block.start + tl.arange(0, C.BLOCK_N), False
+        )
+        p, _ = probabilities(scores, shifts, at, sequence, block, call, C)
         sums += tl.sum(p, 0)
     return sums
 

@@ -45,7 +45,7 @@ def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
 def constants_of(problem: WeightsProblem) -> dict[str, Any]:
     """Constants other than those of attention itself. All blocks take a mask, in one run."""
     block_top = padded(problem.top) if problem.top else 0
-    return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "HIDES": True}
+    return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "MASKS_EVERY_BLOCK": True}
 
 
 class WeightsLaunch:

@@ -24,8 +24,7 @@ import torch
 import typer
 from torch import Tensor
 
-from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.backends.portable import config as attention_config
 from flashtile.backends.portable.decode import config as decode_config
 from flashtile.hardware import timing

@@ -39,8 +39,8 @@ _COARSE = 2**8
 _NEAR = 0.02
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-_SMALL_MULTIPLIER = 0xD256D193
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+SMALL_MULTIPLIER = 0xD256D193
 
 
 def draw_state(q: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
         # int64 keeps the low 64 bits of a product, which are all bits of the unsigned product.
         a, b = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (b >> 32) & _WORD ^ c1 ^ k0, b & _WORD, (a >> 32) & _WORD ^ c3 ^ k1, a & _WORD
-        k0, k1 = k0 + _KEY_STEPS[0] & _WORD, k1 + _KEY_STEPS[1] & _WORD
+        k0, k1 = k0 + KEY_STEPS[0] & _WORD, k1 + KEY_STEPS[1] & _WORD
     return list(torch.broadcast_tensors(c0, c1, c2, c3))
 
 
@@ -100,10 +100,10 @@ def small_philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     """Philox-2x32-7: return two words, int64 from 0 to 2^32 - 1."""
     c0, c1 = counter
     for _ in range(7):
-        product = c0 * _SMALL_MULTIPLIER
+        product = c0 * SMALL_MULTIPLIER
         # Bits of c1 above the low 32 are cleared with those of the next c0, and at the end.
         c0, c1 = ((product >> 32) ^ c1).bitwise_xor_(key).bitwise_and_(_WORD), product
-        key = key + _KEY_STEPS[0] & _WORD
+        key = key + KEY_STEPS[0] & _WORD
     return c0, c1 & _WORD
 
 

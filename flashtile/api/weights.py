@@ -25,7 +25,7 @@ from flashtile.checks.conversions import (
     with_unit_stride,
 )
 from flashtile.op.operation import Operation
-from flashtile.op.schema import extended
+from flashtile.op.registry import extended
 from flashtile.operators import functions as of_functions
 from flashtile.operators.functions import FURTHER_DEFAULTS, FURTHER_OPTIONS, ModifiedExtras
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, WeightsProblem

@@ -19,7 +19,7 @@ from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
 from flashtile.engine.weights import Shard, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
-from flashtile.reference.rotary import rotate
+from flashtile.reference.decode import rotate
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64

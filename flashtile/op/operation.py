@@ -31,8 +31,7 @@ from flashtile.op.refusals import (
     transforming,
     without_backward,
 )
-from flashtile.op.registry import define, implement, register_autograd, register_fake
-from flashtile.op.schema import schema
+from flashtile.op.registry import define, implement, register_autograd, register_fake, schema
 from flashtile.op.selection import select
 
 Tensors = tuple[Any, ...]

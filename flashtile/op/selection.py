@@ -120,7 +120,7 @@ def choose(operation: Served, problem: Any, backend: str | None = None) -> Choic
         if reason is not None:
             reasons[name] = reason
         elif backend is not None and name != backend:
-            reasons[name] = f"it could serve the call, but backend={backend!r} was asked for"
+            reasons[name] = f"it could serve the call, but backend={backend!r} was requested"
         elif chosen is not None:
             reasons[name] = f"it could serve the call, but {chosen} comes first"
         else:

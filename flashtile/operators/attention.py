@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.op.flops import backward_flops, count_scores, forward_flops
 from flashtile.op.into import Into, Result
-from flashtile.op.observers import tell_observers
+from flashtile.op.observers import backward_flops, count_scores, forward_flops, tell_observers
 from flashtile.op.operation import Operation, is_plain, signatures
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
 from flashtile.op.registry import register_autograd

@@ -18,8 +18,8 @@ from flashtile.checks.decode import (
     check_own_memory,
 )
 from flashtile.checks.values import check_append_values, check_copy_values, check_decode_values
-from flashtile.op.flops import forward_flops, has_data, lengths_of
 from flashtile.op.into import Into, Result
+from flashtile.op.observers import forward_flops, has_data, lengths_of
 from flashtile.op.operation import (
     CACHE_BYTES,
     SIGNATURE_BYTES,

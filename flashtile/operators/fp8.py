@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.checks.fp8 import check_attend, check_attend_values, check_quantize, check_quantize_values
-from flashtile.op.flops import count_scores, forward_flops
+from flashtile.op.observers import count_scores, forward_flops
 from flashtile.op.operation import Operation
 from flashtile.problems.fp8 import (
     AttendOptions,

@@ -19,7 +19,7 @@ from flashtile.masks.block_mask import BACKWARD_LISTS, LISTS
 from flashtile.masks.evaluate import evaluate
 from flashtile.masks.tracing import Trace
 from flashtile.op.operation import PLAIN_TYPES, signatures
-from flashtile.op.schema import extended
+from flashtile.op.registry import extended
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, Problem
 from flashtile.problems.mask_program import parse
 from flashtile.problems.mask_ranges import positions_of

@@ -95,11 +95,11 @@ def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor,
 
 
 def _met(ranks: Ranks, capacity: int, head_dim: int, device: torch.device) -> tuple[Shared, Any]:
-    from flashtile.backends.portable.exchange import exchange_variant, words_of
+    from flashtile.backends.portable.exchange import exchange_variant, memory_words
 
     variant = exchange_variant(ranks.size, capacity, head_dim)
     try:
-        memories, kept = mapped_memory(-(-words_of(variant) // 2), ranks.group, device)
+        memories, kept = mapped_memory(-(-memory_words(variant) // 2), ranks.group, device)
     except (ImportError, RuntimeError) as error:
         raise NotImplementedError(
             "merge='symmetric' needs GPUs that reach each other's memory, and a torch that maps it "

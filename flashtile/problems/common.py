@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 UNLIMITED = -1
 """A window side without a limit (FlashAttention's convention)."""
 
-LOG2_E = math.log2(math.e)
+LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 
 MAX_HEAD_DIM = 576
 """Largest head size: the 512 latent and 64 rotary columns of multi-head latent attention."""

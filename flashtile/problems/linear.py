@@ -104,7 +104,7 @@ class Heads:
 class LinearProblem:
     """Description of the product y = epilogue(x_scale norm(x) W^T + bias), with x (M, K) and W (N, K).
 
-    ``end`` is the epilogue:
+    ``epilogue`` is what follows the product:
 
     * PLAIN: y is the result.
     * SWIGLU: the first half of y's columns is the gate, which multiplies the second half.
@@ -119,7 +119,7 @@ class LinearProblem:
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device: Any
-    end: str = PLAIN
+    epilogue: str = PLAIN
     norm: bool = False
     norm_eps: float = 1e-6
     bias: bool = False
@@ -140,7 +140,7 @@ class LinearProblem:
 
         SWIGLU computes one column from two rows of W, and QKV processes two rows together.
         """
-        return self.N if self.end == PLAIN else self.N // 2
+        return self.N if self.epilogue == PLAIN else self.N // 2
 
     @property
     def out_columns(self) -> int:
@@ -157,7 +157,7 @@ class LinearProblem:
     def is_plain(self) -> bool:
         """Whether nothing is fused with the product."""
         fused = self.norm or self.residual or self.x_scale or self.next_norm or self.scales != "none"
-        return self.end == PLAIN and not fused
+        return self.epilogue == PLAIN and not fused
 
     @classmethod
     def from_linear(
@@ -165,7 +165,7 @@ class LinearProblem:
     ) -> LinearProblem:
         """Describe a call that :func:`flashtile.checks.linear.check_linear` has passed."""
         return cls(
-            end=options.activation or PLAIN,
+            epilogue=options.activation or PLAIN,
             residual=tensors.residual is not None,
             **_product(x, weight, tensors, options),
         )
@@ -201,7 +201,7 @@ class LinearProblem:
             num_blocks=num_blocks,
             table_width=0 if table is None else table.shape[1],
         )
-        return cls(end=QKV, heads=heads, **_product(x, weight, tensors, options))
+        return cls(epilogue=QKV, heads=heads, **_product(x, weight, tensors, options))
 
 
 def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from flashtile.problems import fp8_layout as layout
-from flashtile.problems import hadamard
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,8 +77,10 @@ class Quantized:
         x = self._values_in_rows(dtype) * self._scales_in_rows(dtype)
         if self.seed is not None and not transformed:
             columns = x.shape[-1]
-            matrix = hadamard.transform(torch.eye(columns, dtype=torch.float64, device=x.device), self.seed)
-            x = x @ (matrix * hadamard.normalizer(columns)).mT.to(dtype)
+            matrix = layout.hadamard_transform(
+                torch.eye(columns, dtype=torch.float64, device=x.device), self.seed
+            )
+            x = x @ (matrix * layout.hadamard_normalizer(columns)).mT.to(dtype)
         return x if transformed else x[..., : self.shape[-1]]
 
     def _values_in_rows(self, dtype: torch.dtype) -> Tensor:

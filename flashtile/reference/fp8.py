@@ -1,15 +1,113 @@
-"""Standard attention over dequantised FP8 tensors: the reference of FP8 attention."""
+"""The references of FP8: quantisation to the bit of the kernels, and standard attention over its results."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.problems.fp8_layout import E4M3
+from flashtile.problems import fp8_layout as layout
+from flashtile.problems.fp8 import QuantizeProblem, QuantizeTensors
+from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
 from flashtile.problems.quantized import Quantized, sequences
 from flashtile.reference import attention as reference
+from flashtile.reference.decode import rotate
+
+
+class _Sequence(NamedTuple):
+    """One sequence as float32 after rotary embedding and transform, in whole blocks.
+
+    Attributes:
+        b: index of the sequence.
+        start: index of the sequence's first row among all rows; 0 in a dense batch.
+        length: number of rows.
+        blocks: (heads, blocks, rows, columns), zeros after the last row in use.
+    """
+
+    b: int
+    start: int
+    length: int
+    blocks: Tensor
+
+    @property
+    def largest(self) -> Tensor:
+        """Largest finite magnitude of each block, (heads, blocks)."""
+        magnitude = self.blocks.abs()
+        return magnitude.masked_fill(~magnitude.isfinite(), 0.0).amax((-1, -2))
+
+
+def quantize(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
+    """Quantise x, and return (values, scales) in the problem's shapes, with zeros outside of sequences."""
+    values = x.new_zeros(problem.values_shape, dtype=E4M3)
+    scales = x.new_zeros(problem.scales_shape, dtype=torch.float32)
+    sequences = [_prepare(problem, rows, b, start, tensors) for b, start, rows in _rows(x, tensors)]
+    normalizer = layout.hadamard_normalizer(problem.stored_head_dim) if problem.transformed else 1.0
+    if problem.method == "block":
+        for one in sequences:
+            largest = one.largest.clamp_min(SMALLEST_LARGEST)
+            own = scales if problem.varlen else scales[one.b]
+            first = layout.first_block(one.start, one.b, problem.rows) if problem.varlen else 0
+            own[:, first : first + largest.shape[1]] = largest / E4M3_MAX * normalizer
+            _write(problem, values, one, largest)
+        return values, scales
+    for one in sequences:
+        if one.length:
+            own = scales[one.b] if problem.method == "head" else scales[0]
+            largest = one.largest.amax(1)
+            own.copy_(torch.maximum(own, largest if problem.method == "head" else largest.max()))
+    largest = scales.clamp_min(SMALLEST_LARGEST).expand(problem.batch, problem.num_heads)
+    for one in sequences:
+        _write(problem, values, one, largest[one.b][:, None])
+    return values, scales.clamp_min_(SMALLEST_LARGEST).div_(E4M3_MAX).mul_(normalizer)
+
+
+def _rows(x: Tensor, tensors: QuantizeTensors) -> Iterator[tuple[int, int, Tensor]]:
+    """Return (index, first row, rows (length, heads, head_dim)) of each sequence."""
+    if tensors.cu_seqlens is None:
+        return ((b, 0, rows) for b, rows in enumerate(x))
+    offsets = tensors.cu_seqlens.tolist()
+    return ((b, start, x[start:end]) for b, (start, end) in enumerate(pairwise(offsets)))
+
+
+def _prepare(
+    problem: QuantizeProblem, rows: Tensor, b: int, start: int, tensors: QuantizeTensors
+) -> _Sequence:
+    length = rows.shape[0]
+    used = length if tensors.seqused is None else int(tensors.seqused[b])
+    y = rows[:used].float()
+    if tensors.rotary_cos is not None and tensors.rotary_sin is not None:
+        offset = problem.rotary_offset
+        if tensors.rotary_offsets is not None:
+            offset += int(tensors.rotary_offsets[b])
+        last = tensors.rotary_cos.shape[0] - 1
+        positions = torch.arange(offset, offset + used, device=y.device).clamp(0, last)
+        y = rotate(y, tensors.rotary_cos, tensors.rotary_sin, positions, problem.rotary_interleaved)
+    num_blocks = layout.num_blocks(length, problem.rows)
+    blocks = y.new_zeros((num_blocks * problem.rows, problem.num_heads, problem.stored_head_dim))
+    blocks[:used, :, : problem.head_dim] = y
+    if problem.seed is not None:
+        blocks = layout.hadamard_transform(blocks, problem.seed)
+    return _Sequence(b, start, length, blocks.movedim(1, 0).unflatten(1, (num_blocks, problem.rows)))
+
+
+def _write(problem: QuantizeProblem, values: Tensor, one: _Sequence, largest: Tensor) -> None:
+    """Write the e4m3 values of one sequence, given each block's largest magnitude (heads, blocks or 1)."""
+    # Not E4M3_MAX / largest, which torch computes as a product with the reciprocal.
+    inverse = torch.full_like(largest, E4M3_MAX) / largest
+    scaled = one.blocks * inverse[..., None, None]
+    scaled = scaled.masked_fill(~one.blocks.isfinite(), torch.nan).to(E4M3)  # e4m3 has no infinity
+    if problem.role == "v":
+        order = layout.key_order(problem.rows)
+        transposed = scaled[:, :, order].flatten(1, 2).mT  # (heads, head_dim, columns)
+        first = layout.first_block(one.start, one.b, problem.rows) if problem.varlen else 0
+        own = values if problem.varlen else values[one.b]
+        own[..., first * problem.rows : first * problem.rows + transposed.shape[-1]] = transposed
+    else:
+        own = values[one.start : one.start + one.length] if problem.varlen else values[one.b]
+        own.copy_(scaled.flatten(1, 2)[:, : one.length].movedim(0, 1))
 
 
 def attention(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.linear import SCALE_BLOCK, SWIGLU, LinearProblem
-from flashtile.reference.rotary import rotate
+from flashtile.reference.decode import rotate
 
 
 def scaled_weight(weight: Tensor, weight_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -50,9 +50,9 @@ def product(
     return y if bias is None else y + bias.to(dtype)
 
 
-def end(problem: LinearProblem, y: Tensor, residual: Tensor | None) -> Tensor:
+def epilogue(problem: LinearProblem, y: Tensor, residual: Tensor | None) -> Tensor:
     """Apply the epilogue to y (M, N). Appending of keys and values (QKV) is not part of it."""
-    if problem.end == SWIGLU:
+    if problem.epilogue == SWIGLU:
         y = silu_and_mul(y)
     return y if residual is None else y + residual.to(y.dtype)
 

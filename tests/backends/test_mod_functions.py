@@ -11,7 +11,7 @@ from flashtile import masks
 from flashtile.masks.mods import traced
 from flashtile.problems.masks import MAX_SIZES, Mods
 
-functions = pytest.importorskip("flashtile.backends.portable.mods.functions")
+functions = pytest.importorskip("flashtile.backends.portable.attention.functions")
 
 
 def mods_of(kind: str, mod: object) -> tuple[Mods, list[int]]:
@@ -55,8 +55,8 @@ def test_what_a_shift_can_do_stays_in_the_text() -> None:
 
 def test_a_compiled_kernel_gets_addresses_in_its_structures():
     """Triton asks the driver about each tensor that it finds there."""
-    from flashtile.backends.portable.mods.compile_cases import WITH_MODS
-    from flashtile.backends.portable.mods.launch import FunctionPointers, captured_of
+    from flashtile.backends.portable.attention.function_pointers import FunctionPointers, captured_of
+    from flashtile.backends.portable.compile_cases import WITH_MODS
     from flashtile.operators.functions import ModifiedExtras
 
     slopes, counts, indices = torch.rand(8), torch.ones(2, 1, 32), torch.zeros(2, 1, 32, 32)

@@ -10,7 +10,7 @@ import script_runner
 
 pytest.importorskip("triton")
 
-from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.launch import KernelConfig
 from flashtile.tools.bench.gate import Oracle
 from flashtile.tools.bench.inputs import make_inputs
 from flashtile.tools.bench.workloads import select

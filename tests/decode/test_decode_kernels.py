@@ -16,8 +16,8 @@ import triton.language as tl
 import flashtile
 from cases import FP16, FP32
 from decode_cases import CASES, build
+from flashtile.backends.common.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.decode import config, plan, prepare_combine, prepare_copy_blocks
-from flashtile.backends.portable.decode.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, balanced_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel

@@ -13,7 +13,6 @@ from torch import Tensor
 from cases import BF16, FP16
 from flashtile import fp8
 from flashtile.problems import fp8_layout as layout
-from flashtile.problems import hadamard
 from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, KEY_BLOCK, METHODS, QUERY_BLOCK, ROLES
 from targets import INTERPRETING, TARGETS, Target
 
@@ -205,19 +204,21 @@ def test_infinities_become_nan_and_count_for_no_scale() -> None:
 @CPU_ONLY
 @pytest.mark.parametrize("columns", [1, 2, 16, 64, 256])
 def test_the_transform_is_orthogonal_and_seeded(columns: int) -> None:
-    matrix = hadamard.transform(torch.eye(columns, dtype=torch.float64), 7) * hadamard.normalizer(columns)
+    matrix = layout.hadamard_transform(
+        torch.eye(columns, dtype=torch.float64), 7
+    ) * layout.hadamard_normalizer(columns)
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(columns, dtype=torch.float64))
     torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, columns**-0.5))
     if columns > 16:
-        other = hadamard.signs(columns, 8)
-        assert not torch.equal(hadamard.signs(columns, 7), other)
+        other = layout.hadamard_signs(columns, 8)
+        assert not torch.equal(layout.hadamard_signs(columns, 7), other)
         assert abs(other.sum()) < columns / 2
 
 
 @CPU_ONLY
 def test_signs_are_the_same_in_every_release() -> None:
     """Caches that were quantised by an earlier one stay readable."""
-    bits = "".join("-" if sign < 0 else "+" for sign in hadamard.signs(48, 1))
+    bits = "".join("-" if sign < 0 else "+" for sign in layout.hadamard_signs(48, 1))
     assert bits == "---+--+-+++-+-+++---++-+-+++-+-+-++--+---+----++"
 
 

@@ -102,7 +102,7 @@ def interpreted(seed: int = 0, functions: Functions | None = None) -> Iterator[I
     interpreter = Interpreter(seed, functions)
 
     def run(kept: Any, device: torch.device, *tensors: Any) -> None:
-        interpreter.launch(kept._kernel, kept.programs, kept.arguments(tensors), kept._options["num_warps"])
+        interpreter.launch(kept.kernel, kept.programs, kept.arguments(tensors), kept.options["num_warps"])
 
     def prepared(operation: Operation, tensors: Any, beside: Any, options: Any) -> Any:
         operation.check(*tensors, beside, options)

@@ -21,7 +21,7 @@ from flashtile.problems.linear import (
     QkvOptions,
     QkvTensors,
 )
-from flashtile.reference.linear import before_norm, end, product, slots_of, turn
+from flashtile.reference.linear import before_norm, epilogue, product, slots_of, turn
 from flashtile.testing import compare, poisoned_memory, random_tensor
 
 PAGES, PAGE_SIZE, HEADS_KV = 12, 4, 2
@@ -36,7 +36,7 @@ class Call:
     M: int
     N: int
     K: int
-    end: str = "plain"
+    epilogue: str = "plain"
     bias: bool = False
     norm: bool = False
     residual: bool = False
@@ -55,7 +55,7 @@ class Call:
         words += [self.scales] * (self.scales != "none") + [f"rotary{self.rotary_dim}"] * (
             self.rotary_dim > 0
         )
-        return "-".join([f"{self.M}x{self.N}x{self.K}", self.end, *words])
+        return "-".join([f"{self.M}x{self.N}x{self.K}", self.epilogue, *words])
 
 
 CALLS = (
@@ -118,9 +118,9 @@ def make_inputs(call: Call, dtype: torch.dtype, device: str, aligned: bool = Fal
     if call.next_norm:
         given["next_norm_weight"] = vector(N, 10)
     if call.residual:
-        given["residual"] = matrix(M, N if call.end == "plain" else N // 2, 5)
+        given["residual"] = matrix(M, N if call.epilogue == "plain" else N // 2, 5)
     caches: tuple[Tensor, ...] = ()
-    if call.end == QKV:
+    if call.epilogue == QKV:
         storage = torch.full(
             (2, PAGES, PAGE_SIZE, HEADS_KV, call.head_dim + 8), 7.0, dtype=dtype, device=device
         )
@@ -144,23 +144,23 @@ def make_inputs(call: Call, dtype: torch.dtype, device: str, aligned: bool = Fal
 
 
 def run(call: Call, inputs: Inputs, **options: Any) -> Any:
-    if call.end == QKV:
+    if call.epilogue == QKV:
         return linear_qkv(inputs.x, inputs.weight, *inputs.caches, **inputs.given, **options)
     if call.next_norm:
         return linear_before_norm(inputs.x, inputs.weight, **inputs.given, **options)
-    activation = SWIGLU if call.end == SWIGLU else None
+    activation = SWIGLU if call.epilogue == SWIGLU else None
     return linear(inputs.x, inputs.weight, activation=activation, **inputs.given, **options)
 
 
 def describe(call: Call, inputs: Inputs) -> LinearProblem:
     given = {k: v for k, v in inputs.given.items() if k != "rotary_interleaved"}
-    if call.end == QKV:
+    if call.epilogue == QKV:
         options = QkvOptions(rotary_interleaved=call.interleaved)
         return LinearProblem.from_qkv(inputs.x, inputs.weight, *inputs.caches, QkvTensors(**given), options)
     if call.next_norm:
         tensors = BeforeNormTensors(**given)
         return LinearProblem.from_before_norm(inputs.x, inputs.weight, tensors, BeforeNormOptions())
-    options = LinearOptions(None if call.end == "plain" else call.end)
+    options = LinearOptions(None if call.epilogue == "plain" else call.epilogue)
     return LinearProblem.from_linear(inputs.x, inputs.weight, LinearTensors(**given), options)
 
 
@@ -170,8 +170,8 @@ def expected(call: Call, inputs: Inputs, dtype: torch.dtype) -> list[Tensor]:
     given = inputs.given
     parts = (given.get(name) for name in ("bias", "weight_scale", "norm_weight", "x_scale"))
     y = product(problem, inputs.x, inputs.weight, *parts, dtype)
-    if call.end != QKV:
-        return [end(problem, y, given.get("residual"))]
+    if call.epilogue != QKV:
+        return [epilogue(problem, y, given.get("residual"))]
     heads = problem.heads
     q, k, v = y.view(call.M, -1, call.head_dim).split([heads.num_heads_q, HEADS_KV, HEADS_KV], 1)
     angles = [given.get(name) for name in ("rotary_cos", "rotary_sin", "positions")]

@@ -25,8 +25,8 @@ def test_products_are_within_the_error_rule(target, call):
         check(call, dtype, target.device, backend=target.backend)
 
 
-@pytest.mark.parametrize(("splits", "end"), [(1, "silu_and_mul"), (3, "plain")])
-def test_tiles_of_whole_waves_are_within_the_error_rule(target, splits, end, monkeypatch):
+@pytest.mark.parametrize(("splits", "epilogue"), [(1, "silu_and_mul"), (3, "plain")])
+def test_tiles_of_whole_waves_are_within_the_error_rule(target, splits, epilogue, monkeypatch):
     """Tiles of fewer places than they have room for."""
     if target.backend != "portable":
         pytest.skip("the flat product in Triton has them")
@@ -41,7 +41,7 @@ def test_tiles_of_whole_waves_are_within_the_error_rule(target, splits, end, mon
         return config
 
     monkeypatch.setattr(portable, "configure_linear", configure)
-    check(Call(5, 38, 70, end, bias=True, norm=True), torch.float16, target.device, backend="portable")
+    check(Call(5, 38, 70, epilogue, bias=True, norm=True), torch.float16, target.device, backend="portable")
     ((count, places),) = tiles
     assert places % count or places // count not in (16, 32)
 
@@ -112,7 +112,7 @@ def test_compiled_calls_are_the_same():
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
         with torch.no_grad():
             assert torch.equal(compiled(call, inputs), run(call, again))
-            if call.end != "qkv":
+            if call.epilogue != "qkv":
                 call = Call(2, 24, 40, norm=True, next_norm=True)
                 inputs = make_inputs(call, torch.float32, "cpu")
                 assert all(map(torch.equal, compiled(call, inputs), run(call, inputs)))

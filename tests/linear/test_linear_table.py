@@ -122,8 +122,8 @@ def test_fused_ends_are_worth_a_slower_product():
     assert device_name(H200) == "NVIDIA H200"
     row = find("NVIDIA H200", 28672, 4096, "bfloat16", "bfloat16")
     assert kind_of(problem(32), row) == LIBRARY
-    assert kind_of(problem(32, end=SWIGLU, norm=True), row) == FLAT
-    assert kind_of(problem(512, end=SWIGLU, norm=True), row) == LIBRARY
+    assert kind_of(problem(32, epilogue=SWIGLU, norm=True), row) == FLAT
+    assert kind_of(problem(512, epilogue=SWIGLU, norm=True), row) == LIBRARY
     assert choose(problem(512)).kind == LIBRARY
     assert choose(problem(1)).kind == GEMV  # if Hopper's flat product does not serve the call
 
@@ -199,4 +199,4 @@ def test_explain_names_the_row_and_the_share_of_the_floor():
     appended = flashtile.linear.explain(
         flashtile.linear.linear_qkv, x, weight, *caches, slot_mapping=slots, card=find_card("h200")
     )
-    assert (appended.backend, appended.problem.end) == ("hopper", QKV)
+    assert (appended.backend, appended.problem.epilogue) == ("hopper", QKV)

@@ -145,7 +145,7 @@ def test_powers_are_torchs(target: Target) -> None:
 
 def test_a_function_that_stays_finite_needs_no_guard() -> None:
     """Guards cost the kernels registers."""
-    functions = pytest.importorskip("flashtile.backends.portable.mods.functions")
+    functions = pytest.importorskip("flashtile.backends.portable.attention.functions")
     table = torch.zeros(2, 9)
 
     def guards(score_mod: Any) -> tuple[bool, bool]:

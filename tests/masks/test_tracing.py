@@ -287,7 +287,7 @@ def test_tensors_of_both_functions_are_numbered_in_turn() -> None:
 
 def test_generated_functions_are_one_for_each_text() -> None:
     pytest.importorskip("triton")
-    from flashtile.backends.portable.mods.functions import mask_function
+    from flashtile.backends.portable.attention.functions import mask_function
     from flashtile.problems.masks import Mods
 
     text = str(traced("mask_mod", masks.window(3, -1)).program)

@@ -224,7 +224,7 @@ def test_explain_is_three_lines_on_a_card():
     assert summed[2] == "refused: hopper for weights (it has no kernels for weights)"
     assert lines(q, q, q, backend="portable")[1:] == [
         "why: backend='portable' was requested",
-        "refused: hopper (it could serve the call, but backend='portable' was asked for)",
+        "refused: hopper (it could serve the call, but backend='portable' was requested)",
     ]
     cache = q.clone()
     decoding = lines(flashtile.flash_attn_with_kvcache, q[:, :1], q, cache)
@@ -298,7 +298,7 @@ def test_explain_says_which_others_could(backends, tensors):
     assert explanation.backend == "cpu"
     assert explanation.reasons_against == {
         "hopper": "no such card",
-        "portable": "it could serve the call, but backend='cpu' was asked for",
+        "portable": "it could serve the call, but backend='cpu' was requested",
     }
 
 

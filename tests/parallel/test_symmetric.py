@@ -20,14 +20,14 @@ def test_ranks_merge_what_all_have_written(head_dim):
     """Three ranks take turns here. So that none waits for one that comes later, each call is made twice: at
     first all flags are up and results are of no use, and then all is there. What the call before was given
     must stay."""
-    from flashtile.backends.portable.exchange import exchange, exchange_variant, words_of
+    from flashtile.backends.portable.exchange import exchange, exchange_variant, memory_words
 
     torch.manual_seed(0)
     ranks, batch, seqlen, heads = 3, 2, 3, 4
     rows = batch * seqlen * heads
     # Each program has two blocks of rows.
     variant = replace(exchange_variant(ranks, 32, head_dim), PROGRAMS=3, ROWS=4)
-    memory = torch.full((ranks, words_of(variant)), torch.nan)
+    memory = torch.full((ranks, memory_words(variant)), torch.nan)
     flags = memory[:, : 2 * ranks * variant.PROGRAMS].view(torch.int64)
     slots = memory[:, 2 * ranks * variant.PROGRAMS :].view(ranks, 2, ranks, variant.SLOT)
     memories = torch.tensor([part.data_ptr() for part in memory])

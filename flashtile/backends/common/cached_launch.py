@@ -6,16 +6,38 @@ Triton's own launch path binds and specialises every argument on every call (17 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 
 from flashtile.backends import compat
-from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.launch import KernelConfig
 
 NUM_WARPS = 4
 """Default number of warps, for kernels without a configuration."""
+
+
+Launched = tuple["CachedLaunch", tuple]
+"""A launch, and the tensors of its call."""
+_recorded: ContextVar[list[Launched] | None] = ContextVar("recorded_launches", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Launched]]:
+    """Record the launches inside the context that would compile a kernel, instead of launching them.
+
+    With tensors on torch's "meta" device, these are all launches.
+    """
+    launches: list[Launched] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)
 
 
 class CachedLaunch:
@@ -39,17 +61,18 @@ class CachedLaunch:
         pointers: type | None = None,
         **options: Any,
     ) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._views = views
         self._pointers = pointers
         self.programs = grid
         self._grid = (grid, 1, 1)
         self._fixed = (*scalars, *constants)
-        self._options: dict[str, Any] = {"enable_fp_fusion": True}
+        self.options: dict[str, Any] = {"enable_fp_fusion": True}
+        """Options of the compiler and of the launch."""
         if config is None:
-            self._options |= {"num_warps": NUM_WARPS, **options}
+            self.options |= {"num_warps": NUM_WARPS, **options}
         else:
-            self._options |= {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
+            self.options |= {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
         self._run: Any = None
         self._index: int | None = None
         """Index of the device that the kernel was compiled on."""
@@ -67,7 +90,7 @@ class CachedLaunch:
         run, fixed = self._run, self._fixed
         if run is None:
             return None
-        of_scalars = self._kernel.params[-len(fixed) :]
+        of_scalars = self.kernel.params[-len(fixed) :]
         for parameter, before, now in zip(of_scalars, fixed, scalars, strict=False):
             if before is not now and not _compiled_alike(parameter, before, now):
                 return None
@@ -88,7 +111,11 @@ class CachedLaunch:
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
         """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
-        compiled = self._kernel[self._grid](*self.arguments(tensors), **self._options)
+        recorded = _recorded.get()
+        if recorded is not None:
+            recorded.append((self, tensors))
+            return
+        compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
         if compiled is not None:  # None from the interpreter
             # In this order: another thread that sees the one has to see the other.
             self._index = device.index

@@ -1,10 +1,20 @@
-"""The kernels that backends share, for compilation ahead of time."""
+"""Cases of compilation ahead of time from launches, and the cases of the kernels that backends share.
+
+A call with tensors on torch's "meta" device computes nothing. Its launches are recorded, and each says what
+the compiler would be given. So a case cannot differ from the launch that it stands for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from flashtile.backends.common.cached_launch import CachedLaunch, Launched, recording
 from flashtile.backends.common.compile_report import CompileCase, types_of
+from flashtile.backends.common.device import compiling_for
 from flashtile.backends.common.preprocess import (
     NUM_WARPS,
     PreprocessLengths,
@@ -13,6 +23,88 @@ from flashtile.backends.common.preprocess import (
     preprocess_variant,
 )
 from flashtile.problems.attention import Problem
+
+TYPE_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.uint16: "u16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+"""Triton's names of dtypes."""
+_NOT_COMPILED = ("enable_fp_fusion", "launch_pdl")
+"""Options of launches that a case leaves out: a default of the compiler, and one that changes no code."""
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launches_of(capability: tuple[int, int], *calls: Callable[[], Any]) -> list[Launched]:
+    """Return the launches of ``calls`` on a GPU of this compute capability; their tensors are on "meta"."""
+    with compiling_for(capability), recording() as launches:
+        for call in calls:
+            call()
+    return launches
+
+
+def case_of(launched: Launched, name: str, **others: Any) -> CompileCase:
+    """Return what a launch gives the compiler, as a case; ``others`` are its further fields."""
+    launch, tensors = launched
+    options = dict(launch.options)
+    num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages", 3)
+    others = {"options": _compiled_options(options)} | others
+    return CompileCase(
+        name=name, kernel=launch.kernel, **_arguments(launch, tensors), num_warps=num_warps,
+        num_stages=num_stages, **others,
+    )  # fmt: skip
+
+
+def _compiled_options(options: dict[str, Any]) -> dict[str, Any]:
+    fused = options.get("enable_fp_fusion", True)
+    kept = {name: value for name, value in options.items() if name not in _NOT_COMPILED}
+    return kept if fused else kept | {"enable_fp_fusion": False}
+
+
+def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:
+    """Return the arguments of a launch as a case has them: types, constants, multiples of 16."""
+    signature: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    divisible = set()
+    for parameter, value in zip(launch.kernel.params, launch.arguments(tensors), strict=True):
+        if parameter.is_constexpr:
+            constants[parameter.name] = value
+            continue
+        specialized = not parameter.do_not_specialize
+        signature[parameter.name] = _type(value, specialized)
+        multiples = {number % 16 == 0 for number in _integers(value) if number != 1}
+        if specialized and multiples == {True}:
+            divisible.add(parameter.name)
+        elif specialized and len(multiples) == 2:
+            raise ValueError(f"{parameter.name} mixes multiples of 16 with other integers: {value}")
+    return {"signature": signature, "constants": constants, "divisible_by_16": frozenset(divisible)}
+
+
+def _type(value: Any, specialized: bool) -> Any:
+    """Return Triton's type of an argument, or of each field of a structure; a constant stands for itself."""
+    if isinstance(value, tuple):
+        fields = [_type(field, specialized) for field in value]
+        return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
+    if isinstance(value, Tensor):
+        return f"*{TYPE_NAMES[value.dtype]}"
+    if type(value) is int and not (value == 1 and specialized):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32" if type(value) is float else value
+
+
+def _integers(value: Any) -> list[int]:
+    if isinstance(value, tuple):
+        return [number for field in value for number in _integers(field)]
+    return [value] if type(value) is int else []
 
 
 def preprocess_case(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +36,19 @@ class Target:
         return f"{article} {self.name}" if self.hip else f"{article} {self.name} (sm_{major}{minor})"
 
 
+_capability_of_meta: ContextVar[tuple[int, int]] = ContextVar("capability_of_meta", default=(0, 0))
+
+
+@contextlib.contextmanager
+def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
+    """Let tensors on torch's "meta" device stand for tensors on a GPU of this compute capability."""
+    token = _capability_of_meta.set(capability)
+    try:
+        yield
+    finally:
+        _capability_of_meta.reset(token)
+
+
 def is_nvidia(device: torch.device | Target) -> bool:
     """Whether it is a GPU with a compute capability."""
     hip = device.hip if isinstance(device, Target) else torch.version.hip is not None
@@ -40,9 +56,9 @@ def is_nvidia(device: torch.device | Target) -> bool:
 
 
 def capability(device: torch.device | Target) -> tuple[int, int]:
-    """CUDA's compute capability, (major, minor); (0, 0) for what is no NVIDIA GPU."""
+    """CUDA's compute capability, (major, minor); (0, 0) for a device that is not an NVIDIA GPU."""
     if not is_nvidia(device):
-        return 0, 0
+        return _capability_of_meta.get() if device.type == "meta" else (0, 0)
     return device.capability if isinstance(device, Target) else torch.cuda.get_device_capability(device)
 
 

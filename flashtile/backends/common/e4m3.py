@@ -1,7 +1,13 @@
-"""FP8 e4m3 to bfloat16 on GPUs that convert e4m3 (compute capability 8.9 and up)."""
+"""FP8 e4m3 to and from wider numbers, in hardware (compute capability 8.9 and up) or on bits.
+
+GPUs before 8.9 and the interpreter have bits only. e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) has a
+sign, four exponent bits with bias 7, three of mantissa, largest 448, no infinities, NaN 0x7F.
+"""
 
 import triton
 import triton.language as tl
+
+from flashtile.problems import fp8_layout
 
 
 @triton.jit
@@ -29,3 +35,71 @@ def to_bfloat16(w):
         }""",
         "=r,=r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=4,
     )  # fmt: skip
+
+
+E4M3_MAX = tl.constexpr(fp8_layout.E4M3_MAX)
+
+
+@triton.jit
+def decode_bits(bits):
+    """uint8 bits -> float16, exact; NaN becomes 480, which no finite e4m3 is."""
+    wide = bits.to(tl.uint16)
+    # The exponent and mantissa as float16's, whose bias is 15: 2^8 too small, subnormals included.
+    half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+    return half.to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
+def decode_number(bits):
+    """uint8 bits -> float16, exact; NaN as NaN."""
+    half = decode_bits(bits)
+    return tl.where(tl.abs(half) == 480.0, float("nan"), half)
+
+
+@triton.jit
+def split_pairs(pairs, IN_SOFTWARE: tl.constexpr):
+    """uint16, two elements each -> (the low ones, the high ones) in float16, exact.
+
+    Two at a time: the conversion takes two bytes that lie side by side, and a register that a matrix product
+    takes holds two pairs. So it is one permutation and two conversions for four elements, and a tile of pairs
+    lies in shared memory as any of 16 bits does, which the tensor cores' loads can transpose.
+    """
+    if IN_SOFTWARE:
+        return decode_bits(pairs & 0xFF), decode_bits(pairs >> 8)
+    else:
+        low = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes;
+            .reg .b16 low, high;
+            prmt.b32 bytes, $1, 0, 0x3120;
+            mov.b32 {low, high}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            }""",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+        high = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes;
+            .reg .b16 low, high;
+            prmt.b32 bytes, $1, 0, 0x3120;
+            mov.b32 {low, high}, bytes;
+            cvt.rn.f16x2.e4m3x2 $0, high;
+            }""",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+        return low, high
+
+
+@triton.jit
+def encode_bits(x):
+    """float32 within +-448 -> uint8 bits, rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
+    normal = rounded - (120 << 3)  # from bias 127 to 7
+    # Below 2^-6 steps are 2^-9 wide; adding 2^23 rounds to an integer, held in the low bits.
+    steps = magnitude.to(tl.float32, bitcast=True) * 512.0 + 8388608.0
+    subnormal = steps.to(tl.uint32, bitcast=True) & 0xF
+    code = tl.where(magnitude < 0x3C800000, subnormal, normal)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -134,7 +134,7 @@ def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
         metadata = f"{src.name[:150]}.json"
         group = get_cache_manager(name).get_group(metadata) or {}
         return CompiledKernel(src, group, name) if metadata in group else None
-    except Exception:  # of whatever kind: Triton's own way is there, and says what is wrong
+    except Exception:  # of any kind: Triton's own path follows, and reports what is wrong
         return None
 
 

@@ -1,22 +1,60 @@
-"""Numbers that the launches of every backend's kernels are made of."""
+"""Configurations of kernels, and numbers that the launches of every backend's kernels are made of."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.problems.attention import Problem
 
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Tile and launch of one kernel.
+
+    ``spill_budget`` is the number of bytes of register spills that is accepted for plain and causal problems,
+    after measurement. ``features_spill_budget`` is that number with soft-cap, ALiBi, windows and unused keys
+    at once.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int
+    num_stages: int
+    spill_budget: int = 0
+    features_spill_budget: int = 0
+
+
 RAGGED_ROWS = 2**30
 """Rows of a ragged descriptor (``tma.ragged_view``), and the most that a tensor may have."""
 
 
-def padded(head_dim: int) -> int:
-    """The power of two, at least 16, that a tile of ``head_dim`` columns takes."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+class TokenStrides(NamedTuple):
+    """Strides of q, k, v or a cache, in elements. ``batch``: of pages, or 0 for packed sequences."""
+
+    batch: Any
+    token: Any
+    head: Any
+
+
+def token_strides(tensor: Tensor) -> TokenStrides:
+    """Return the strides of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
+    return TokenStrides(tensor.stride(0) if tensor.dim() == 4 else 0, tensor.stride(-3), tensor.stride(-2))
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether Triton loads rows of ``tensor`` asynchronously: 16-byte pointers, strides of 16 elements."""
+    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
+
+
+def padded(head_dim: int, least: int = 16) -> int:
+    """Return the power of two, at least ``least``, that a tile of ``head_dim`` columns takes."""
+    return max(least, 1 << (head_dim - 1).bit_length())
 
 
 def has_score_mod(problem: Problem) -> bool:

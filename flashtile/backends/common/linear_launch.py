@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.common.linear_ends import (
+from flashtile.backends.common.linear_epilogue import (
     PLAIN,
     ROTARY,
     SWIGLU,
-    EndCacheStrides,
-    EndSizes,
-    EndStrides,
+    EpilogueCacheStrides,
+    EpilogueSizes,
+    EpilogueStrides,
     EpilogueVariant,
     ProductPointers,
 )
 from flashtile.problems import linear as kinds
 from flashtile.problems.linear import LinearProblem
 
-ENDS = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: ROTARY.value}
+EPILOGUES = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: ROTARY.value}
 
 
 def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> EpilogueVariant:
@@ -36,7 +36,7 @@ def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> Epilog
             "HAS_SLOTS": heads.table_width == 0,
         }
     return EpilogueVariant(
-        END=ENDS[problem.end],
+        EPILOGUE=EPILOGUES[problem.epilogue],
         NORM=problem.norm if norm is None else norm,
         BIAS=problem.bias,
         RESIDUAL=problem.residual,
@@ -103,17 +103,17 @@ def product_pointers(
     )
 
 
-def end_scalars(
+def epilogue_scalars(
     problem: LinearProblem, given: Any, caches: tuple[Tensor, ...]
-) -> tuple[int, EndStrides, EndCacheStrides, EndSizes]:
+) -> tuple[int, EpilogueStrides, EpilogueCacheStrides, EpilogueSizes]:
     """Return the scalars of an epilogue (places, strides, sizes), which follow those of the product."""
     heads, residual = problem.heads, getattr(given, "residual", None)
     strides = [stride for cache in caches for stride in cache.stride()[:3]] or [0] * 6
     return (
         problem.places,
-        EndStrides(problem.out_columns, 0 if residual is None else residual.stride(0)),
-        EndCacheStrides(*strides),
-        EndSizes(
+        EpilogueStrides(problem.out_columns, 0 if residual is None else residual.stride(0)),
+        EpilogueCacheStrides(*strides),
+        EpilogueSizes(
             problem.M,
             0 if heads is None else heads.num_heads_q,
             0 if heads is None else heads.num_heads_kv,

@@ -132,9 +132,9 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     tl.store(pointers.neg_delta + offset + rows, neg_delta_rows)
     if C.DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
         if b * num_heads_q * (not C.VARLEN) + head < lengths.dq_accum_heads:
-            cells = tl.arange(0, C.BLOCK_M * C.DQ_ACCUM_COLUMNS)
-            zeros = tl.zeros_like(cells).to(tl.float32)
-            tl.store(pointers.dq_accum + offset.to(tl.int64) * C.DQ_ACCUM_COLUMNS + cells, zeros)
+            elements = tl.arange(0, C.BLOCK_M * C.DQ_ACCUM_COLUMNS)
+            zeros = tl.zeros_like(elements).to(tl.float32)
+            tl.store(pointers.dq_accum + offset.to(tl.int64) * C.DQ_ACCUM_COLUMNS + elements, zeros)
     if pointers.sink is not None:
         score = tl.load(pointers.sink + head).to(tl.float32)
         p = tl.exp2((score - tl.where(empty, float("inf"), lse_rows)) * LOG2_E)

@@ -5,13 +5,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from flashtile.problems import common
+
+LOG2_E = tl.constexpr(common.LOG2_E)
+LN_2 = tl.constexpr(common.LN_2)
 
 
 @triton.jit
 def sequence(cu_seqlens, b, seqlen, total, VARLEN: tl.constexpr):
-    """(first row in memory, length) of sequence ``b``; within the tensor whatever ``cu_seqlens`` says."""
+    """Return (first row in memory, length) of sequence ``b``, clamped to the tensor."""
     if VARLEN:
         start = min(max(tl.load(cu_seqlens + b), 0), total)
         end = min(max(tl.load(cu_seqlens + b + 1), start), total)

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from flashtile.backends.cpu import fused, mods, padded, sink, tiled, varlen
+from flashtile.backends.cpu import fused, padded, parts, sink, tiled
 from flashtile.backends.cpu.config import Config, Fused, Tiled
 from flashtile.backends.cpu.config import configure as configure_forward
+from flashtile.backends.cpu.functions import EvaluatedFunctions
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.problems.attention import OptionalTensors, Problem
 
@@ -53,88 +54,65 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
 def _prepare_attend(problem: Problem, config: Config) -> Any:
     """Return a launch that ignores the sink."""
-    if problem.mods is not None:
-        return partial(mods.forward, problem, config.backward_lse)
-    ragged = problem.varlen or problem.seqused_q or problem.seqused_k
-    if padded.covers(problem) and isinstance(config.forward, Fused):
-        of_parts = partial(_forward_part, config.forward), partial(_forward_part, config.backward_lse)
-        return partial(padded.forward, *of_parts, problem)
-    if isinstance(config.forward, Fused) and not ragged:
+
+    def dense(own: Problem, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs) -> Any:
+        chosen = config.backward_lse if optional.masks else config.forward
+        return _module(chosen).forward(own, chosen, q, k, v, optional)
+
+    parts_of = _parts_of(problem, config)
+    if parts_of is not None:
+        return partial(parts.forward, dense, parts_of, problem)
+    if isinstance(config.forward, Fused):
         return fused.prepare_dense_forward(problem, config.forward)
-    dense = partial(_module(config.forward).forward, problem, config.forward)
-    if ragged:
-        return partial(varlen.forward, dense, problem)
-    return lambda q, k, v, extras: dense(q, k, v, OptionalInputs.of(problem, extras))
+    return lambda q, k, v, extras: dense(problem, q, k, v, _optional(problem, extras, None, False))
+
+
+def _optional(problem: Problem, extras: Any, dbias: Tensor | None, with_gradients: bool) -> OptionalInputs:
+    optional = OptionalInputs.of(problem, extras, dbias)
+    if problem.mods is None:
+        return optional
+    return optional._replace(functions=EvaluatedFunctions(problem, extras, with_gradients))
+
+
+def _parts_of(problem: Problem, config: Config) -> Any:
+    """Return the function that splits the call into dense ones; None for a dense call."""
+    if padded.covers(problem) and isinstance(config.forward, Fused):
+        return padded.parts
+    return parts.sequences if problem.varlen or problem.seqused_q or problem.seqused_k else None
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
-    """Return ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``; dlse may be None."""
-    if problem.mods is not None:
-        return partial(_backward_with_functions, problem, config)
+    """Return ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``; dlse may be None.
+
+    With functions, the gradients of the captured tensors follow.
+    """
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_backward(*_widened(problem)), 7)
+    parts_of = _parts_of(problem, config)
 
-    def dense(dout: Tensor, dlse: Tensor | None, *tensors: Any) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = config.backward if dlse is None else config.backward_lse
-        return _module(chosen).backward(problem, chosen, dout, dlse, *tensors)
+    def dense(own: Problem, dout: Tensor, dlse: Tensor | None, *tensors: Any) -> Any:
+        *_, optional = tensors
+        chosen = config.backward if dlse is None and not optional.masks else config.backward_lse
+        return _module(chosen).backward(own, chosen, dout, dlse, *tensors)
 
-    def launch(
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        extras: OptionalTensors,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        bias, dbias = extras.bias, None
+    def launch(dout: Tensor, dlse: Tensor | None, *tensors: Any) -> tuple[Tensor | None, ...]:
+        *_, out, lse, extras = tensors
+        bias, dbias, captured = extras.bias, None, ()
         if problem.bias_grad and bias is not None:
             dbias = bias.new_zeros(bias.shape, dtype=problem.lse_dtype)
-        if padded.covers(problem) and isinstance(config.backward, Fused):
-            chosen = config.backward if dlse is None else config.backward_lse
-            part, fallback = (partial(_backward_part, one) for one in (chosen, config.backward_lse))
-            gradients = padded.backward(
-                part, fallback, problem, dout, dlse, q, k, v, out, lse, extras
-            )  # fmt: skip
-        elif problem.varlen or problem.seqused_q or problem.seqused_k:
-            gradients = varlen.backward(
-                dense, problem, dout, dlse, q, k, v, out, lse, extras, dbias
-            )  # fmt: skip
+        if parts_of is None:
+            optional = _optional(problem, extras, dbias, True)
+            gradients = dense(problem, dout, dlse, *tensors[:-1], optional)
+            captured = () if optional.functions is None else optional.functions.of_captured()
         else:
-            gradients = dense(dout, dlse, q, k, v, out, lse, OptionalInputs.of(problem, extras, dbias))
+            split = parts_of if dbias is None else partial(parts_of, dbias=dbias)
+            gradients = parts.backward(dense, split, problem, dout, dlse, *tensors)
         dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
-        return *gradients, dsink, None if bias is None or dbias is None else dbias.to(bias.dtype)
+        return *gradients, dsink, None if dbias is None else dbias.to(bias.dtype), *captured
 
     return launch
 
 
-def _backward_with_functions(
-    problem: Problem,
-    config: Config,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    extras: Any,
-) -> tuple[Tensor | None, ...]:
-    """Return (dq, dk, dv, dsink, dbias, the gradients of the captured tensors)."""
-    dsink = None if extras.sink is None else sink.gradient(dout, dlse, out, lse, extras.sink)
-    gradients, of_captured = mods.backward(
-        problem, config.backward_lse, dout, dlse, q, k, v, out, lse, extras
-    )
-    return *gradients, dsink, None, *of_captured
-
-
-def _forward_part(config: Fused | Tiled, problem: Problem, *arguments: Any) -> tuple[Tensor, Tensor]:
-    return _module(config).forward(problem, config, *arguments)
-
-
-def _backward_part(config: Fused | Tiled, problem: Problem, *arguments: Any) -> tuple[Tensor, ...]:
-    return _module(config).backward(problem, config, *arguments)
 def _widened(problem: Problem) -> tuple[Problem, Config]:
     wide = replace(problem, dtype=problem.out_dtype)
     return wide, configure_forward(wide)

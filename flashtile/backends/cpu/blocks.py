@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from flashtile.problems.common import UNLIMITED
 
 
@@ -39,6 +42,18 @@ def sees_all(rows: range, keys: range, offset: int, window_left: int, window_rig
     left_free = window_left == UNLIMITED or keys.start >= rows.stop - 1 + offset - window_left
     right_free = window_right == UNLIMITED or keys.stop - 1 <= rows.start + offset + window_right
     return left_free and right_free
+
+
+def hidden_keys(distance: Tensor, window_left: int, window_right: int) -> Tensor | None:
+    """Return which keys the window hides, by their ``distance`` from the row; None without a window."""
+    if window_left == window_right == UNLIMITED:
+        return None
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if window_left != UNLIMITED:
+        hidden |= distance < -window_left
+    if window_right != UNLIMITED:
+        hidden |= distance > window_right
+    return hidden
 
 
 def chunks_of(rows: range, offset: int, attention_chunk: int) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def configure(problem: Problem) -> Config:
     """Return the configuration for ``problem``, whose lengths are those of the longest sequence if varlen."""
     tiled = tiled_config(problem)
     masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
-    masked = masked or (problem.key_padding_mask and not padded.covers(problem))
+    masked = masked or problem.mods is not None or (problem.key_padding_mask and not padded.covers(problem))
     if masked or not _fused_covers(problem):
         return Config(tiled, tiled, tiled)
     return Config(Fused(_forward_dtype(problem)), Fused(_backward_dtype(problem)), tiled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -40,6 +40,8 @@ class OptionalInputs(NamedTuple):
     dbias: Tensor | None = None
     """Accumulator for the gradient of the bias; None if that gradient is not needed."""
     dropout: Dropout | None = None
+    functions: Any = None
+    """:class:`flashtile.backends.cpu.functions.EvaluatedFunctions` of a call with score or mask functions."""
 
     @classmethod
     def of(cls, problem: Problem, extras: OptionalTensors, dbias: Tensor | None = None) -> OptionalInputs:
@@ -57,8 +59,8 @@ class OptionalInputs(NamedTuple):
         own_slopes = slopes if slopes is None or slopes.dim() == 1 else slopes[b]
         masks = tuple(_part(mask, b, seqlen_q, seqlen_k) for mask in self.masks)
         bias, dbias = (
-            None if cells is None else _part(cells, b, seqlen_q, seqlen_k)
-            for cells in (self.bias, self.dbias)
+            None if tensor is None else _part(tensor, b, seqlen_q, seqlen_k)
+            for tensor in (self.bias, self.dbias)
         )
         dropout = self.dropout and self.dropout._replace(first_sequence=b)
         return OptionalInputs(own_slopes, masks, bias, dbias, dropout)
@@ -69,7 +71,7 @@ class OptionalInputs(NamedTuple):
         return self.masks != () or self.bias is not None
 
 
-def _part(cells: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
+def _part(tensor: Tensor, b: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """Return a view of one sequence's part of a mask or bias."""
-    own = cells[b : b + 1] if cells.shape[0] > 1 else cells
-    return own[:, :, : seqlen_q if cells.shape[2] > 1 else 1, :seqlen_k]
+    own = tensor[b : b + 1] if tensor.shape[0] > 1 else tensor
+    return own[:, :, : seqlen_q if tensor.shape[2] > 1 else 1, :seqlen_k]

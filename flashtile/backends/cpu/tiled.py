@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import chunks_of, sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.blocks import chunks_of, hidden_keys, sees_all, split, visible_keys, visible_rows
 from flashtile.backends.cpu.config import Tiled
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.problems.attention import Problem
@@ -51,7 +51,10 @@ def backward(
     optional: OptionalInputs,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), contiguous, from the gradients of out and of lse (None stands for zeros)."""
-    dq, dk, dv = q.new_zeros(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq = q.new_zeros(q.shape)
+    # With functions, several chunks may add to one key.
+    wide = optional.functions is not None
+    dk, dv = (t.new_zeros(t.shape, dtype=problem.lse_dtype if wide else t.dtype) for t in (k, v))
     for chunk in chunks(problem, config, q, k, v, optional):
         dk_chunk, dv_chunk = torch.zeros_like(chunk.k), torch.zeros_like(chunk.v)
         for rows in chunk.row_blocks():
@@ -66,9 +69,9 @@ def backward(
                 minus_lse, minus_delta = (t.masked_fill(empty, 0.0) for t in (minus_lse, minus_delta))
             dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)
             chunk.tokens(dq, rows).copy_(chunk.unfolded(dq_tile, rows))
-        chunk.keys_of(dk).copy_(dk_chunk.view(chunk.keys_of(dk).shape))
-        chunk.keys_of(dv).copy_(dv_chunk.view(chunk.keys_of(dv).shape))
-    return dq, dk, dv
+        chunk.keys_of(dk).add_(dk_chunk.view(chunk.keys_of(dk).shape))
+        chunk.keys_of(dv).add_(dv_chunk.view(chunk.keys_of(dv).shape))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _forward_rows(chunk: Chunk, rows: range) -> tuple[Tensor, Tensor]:
@@ -129,8 +132,9 @@ def _backward_rows(
             torch.bmm(dout, chunk.v[:, block].mT, out=ds)
             torch.addcmul(minus_delta, ds, kept, value=scale, out=ds)
         ds.mul_(p)
+        chunk.through_functions(ds, p, rows, keys)
         if chunk.optional.dbias is not None:
-            dbias = chunk.cells(chunk.optional.dbias, rows, keys)
+            dbias = chunk.broadcast(chunk.optional.dbias, rows, keys)
             dbias += chunk.by_heads(ds, rows, keys).sum_to_size(dbias.shape)
         if chunk.softcap > 0:
             # d tanh(x) = 1 - tanh(x)^2, with the tanh that scores() left behind.
@@ -145,14 +149,15 @@ def chunks(
     problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
 ) -> Iterator[Chunk]:
     """Split the call into chunks of TILE_HEADS (sequence, key/value head) pairs or whole sequences."""
+    if optional.functions is not None:
+        yield from optional.functions.chunks(problem, config, q, k, v, optional)
+        return
     batch, _, heads_kv, _ = k.shape
     sequences = max(1, config.TILE_HEADS // heads_kv)
     heads = min(config.TILE_HEADS, heads_kv)
     for b in split(range(batch), sequences):
         for h in split(range(heads_kv), heads):
-            yield Chunk(
-                problem, config, q, k, v, optional, slice(b.start, b.stop), slice(h.start, h.stop)
-            )
+            yield Chunk(problem, config, q, k, v, optional, slice(b.start, b.stop), slice(h.start, h.stop))
 
 
 class Chunk:
@@ -168,11 +173,13 @@ class Chunk:
         optional: OptionalInputs,
         batch: slice,
         heads_kv: slice,
+        heads_q: slice | None = None,
     ):
-        group = problem.group_size
+        """``heads_q``: one of the query heads of a key/value head, instead of all."""
+        group = problem.group_size if heads_q is None else 1
         self.group = group
         self.batch, self.heads_kv = batch, heads_kv
-        self.heads_q = slice(heads_kv.start * group, heads_kv.stop * group)
+        self.heads_q = heads_q or slice(heads_kv.start * group, heads_kv.stop * group)
         self.softmax_scale, self.softcap = problem.softmax_scale, problem.softcap
         self.window = problem.effective_window(q.shape[1], k.shape[1])
         self.seqlen_q, self.seqlen_k = q.shape[1], k.shape[1]
@@ -192,8 +199,11 @@ class Chunk:
         self.keep_share = 1.0 if optional.dropout is None else optional.dropout.keep_share
         self.buffers: dict[str, Tensor] = {}
 
+    def visible_rows(self) -> range:
+        return visible_rows(self.seqlen_q, self.seqlen_k, *self.window)
+
     def row_blocks(self) -> Iterator[range]:
-        return split(visible_rows(self.seqlen_q, self.seqlen_k, *self.window), self.block_m)
+        return split(self.visible_rows(), self.block_m)
 
     def key_blocks(self, rows: range) -> Iterator[range]:
         keys = visible_keys(rows, self.seqlen_k, self.offset, *self.window)
@@ -237,7 +247,7 @@ class Chunk:
         heads = self.heads_kv.stop - self.heads_kv.start
         return tile.view(-1, heads, self.group, len(rows), len(keys))
 
-    def cells(self, tensor: Tensor, rows: range, keys: range) -> Tensor:
+    def broadcast(self, tensor: Tensor, rows: range, keys: range) -> Tensor:
         """View a tile's part of a mask or bias; the view broadcasts to :meth:`by_heads`."""
         batch, heads, seqlen_q, _ = tensor.shape
         part = tensor[
@@ -250,7 +260,7 @@ class Chunk:
 
     def seen(self, rows: range, keys: range) -> Tensor | None:
         """Return the visible scores of a tile as bool, broadcast to :meth:`by_heads`; None without masks."""
-        parts = [self.cells(mask, rows, keys) for mask in self.optional.masks]
+        parts = [self.broadcast(mask, rows, keys) for mask in self.optional.masks]
         if self.attention_chunk > 0:
             own = torch.arange(rows.start + self.offset, rows.stop + self.offset) // self.attention_chunk
             parts.append(own[:, None] == torch.arange(keys.start, keys.stop) // self.attention_chunk)
@@ -281,30 +291,30 @@ class Chunk:
             torch.baddbmm(added, q, k, alpha=self.softmax_scale, out=tile)
 
         edge = not sees_all(rows, keys, self.offset, *self.window)
+        hidden = None
         if edge or self.minus_slopes is not None:
             distance = self._distance(rows, keys)
-            by_head = tile.view(-1, self.group, len(rows), len(keys))
-            if edge:
-                by_head.masked_fill_(self._hidden(distance), -torch.inf)
+            hidden = hidden_keys(distance, *self.window) if edge else None
             if self.minus_slopes is not None:
+                by_head = tile.view(-1, self.group, len(rows), len(keys))
                 by_head.addcmul_(self.minus_slopes, distance.abs_())
+        by_heads = self.by_heads(tile, rows, keys)
         if self.optional.bias is not None:
-            by_heads = self.by_heads(tile, rows, keys)
-            by_heads += self.cells(self.optional.bias, rows, keys)
+            by_heads += self.broadcast(self.optional.bias, rows, keys)
+        self.modify(tile, rows, keys)
+        if hidden is not None:
+            by_heads.masked_fill_(hidden, -torch.inf)
         if seen is not None:
-            self.by_heads(tile, rows, keys).masked_fill_(~seen, -torch.inf)
+            by_heads.masked_fill_(~seen, -torch.inf)
         return tile
+
+    def modify(self, tile: Tensor, rows: range, keys: range) -> None:
+        """Apply ``score_mod`` to a tile of scores; :meth:`through_functions` differentiates it."""
+
+    def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
+        """Turn ``ds``, the gradient of the scores with probabilities ``p``, into that of their input."""
 
     def _distance(self, rows: range, keys: range) -> Tensor:
         """Return (rows, keys): key position minus the query's own position."""
         own = torch.arange(rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype)
         return torch.arange(keys.start, keys.stop, dtype=self.dtype) - own[:, None]
-
-    def _hidden(self, distance: Tensor) -> Tensor:
-        left, right = self.window
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if left >= 0:
-            hidden |= distance < -left
-        if right >= 0:
-            hidden |= distance > right
-        return hidden

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu import mods, reason_against, tiled
+from flashtile.backends.cpu import reason_against, tiled
 from flashtile.backends.cpu.config import Tiled, tiled_config
+from flashtile.backends.cpu.functions import EvaluatedFunctions
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
-from flashtile.backends.cpu.varlen import sequences, with_batch
+from flashtile.backends.cpu.parts import sequences, with_batch
 from flashtile.problems.attention import WeightsProblem
 
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
@@ -42,23 +43,24 @@ def _launch(
     indices = None
     if problem.form == "top":
         indices = torch.full_like(weights, -1, dtype=torch.int64)
-    if problem.mods is not None:
-        _keep(problem, _modified(problem, config, q, k, lse, extras), weights, indices)
-    elif not (problem.varlen or problem.seqused_q or problem.seqused_k):
-        blocks = _blocks(problem, config, q, k, lse, OptionalInputs.of(problem, extras))
-        _keep(problem, blocks, weights, indices)
+    if not (problem.varlen or problem.seqused_q or problem.seqused_k):
+        optional = OptionalInputs.of(problem, extras)
+        if problem.mods is not None:
+            optional = optional._replace(functions=EvaluatedFunctions(problem, extras, with_gradients=False))
+        _keep(problem, _blocks(problem, config, q, k, lse, optional), weights, indices)
     else:
         q, k, lse = with_batch(problem, q, k, lse)
         kept = [t for t in (weights, indices) if t is not None]
         if problem.form != "full":
             kept = with_batch(problem, *kept)
-        for b, one in sequences(problem, extras):
-            place: tuple[slice, ...] = one.statistics
+        for one in sequences(problem, extras):
+            place: tuple[Any, ...] = one.statistics
             if problem.form == "full":
-                place = (slice(b, b + 1),)
+                place = (slice(one.b, one.b + 1),)
             elif problem.form == "columns":
-                place = (one.keys[0], slice(None), one.keys[1])
-            blocks = _blocks(problem, config, q[one.queries], k[one.keys], lse[one.statistics], one.optional)
+                place = (one.sequences, slice(None), one.keys)
+            own = q[one.queries], one.of_keys(k), lse[one.statistics]
+            blocks = _blocks(problem, config, *own, one.optional)
             _keep(problem, blocks, *(t[place] for t in kept))
     return weights, indices
 
@@ -80,22 +82,6 @@ def _blocks(
 
         for rows in chunk.row_blocks():
             yield _Rows(chunk.batch, chunk.heads_q, rows, tiles(rows))
-
-
-def _modified(
-    problem: WeightsProblem, config: Tiled, q: Tensor, k: Tensor, lse: Tensor, extras: Any
-) -> Iterator[_Rows]:
-    call = mods.Call(problem, config, q, k, k, extras, with_gradients=False)
-
-    def tiles(b: int, heads: range, rows: range) -> Iterator[tuple[range, Tensor]]:
-        own = call.rows_of(q, b, heads, rows)
-        lse_rows = lse[b, heads.start : heads.stop, rows.start : rows.stop, None].to(call.dtype)
-        lse_rows = lse_rows.masked_fill(lse_rows == -torch.inf, 0.0)
-        for tile in call.tiles(b, heads, rows):
-            yield tile.keys, (call.scores(own, tile).scores - lse_rows)[None]
-
-    for b, heads, rows in call.parts():
-        yield _Rows(slice(b, b + 1), slice(heads.start, heads.stop), rows, tiles(b, heads, rows))
 
 
 def _keep(

@@ -14,8 +14,8 @@ from flashtile.backends.common.tma import View
 from flashtile.backends.hopper.modifiers.functions import CapturedTensors
 from flashtile.backends.hopper.tile_table import CHUNK, tile_table_kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.mods.arguments import Lists
-from flashtile.backends.portable.mods.compile_cases import WITH_MODS
+from flashtile.backends.portable.attention.function_pointers import Lists
+from flashtile.backends.portable.compile_cases import WITH_MODS
 from flashtile.problems.attention import Problem
 from flashtile.problems.fp8 import Fp8Problem
 from flashtile.problems.masks import Mods

@@ -59,7 +59,7 @@ def reason_of_device(device: torch.device | Target, computed: set[torch.dtype], 
         if device.type != "cpu":
             return f"Triton's interpreter takes CPU tensors, not tensors on {device}"
         if not explicit:
-            return "Triton's interpreter is used on CPU tensors only when backend='portable' asks for it"
+            return "Triton's interpreter is used on CPU tensors only with backend='portable'"
         if torch.bfloat16 in computed:
             return "Triton's interpreter cannot multiply bfloat16: it takes the bits for integers"
     elif torch.bfloat16 in computed and is_nvidia(device):
@@ -77,10 +77,6 @@ def reason_of_dtypes(dtypes: set[torch.dtype]) -> str | None:
 
 
 def configure_forward(problem: Problem):
-    if problem.mods is not None:
-        from flashtile.backends.portable.mods.config import choose as choose_modified
-
-        return choose_modified(problem)
     from flashtile.backends.portable.config import choose
 
     return choose(problem)

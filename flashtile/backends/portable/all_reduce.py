@@ -48,7 +48,7 @@ class AllReduceVariant:
 
 
 @triton.jit
-def numbers_in(words, like, C: tl.constexpr):
+def unpack_words(words, like, C: tl.constexpr):
     """Unpack each word to (first, second) in float32. The second is meaningful only with PAIRS."""
     if C.PAIRS:
         dtype: tl.constexpr = like.dtype.element_ty
@@ -60,7 +60,7 @@ def numbers_in(words, like, C: tl.constexpr):
 
 
 @triton.jit
-def words_of(first, second, like, C: tl.constexpr):
+def pack_words(first, second, like, C: tl.constexpr):
     """Pack two float32 values into a 32-bit word in the dtype of ``like``; without PAIRS only ``first``."""
     if C.PAIRS:
         dtype: tl.constexpr = like.dtype.element_ty
@@ -133,12 +133,12 @@ def all_reduce_kernel(
             if C.RESULT == FIRST:
                 result = tl.sum(tl.where(source == 0, given, 0), 0)
             else:
-                low, high = numbers_in(given, part, C)
+                low, high = unpack_words(given, part, C)
                 low, high = tl.sum(low, 0), tl.sum(high, 0)
                 if C.RESIDUAL:
-                    low_added, high_added = numbers_in(added, part, C)
+                    low_added, high_added = unpack_words(added, part, C)
                     low, high = low + low_added, high + high_added
-                result = words_of(low, high, part, C)
+                result = pack_words(low, high, part, C)
             tl.store(results + at, result, mask=at < words)
     tl.store(calls + pid, call)
 

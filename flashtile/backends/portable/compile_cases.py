@@ -1,33 +1,39 @@
-"""Every configuration of the portable kernels, for compilation ahead of time (``flashtile inspect``,
-tests)."""
+"""Every configuration of the portable attention kernels, compiled ahead of time by ``flashtile inspect`` and
+tests."""
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flashtile.backends.common import dependent_launch
-from flashtile.backends.common.compile_cases import preprocess_case
-from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
-from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.cached_launch import Launched
+from flashtile.backends.common.compile_cases import case_of, launches_of, meta
+from flashtile.backends.common.compile_report import CompileCase, architecture
 from flashtile.backends.common.launch import padded
-from flashtile.backends.portable import all_reduce, fits, flash1
-from flashtile.backends.portable.attention import backward_dbias, backward_dkdv, backward_dq, forward
-from flashtile.backends.portable.attention.arguments import (
-    AttentionLengths,
-    AttentionNumbers,
-    AttentionStrides,
-    AttentionVariant,
-    CellStrides,
-    PaddingStrides,
-    TokenStrides,
+from flashtile.backends.portable import all_reduce, fits
+from flashtile.backends.portable.attention.function_pointers import CAPTURED
+from flashtile.backends.portable.attention.launch import PortableBackwardLaunch, PortableForwardLaunch
+from flashtile.backends.portable.config import (
+    HEAD_DIMS,
+    Config,
+    dbias_tile,
+    family_of_capability,
+    for_general_masks,
+    row_for,
+    row_with_functions,
 )
-from flashtile.backends.portable.attention.launch import attention_variant
-from flashtile.backends.portable.config import HEAD_DIMS, dbias_tile, family_of_capability, for_cells, row_for
-from flashtile.problems.attention import Problem
+from flashtile.backends.portable.flash1 import Flash1Launch, config_of
+from flashtile.backends.portable.weights.launch import WeightsLaunch, of_forward
+from flashtile.masks.block_mask import LISTS
+from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
+from flashtile.problems.masks import Mods
 
 PLAIN = Problem(
     batch=2,
@@ -43,102 +49,256 @@ PLAIN = Problem(
     device=torch.device("meta"),
     softmax_scale=1.0,
 )
+_FEATURES: dict[str, Any] = {
+    "varlen": True, "seqused_k": True, "window_left": 64, "window_right": 64, "softcap": 1.0, "alibi": True,
+}  # fmt: skip
 _VARIANTS: dict[str, Problem] = {
     "full": PLAIN,
     "causal": replace(PLAIN, window_right=0),
     "masks": replace(PLAIN, window_right=0, mask=True, key_padding_mask=True),
     "bias": replace(PLAIN, bias=True, bias_grad=True),
     "dropout": replace(PLAIN, window_right=0, dropout_p=0.1),
-    "features": replace(
-        PLAIN,
-        varlen=True,
-        seqused_k=True,
-        window_left=64,
-        window_right=64,
-        softcap=1.0,
-        alibi=True,
-        sink=True,
-    ),
+    "features": replace(PLAIN, sink=True, **_FEATURES),
 }
 """Plain problems as most calls have them, and one with every feature at once."""
+_SCORE = """\
+t0: int = sub kv q
+t1: int = maximum t0 -128
+t2: int = minimum t1 128
+t3: int = add t2 128
+t4: float = load 0 h t3
+t5: float = add score t4
+return t5"""
+_MASK = """\
+t0: int = load 1 b q
+t1: int = load 1 b kv
+t2: bool = eq t0 t1
+t3: bool = le kv q
+t4: bool = and t2 t3
+return t4"""
+_MODS = Mods(_SCORE, _MASK, learned=(0,), ranks=(2, 2), block_size=(128, 128))
+WITH_MODS = replace(PLAIN, mods=_MODS)
+"""A learned bias under a document mask."""
+_WITH_FUNCTIONS = {
+    "block mask": WITH_MODS,
+    "mask_mod": replace(WITH_MODS, mods=replace(_MODS, score_mod="", learned=(), block_size=None)),
+    "score_mod": replace(WITH_MODS, window_right=0, mods=Mods(_SCORE, learned=(0,), ranks=(2,))),
+}
+_FORMS = (("full", 0), ("columns", 0), ("top", 8), ("top", 128))
+"""Forms of attention weights, and how many weights of a row are kept."""
 
-_WITH_CELLS = (("hopper", 2, 64), ("hopper", 2, 128))
+_WITH_GENERAL_MASKS = (("hopper", 2, 64), ("hopper", 2, 128))
 """Families, element bytes and head sizes for which masks, biases and dropout are compiled."""
-_CELL_SPILLS = {
+_GENERAL_MASK_SPILLS = {
     "dkdv bf16 head_dim 64 dropout": 168,
     "dkdv bf16 head_dim 128 masks": 92,
     "dkdv bf16 head_dim 128 bias": 300,
     "dkdv bf16 head_dim 128 dropout": 396,
 }
 """Bytes of register spills with masks, biases and dropout: the most of Triton 3.6 and 3.7, none timed yet."""
-_CELLS = torch.empty(2, 8, 4096, 4096, dtype=torch.bool, device="meta")
-STRIDES = frozenset({"strides"})
-_CELL_STRIDES = CellStrides("i32", "i32", "i32", 1)
-_SCALARS = {
-    "sizes": types_of(backward_dbias.BiasSizes, "i32"),
-    "padded_rows": "i32",
-    "strides": types_of(
-        AttentionStrides,
-        types_of(TokenStrides, "i32"),
-        mask=_CELL_STRIDES,
-        padding=PaddingStrides("i32", 1),
-        bias=_CELL_STRIDES,
-    ),
-    "lengths": types_of(AttentionLengths, "i32"),
-    "numbers": types_of(AttentionNumbers, "fp32"),
+_FUNCTION_SPILLS: dict[tuple[str, str, int, str], int] = {
+    ("hopper", "bf16", 64, "dkdv"): 64,
+    ("hopper", "bf16", 64, "dq"): 4,
+    ("hopper", "bf16", 128, "dkdv"): 164,
+    ("hopper", "fp32", 64, "dkdv"): 16,
+    ("hopper", "fp32", 64, "dq"): 16,
+    ("ampere", "bf16", 64, "dkdv"): 352,
+    ("ampere", "bf16", 64, "forward"): 12,
+    ("ampere", "bf16", 128, "dkdv"): 52,
+    ("ampere", "bf16", 64, "dq"): 8,
+    ("ampere", "fp32", 64, "dkdv"): 4,
+    ("ampere", "fp32", 64, "forward"): 44,
 }
-"""Arguments of the kernels other than tensors and constants."""
+"""Bytes of spills with functions, the most of Triton 3.6 and 3.7; none of these kernels was timed."""
+_WEIGHT_SPILLS = {
+    ("hopper", 64, "modified top 8"): 24,
+    ("ampere", 64, "full"): 440,
+    ("ampere", 64, "modified full"): 592,
+    ("ampere", 64, "modified columns"): 28,
+    ("ampere", 64, "modified top 8"): 12,
+}
+"""Bytes of spills by family, head size and name of the form; none of these kernels was timed."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LISTS))  # type: ignore[misc]
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table that serves ``arch``, for each kernel and variant."""
+    """Yield each row of the table that serves ``arch`` for each variant, and the other kernels."""
     capability = divmod(architecture(arch).capability, 10)
+    yield from _plain_cases(capability)
+    for head_dim in (64, 128):
+        for name, causal in (("full", False), ("causal", True)):
+            q = meta(2, 4096, 8, head_dim, dtype=torch.bfloat16)
+            (launched,) = launches_of(capability, partial(Flash1Launch(causal, 1.0), q, q, q))
+            budget = config_of(2, head_dim).spill_budget
+            yield case_of(launched, f"flash1 bf16 head_dim {head_dim} {name}", spill_budget=budget)
+    if capability >= dependent_launch.CAPABILITY:
+        for name, words, ending in (("1 row", 2048, all_reduce.SUM), ("join", 2**17, all_reduce.JOIN)):
+            yield _all_reduce_case(f"all-reduce bf16 {name}", words, ending.value)
+    yield from _cases_with_functions(capability)
+    for form, top in _FORMS:
+        yield from _weights_cases(capability, form, top)
+
+
+def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
+    """Return (q, k, v, extras) of a call as ``problem`` describes it, contiguous on "meta"."""
+    batch, heads_q, heads_kv = problem.batch, problem.num_heads_q, problem.num_heads_kv
+    scores = (batch, heads_q, problem.seqlen_q, problem.seqlen_k)
+    offsets, by_head = meta(batch + 1, dtype=torch.int32), meta(heads_q)
+    possible = {
+        "cu_seqlens_q": (problem.varlen, offsets),
+        "cu_seqlens_k": (problem.varlen, offsets),
+        "seqused_k": (problem.seqused_k, meta(batch, dtype=torch.int32)),
+        "alibi_slopes": (problem.alibi, by_head),
+        "sink": (problem.sink, by_head),
+        "mask": (problem.mask, meta(*scores, dtype=torch.bool)),
+        "key_padding_mask": (problem.key_padding_mask, meta(batch, problem.seqlen_k, dtype=torch.bool)),
+        "bias": (problem.bias, meta(*scores, dtype=problem.dtype)),
+        "rng_state": (problem.dropout_p > 0, meta(2, dtype=torch.int64)),
+    }
+    given = {name: tensor for name, (is_used, tensor) in possible.items() if is_used}
+    extras: Any = OptionalTensors(**given)
+    if problem.mods is not None:
+        given |= _tensors_of_functions(problem.mods, scores)
+        extras = _Extras(**dict.fromkeys(_Extras._fields) | given)
+    of_q, of_k = (
+        ((problem.total_q,), (problem.total_k,))
+        if problem.varlen
+        else ((batch, problem.seqlen_q), (batch, problem.seqlen_k))
+    )
+    q = meta(*of_q, heads_q, problem.head_dim, dtype=problem.dtype)
+    k, v = (
+        meta(*of_k, heads_kv, width, dtype=problem.dtype) for width in (problem.head_dim, problem.head_dim_v)
+    )
+    return q, k, v, extras
+
+
+def _tensors_of_functions(mods: Mods, scores: tuple[int, int, int, int]) -> dict[str, Tensor]:
+    """Return what the functions of ``WITH_MODS`` read, and the lists of their block mask, if there is one."""
+    batch, heads, seqlen_q, seqlen_k = scores
+    documents = meta(batch, seqlen_q, dtype=torch.int32)
+    given = {f"captured_{i}": documents for i in range(len(mods.ranks))}
+    if mods.score_mod:
+        given["captured_0"] = meta(heads, 257)
+    if mods.block_size is not None:
+        blocks_q, blocks_kv = seqlen_q // mods.block_size[0], seqlen_k // mods.block_size[1]
+        for name in LISTS:
+            own, others = (blocks_q, blocks_kv) if "kv" in name else (blocks_kv, blocks_q)
+            given[name] = meta(batch, 1, own, *(() if "num" in name else (others,)), dtype=torch.int32)
+    return given
+
+
+def _kernels(
+    capability: tuple[int, int], problem: Problem, config: Config
+) -> Iterator[tuple[str, Launched, Any]]:
+    """Yield (name, launch, tile) of each kernel of a forward and backward call; preprocess has no tile."""
+    q, k, v, extras = inputs_of(problem)
+    rows = q.shape[:-1] if problem.varlen else (problem.batch, problem.seqlen_q, problem.num_heads_q)
+    out, lse = meta(*rows, problem.head_dim_v, dtype=problem.dtype), meta(*problem.lse_shape)
+    tiles = {
+        "forward": config.forward, "dkdv": config.dkdv, "dq": config.dq, "dbias": dbias_tile(config),
+        "preprocess": None,
+    }  # fmt: skip
+    launches = launches_of(
+        capability,
+        partial(PortableForwardLaunch(problem, config), q, k, v, extras),
+        partial(PortableBackwardLaunch(problem, config), out, None, q, k, v, out, lse, extras),
+    )
+    for launched in launches:
+        name = launched[0].kernel.fn.__name__.removesuffix("_kernel")
+        if name in tiles:
+            yield name, launched, tiles[name]
+
+
+def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
     table_family = family_of_capability(*capability)
     for dtype, element_bytes in (("bf16", 2), ("fp32", 4)):
         for head_dim in HEAD_DIMS:
             if not fits(capability, element_bytes, head_dim):
                 continue
-            for variant, any_head_dim in _VARIANTS.items():
-                problem = replace(any_head_dim, head_dim=head_dim, head_dim_v=head_dim)
+            for variant, any_problem in _VARIANTS.items():
+                problem = _sized(any_problem, dtype, head_dim)
                 needs_general_mask = problem.needs_general_mask is not None
-                if needs_general_mask and (table_family, element_bytes, head_dim) not in _WITH_CELLS:
+                if needs_general_mask and (table_family, element_bytes, head_dim) not in _WITH_GENERAL_MASKS:
                     continue
                 config = row_for(capability, element_bytes, padded(head_dim), windowed=variant != "full")
                 if needs_general_mask:
-                    config = for_cells(config)
-                for name, kernel, pointers, tile in (
-                    ("forward", forward.forward_kernel, forward.ForwardPointers, config.forward),
-                    ("dkdv", backward_dkdv.dkdv_kernel, backward_dkdv.DkdvPointers, config.dkdv),
-                    ("dq", backward_dq.dq_kernel, backward_dq.DqPointers, config.dq),
-                    ("dbias", backward_dbias.dbias_kernel, backward_dbias.DbiasPointers, dbias_tile(config)),
-                ):
-                    if name == "dbias" and not problem.bias_grad:
+                    config = for_general_masks(config)
+                for name, launched, tile in _kernels(capability, problem, config):
+                    case = f"{name} {dtype} head_dim {head_dim}"
+                    if tile is None:
+                        if variant == "full":
+                            yield case_of(launched, case, tensor_cores=False)
                         continue
-                    yield CompileCase(
-                        name=f"{name} {dtype} head_dim {head_dim} {variant}",
-                        kernel=kernel,
-                        signature=signature_of(kernel, pointers, dtype, problem),
-                        constants={"C": _variant(problem, tile, config.precision)},
-                        divisible_by_16=STRIDES,
-                        num_warps=tile.num_warps,
-                        num_stages=tile.num_stages,
-                        spill_budget=_CELL_SPILLS.get(f"{name} {dtype} head_dim {head_dim} {variant}", 0)
-                        if needs_general_mask
-                        else tile.features_spill_budget
-                        if variant == "features"
-                        else tile.spill_budget,
+                    case = f"{case} {variant}"
+                    budget = tile.features_spill_budget if variant == "features" else tile.spill_budget
+                    yield case_of(
+                        launched,
+                        case,
+                        spill_budget=_GENERAL_MASK_SPILLS.get(case, 0) if needs_general_mask else budget,
                         tensor_cores=element_bytes == 2 or config.precision != "ieee",
                         exhaustive=head_dim > 256,
                     )
-            plain = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim)
-            yield preprocess_case(f"preprocess {dtype} head_dim {head_dim}", plain, dtype)
-    for head_dim in (64, 128):
-        for name, causal in (("full", False), ("causal", True)):
-            yield _flash1_case(f"flash1 bf16 head_dim {head_dim} {name}", head_dim, causal)
 
-    if capability >= dependent_launch.CAPABILITY:
-        for name, words, ending in (("1 row", 2048, all_reduce.SUM), ("join", 2**17, all_reduce.JOIN)):
-            yield _all_reduce_case(f"all-reduce bf16 {name}", words, ending.value)
+
+def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
+    """Yield each kernel with functions at the head sizes of most models."""
+    family = family_of_capability(*capability)
+    telling = family, "bf16", 128, "block mask"
+    for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("fp32", 4, 64)):
+        for variant, any_problem in _WITH_FUNCTIONS.items():
+            problem = _sized(any_problem, dtype, head_dim)
+            config = row_with_functions(problem, family, element_bytes, head_dim)
+            for name, launched, tile in _kernels(capability, problem, config):
+                if tile is not None:
+                    budget = _FUNCTION_SPILLS.get((family, dtype, head_dim, name), 0)
+                    yield case_of(
+                        launched,
+                        f"{name} {dtype} head_dim {head_dim} {variant}",
+                        spill_budget=max(tile.spill_budget, budget),
+                        tensor_cores=config.precision != "ieee",
+                        exhaustive=family != "hopper" or (family, dtype, head_dim, variant) != telling,
+                    )
+
+
+def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
+    """Yield a form of attention weights with many features, and with functions along a block mask."""
+    family = family_of_capability(*capability)
+    name = f"{form} {top}" if top else form
+    telling = form == "columns" or (family == "hopper" and top == 8)
+    for head_dim in (64, 128):
+        problem = _with_form(_sized(replace(PLAIN, **_FEATURES), "bf16", head_dim), form, top)
+        config = for_general_masks(row_for(capability, 2, head_dim, windowed=True))
+        yield case_of(
+            _weights_launch(capability, problem, config),
+            f"weights bf16 head_dim {head_dim} {name}",
+            spill_budget=_WEIGHT_SPILLS.get((family, head_dim, name), 0),
+            exhaustive=not telling or head_dim == 64,
+        )
+    problem = _with_form(WITH_MODS, form, top)
+    yield case_of(
+        _weights_launch(capability, problem, row_with_functions(problem, family, 2, 64)),
+        f"modified weights bf16 head_dim 64 {name}",
+        spill_budget=_WEIGHT_SPILLS.get((family, 64, f"modified {name}"), 0),
+        exhaustive=form != "columns",
+    )
+
+
+def _weights_launch(capability: tuple[int, int], problem: WeightsProblem, forward: Config) -> Launched:
+    q, k, _, extras = inputs_of(problem)
+    launch = WeightsLaunch(problem, of_forward(problem, forward))
+    (launched,) = launches_of(capability, partial(launch, q, k, meta(*problem.lse_shape), extras))
+    return launched
+
+
+def _sized(problem: Problem, dtype: str, head_dim: int) -> Problem:
+    return replace(problem, dtype=_DTYPES[dtype], head_dim=head_dim, head_dim_v=head_dim)
+
+
+def _with_form(problem: Problem, form: str, top: int) -> WeightsProblem:
+    given = {field.name: getattr(problem, field.name) for field in fields(problem)}
+    return WeightsProblem(**given, form=form, top=top)
 
 
 def _all_reduce_case(name: str, words: int, ending: int) -> CompileCase:
@@ -158,49 +318,3 @@ def _all_reduce_case(name: str, words: int, ending: int) -> CompileCase:
         num_warps=num_warps,
         tensor_cores=False,
     )
-
-
-def _flash1_case(name: str, head_dim: int, causal: bool) -> CompileCase:
-    config = flash1.config_of(2, head_dim)
-    rows = dict.fromkeys(("partial", "row_max", "row_sum"), "*fp32")
-    return CompileCase(
-        name=name,
-        kernel=flash1.flash1_kernel,
-        signature={
-            "pointers": types_of(flash1.Flash1Pointers, "*bf16", **rows),
-            "strides": types_of(flash1.Flash1Strides, types_of(TokenStrides, "i32")),
-            "lengths": types_of(flash1.Flash1Lengths, "i32"),
-            "softmax_scale": "fp32",
-        },
-        constants={"C": flash1.flash1_variant(head_dim, head_dim, 4096, 4096, causal, config)},
-        divisible_by_16=STRIDES,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        spill_budget=config.spill_budget,
-    )
-
-
-def _variant(problem: Problem, tile: KernelConfig, precision: str) -> AttentionVariant:
-    cells = (_CELLS if problem.mask else None, _CELLS if problem.bias else None)
-    return attention_variant(problem, tile, precision, wide=False, aligned=True, cells=cells)
-
-
-def signature_of(kernel: Any, pointers: Any, dtype: str, problem: Problem, **more: Any) -> dict[str, Any]:
-    """Types of a launch with contiguous tensors; ``more`` are those of further tensors."""
-    types = dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "dbias"), f"*{dtype}")
-    types |= dict.fromkeys(("lse", "neg_lse", "neg_delta"), "*fp32")
-    given = {
-        "cu_seqlens_q": "*i32" if problem.varlen else None,
-        "cu_seqlens_k": "*i32" if problem.varlen else None,
-        "seqused_q": "*i32" if problem.seqused_q else None,
-        "seqused_k": "*i32" if problem.seqused_k else None,
-        "alibi_slopes": "*fp32" if problem.alibi else None,
-        "sink": "*fp32" if problem.sink else None,
-        "mask": "*i1" if problem.mask else None,
-        "key_padding_mask": "*i1" if problem.key_padding_mask else None,
-        "bias": f"*{dtype}" if problem.bias else None,
-        "rng_state": "*i64" if problem.dropout_p > 0 else None,
-        "key_bounds": "*i32" if problem.key_padding_mask else None,
-    }
-    structures = _SCALARS | {"pointers": types_of(pointers, None, **types, **given, **more)}
-    return {name: structures[name] for name in kernel.arg_names if name in structures}

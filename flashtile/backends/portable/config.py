@@ -5,13 +5,13 @@ Found offline with ``python benchmarks/tune.py``; nothing is tuned at run time.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.device import Target, capability
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
@@ -177,26 +177,62 @@ SCORES_A_THREAD = 32
 """Most scores per thread that leave registers for masks, biases and dropout, by spills and not by time."""
 
 
-_DQ_FOR_CELLS = {K(128, 64, 4, 3, 16, 232): K(64, 32, 4, 3), K(128, 64, 8, 3): K(128, 64, 8, 3)}
+_DQ_FOR_GENERAL_MASKS = {K(128, 64, 4, 3, 16, 232): K(64, 32, 4, 3), K(128, 64, 8, 3): K(128, 64, 8, 3)}
 """Hopper's tiles of dq at head_dim 64 and 128 -> the fastest ones with dropout and with a bias."""
 
 
-def for_cells(config: Config) -> Config:
+def for_general_masks(config: Config) -> Config:
     """Adapt ``config`` to masks, biases and dropout, which need additional registers and shared memory."""
     dq = config.dq
-    if dq in _DQ_FOR_CELLS:
-        return replace(config, dq=_DQ_FOR_CELLS[dq])
+    if dq in _DQ_FOR_GENERAL_MASKS:
+        return replace(config, dq=_DQ_FOR_GENERAL_MASKS[dq])
     if SCORES_A_THREAD * 32 * dq.num_warps < dq.BLOCK_M * dq.BLOCK_N:
         dq = replace(dq, num_warps=min(2 * dq.num_warps, 8))
     return replace(config, dq=replace(dq, num_stages=max(dq.num_stages - 1, 1)))
 
 
+_HOPPER_WITH_FUNCTIONS: dict[int, tuple[KernelConfig, KernelConfig, KernelConfig]] = {
+    16: (K(64, 64, 4, 3), K(64, 64, 8, 2), K(128, 64, 8, 2)),
+    32: (K(64, 64, 4, 3), K(64, 64, 8, 2), K(128, 64, 8, 2)),
+    64: (K(64, 64, 4, 3), K(64, 64, 8, 2), K(128, 64, 8, 2)),
+    128: (K(64, 64, 4, 3), K(64, 64, 8, 2), K(128, 64, 8, 2)),
+    256: (K(64, 64, 8, 2), K(64, 32, 8, 1), K(64, 32, 8, 2, 24)),
+    512: (K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
+    1024: (K(32, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
+}
+"""Configurations with functions on Hopper for 16-bit inputs, by padded head_dim: forward, dkdv, dq.
+
+They compile with few spills or none. None was timed."""
+
+
+def row_with_functions(problem: Problem, table_family: str, element_bytes: int, width: int) -> Config:
+    """Return the configuration of a call with functions: the plain one, with fewer stages and more warps.
+
+    Tiles divide the blocks of a block mask.
+    """
+    assert problem.mods is not None
+    plain = row(table_family, element_bytes, width, windowed=True)
+    kernels = (plain.forward, plain.dkdv, plain.dq)
+    if table_family == "hopper" and element_bytes == 2:
+        kernels = _HOPPER_WITH_FUNCTIONS[width]
+    else:
+        kernels = tuple(replace(one, num_stages=min(one.num_stages, 2)) for one in kernels)  # type: ignore[assignment]
+    size_q, size_kv = problem.mods.block_size or (0, 0)  # gcd(n, 0) is n
+    forward, dkdv, dq = (
+        replace(one, BLOCK_M=math.gcd(one.BLOCK_M, size_q), BLOCK_N=math.gcd(one.BLOCK_N, size_kv))
+        for one in kernels
+    )
+    return Config(forward, dkdv, dq, plain.precision)
+
+
 def choose(problem: Problem) -> Config:
     """The configuration for a problem."""
     width = padded(max(problem.head_dim, problem.head_dim_v))
+    if problem.mods is not None:
+        return row_with_functions(problem, family(problem.device), problem.dtype.itemsize, width)
     windowed = problem.window_left != UNLIMITED or problem.window_right != UNLIMITED
     needs_general_mask = problem.needs_general_mask is not None
     config = row_for(
         capability(problem.device), problem.dtype.itemsize, width, windowed or needs_general_mask
     )
-    return for_cells(config) if needs_general_mask else config
+    return for_general_masks(config) if needs_general_mask else config

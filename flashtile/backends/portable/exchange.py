@@ -67,12 +67,12 @@ def exchange_kernel(
         row = first + tl.arange(0, C.ROWS)
         exists = row < rows
         inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
-        cells = row.to(tl.int64) * C.HEAD_DIM_V
-        own = tl.load(out + cells[:, None] + columns[None, :], mask=inside)
+        elements = row.to(tl.int64) * C.HEAD_DIM_V
+        own = tl.load(out + elements[:, None] + columns[None, :], mask=inside)
         own_lse = tl.load(lse + row, mask=exists)
         for peer in range(C.RANKS):
             slot = tl.load(memories + peer).to(tl.pointer_type(tl.float32)) + half + rank * C.SLOT
-            store_rows(slot, cells, exists, own, C.HEAD_DIM_V, C.BLOCK_DV)
+            store_rows(slot, elements, exists, own, C.HEAD_DIM_V, C.BLOCK_DV)
             tl.store(slot + capacity_words + row, own_lse, mask=exists)
     # All threads have written before one sets the flag, and the flags are seen before any thread reads.
     tl.debug_barrier()
@@ -95,13 +95,13 @@ def exchange_kernel(
     for first in range(pid * C.ROWS, rows, C.PROGRAMS * C.ROWS):
         row = first + tl.arange(0, C.ROWS)
         exists = row < rows
-        cells = row.to(tl.int64) * C.HEAD_DIM_V
+        elements = row.to(tl.int64) * C.HEAD_DIM_V
         acc, row_max, row_sum = sum_splits(
-            given + cells, given + capacity_words + row, exists, C.RANKS,
+            given + elements, given + capacity_words + row, exists, C.RANKS,
             Slots(0, 1, 0, C.SLOT, C.SLOT), True, C,
         )  # fmt: skip
         merged, merged_lse = normalised(acc, row_max, row_sum)
-        store_rows(result, cells, exists, merged, C.HEAD_DIM_V, C.BLOCK_DV)
+        store_rows(result, elements, exists, merged, C.HEAD_DIM_V, C.BLOCK_DV)
         token = row // heads
         by_head = (token // seqlen * heads + row % heads) * seqlen + token % seqlen
         tl.store(result_lse + by_head, merged_lse * LN_2, mask=exists)
@@ -123,7 +123,7 @@ def exchange_variant(ranks: int, capacity: int, head_dim: int) -> ExchangeVarian
     )
 
 
-def words_of(variant: ExchangeVariant) -> int:
+def memory_words(variant: ExchangeVariant) -> int:
     """Number of 32-bit words in the memory of a rank."""
     return 2 * variant.RANKS * (variant.PROGRAMS + variant.SLOT)
 

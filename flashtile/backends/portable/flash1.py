@@ -17,11 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.config import KernelConfig
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import KernelConfig, TokenStrides, padded, token_strides
 from flashtile.backends.common.tiles import Matrix, load_tile
-from flashtile.backends.portable.attention.arguments import TokenStrides
 from flashtile.backends.portable.tiles import head_of, store_tile
 
 
@@ -188,7 +186,7 @@ class Flash1Launch:
         row_sum = q.new_zeros(batch, heads, seqlen_q, **rows)
         if self._kernel is None:
             config = config_of(q.element_size(), padded(max(head_dim, v.shape[-1])))
-            strides = Flash1Strides(*(TokenStrides(*tensor.stride()[:3]) for tensor in (q, k, v)))
+            strides = Flash1Strides(*map(token_strides, (q, k, v)))
             lengths = Flash1Lengths(heads, heads // k.shape[2], seqlen_q, k.shape[1])
             block = max(config.BLOCK_M, config.BLOCK_N)
             wide = any(block * tensor.stride(1) >= 2**31 for tensor in (q, k, v))

@@ -47,8 +47,8 @@ def merge_kernel(
     row = (b * tokens + token) * num_heads + head
     more_row = (b * more_tokens + more_token) * num_heads + head
     inside = exists[:, None] & (column < C.HEAD_DIM)
-    cells = row[:, None] * C.HEAD_DIM + column
-    first = tl.load(out + cells, mask=inside, other=0.0)
+    elements = row[:, None] * C.HEAD_DIM + column
+    first = tl.load(out + elements, mask=inside, other=0.0)
     second = tl.load(
         more_out + more_row[:, None] * C.HEAD_DIM + column, mask=inside & has_more[:, None], other=0.0
     )
@@ -63,7 +63,7 @@ def merge_kernel(
     total = first_weight + second_weight
     scale = 1.0 / tl.where(total == 0.0, 1.0, total)
     merged = first * (first_weight * scale)[:, None] + second * (second_weight * scale)[:, None]
-    tl.store(result + cells, merged.to(result.dtype.element_ty), mask=inside)
+    tl.store(result + elements, merged.to(result.dtype.element_ty), mask=inside)
     tl.store(lse_row, (shift + tl.log2(total)) * LN_2, mask=exists)
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from flashtile.backends.cpu.config import Fused, configure_decode
 from flashtile.backends.cpu.decode import one_query
-from flashtile.backends.cpu.decode.attend import attend
+from flashtile.backends.cpu.decode.attend import attend, combine
 from flashtile.backends.cpu.decode.cache import append, copy_blocks
-from flashtile.backends.cpu.decode.combine import combine
 from flashtile.problems.decode import AppendProblem, CombineProblem, CopyProblem, DecodeProblem
 
 __all__ = [

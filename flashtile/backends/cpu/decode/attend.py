@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import split, visible_keys
-from flashtile.backends.cpu.decode.tokens import lengths_of, pages_of, tokens_of_pages, tokens_of_row
-from flashtile.problems.decode import CacheTensors, DecodeProblem
+from flashtile.backends.cpu.blocks import hidden_keys, split, visible_keys
+from flashtile.backends.cpu.decode.cache import lengths_of, pages_of, tokens_of_pages, tokens_of_row
+from flashtile.problems.decode import CacheTensors, CombineProblem, DecodeProblem
 
 BLOCK_ROWS = 256
 TILE_ELEMENTS = 1 << 18
@@ -209,22 +209,13 @@ class _Sequence:
         distance = torch.arange(keys.start, keys.stop) - own[:, None]
         if self.slopes is not None:
             by_head.sub_(self.slopes.to(self.dtype)[:, None, None] * distance.abs())
-        hidden = self._hidden(distance, rows, keys)
+        if self.tree is None:
+            hidden = hidden_keys(distance, self.problem.window_left, self.problem.window_right)
+        else:
+            hidden = self._hidden_by_tree(rows, keys)
         if hidden is not None:
             by_head.masked_fill_(hidden, -torch.inf)
         return scores
-
-    def _hidden(self, distance: Tensor, rows: range, keys: range) -> Tensor | None:
-        """(rows, keys) bool, None if every row sees every key."""
-        left, right = self.problem.window_left, self.problem.window_right
-        if self.tree is not None:
-            return self._hidden_by_tree(rows, keys)
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if left >= 0:
-            hidden |= distance < -left
-        if right >= 0:
-            hidden |= distance > right
-        return hidden if left >= 0 or right >= 0 else None
 
     def _hidden_by_tree(self, rows: range, keys: range) -> Tensor | None:
         start = max(keys.start, self.offset)  # the first key of this tile that belongs to the tree
@@ -235,3 +226,24 @@ class _Sequence:
         mask = self.tree[rows.start : rows.stop, start - self.offset : keys.stop - self.offset]
         hidden[:, start - keys.start :] = ~mask
         return hidden
+
+
+def combine(
+    problem: CombineProblem | DecodeProblem, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
+) -> tuple[Tensor, Tensor]:
+    """Return out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen); parts are added in order."""
+    lse_partial = lse_partial.masked_fill(lse_partial == torch.inf, -torch.inf)
+    largest = lse_partial.amax(0)
+    empty = largest == -torch.inf
+    largest = largest.masked_fill(empty, 0.0)
+    total = torch.zeros_like(largest)
+    out = torch.zeros(out_partial.shape[1:], dtype=lse_partial.dtype)
+    for out_part, lse_part in zip(out_partial, lse_partial, strict=True):
+        weight = torch.exp(lse_part - largest)
+        total += weight
+        # Where a part has no key, its out is not written and may hold NaN, which a weight of 0 would keep.
+        part = out_part.to(out.dtype).masked_fill((lse_part == -torch.inf).unsqueeze(-1), 0.0)
+        out.addcmul_(part, weight.unsqueeze(-1))
+    out /= total.masked_fill(empty, 1.0).unsqueeze(-1)
+    lse = (largest + total.log()).masked_fill(empty, -torch.inf)
+    return out.to(problem.out_dtype), lse.transpose(1, 2).contiguous().detach()

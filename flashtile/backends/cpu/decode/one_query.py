@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flashtile.backends.cpu.blocks import split, visible_keys
 from flashtile.backends.cpu.config import Fused
-from flashtile.backends.cpu.decode.combine import combine
-from flashtile.backends.cpu.decode.tokens import lengths_of, pages_of, tokens_of_pages, tokens_of_row
+from flashtile.backends.cpu.decode.attend import combine
+from flashtile.backends.cpu.decode.cache import lengths_of, pages_of, tokens_of_pages, tokens_of_row
 from flashtile.backends.cpu.flash import attend_by_heads
 from flashtile.problems.decode import CacheTensors, DecodeProblem
 

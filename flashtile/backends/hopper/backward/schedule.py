@@ -36,7 +36,7 @@ class BackwardPointers(NamedTuple):
     rng_state: Any
     """Seed and offset of dropout, int64."""
     lists: Any
-    """Lists of a block mask, :class:`~flashtile.backends.portable.mods.arguments.Lists`."""
+    """Lists of a block mask, :class:`~flashtile.backends.portable.attention.function_pointers.Lists`."""
     captured: Any
     """Tensors that functions of scores and masks read,
     :class:`~flashtile.backends.hopper.modifiers.functions.CapturedTensors`."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.launch import KernelConfig
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padded
 from flashtile.backends.portable.config import precision_of
 from flashtile.backends.portable.decode.config import DecodeConfig

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.device import multiprocessors
+from flashtile.backends.common.launch import token_strides
 from flashtile.backends.common.tma import View, packed_view, ragged_view, rows_between_sequences
 from flashtile.backends.hopper.config import WARPGROUP_ROWS, padded
 from flashtile.backends.hopper.decode.combine import (
@@ -48,7 +49,6 @@ from flashtile.backends.portable.decode.plan import (
     num_splits_of,
     outer_strides_of,
     round_up,
-    row_strides,
 )
 from flashtile.backends.portable.decode.plan import is_balanced as shares_blocks
 from flashtile.backends.portable.decode.results import Splits
@@ -217,7 +217,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             attend_kernel,
             programs,
             (
-                CacheStrides(*row_strides(k_cache), *row_strides(v_cache)),
+                CacheStrides(*token_strides(k_cache), *token_strides(v_cache)),
                 lengths,
                 splits,
                 CacheRows(

@@ -27,7 +27,7 @@ class ForwardPointers(NamedTuple):
     rng_state: Any
     """Seed and offset of dropout, int64."""
     lists: Any
-    """Lists of a block mask, :class:`~flashtile.backends.portable.mods.arguments.Lists`."""
+    """Lists of a block mask, :class:`~flashtile.backends.portable.attention.function_pointers.Lists`."""
     captured: Any
     """Tensors that functions of scores and masks read,
     :class:`~flashtile.backends.hopper.modifiers.functions.CapturedTensors`."""

@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from flashtile.backends.common.dependent_launch import launch_dependents, wait_for_dependencies
 from flashtile.backends.common.e4m3 import to_bfloat16
 from flashtile.backends.common.kernel_cache import gluon_kernel
-from flashtile.backends.common.linear_ends import (
+from flashtile.backends.common.linear_epilogue import (
     PLAIN,
-    EndCall,
+    EpilogueCall,
     ProductDepth,
     load_destinations,
     load_squares,
@@ -196,7 +196,7 @@ def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexp
     end = call.places
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, layout))[None, :]
     factor = gl.convert_layout(factor, gl.SliceLayout(0, layout))[None, :]
-    if E.END == PLAIN:
+    if E.EPILOGUE == PLAIN:
         y = store_sums(gl.convert_layout(sums, layout), place, end, m, factor, call, E)
         if E.NEXT_NORM:
             square += gl.sum(store_scaled(y, place, end, m, call), 0)
@@ -276,7 +276,7 @@ def flat_kernel(
     of_x: gl.constexpr = vector_of(x_type)
     of_w: gl.constexpr = vector_of(w_type)
     depth = ProductDepth(K // of_w * of_w, depth.x_stride // of_x * of_x, depth.w_stride // of_w * of_w)
-    call = EndCall(pointers, places, strides, cache_strides, sizes)
+    call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
     ring = make_ring(x_type, w_type, C, E)
     tiles = tiles_of(gl.program_id(0), gl.num_programs(0), places, C)
     chunks = gl.cdiv(K, WARPS * BLOCK_K)

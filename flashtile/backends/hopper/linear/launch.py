@@ -9,9 +9,9 @@ from torch import Tensor
 from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.device import multiprocessors
-from flashtile.backends.common.linear_ends import ProductDepth, ProductPointers
+from flashtile.backends.common.linear_epilogue import ProductDepth, ProductPointers
 from flashtile.backends.common.linear_launch import (
-    end_scalars,
+    epilogue_scalars,
     epilogue_variant,
     new_next_norm,
     new_output,
@@ -64,7 +64,7 @@ class FlatLaunch:
             (
                 ProductDepth(problem.K, x.stride(0), weight.stride(0)),
                 problem.norm_eps,
-                *end_scalars(problem, given, caches),
+                *epilogue_scalars(problem, given, caches),
             ),
             (flat_variant(problem, config), epilogue_variant(problem)),
             None,

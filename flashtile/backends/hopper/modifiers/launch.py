@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from flashtile.backends.hopper.modifiers.functions import CapturedTensors
-from flashtile.backends.portable.mods.arguments import Lists
+from flashtile.backends.portable.attention.function_pointers import Lists
 from flashtile.dropout import is_fine, threshold
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
@@ -24,7 +24,7 @@ def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     }
     if mods is None:
         return flags
-    from flashtile.backends.portable.mods import functions
+    from flashtile.backends.portable.attention import functions
 
     mask, listed = functions.mask_function(mods, True, fixed), mods.block_size is not None
     return {
@@ -65,7 +65,11 @@ class FunctionTensors:
     """
 
     def __init__(self, mods: Mods, extras: Any, by_keys: bool) -> None:
-        from flashtile.backends.portable.mods.launch import captured_of, kv_lists_of, q_lists_of
+        from flashtile.backends.portable.attention.function_pointers import (
+            captured_of,
+            kv_lists_of,
+            q_lists_of,
+        )
 
         captured = captured_of(extras)
         self._captured_of, self._lists_of = captured_of, q_lists_of if by_keys else kv_lists_of

@@ -4,6 +4,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flashtile.backends.common.launch import TokenStrides
 from flashtile.problems.attention import OptionalTensors
 
 
@@ -37,31 +38,31 @@ class AttentionVariant:
     BLOCK_N: int
     WIDE: bool
     """Whether offsets within a tile need 64 bits."""
-    WIDE_CELLS: bool
+    WIDE_SCORES: bool
     """Whether offsets within the mask or bias of one head need 64 bits."""
     HAS_CHUNK: bool
     HAS_DROPOUT: bool
     FINE_DROPOUT: bool
     """Whether dropout compares 15 random bits with its threshold, instead of 7."""
-    HIDES: bool
-    """Whether any block may hold hidden keys, so that one loop masks all of them."""
+    MASKS_EVERY_BLOCK: bool
+    """Whether any block may have hidden keys, so that one loop masks every block."""
     PRECISION: str
     """Triton's ``input_precision`` of the matrix products."""
     SEQUENCES_FIRST: bool = False
     """Whether programs of one head are consecutive over the batch, which shares that head's bias."""
     SCORE_MOD: Any = None
-    """``score_mod`` as a ``@triton.jit`` function (``mods.functions``). MASK_MOD is ``mask_mod``;
+    """``score_mod`` as a ``@triton.jit`` function (:mod:`functions`). MASK_MOD is ``mask_mod``;
     ADD_GRADIENTS adds to the gradients of the tensors that ``score_mod`` reads."""
     MASK_MOD: Any = None
     ADD_GRADIENTS: Any = None
     GUARD_SCORES: bool = False
     """Whether SCORE_MOD may return NaN for hidden scores; GUARD_FACTORS: whether its derivative may."""
     GUARD_FACTORS: bool = False
-    OWN: int = 0
+    MASK_BLOCK: int = 0
     """Size of a mask block along the side that a program owns (rows or keys); 0 without a block mask."""
     FULL: Any = None
     """With a block mask: the variant for its full blocks, which have no MASK_MOD."""
-    PARTS: int = 1
+    TILES_PER_MASK_BLOCK: int = 1
     """Tiles per mask block along the side that a program loops over."""
     FORM: str = ""
     """Form of the attention weights (``WeightsProblem.form``); "" in other kernels."""
@@ -74,7 +75,8 @@ OPTIONAL = (*OptionalTensors._fields, "key_bounds", "captured", "lists")
 """Optional pointers that all kernels take after their own; None where a call does not use one.
 
 ``key_bounds`` [batch, 2] holds the first key that padding leaves each sequence, and the end of its last.
-``captured`` holds the tensors that a user's functions read, ``lists`` the block mask (``mods.arguments``).
+``captured`` holds the tensors that a user's functions read, ``lists`` the block mask: see
+:mod:`function_pointers`.
 """
 
 
@@ -83,15 +85,7 @@ def attention_pointers(name: str, own: str) -> Any:
     return namedtuple(name, (*own.split(), *OPTIONAL))
 
 
-class TokenStrides(NamedTuple):
-    """Strides of q, k or v, in elements. ``batch`` is 0 for packed sequences."""
-
-    batch: Any
-    token: Any
-    head: Any
-
-
-class CellStrides(NamedTuple):
+class ScoreStrides(NamedTuple):
     """Strides, in elements, of a mask or bias that broadcasts to all scores."""
 
     batch: Any
@@ -113,9 +107,9 @@ class AttentionStrides(NamedTuple):
     q: TokenStrides
     k: TokenStrides
     v: TokenStrides
-    mask: CellStrides
+    mask: ScoreStrides
     padding: PaddingStrides
-    bias: CellStrides
+    bias: ScoreStrides
 
 
 class AttentionLengths(NamedTuple):
@@ -162,7 +156,7 @@ class AttentionCall(NamedTuple):
     rng_offset: Any
 
 
-class Sequence(NamedTuple):
+class AttentionSequence(NamedTuple):
     """A sequence of the batch: its number, its first query and key tokens in memory, and its lengths."""
 
     b: Any
@@ -183,10 +177,13 @@ class Block(NamedTuple):
     slope: Any
 
 
-class Cells(NamedTuple):
-    """Where the scores of a tile lie. ``rows`` and ``keys``, positions in their sequence, broadcast against
-    each other to the tile: [BLOCK_M, 1] and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]. No field may be
-    None: Triton 3.6 cannot return a tuple that holds None."""
+class ScoreIndices(NamedTuple):
+    """Indices of the scores of a tile: sequence, query head, rows and keys.
+
+    ``rows`` and ``keys``, positions in their sequence, broadcast against each other to the tile: [BLOCK_M, 1]
+    and [1, BLOCK_N], or [1, BLOCK_M] and [BLOCK_N, 1]. No field may be None: Triton 3.6 cannot return a tuple
+    that holds None.
+    """
 
     b: Any
     head: Any

@@ -1,9 +1,9 @@
 """The gradient of an additive bias, dS = P * (dP - delta), summed over what the bias is broadcast along.
 
-One program owns BLOCK_M by BLOCK_N cells of the bias and walks the sequences, query heads and, if the bias is
-the same for all rows, blocks of rows that share them. It recomputes P and dP, two products more than the
-gradients of q, k and v take, and buys a sum in one order, without atomics and without dS in memory. Its part
-of the bias is loaded once.
+One program owns BLOCK_M by BLOCK_N elements of the bias and walks the sequences, query heads and, if the bias
+is the same for all rows, blocks of rows that share them. It recomputes P and dP, two products more than the
+gradients of q, k and v take. In return each sum has one order, without atomics and without dS in memory. Its
+part of the bias is loaded once.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.common.tiles import Matrix, load_tile
 from flashtile.backends.portable.attention.arguments import (
     AttentionCall,
-    Cells,
-    Sequence,
+    AttentionSequence,
+    ScoreIndices,
     attention_pointers,
 )
 from flashtile.backends.portable.attention.program import (
@@ -29,12 +29,12 @@ from flashtile.backends.portable.attention.program import (
     values_of,
 )
 from flashtile.backends.portable.attention.scores import (
-    cells_of,
-    kept_cells,
-    load_cells,
+    dropout_mask,
+    load_broadcast,
     load_state,
     modify_scores,
-    seen_cells,
+    score_indices,
+    visible_scores,
 )
 from flashtile.backends.portable.tiles import chunk_range
 
@@ -90,12 +90,12 @@ def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call,
     neg_delta = tl.load(call.pointers.neg_delta + statistics)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
     dp = tl.dot(dout_tile, tl.trans(v_tile), input_precision=C.PRECISION)
-    cells = cells_of(block, rows, keys, KEYS_FIRST=False)
-    scores, _ = modify_scores(scores, cells, block, call, C, bias)
+    at = score_indices(block, rows, keys, KEYS_FIRST=False)
+    scores, _ = modify_scores(scores, at, block, call, C, bias)
     p = tl.exp2(scores + neg_lse[:, None])
-    p = tl.where(seen_cells(cells, call, C), p, 0.0)
+    p = tl.where(visible_scores(at, call, C), p, 0.0)
     if C.HAS_DROPOUT:
-        kept = kept_cells(block, row_start, key_start, call, False, C)
+        kept = dropout_mask(block, row_start, key_start, call, False, C)
         dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
     ds = p * (dp + neg_delta[:, None])
     if not C.EVEN_N:
@@ -136,8 +136,8 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
     keys = key_start + tl.arange(0, BLOCK_N)
     own_rows = own_block * BLOCK_M + tl.arange(0, BLOCK_M)
     # All rows that are summed over share this bias, since it is broadcast along them.
-    own = Cells(own_sequence, own_head, own_rows[:, None], keys[None, :], 0, 0)
-    own_bias = load_cells(pointers.bias, strides.bias, own, lengths, C.BIAS_HAS_ROWS, 0.0, C)
+    own = ScoreIndices(own_sequence, own_head, own_rows[:, None], keys[None, :], 0, 0)
+    own_bias = load_broadcast(pointers.bias, strides.bias, own, lengths, C.BIAS_HAS_ROWS, 0.0, C)
     for i in range(sequences):
         first = find_sequence(own_sequence + i, call, C)
         for m in range(blocks):
@@ -145,7 +145,7 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
             # A loop without rounds rather than a branch: the accumulator stays where it is.
             for n in range(tl.where(is_reached(row_start, key_start, first, call, C), rounds, 0)):
                 b = own_sequence + i + n // heads
-                sequence = Sequence(b, first.start_q, first.start_k, first.len_q, first.len_k)
+                sequence = AttentionSequence(b, first.start_q, first.start_k, first.len_q, first.len_k)
                 ds += bias_gradient(
                     own_bias, row_start, key_start, sequence, own_head + n % heads, padded_rows, call, C
                 )
@@ -154,11 +154,11 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
     if C.EVEN_N:
         row_stride = tl.multiple_of(row_stride, 16)
     first_row = (own_sequence.to(tl.int64) * sizes.bias_heads + own_head) * sizes.bias_rows
-    cells = pointers.dbias + first_row * row_stride + keys
+    elements = pointers.dbias + first_row * row_stride + keys
     dtype: tl.constexpr = pointers.dbias.dtype.element_ty
     if C.BIAS_HAS_ROWS:
         inside = (own_rows < sizes.bias_rows)[:, None] & (keys < lengths.seqlen_k)[None, :]
-        places = cells[None, :] + own_rows.to(tl.int64)[:, None] * row_stride
-        tl.store(places, ds.to(dtype), mask=inside)
+        addresses = elements[None, :] + own_rows.to(tl.int64)[:, None] * row_stride
+        tl.store(addresses, ds.to(dtype), mask=inside)
     else:
-        tl.store(cells, tl.sum(ds, 0).to(dtype), mask=keys < lengths.seqlen_k)
+        tl.store(elements, tl.sum(ds, 0).to(dtype), mask=keys < lengths.seqlen_k)

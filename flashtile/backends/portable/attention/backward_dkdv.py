@@ -24,12 +24,12 @@ from flashtile.backends.portable.attention.program import (
     walked_block,
 )
 from flashtile.backends.portable.attention.scores import (
-    cells_of,
-    kept_cells,
+    dropout_mask,
     kept_or_zero,
     load_state,
     modify_scores,
-    seen_cells,
+    score_indices,
+    visible_scores,
 )
 from flashtile.backends.portable.tiles import first_token, store_tile
 
@@ -66,20 +66,20 @@ def dkdv_blocks(
         if C.HAS_SCORE_MOD or WINDOWED:
             keys = block.start + tl.arange(0, C.BLOCK_N)
             rows = start + tl.arange(0, C.BLOCK_M)
-            cells = cells_of(block, rows, keys, KEYS_FIRST=True)
+            at = score_indices(block, rows, keys, KEYS_FIRST=True)
         if C.HAS_SCORE_MOD:
-            scores, score_grad = modify_scores(scores, cells, block, call, C)
+            scores, score_grad = modify_scores(scores, at, block, call, C)
             p = tl.exp2(scores + neg_lse_rows[None, :])
         else:
             p = tl.exp2(scores * call.numbers.scale_log2 + neg_lse_rows[None, :])
         if WINDOWED:
-            p = tl.where(seen_cells(cells, call, C), p, 0.0)
+            p = tl.where(visible_scores(at, call, C), p, 0.0)
         if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
             p = tl.where(neg_lse_rows[None, :] == -float("inf"), 0.0, p)
         dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
         kept_p = p
         if C.HAS_DROPOUT:
-            kept = kept_cells(block, start, block.start, call, True, C)
+            kept = dropout_mask(block, start, block.start, call, True, C)
             kept_p = kept_or_zero(p, kept, call)
         kept_p = kept_p.to(dout_tile.dtype)
         dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]

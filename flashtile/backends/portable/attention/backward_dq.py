@@ -25,11 +25,11 @@ from flashtile.backends.portable.attention.program import (
 )
 from flashtile.backends.portable.attention.scores import (
     add_gradients,
-    cells_of,
-    kept_cells,
+    dropout_mask,
     load_state,
     modify_scores,
-    seen_cells,
+    score_indices,
+    visible_scores,
 )
 from flashtile.backends.portable.tiles import store_tile
 
@@ -55,25 +55,25 @@ def dq_blocks(
         if C.HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
-            cells = cells_of(block, rows, keys, KEYS_FIRST=False)
+            at = score_indices(block, rows, keys, KEYS_FIRST=False)
         if C.HAS_SCORE_MOD:
-            scores, score_grad = modify_scores(products, cells, block, call, C)
+            scores, score_grad = modify_scores(products, at, block, call, C)
             p = tl.exp2(scores + neg_lse[:, None])
         else:
             p = tl.exp2(products * call.numbers.scale_log2 + neg_lse[:, None])
         if MASKED:
-            seen = seen_cells(cells, call, C)
+            seen = visible_scores(at, call, C)
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)
         if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
             p = tl.where(neg_lse[:, None] == -float("inf"), 0.0, p)
         if C.HAS_DROPOUT:
-            kept = kept_cells(block, block.start, start, call, False, C)
+            kept = dropout_mask(block, block.start, start, call, False, C)
             dp = tl.where(kept, dp * call.numbers.keep_scale, 0.0)
         ds = p * (dp + neg_delta[:, None])
         if C.ADD_GRADIENTS is not None:
-            add_gradients(ds, products, cells, block, call, C)
+            add_gradients(ds, products, at, block, call, C)
         if C.HAS_SOFTCAP or C.SCORE_MOD is not None:
             ds = ds * score_grad
         if C.GUARD_FACTORS:  # score_grad need not be finite where a score is hidden

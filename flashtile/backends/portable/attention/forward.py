@@ -22,15 +22,14 @@ from flashtile.backends.portable.attention.program import (
     walked_block,
 )
 from flashtile.backends.portable.attention.scores import (
-    cells_of,
-    kept_cells,
+    dropout_mask,
     kept_or_zero,
     load_state,
     modify_scores,
-    seen_cells,
+    score_indices,
+    visible_scores,
 )
-from flashtile.backends.portable.softmax import sink_step, softmax_step
-from flashtile.backends.portable.tiles import result_bases, store_tile
+from flashtile.backends.portable.tiles import result_bases, sink_step, softmax_step, store_tile
 
 ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse")
 
@@ -53,11 +52,11 @@ def attend_blocks(
         if C.HAS_SCORE_MOD or MASKED:
             keys = start + tl.arange(0, C.BLOCK_N)
             rows = block.start + tl.arange(0, C.BLOCK_M)
-            cells = cells_of(block, rows, keys, KEYS_FIRST=False)
+            at = score_indices(block, rows, keys, KEYS_FIRST=False)
             if C.HAS_SCORE_MOD:
-                scores, _ = modify_scores(scores, cells, block, call, C)
+                scores, _ = modify_scores(scores, at, block, call, C)
             if MASKED:
-                seen = seen_cells(cells, call, C)
+                seen = visible_scores(at, call, C)
                 if PAST_END:
                     seen = seen & (keys < k.length)[None, :]
                 scores = tl.where(seen, scores, -float("inf"))
@@ -68,7 +67,7 @@ def attend_blocks(
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if C.HAS_DROPOUT:
-            p = kept_or_zero(p, kept_cells(block, block.start, start, call, False, C), call)
+            p = kept_or_zero(p, dropout_mask(block, block.start, start, call, False, C), call)
         v_tile = load_tile(v, start, C.BLOCK_N, C.HEAD_DIM_V, C.BLOCK_DV, PAST_END, C.WIDE)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=C.PRECISION)  # [BLOCK_M, BLOCK_DV]
     return acc, row_max, row_sum

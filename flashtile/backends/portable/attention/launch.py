@@ -11,31 +11,37 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.launch import allocator, has_score_mod, outer_stride, padded
+from flashtile.backends.common.launch import (
+    KernelConfig,
+    allocator,
+    has_score_mod,
+    is_aligned,
+    outer_stride,
+    padded,
+    token_strides,
+)
 from flashtile.backends.common.preprocess import padded_rows, preprocess_launch, preprocess_rows
 from flashtile.backends.portable.attention.arguments import (
     AttentionLengths,
     AttentionNumbers,
     AttentionStrides,
     AttentionVariant,
-    CellStrides,
     PaddingStrides,
-    TokenStrides,
+    ScoreStrides,
 )
 from flashtile.backends.portable.attention.backward_dbias import BiasSizes, DbiasPointers, dbias_kernel
 from flashtile.backends.portable.attention.backward_dkdv import DkdvPointers, dkdv_kernel
 from flashtile.backends.portable.attention.backward_dq import DqPointers, dq_kernel
 from flashtile.backends.portable.attention.forward import ForwardPointers, forward_kernel
-from flashtile.backends.portable.config import Config, dbias_tile
-from flashtile.backends.portable.key_bounds import KeyBounds
-from flashtile.backends.portable.mods.functions import gradient_function
-from flashtile.backends.portable.mods.launch import (
+from flashtile.backends.portable.attention.function_pointers import (
     FunctionPointers,
     captured_of,
     with_functions,
     zero_gradients,
 )
+from flashtile.backends.portable.attention.functions import gradient_function
+from flashtile.backends.portable.config import Config, dbias_tile
+from flashtile.backends.portable.key_bounds import KeyBounds
 from flashtile.dropout import is_fine, keep_share, threshold
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
@@ -47,10 +53,14 @@ def attention_variant(
     precision: str,
     wide: bool,
     aligned: bool,
-    cells: tuple[Tensor | None, Tensor | None] = (None, None),
+    mask: Tensor | None,
+    bias: Tensor | None,
 ) -> AttentionVariant:
-    """``wide`` and ``aligned`` describe q, k and v (:func:`attention_kernel`); ``cells`` are mask
-    and bias."""
+    """Return the constants of a kernel without functions.
+
+    ``wide``: whether offsets within a tile of q, k or v need 64 bits; ``aligned``: whether tiles of k and v
+    are loaded asynchronously (:func:`is_aligned`).
+    """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if not aligned:
@@ -64,9 +74,9 @@ def attention_variant(
         HAS_SOFTCAP=problem.softcap > 0,
         HAS_ALIBI=problem.alibi,
         HAS_MASK=problem.mask,
-        MASK_HAS_ROWS=_has_rows(cells[0]),
+        MASK_HAS_ROWS=_has_rows(mask),
         HAS_BIAS=problem.bias,
-        BIAS_HAS_ROWS=_has_rows(cells[1]),
+        BIAS_HAS_ROWS=_has_rows(bias),
         HAS_PADDING=problem.key_padding_mask,
         HAS_SCORE_MOD=has_score_mod(problem),
         EVEN_M=not (problem.varlen or problem.seqused_q) and problem.seqlen_q % config.BLOCK_M == 0,
@@ -78,41 +88,37 @@ def attention_variant(
         BLOCK_M=config.BLOCK_M,
         BLOCK_N=config.BLOCK_N,
         WIDE=wide,
-        WIDE_CELLS=any(map(_is_wide, cells)),
+        WIDE_SCORES=_is_wide(mask) or _is_wide(bias),
         HAS_CHUNK=problem.attention_chunk > 0,
         HAS_DROPOUT=problem.dropout_p > 0,
         FINE_DROPOUT=problem.dropout_p > 0 and is_fine(problem.dropout_p),
-        HIDES=problem.mask
+        MASKS_EVERY_BLOCK=problem.mask
         or problem.key_padding_mask
         or problem.attention_chunk > 0
         or problem.mods is not None,
         PRECISION=precision,
-        SEQUENCES_FIRST=cells[1] is not None and cells[1].shape[0] == 1 < cells[1].shape[1],
+        SEQUENCES_FIRST=bias is not None and bias.shape[0] == 1 < bias.shape[1],
     )
 
 
-def _strides(tensor: Tensor, packed: bool) -> TokenStrides:
-    return TokenStrides(0 if packed else tensor.stride(0), tensor.stride(-3), tensor.stride(-2))
-
-
-def _cell_strides(cells: Tensor | None) -> CellStrides:
+def _score_strides(tensor: Tensor | None) -> ScoreStrides:
     """Return the strides of a mask or bias that broadcasts to all scores: 0 along dimensions of size 1."""
-    if cells is None:
-        return CellStrides(0, 0, 0, 0)
-    pairs = zip(cells.shape, cells.stride(), strict=True)
-    return CellStrides(*(stride if size > 1 else 0 for size, stride in pairs))
+    if tensor is None:
+        return ScoreStrides(0, 0, 0, 0)
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return ScoreStrides(*(stride if size > 1 else 0 for size, stride in pairs))
 
 
-def _has_rows(cells: Tensor | None) -> bool:
-    return cells is not None and cells.shape[2] > 1
+def _has_rows(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.shape[2] > 1
 
 
-def _is_wide(cells: Tensor | None) -> bool:
+def _is_wide(tensor: Tensor | None) -> bool:
     """Whether offsets within one head of a mask or bias need 64 bits."""
-    if cells is None:
+    if tensor is None:
         return False
-    _, _, row, key = _cell_strides(cells)
-    return (cells.shape[2] + 128) * row + (cells.shape[3] + 128) * key >= 2**31
+    _, _, row, key = _score_strides(tensor)
+    return (tensor.shape[2] + 128) * row + (tensor.shape[3] + 128) * key >= 2**31
 
 
 def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
@@ -131,11 +137,6 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
         attention_chunk=min(problem.attention_chunk, max(problem.seqlen_k, 1)),
         drop_threshold=threshold(problem.dropout_p),
     )
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether Triton loads rows of ``tensor`` asynchronously: 16-byte pointers, strides of 16 elements."""
-    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
 def attention_kernel(
@@ -163,19 +164,19 @@ def attention_kernel(
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)
     aligned = problem.dtype.itemsize == 2 and problem.head_dim_v % 16 == 0 and all(map(is_aligned, inputs))
-    variant = attention_variant(problem, config, precision, wide, aligned, (extras.mask, extras.bias))
+    variant = attention_variant(problem, config, precision, wide, aligned, extras.mask, extras.bias)
     variant = replace(variant, **more)
     if problem.mods is not None:
         variant = with_functions(variant, problem, config, owns_keys)
     padding = (0, 0) if extras.key_padding_mask is None else extras.key_padding_mask.stride()
-    q, k, v = (_strides(tensor, problem.varlen) for tensor in inputs)
+    q, k, v = map(token_strides, inputs)
     strides = AttentionStrides(
         q=q,
         k=k,
         v=v,
-        mask=_cell_strides(extras.mask),
+        mask=_score_strides(extras.mask),
         padding=PaddingStrides(*padding),
-        bias=_cell_strides(extras.bias),
+        bias=_score_strides(extras.bias),
     )
     lengths = _lengths(problem, extras.alibi_slopes)
     scale, keep_scale = problem.softmax_scale, 1 / keep_share(problem.dropout_p)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from flashtile.backends.common.preprocess import statistics_offset
 from flashtile.backends.common.tiles import row_of_token, sequence
-from flashtile.backends.portable.attention.arguments import Block, Sequence
+from flashtile.backends.portable.attention.arguments import AttentionSequence, Block
 from flashtile.backends.portable.tiles import (
     block_range,
     chunk_range,
@@ -29,7 +29,7 @@ def find_sequence(b, call, C: tl.constexpr):
     start_k, len_k = sequence(pointers.cu_seqlens_k, b, lengths.seqlen_k, lengths.total_k, C.VARLEN)
     len_q = used_length(pointers.seqused_q, b, len_q)
     len_k = used_length(pointers.seqused_k, b, len_k)
-    return Sequence(b, start_q, start_k, len_q, len_k)
+    return AttentionSequence(b, start_q, start_k, len_q, len_k)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def within_chunks(first, last, start, end, offset, lengths, BLOCK: tl.constexpr,
 
 
 @triton.jit
-def bounded(first, last, call, b, BLOCK: tl.constexpr):
+def clip_to_padding(first, last, call, b, BLOCK: tl.constexpr):
     """Narrow key blocks ``first`` to ``last`` to the range with keys that are not padding."""
     if call.pointers.key_bounds is not None:
         start = tl.load(call.pointers.key_bounds + 2 * b)
@@ -123,7 +123,7 @@ def bounded(first, last, call, b, BLOCK: tl.constexpr):
 def reached_keys(start, sequence, call, C: tl.constexpr):
     """Blocks of keys that the rows from ``start`` on reach, as :func:`block_range` numbers them.
 
-    If C.HIDES they are one run, the last, which takes a mask throughout.
+    If C.MASKS_EVERY_BLOCK they are one run, the last, which takes a mask throughout.
     """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
@@ -131,8 +131,8 @@ def reached_keys(start, sequence, call, C: tl.constexpr):
         start, min(start + C.BLOCK_M, sequence.len_q), offset, sequence.len_k, lengths.window_left,
         lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    if C.HIDES:
-        first, last = bounded(first, last, call, sequence.b, C.BLOCK_N)
+    if C.MASKS_EVERY_BLOCK:
+        first, last = clip_to_padding(first, last, call, sequence.b, C.BLOCK_N)
         first, last = within_chunks(
             first, last, start, start + C.BLOCK_M, offset, lengths, C.BLOCK_N, C
         )  # fmt: skip
@@ -153,7 +153,7 @@ def reaching_rows(start, sequence, call, C: tl.constexpr):
         start, end, -offset, sequence.len_q, lengths.window_right, lengths.window_left, C.HAS_RIGHT,
         C.HAS_LEFT, C.BLOCK_M,
     )  # fmt: skip
-    if C.HIDES:
+    if C.MASKS_EVERY_BLOCK:
         if C.HAS_CHUNK:
             chunk_start, chunk_end = chunk_range(start, end, lengths.attention_chunk)
             first = max(first, (chunk_start - offset) // C.BLOCK_M)
@@ -161,7 +161,7 @@ def reaching_rows(start, sequence, call, C: tl.constexpr):
         full_last = first
         if call.pointers.key_bounds is not None:  # a block without a key that takes part has nothing to do
             own = start // C.BLOCK_N
-            first_keys, last_keys = bounded(own, own + 1, call, sequence.b, C.BLOCK_N)
+            first_keys, last_keys = clip_to_padding(own, own + 1, call, sequence.b, C.BLOCK_N)
             last = first if first_keys >= last_keys else last
     elif not C.HAS_LEFT:  # rows past the end load as zeros that no key reaches
         full_last = last
@@ -173,18 +173,18 @@ def listed_blocks(block, call, IS_FULL: tl.constexpr, OWNS_KEYS: tl.constexpr, C
     """Return (number of blocks to visit, clamped to the list's length; list) for ``block``."""
     lists, lengths = call.pointers.lists, call.lengths
     if OWNS_KEYS:
-        num_own = tl.cdiv(lengths.seqlen_k, C.OWN)
-        num_others = tl.cdiv(lengths.seqlen_q, C.BLOCK_M * C.PARTS)
+        num_own = tl.cdiv(lengths.seqlen_k, C.MASK_BLOCK)
+        num_others = tl.cdiv(lengths.seqlen_q, C.BLOCK_M * C.TILES_PER_MASK_BLOCK)
     else:
-        num_own = tl.cdiv(lengths.seqlen_q, C.OWN)
-        num_others = tl.cdiv(lengths.seqlen_k, C.BLOCK_N * C.PARTS)
+        num_own = tl.cdiv(lengths.seqlen_q, C.MASK_BLOCK)
+        num_others = tl.cdiv(lengths.seqlen_k, C.BLOCK_N * C.TILES_PER_MASK_BLOCK)
     of_head = ((block.b % lists.batch) * lists.heads + block.head % lists.heads).to(tl.int64)
-    place = of_head * num_own + block.start // C.OWN
+    place = of_head * num_own + block.start // C.MASK_BLOCK
     if IS_FULL:
         count, listed = tl.load(lists.full_num_blocks + place), lists.full_indices
     else:
         count, listed = tl.load(lists.num_blocks + place), lists.indices
-    return min(max(count, 0), num_others) * C.PARTS, listed + place * num_others
+    return min(max(count, 0), num_others) * C.TILES_PER_MASK_BLOCK, listed + place * num_others
 
 
 @triton.jit
@@ -193,8 +193,11 @@ def walked_block(listed, i, length, BLOCK: tl.constexpr, C: tl.constexpr):
     if listed is None:
         return i
     else:
-        most = tl.cdiv(length, BLOCK * C.PARTS) - 1
-        return min(max(tl.load(listed + i // C.PARTS), 0), most) * C.PARTS + i % C.PARTS
+        most = tl.cdiv(length, BLOCK * C.TILES_PER_MASK_BLOCK) - 1
+        return (
+            min(max(tl.load(listed + i // C.TILES_PER_MASK_BLOCK), 0), most) * C.TILES_PER_MASK_BLOCK
+            + i % C.TILES_PER_MASK_BLOCK
+        )
 
 
 @triton.jit
@@ -208,7 +211,7 @@ def walk(STEP: tl.constexpr, state, inputs, reached, block, call, OWNS_KEYS: tl.
     """
     FIRST_EDGE: tl.constexpr = C.HAS_RIGHT if OWNS_KEYS else C.HAS_LEFT
     LAST_EDGE: tl.constexpr = C.HAS_LEFT if OWNS_KEYS else (C.HAS_RIGHT or not C.EVEN_N)
-    if C.OWN > 0:
+    if C.MASK_BLOCK > 0:
         FULL: tl.constexpr = C.FULL  # which is no constant to Triton 3.6 as a field
         count, listed = listed_blocks(block, call, True, OWNS_KEYS, C)
         state = STEP(state, inputs, 0, count, listed, block, call, FIRST_EDGE or LAST_EDGE, FULL)
@@ -218,9 +221,9 @@ def walk(STEP: tl.constexpr, state, inputs, reached, block, call, OWNS_KEYS: tl.
         first, full_first, full_last, last = reached
         for RUN in tl.static_range(3):
             if (
-                (RUN == 0 and FIRST_EDGE and not C.HIDES)
-                or (RUN == 1 and not C.HIDES)
-                or (RUN == 2 and (LAST_EDGE or C.HIDES))
+                (RUN == 0 and FIRST_EDGE and not C.MASKS_EVERY_BLOCK)
+                or (RUN == 1 and not C.MASKS_EVERY_BLOCK)
+                or (RUN == 2 and (LAST_EDGE or C.MASKS_EVERY_BLOCK))
             ):
                 begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)
                 end = full_first if RUN == 0 else (full_last if RUN == 1 else last)

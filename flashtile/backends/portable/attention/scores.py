@@ -8,84 +8,90 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.tiles import LOG2_E
-from flashtile.backends.portable.attention.arguments import Cells
+from flashtile.backends.portable.attention.arguments import ScoreIndices
 from flashtile.backends.portable.tiles import cap_and_bias, visible
+from flashtile.dropout import KEY_STEPS, SMALL_MULTIPLIER
+
+MULTIPLIER, KEY_STEP = tl.constexpr(SMALL_MULTIPLIER), tl.constexpr(KEY_STEPS[0])
+"""Constants of Philox-2x32."""
 
 
 @triton.jit
-def cells_of(block, rows, keys, KEYS_FIRST: tl.constexpr):
-    """Where the scores of ``rows`` by ``keys`` lie, or with KEYS_FIRST of ``keys`` by ``rows``."""
+def score_indices(block, rows, keys, KEYS_FIRST: tl.constexpr):
+    """Return the :class:`ScoreIndices` of a tile of ``rows`` by ``keys``, transposed with KEYS_FIRST."""
     if KEYS_FIRST:
         rows, keys = rows[None, :], keys[:, None]
     else:
         rows, keys = rows[:, None], keys[None, :]
     positions = rows + block.offset
-    return Cells(block.b, block.head, rows, keys, positions, keys - positions)
+    return ScoreIndices(block.b, block.head, rows, keys, positions, keys - positions)
 
 
 @triton.jit
-def modify_scores(scores, cells, block, call, C: tl.constexpr, bias=None):
+def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
     """Raw products -> (scores in log2 units, their derivative by the scaled product).
 
-    ``bias`` is that of the cells where it is loaded already. Every kernel of the forward and backward pass
-    modifies its scores here and nowhere else.
+    ``at``: the :class:`ScoreIndices` of the tile. ``bias``: its tile of the bias, if loaded already. All
+    kernels of the forward and backward pass modify their scores here and nowhere else.
     """
     numbers, pointers = call.numbers, call.pointers
     scores, score_grad = cap_and_bias(
-        scores, cells.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
+        scores, at.distance, block.slope, numbers.softmax_scale, numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
     )  # fmt: skip
     if C.HAS_BIAS:
         if bias is None:
-            bias = load_cells(pointers.bias, call.strides.bias, cells, call.lengths, C.BIAS_HAS_ROWS, 0.0, C)
+            bias = load_broadcast(pointers.bias, call.strides.bias, at, call.lengths, C.BIAS_HAS_ROWS, 0.0, C)
         scores = scores + bias.to(tl.float32)
     if C.SCORE_MOD is not None:
         scores, own_grad = C.SCORE_MOD(
-            scores, cells.b, cells.head, cells.rows, cells.keys, pointers.captured
+            scores, at.b, at.head, at.rows, at.keys, pointers.captured
         )  # fmt: skip
         score_grad = score_grad * own_grad
     return scores * LOG2_E, score_grad
 
 
 @triton.jit
-def add_gradients(ds, scores, cells, block, call, C: tl.constexpr):
-    """Add to gradients of captured tensors; ``ds``: of the modified scores, ``scores``: raw products."""
+def add_gradients(ds, scores, at, block, call, C: tl.constexpr):
+    """Add to gradients of captured tensors; ``ds`` is that of the scores, ``scores`` are raw products."""
     scores, _ = cap_and_bias(
-        scores, cells.distance, block.slope, call.numbers.softmax_scale, call.numbers.softcap, C.HAS_SOFTCAP,
+        scores, at.distance, block.slope, call.numbers.softmax_scale, call.numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
     )  # fmt: skip
-    C.ADD_GRADIENTS(ds, scores, cells.b, cells.head, cells.rows, cells.keys, call.pointers.captured)
+    C.ADD_GRADIENTS(ds, scores, at.b, at.head, at.rows, at.keys, call.pointers.captured)
 
 
 @triton.jit
-def seen_cells(cells, call, C: tl.constexpr):
-    """Which scores of a tile take part, as far as their sequence has them."""
+def visible_scores(at, call, C: tl.constexpr):
+    """Return which scores of a tile are visible; those past the sequence's end may be either."""
     pointers, strides, lengths = call.pointers, call.strides, call.lengths
-    seen = visible(cells.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+    seen = visible(at.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
     if C.HAS_CHUNK:
-        first = cells.positions - cells.positions % lengths.attention_chunk  # of those that are no key's, any
-        seen = seen & (cells.positions >= 0) & (cells.keys >= first)
-        seen = seen & (cells.keys - first < lengths.attention_chunk)
+        first = (
+            at.positions - at.positions % lengths.attention_chunk
+        )  # any value where the position is not a key's
+        seen = seen & (at.positions >= 0) & (at.keys >= first)
+        seen = seen & (at.keys - first < lengths.attention_chunk)
     if C.HAS_MASK:
-        seen = seen & load_cells(pointers.mask, strides.mask, cells, lengths, C.MASK_HAS_ROWS, False, C)
+        seen = seen & load_broadcast(pointers.mask, strides.mask, at, lengths, C.MASK_HAS_ROWS, False, C)
     if C.HAS_PADDING:
-        keys = pointers.key_padding_mask + cells.b.to(tl.int64) * strides.padding.batch
-        keys += cells.keys.to(tl.int64) * strides.padding.key
+        keys = pointers.key_padding_mask + at.b.to(tl.int64) * strides.padding.batch
+        keys += at.keys.to(tl.int64) * strides.padding.key
         if C.EVEN_N:
             seen = seen & tl.load(keys)
         else:
-            seen = seen & tl.load(keys, mask=cells.keys < lengths.seqlen_k, other=False)
+            seen = seen & tl.load(keys, mask=at.keys < lengths.seqlen_k, other=False)
     if C.MASK_MOD is not None:
-        seen = seen & C.MASK_MOD(cells.b, cells.head, cells.rows, cells.keys, pointers.captured)
+        seen = seen & C.MASK_MOD(at.b, at.head, at.rows, at.keys, pointers.captured)
     return seen
 
 
 @triton.jit
-def load_cells(pointer, strides, cells, lengths, HAS_ROWS: tl.constexpr, other, C: tl.constexpr):
+def load_broadcast(pointer, strides, at, lengths, HAS_ROWS: tl.constexpr, other, C: tl.constexpr):
     """Load a tile of a tensor that broadcasts to all scores; elements past its end are ``other``."""
-    base = pointer + cells.b.to(tl.int64) * strides.batch + cells.head.to(tl.int64) * strides.head
-    rows, keys = cells.rows, cells.keys
-    if C.WIDE_CELLS:
+    base = pointer + at.b.to(tl.int64) * strides.batch + at.head.to(tl.int64) * strides.head
+    rows, keys = at.rows, at.keys
+    if C.WIDE_SCORES:
         rows, keys = rows.to(tl.int64), keys.to(tl.int64)
     place = keys * strides.key
     if HAS_ROWS:
@@ -101,7 +107,7 @@ def load_cells(pointer, strides, cells, lengths, HAS_ROWS: tl.constexpr, other, 
 
 @triton.jit
 def load_state(rng_state, C: tl.constexpr):
-    """(seed, offset) of dropout's generator."""
+    """Load (seed, offset) of dropout's generator; zeros without dropout."""
     if C.HAS_DROPOUT:
         return tl.load(rng_state), tl.load(rng_state + 1).to(tl.uint32)
     else:
@@ -118,24 +124,24 @@ def units_of(start, PER_SIXTEEN: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dropout_words(key, word, other, second):
-    """Philox-2x32-7 of a key and a counter: its first word, or its second."""
+def random_bits(key, word, other, second):
+    """Return the first or second word of Philox-2x32-7 of a key and a counter."""
     for _ in tl.static_range(7):
-        product = word.to(tl.uint64) * 0xD256D193
+        product = word.to(tl.uint64) * MULTIPLIER
         word, other = (product >> 32).to(tl.uint32) ^ key ^ other, product.to(tl.uint32)
-        key = tl.add(key, 0x9E3779B9, sanitize_overflow=False)
+        key = tl.add(key, KEY_STEP, sanitize_overflow=False)
     return tl.where(second, other, word)
 
 
 @triton.jit
-def kept_cells(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
-    """[BLOCK_M, BLOCK_N], or transposed with KEYS_FIRST: which probabilities dropout keeps.
+def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
+    """Return which probabilities dropout keeps, [BLOCK_M, BLOCK_N], transposed with KEYS_FIRST.
 
-    ``flashtile.dropout`` says how they follow from the state. Each probability computes its words as if they
-    were its own. But one thread holds all eight that share them, in the layout of a matrix product, and four
-    of them in that of its transpose, and the compiler sees that they are the same.
+    ``flashtile.dropout`` defines how they follow from the state. The random words are computed for each
+    probability. One thread holds all eight probabilities that share words, in the layout of a matrix product,
+    and four of them in the layout of its transpose. So the compiler can compute shared words once.
     """
-    # Of a sequence and head, so that it is computed once.
+    # The key depends only on the sequence and head, so it is computed once.
     head = (block.b * call.lengths.num_heads_q + block.head).to(tl.uint32)
     zero = tl.full([], 0, tl.uint32)
     key, first_row, first_key, _ = tl.philox(call.seed, head, call.rng_offset, zero, zero)
@@ -146,11 +152,11 @@ def kept_cells(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C: t
         rows, row, keys, column = rows[None, :], row[None, :], keys[:, None], column[:, None]
     else:
         rows, row, keys, column = rows[:, None], row[:, None], keys[None, :], column[None, :]
-    # A number's bits begin at the sign; without FINE_DROPOUT what lies below them makes no difference.
+    # A random number starts at the sign bit; without FINE_DROPOUT the lower bits do not matter.
     to_sign = tl.where(column < 8, 17, 25) - column % 2 * 16
-    number = dropout_words(key, rows, keys, row >= 8) << to_sign
+    number = random_bits(key, rows, keys, row >= 8) << to_sign
     if C.FINE_DROPOUT:
-        low_bits = dropout_words(key, rows, keys ^ 0x80000000, row >= 8)
+        low_bits = random_bits(key, rows, keys ^ 0x80000000, row >= 8)
         byte = tl.where(column < 8, 0, 8) + column % 2 * 16
         number = (number & 0xFE000000) | ((low_bits >> byte & 0xFF) << 17)
     return number >= (call.lengths.drop_threshold.to(tl.uint32) << 17)
@@ -159,6 +165,6 @@ def kept_cells(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C: t
 @triton.jit
 def kept_or_zero(p, kept, call):
     """Set probabilities that dropout does not keep to 0."""
-    # The compiler must not know that it is 0: it would round first and take the packed pairs apart again.
+    # The compiler must not know that this is 0, or it would round first and then unpack the rounded pairs.
     zero = call.numbers.keep_scale * 0.0
     return tl.where(kept, p, zero)

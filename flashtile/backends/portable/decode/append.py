@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.portable.decode.e4m3 import E4M3_MAX, encode_bits
+from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.portable.decode.results import store_rows
 
 
@@ -71,21 +72,11 @@ class AppendPointers(NamedTuple):
 class AppendStrides(NamedTuple):
     """Strides between sequences (or pages), tokens and heads, in elements."""
 
-    k_cache_stride_b: Any
-    k_cache_stride_s: Any
-    k_cache_stride_h: Any
-    v_cache_stride_b: Any
-    v_cache_stride_s: Any
-    v_cache_stride_h: Any
-    k_stride_b: Any
-    k_stride_s: Any
-    k_stride_h: Any
-    v_stride_b: Any
-    v_stride_s: Any
-    v_stride_h: Any
-    q_stride_b: Any
-    q_stride_s: Any
-    q_stride_h: Any
+    k_cache: TokenStrides
+    v_cache: TokenStrides
+    k: TokenStrides
+    v: TokenStrides
+    q: TokenStrides
 
 
 class AppendLengths(NamedTuple):
@@ -240,20 +231,16 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)
     rows = first + tokens
-    k_rows = b64 * strides.k_stride_b + rows * strides.k_stride_s + head64 * strides.k_stride_h
+    k_rows = b64 * strides.k.batch + rows * strides.k.token + head64 * strides.k.head
     k = load_rotated(pointers.k, k_rows, exists, rotary_positions, pointers, lengths.rotary_rows, C)
-    k_places = (
-        page * strides.k_cache_stride_b + place * strides.k_cache_stride_s + head64 * strides.k_cache_stride_h
-    )
+    k_places = page * strides.k_cache.batch + place * strides.k_cache.token + head64 * strides.k_cache.head
     k = as_cached(k, pointers.k.dtype.element_ty, k_scale, C)
     store_rows(pointers.k_cache, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
     columns = tl.arange(0, C.BLOCK_DV)
-    v_rows = b64 * strides.v_stride_b + rows * strides.v_stride_s + head64 * strides.v_stride_h
+    v_rows = b64 * strides.v.batch + rows * strides.v.token + head64 * strides.v.head
     inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
     v = tl.load(pointers.v + v_rows[:, None] + columns[None, :], mask=inside, other=0.0)
-    v_places = (
-        page * strides.v_cache_stride_b + place * strides.v_cache_stride_s + head64 * strides.v_cache_stride_h
-    )
+    v_places = page * strides.v_cache.batch + place * strides.v_cache.token + head64 * strides.v_cache.head
     v = as_cached(v, pointers.v.dtype.element_ty, v_scale, C)
     store_rows(pointers.v_cache, v_places, written, v, C.HEAD_DIM_V, C.BLOCK_DV)
 
@@ -275,7 +262,7 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
         positions += tokens
     rows = first + tokens
     b64 = b.to(tl.int64)
-    q_rows = b64 * strides.q_stride_b + rows * strides.q_stride_s + head.to(tl.int64) * strides.q_stride_h
+    q_rows = b64 * strides.q.batch + rows * strides.q.token + head.to(tl.int64) * strides.q.head
     q = load_rotated(pointers.q_in, q_rows, exists, positions, pointers, lengths.rotary_rows, C)
     out_rows = rows if C.VARLEN_Q else b64 * lengths.seqlen_q + tokens
     offsets = (out_rows * lengths.num_heads_q + head) * C.HEAD_DIM

@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import outer_stride, padded
+from flashtile.backends.common.launch import TokenStrides, outer_stride, padded, token_strides
 from flashtile.backends.portable.decode.append import (
     AppendLengths,
     AppendPointers,
@@ -22,7 +22,7 @@ from flashtile.backends.portable.decode.copy_blocks import (
     CopyVariant,
     copy_kernel,
 )
-from flashtile.backends.portable.decode.plan import converts_e4m3, row_strides
+from flashtile.backends.portable.decode.plan import converts_e4m3
 from flashtile.problems.decode import FP8, AppendProblem, AppendTensors, CopyProblem, CopyTensors
 
 APPEND_ROWS = 16
@@ -82,11 +82,11 @@ class AppendLaunch:
             ROWS=self._rows,
         )
         strides = AppendStrides(
-            *row_strides(k_cache),
-            *row_strides(v_cache),
-            *row_strides(k),
-            *row_strides(v),
-            *((0, 0, 0) if q is None else row_strides(q)),
+            token_strides(k_cache),
+            token_strides(v_cache),
+            token_strides(k),
+            token_strides(v),
+            TokenStrides(0, 0, 0) if q is None else token_strides(q),
         )
         lengths = AppendLengths(
             table_stride=0 if block_table is None else block_table.stride(0),

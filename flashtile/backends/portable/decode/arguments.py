@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.portable.decode.schedule import Layout
 
 
@@ -96,15 +97,9 @@ class DecodePointers(NamedTuple):
 class DecodeStrides(NamedTuple):
     """Strides between sequences (or pages), tokens and heads, in elements."""
 
-    q_stride_b: Any
-    q_stride_s: Any
-    q_stride_h: Any
-    k_stride_b: Any
-    k_stride_s: Any
-    k_stride_h: Any
-    v_stride_b: Any
-    v_stride_s: Any
-    v_stride_h: Any
+    q: TokenStrides
+    k: TokenStrides
+    v: TokenStrides
 
 
 class OuterStrides(NamedTuple):

@@ -22,7 +22,6 @@ from flashtile.backends.portable.decode.results import (
     store_results,
     store_rows,
     with_prior,
-    with_sink,
 )
 from flashtile.backends.portable.decode.schedule import (
     WorkTile,
@@ -36,6 +35,7 @@ from flashtile.backends.portable.decode.schedule import (
 )
 from flashtile.backends.portable.decode.steps import NextWork, ScoreRows, as_float16, attend_n_blocks
 from flashtile.backends.portable.decode.unified_max import as_online, is_in_range, load_shift
+from flashtile.backends.portable.tiles import sink_step
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def load_queries(rows, pointers, strides, lengths, C: tl.constexpr):
     """Load (q [BLOCK_M, BLOCK_D], qv [BLOCK_M, BLOCK_DV]); without qv, q is returned twice."""
     tokens = rows.start_q.to(tl.int64) + rows.tokens
     columns = tl.arange(0, C.BLOCK_D)
-    offsets = rows.b * strides.q_stride_b + tokens * strides.q_stride_s
-    offsets += rows.heads.to(tl.int64) * strides.q_stride_h
+    offsets = rows.b * strides.q.batch + tokens * strides.q.token
+    offsets += rows.heads.to(tl.int64) * strides.q.head
     q = tl.load(
         pointers.q + offsets[:, None] + columns[None, :],
         mask=rows.exists[:, None] & (columns < C.HEAD_DIM)[None, :],
@@ -103,7 +103,7 @@ def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl
     if C.HAS_SINK:  # noqa: SIM102
         if whole:
             sink = tl.load(pointers.sink + rows.heads, mask=rows.exists, other=0.0)
-            acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)
+            acc, row_max, row_sum = sink_step(acc, row_max, row_sum, sink)
     out, lse = normalised(acc, row_max, row_sum)
     if whole:
         store_results(pointers.out, pointers.lse, out, lse, rows, lengths, C)

@@ -63,8 +63,8 @@ def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
         k_descale = pointers.k_descale + work.head_kv
         v_descale = pointers.v_descale + work.head_kv
     head64 = work.head_kv.to(tl.int64)
-    k = pointers.k + head64 * strides.k_stride_h
-    v = pointers.v + head64 * strides.v_stride_h
+    k = pointers.k + head64 * strides.k.head
+    v = pointers.v + head64 * strides.v.head
     return Cache(k, v, row, block_table, pages, k_descale, v_descale, call.num_blocks, fault)
 
 
@@ -160,22 +160,22 @@ def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     position = tile_index(C.BLOCK_N, C.WIDE)
     if PAGE_SIZE == 0:
-        k += page * strides.k_stride_b + start.to(tl.int64) * strides.k_stride_s
-        v += page * strides.v_stride_b + start.to(tl.int64) * strides.v_stride_s
-        k_offsets = position * strides.k_stride_s
-        v_offsets = position * strides.v_stride_s
+        k += page * strides.k.batch + start.to(tl.int64) * strides.k.token
+        v += page * strides.v.batch + start.to(tl.int64) * strides.v.token
+        k_offsets = position * strides.k.token
+        v_offsets = position * strides.v.token
     elif PAGE_SIZE % C.BLOCK_N == 0:
         within = (start % PAGE_SIZE).to(tl.int64)
-        k += page * strides.k_stride_b + within * strides.k_stride_s
-        v += page * strides.v_stride_b + within * strides.v_stride_s
-        k_offsets = position * strides.k_stride_s
-        v_offsets = position * strides.v_stride_s
+        k += page * strides.k.batch + within * strides.k.token
+        v += page * strides.v.batch + within * strides.v.token
+        k_offsets = position * strides.k.token
+        v_offsets = position * strides.v.token
     else:
         if C.BLOCK_N % PAGE_SIZE != 0:
             position += start
         position = position % PAGE_SIZE
-        k_offsets = page * strides.k_stride_b + position * strides.k_stride_s
-        v_offsets = page * strides.v_stride_b + position * strides.v_stride_s
+        k_offsets = page * strides.k.batch + position * strides.k.token
+        v_offsets = page * strides.v.batch + position * strides.v.token
     return k, v, k_offsets, v_offsets
 
 
@@ -191,8 +191,8 @@ def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def prefetch_n_block(cache, page, n, keys, strides, C: tl.constexpr):
-    """Ask for the keys and values of n_block ``n``; ``page`` is its row of a dense cache, or as
-    :func:`load_pages` has it."""
+    """Prefetch the keys and values of n_block ``n``. ``page`` is its row of a dense cache, or the result of
+    :func:`load_pages`."""
     PER_ELEMENT: tl.constexpr = 2 if C.E4M3_PAIRS else 1
     start = not_hoisted(n) * C.BLOCK_N
     seen = is_seen(start + tl.arange(0, C.BLOCK_N), keys, C)

@@ -17,7 +17,6 @@ from flashtile.backends.portable.decode.results import (
     store_results,
     store_rows,
     with_prior,
-    with_sink,
 )
 from flashtile.backends.portable.decode.schedule import (
     Layout,
@@ -29,6 +28,7 @@ from flashtile.backends.portable.decode.schedule import (
     sequence_of,
     share_of,
 )
+from flashtile.backends.portable.tiles import sink_step
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
         )
     if C.HAS_SINK:
         sink = tl.load(pointers.sink + heads, mask=exists, other=0.0)
-        acc, row_max, row_sum = with_sink(acc, row_max, row_sum, sink)
+        acc, row_max, row_sum = sink_step(acc, row_max, row_sum, sink)
     out, lse = normalised(acc, row_max, row_sum)
     store_results(pointers.out, pointers.lse, out, lse, rows, lengths, C)
 

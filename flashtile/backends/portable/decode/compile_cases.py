@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import triton
 
 from flashtile.backends.common.cached_launch import NUM_WARPS
+from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
+from flashtile.backends.common.device import compiling_for
+from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import config, plan
-from flashtile.backends.portable.decode.append import (
-    AppendLengths,
-    AppendPointers,
-    AppendStrides,
-    AppendVariant,
-    append_kernel,
+from flashtile.backends.portable.decode.append_launch import (
+    APPEND_ROWS,
+    COPY_TILE,
+    AppendLaunch,
+    CopyLaunch,
 )
-from flashtile.backends.portable.decode.append_launch import APPEND_ROWS, COPY_TILE
 from flashtile.backends.portable.decode.arguments import (
     DecodeNumbers,
     DecodePointers,
@@ -38,17 +39,19 @@ from flashtile.backends.portable.decode.combine import (
     combine_kernel,
 )
 from flashtile.backends.portable.decode.config import DecodeConfig
-from flashtile.backends.portable.decode.copy_blocks import (
-    CopyLengths,
-    CopyPointers,
-    CopyStrides,
-    CopyVariant,
-    copy_kernel,
-)
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.backends.portable.exchange import exchange_kernel, exchange_variant
-from flashtile.problems.decode import FP8, DecodeProblem
+from flashtile.problems.decode import (
+    FP8,
+    AppendOptions,
+    AppendProblem,
+    AppendTensors,
+    CopyOptions,
+    CopyProblem,
+    CopyTensors,
+    DecodeProblem,
+)
 
 _PAGED = DecodeProblem(
     batch=8,
@@ -152,8 +155,8 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
         yield _exchange_case()
     for dtype in (torch.bfloat16, FP8):
         for packed in (False, True):
-            yield _append_case(dtype, capability, packed)
-    yield _copy_case()
+            yield _append_case(dtype, divmod(capability, 10), packed)
+    yield _copy_case(divmod(capability, 10))
 
 
 def _attention_case(
@@ -202,7 +205,7 @@ def _attention_case(
         kernel=decode_kernel,
         signature={
             "pointers": pointers,
-            "strides": types_of(DecodeStrides, "i32"),
+            "strides": types_of(DecodeStrides, types_of(TokenStrides, "i32")),
             "outer": types_of(OuterStrides, "i32"),
             "lengths": types_of(DecodeLengths, "i32"),
             "numbers": types_of(DecodeNumbers, "fp32", softmax_max=softmax_max),
@@ -257,69 +260,42 @@ def _exchange_case() -> CompileCase:
         kernel=exchange_kernel,
         signature=signature,
         constants={"C": exchange_variant(2, 2048, 128)},
-        divisible_by_16=frozenset(),
         num_warps=NUM_WARPS,
         tensor_cores=False,
     )
 
 
-def _append_case(dtype: torch.dtype, capability: int, packed: bool) -> CompileCase:
-    as_bits = dtype == FP8 and capability < 89
-    compiled_for = AppendVariant(
-        HAS_SLOTS=False,
-        HAS_LENGTHS=True,
-        HAS_BATCH_IDX=False,
-        VARLEN=packed,
-        VARLEN_Q=packed,
-        PAGE_SIZE=16,
-        DESCALE="none" if dtype != FP8 else "sequence" if packed else "block",
-        QUANTISED=dtype == FP8,
-        E4M3_BITS=as_bits,
-        ROTARY_DIM=128,
-        INTERLEAVED=True,
-        HAS_ROTARY_SEQLENS=False,
-        ROTATE_Q=True,
-        ROTATE_Q_BY_TOKEN=True,
-        HEAD_DIM=128,
-        HEAD_DIM_V=128,
-        BLOCK_D=128,
-        BLOCK_DV=128,
-        ROWS=APPEND_ROWS,
-    )
-    cache = "*u8" if as_bits else _TYPES[dtype]
-    offsets = "*i32" if packed else None
-    scales = "*fp32" if dtype == FP8 else None
-    pointers = types_of(
-        AppendPointers, "*bf16", k_cache=cache, v_cache=cache, cache_seqlens="*i32", slot_mapping=None,
-        cache_batch_idx=None, block_table="*i32", cu_seqlens_k_new=offsets, rotary_cos="*fp32",
-        rotary_sin="*fp32", rotary_seqlens=None, k_descale=scales, v_descale=scales, cu_seqlens_q=offsets,
+def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) -> CompileCase:
+    """Append with rotary embedding of the keys and of as many queries, packed or not."""
+    bf16, int32, heads = torch.bfloat16, torch.int32, 8
+    cache = meta(1024, 16, heads, 128, dtype=dtype)
+    rows = (8 * APPEND_ROWS,) if packed else (8, APPEND_ROWS)
+    new, q = meta(*rows, heads, 128, dtype=bf16), meta(*rows, 4 * heads, 128, dtype=bf16)
+    offsets = meta(9, dtype=int32) if packed else None
+    scales = None
+    if dtype == FP8:
+        scales = meta(8, 1, heads) if packed else meta(1024, heads)
+    tensors = AppendTensors(
+        cache_seqlens=meta(8, dtype=int32), block_table=meta(8, 64, dtype=int32), cu_seqlens_k_new=offsets,
+        rotary_cos=meta(1024, 64), rotary_sin=meta(1024, 64), k_descale=scales, v_descale=scales, q=q,
+        cu_seqlens_q=offsets, q_rotated=q,
     )  # fmt: skip
-    signature = {
-        "pointers": pointers,
-        "strides": types_of(AppendStrides, "i32"),
-        "lengths": types_of(AppendLengths, "i32"),
-    }
+    longest = APPEND_ROWS if packed else None
+    options = AppendOptions(longest, longest, rotate_q_by_token=True)
+    given = (cache, cache, new, new, tensors)
+    with compiling_for(capability):
+        launch = AppendLaunch(AppendProblem.from_tensors(*given, options))
+    (launched,) = launches_of(capability, partial(launch, *given))
     name = f"decode append {_TYPES[dtype][1:]}{' packed' if packed else ''}"
-    return _plain_case(name, append_kernel, signature, compiled_for, {"strides"})
+    return case_of(launched, name, tensor_cores=False)
 
 
-def _copy_case() -> CompileCase:
-    rows = COPY_TILE // 128
-    compiled_for = CopyVariant(
-        HAS_DESCALES=False,
-        HEAD_DIM=128,
-        HEAD_DIM_V=128,
-        BLOCK_D=128,
-        BLOCK_DV=128,
-        BLOCK_HEADS=8,
-        BLOCK=triton.next_power_of_2(rows),
-    )
-    signature = {
-        "pointers": CopyPointers("*bf16", "*bf16", "*i32", None, None),
-        "strides": types_of(CopyStrides, "i32"),
-        "lengths": types_of(CopyLengths, "i32"),
-    }
-    return _plain_case("decode copy blocks", copy_kernel, signature, compiled_for, {"strides"})
+def _copy_case(capability: tuple[int, int]) -> CompileCase:
+    cache = meta(1, 1024, COPY_TILE // 128 // 8, 8, 128, dtype=torch.bfloat16)
+    given = (cache, cache, meta(4, 2, dtype=torch.int32), CopyTensors())
+    launch = CopyLaunch(CopyProblem.from_tensors(*given, CopyOptions()))
+    (launched,) = launches_of(capability, partial(launch, *given))
+    return case_of(launched, "decode copy blocks", tensor_cores=False)
 
 
 def _plain_case(
@@ -327,7 +303,6 @@ def _plain_case(
     kernel: Any,
     signature: dict[str, Any],
     compiled_for: Any,
-    divisible_by_16: Iterable[str] = (),
     num_warps: int = NUM_WARPS,
 ) -> CompileCase:
     """A kernel without products."""
@@ -336,7 +311,6 @@ def _plain_case(
         kernel=kernel,
         signature=signature,
         constants={"C": compiled_for},
-        divisible_by_16=frozenset(divisible_by_16),
         num_warps=num_warps,
         tensor_cores=False,
     )

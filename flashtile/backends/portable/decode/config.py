@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flashtile.backends.common.config import KernelConfig
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import KernelConfig, padded
 from flashtile.backends.portable.config import family, precision_of
 from flashtile.problems.decode import DecodeProblem
 
@@ -27,8 +26,8 @@ WHOLE_BYTES = 192 * 1024
 """Bytes of keys and values: about what a program reads in the time that partial results take to be left and
 combined. Work tiles of no more are left whole."""
 MAX_WHOLE_BYTES = 512 * 1024
-"""The most of a work tile that is left whole. Programs that share all n_blocks ask for the next one's keys
-early, and read the heads of a token side by side: with more bytes that is worth more."""
+"""The most of a work tile that is left whole. Programs that share all n_blocks prefetch the next one's keys
+and read the heads of a token next to each other, which is worth more with more bytes."""
 MAX_UNEVEN_BYTES = 256 * 1024
 """The most where lengths may differ, or keys lie in pages."""
 

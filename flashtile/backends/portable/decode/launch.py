@@ -106,7 +106,7 @@ class DecodeLaunch:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         scratch = None
         lse_to: Tensor | int | None = lse
-        if lse is None and self._stores_lse:  # nobody asked for it: it goes behind the partial results
+        if lse is None and self._stores_lse:  # not requested: it is stored after the partial results
             scratch = q.new_empty(self._partials + self._lse_size, dtype=torch.float32)
             lse_to = scratch.data_ptr() + 4 * self._partials
         elif self._partials:

@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.device import capability, multiprocessors
-from flashtile.backends.common.launch import largest_divisor, outer_stride, padded
+from flashtile.backends.common.launch import is_aligned, largest_divisor, outer_stride, padded, token_strides
 from flashtile.backends.portable.decode.arguments import DecodeStrides, DecodeVariant, OuterStrides
 from flashtile.backends.portable.decode.combine import CombineVariant
 from flashtile.backends.portable.decode.config import NARROW, DecodeConfig, bytes_to_read, operand_bytes
@@ -66,7 +66,7 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
 def has_pairs(cache: Tensor) -> bool:
     """Whether each row of an FP8 cache is a row of aligned pairs.
 
-    Of its address a signature knows only whether 16 divides it, so the launch must ask for no less.
+    A signature knows of an address only whether it is a multiple of 16, so that is what is required here.
     """
     return not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
 
@@ -274,16 +274,6 @@ def combine_variant(
     )
 
 
-def row_strides(tensor: Tensor) -> tuple[int, int, int]:
-    """(sequence, token, head) strides of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
-    return tensor.stride(0) if tensor.dim() == 4 else 0, tensor.stride(-3), tensor.stride(-2)
-
-
-def is_aligned(cache: Tensor) -> bool:
-    """Whether Triton loads rows of the cache asynchronously: pointer and strides that are multiples of 16."""
-    return cache.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in cache.stride()[:-1])
-
-
 def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
     """Whether tiles of k and v may differ in width."""
     return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
@@ -297,7 +287,7 @@ def extent(cache: Tensor) -> int:
 
 
 def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> DecodeStrides:
-    return DecodeStrides(*row_strides(q), *row_strides(k_cache), *row_strides(v_cache))
+    return DecodeStrides(*map(token_strides, (q, k_cache, v_cache)))
 
 
 def outer_strides_of(tensors: CacheTensors) -> OuterStrides:

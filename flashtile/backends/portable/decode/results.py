@@ -35,16 +35,6 @@ class Splits(NamedTuple):
 
 
 @triton.jit
-def with_sink(acc, row_max, row_sum, sink):
-    """Add a virtual key of score ``sink`` [rows], in natural units, without a value."""
-    sink = sink * LOG2_E
-    new_max = tl.maximum(row_max, sink)
-    shift = tl.where(new_max == -float("inf"), 0.0, new_max)
-    factor = tl.exp2(row_max - shift)
-    return acc * factor[:, None], new_max, row_sum * factor + tl.exp2(sink - shift)
-
-
-@triton.jit
 def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl.constexpr):
     """Add the results of attention over other keys, with packed tokens, to (acc, maximum, sum)."""
     tokens = packed_tokens(rows, lengths, C)

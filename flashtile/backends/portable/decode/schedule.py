@@ -243,7 +243,7 @@ def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths,
 @triton.jit
 def balanced_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
     """Where ``team`` begins: (all n_blocks, position of its first, the m_block that holds it, position of
-    that m_block's first). ``index``: 0 to SCAN_BLOCK, in whatever layout."""
+    that m_block's first). ``index``: 0 to SCAN_BLOCK, in any layout."""
     m_block = team * 0
     m_block_start = team * 0
     if C.ONE_SCAN:

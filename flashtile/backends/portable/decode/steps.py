@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.common.e4m3 import decode_bits, split_pairs
 from flashtile.backends.portable.decode.cache import (
     in_cache,
     is_seen,
@@ -14,10 +15,8 @@ from flashtile.backends.portable.decode.cache import (
     prefetch_n_block,
     rows_of_n_block,
 )
-from flashtile.backends.portable.decode.e4m3 import decode_bits, split_pairs
 from flashtile.backends.portable.decode.unified_max import shifted_exponentials
-from flashtile.backends.portable.softmax import softmax_step
-from flashtile.backends.portable.tiles import apply_score_mod, visible
+from flashtile.backends.portable.tiles import apply_score_mod, softmax_step, visible
 
 
 class ScoreRows(NamedTuple):
@@ -234,9 +233,7 @@ def attend_n_blocks(
             else:
                 row_sum += tl.sum(p, 1)
         else:
-            p, row_max, alpha = softmax_step(
-                scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, True
-            )
+            p, row_max, alpha = softmax_step(scores, row_max, call.numbers.scale_log2, C.HAS_SCORE_MOD, True)
             if C.sums_late:
                 row_sum = row_sum * alpha[:, None] + p
             else:

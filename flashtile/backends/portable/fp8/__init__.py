@@ -30,7 +30,7 @@ def configure_fp8_quantize(problem: QuantizeProblem) -> bool:
 
 
 def configure_fp8_attend(problem: Fp8Problem) -> Any:
-    from flashtile.backends.portable.fp8.config import choose
+    from flashtile.backends.portable.fp8.launch import choose
 
     return choose(problem, is_native(problem.device))
 

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.common.e4m3 import decode_number, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.common.tiles import LN_2, LOG2_E, sequence
-from flashtile.backends.portable.decode.e4m3 import decode_number, encode_bits
 from flashtile.backends.portable.fp8.quantize import key_of_column
-from flashtile.backends.portable.softmax import sink_step
 from flashtile.backends.portable.tiles import (
     apply_score_mod,
     block_range,
     load_slope,
     result_bases,
     row_block,
+    sink_step,
     store_tile,
     used_length,
     visible,
@@ -79,18 +80,11 @@ class Fp8AttendPointers(NamedTuple):
 
 
 class Fp8Strides(NamedTuple):
-    """Elements from one sequence, row and head to the next. ``v_stride_s`` of a transposed v is that from one
-    feature to the next."""
+    """Strides of the inputs. ``v.token`` of a transposed v is that from one feature to the next."""
 
-    q_stride_b: Any
-    q_stride_s: Any
-    q_stride_h: Any
-    k_stride_b: Any
-    k_stride_s: Any
-    k_stride_h: Any
-    v_stride_b: Any
-    v_stride_s: Any
-    v_stride_h: Any
+    q: TokenStrides
+    k: TokenStrides
+    v: TokenStrides
 
 
 class Fp8ScaleStrides(NamedTuple):
@@ -242,9 +236,7 @@ def attend_blocks(
         keys = start + tl.arange(0, C.BLOCK_N)
         if C.TRANSPOSED:
             keys = start + key_of_column(tl.arange(0, C.BLOCK_N))
-        k = load_rows(
-            operands.k_base, keys, operands.len_k, strides.k_stride_s, C.HEAD_DIM, C.BLOCK_D, C.NATIVE
-        )
+        k = load_rows(operands.k_base, keys, operands.len_k, strides.k.token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
         scores = tl.dot(operands.q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
         scale_block = start // KEY_BLOCK if C.BLOCK_SCALES else 0
         k_scale = load_scale(operands.k_scale_base, scale_block) * numbers.softmax_scale
@@ -276,12 +268,12 @@ def attend_blocks(
             v_unit = unit
         if C.TRANSPOSED:
             v = load_columns(
-                operands.v_base, start, keys, operands.len_k, strides.v_stride_s, C.HEAD_DIM_V, C.BLOCK_DV,
+                operands.v_base, start, keys, operands.len_k, strides.v.token, C.HEAD_DIM_V, C.BLOCK_DV,
                 MASKED, C.NATIVE,
             )  # fmt: skip
         else:
             v = load_rows(
-                operands.v_base, keys, operands.len_k, strides.v_stride_s, C.HEAD_DIM_V, C.BLOCK_DV, C.NATIVE
+                operands.v_base, keys, operands.len_k, strides.v.token, C.HEAD_DIM_V, C.BLOCK_DV, C.NATIVE
             )
         acc = tl.dot(round_p(p, C.NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]
     return Fp8Accumulator(acc, row_max, row_sum, v_unit, v_largest)
@@ -318,7 +310,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
     """Grid: (blocks of rows * heads * batch,). q, k, v e4m3 (bits unless NATIVE), out and lse contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], without the batch
-    when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, v_stride_s] ([heads_kv, ...] when
+    when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, v.token] ([heads_kv, ...] when
     VARLEN). Scales are those of ``flashtile.problems.fp8.Scales``; those of blocks have a stride of 1.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -335,11 +327,11 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
 
     b64 = b.to(tl.int64)
     head64 = head_kv.to(tl.int64)
-    q_base = pointers.q + b64 * strides.q_stride_b + start_q * strides.q_stride_s
-    q_base += head.to(tl.int64) * strides.q_stride_h
-    k_base = pointers.k + b64 * strides.k_stride_b + start_k * strides.k_stride_s
-    k_base += head64 * strides.k_stride_h
-    v_base = pointers.v + b64 * strides.v_stride_b + head64 * strides.v_stride_h
+    q_base = pointers.q + b64 * strides.q.batch + start_q * strides.q.token
+    q_base += head.to(tl.int64) * strides.q.head
+    k_base = pointers.k + b64 * strides.k.batch + start_k * strides.k.token
+    k_base += head64 * strides.k.head
+    v_base = pointers.v + b64 * strides.v.batch + head64 * strides.v.head
     # The numbers of a sequence's first blocks, where sequences share one numbering.
     first_q = tl.zeros([], tl.int64)
     first_k = tl.zeros([], tl.int64)
@@ -349,7 +341,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
     if C.TRANSPOSED:
         v_base += first_k * KEY_BLOCK
     else:
-        v_base += start_k * strides.v_stride_s
+        v_base += start_k * strides.v.token
 
     rows = row_start + tl.arange(0, BLOCK_M)
     q_scale_base = pointers.q_scale
@@ -373,7 +365,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         q_scale = tl.zeros([BLOCK_M], tl.float32) + load_scale(q_scale_base, 0)
 
     slope = load_slope(pointers.alibi_slopes, lengths.alibi_stride_b, b, head, C.HAS_ALIBI)
-    q = load_rows(q_base, rows, len_q, strides.q_stride_s, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
+    q = load_rows(q_base, rows, len_q, strides.q.token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
     operands = Fp8Operands(
         q, q_scale, slope, k_base, v_base, k_scale_base, v_scale_base, row_start, offset, len_k
     )

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
+from flashtile.backends.common.compile_cases import case_of, launches_of, meta
+from flashtile.backends.common.compile_report import CompileCase, architecture
+from flashtile.backends.portable.compile_cases import inputs_of
 from flashtile.backends.portable.fp8 import NATIVE_CAPABILITY
-from flashtile.backends.portable.fp8 import config as configurations
-from flashtile.backends.portable.fp8.attend import (
-    Fp8AttendPointers,
-    Fp8Lengths,
-    Fp8Numbers,
-    Fp8ScaleStrides,
-    Fp8Strides,
-    attend_kernel,
-)
-from flashtile.backends.portable.fp8.launch import fp8_attend_variant
-from flashtile.backends.portable.fp8.quantize import (
-    LARGEST_GIVEN,
-    LARGEST_ONLY,
-    ONE_PASS,
-    QuantizeLengths,
-    QuantizeNumbers,
-    QuantizePointers,
-    QuantizeScaleStrides,
-    QuantizeStrides,
-    quantize_kernel,
-)
-from flashtile.backends.portable.fp8.quantize_launch import compile_options, quantize_variant, spill_budget
-from flashtile.problems.fp8 import Fp8Problem, QuantizeProblem
-from flashtile.problems.fp8_layout import E4M3
+from flashtile.backends.portable.fp8.launch import HEAD_DIMS, Fp8AttendLaunch, row
+from flashtile.backends.portable.fp8.quantize_launch import QuantizeLaunch, spill_budget
+from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, QuantizeTensors
+from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, QUERY_BLOCK, num_blocks, num_blocks_varlen
 
 _QUERIES = QuantizeProblem(
     role="q",
@@ -87,7 +70,7 @@ _FEATURES = replace(
     sink=True,
 )
 _ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
-    "full": (_PLAIN, configurations.HEAD_DIMS),
+    "full": (_PLAIN, HEAD_DIMS),
     "rows causal": (replace(_PLAIN, v_transposed=False, block_scales=False, window_right=0), (64,)),
     "features": (_FEATURES, (32,)),
 }
@@ -96,92 +79,56 @@ _ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Quantisation of each role, and attention with each row of the table that serves ``arch``."""
-    native = divmod(architecture(arch).capability, 10) >= NATIVE_CAPABILITY
+    capability = divmod(architecture(arch).capability, 10)
+    native = capability >= NATIVE_CAPABILITY
     for name, quantized in _QUANTIZED.items():
-        passes = (
-            {"": ONE_PASS}
-            if quantized.method == "block"
-            else {" pass 1": LARGEST_ONLY, " pass 2": LARGEST_GIVEN}
-        )
-        options = compile_options(quantized)
-        for suffix, number in passes.items():
-            yield CompileCase(
-                name=f"fp8 quantize {name}{suffix}",
-                kernel=quantize_kernel,
-                **_quantize_arguments(quantized, number.value, native),
-                spill_budget=spill_budget(quantized),
-                num_warps=options["num_warps"],
-                options={name: option for name, option in options.items() if name != "num_warps"},
-                tensor_cores=False,
-            )
-    for name, (problem, head_dims) in _ATTENDED.items():
+        launches = launches_of(capability, partial(QuantizeLaunch(quantized, native), *_quantized(quantized)))
+        suffixes = ("",) if len(launches) == 1 else (" pass 1", " pass 2")
+        for launched, suffix in zip(launches, suffixes, strict=True):
+            budget = spill_budget(quantized)
+            case = f"fp8 quantize {name}{suffix}"
+            yield case_of(launched, case, spill_budget=budget, tensor_cores=False)
+    for name, (any_problem, head_dims) in _ATTENDED.items():
         for head_dim in head_dims:
-            config = configurations.row(native, head_dim)
-            attended = replace(problem, head_dim=head_dim, head_dim_v=head_dim)
-            yield CompileCase(
-                name=f"fp8 attend head_dim {head_dim} {name}",
-                kernel=attend_kernel,
-                **_attend_arguments(attended, config),
-                num_warps=config.tile.num_warps,
-                num_stages=config.tile.num_stages,
-                spill_budget=config.tile.spill_budget,
+            config = row(native, head_dim)
+            problem = replace(any_problem, head_dim=head_dim, head_dim_v=head_dim)
+            (launched,) = launches_of(
+                capability, partial(Fp8AttendLaunch(problem, config), *_attended(problem))
             )
+            budget = config.tile.spill_budget
+            yield case_of(launched, f"fp8 attend head_dim {head_dim} {name}", spill_budget=budget)
 
 
-def _quantize_arguments(problem: QuantizeProblem, number: int, native: bool) -> dict[str, Any]:
-    rotary = problem.rotary_dim > 0
-    pointers = types_of(
-        QuantizePointers,
-        None,
-        x="*bf16",
-        quantized=_stored(native),
-        scales="*fp32",
-        largest="*fp32" if problem.method != "block" else None,
-        cu_seqlens="*i32" if problem.varlen else None,
-        seqused="*i32" if problem.seqused else None,
-        cos="*fp32" if rotary else None,
-        sin="*fp32" if rotary else None,
-        rotary_offsets="*i32" if problem.varlen and rotary else None,
+def _quantized(problem: QuantizeProblem) -> tuple[Tensor, QuantizeTensors]:
+    """Return the tensors of a quantisation, contiguous on "meta"."""
+    rows = (problem.total,) if problem.varlen else (problem.batch, problem.seqlen)
+    lengths = meta(problem.batch, dtype=torch.int32)
+    angles = meta(problem.seqlen, problem.rotary_dim // 2) if problem.rotary_dim else None
+    return meta(*rows, problem.num_heads, problem.head_dim, dtype=problem.dtype), QuantizeTensors(
+        cu_seqlens=meta(problem.batch + 1, dtype=torch.int32) if problem.varlen else None,
+        seqused=lengths if problem.seqused else None,
+        rotary_cos=angles,
+        rotary_sin=angles,
+        rotary_offsets=lengths if problem.varlen and problem.rotary_dim else None,
     )
-    signature = {
-        "pointers": pointers,
-        "strides": types_of(QuantizeStrides, "i32"),
-        "lengths": types_of(QuantizeLengths, "i32"),
-        "scale_strides": types_of(QuantizeScaleStrides, "i32"),
-        "numbers": types_of(QuantizeNumbers, "i32", normalizer="fp32"),
-    }
-    return _arguments(signature, quantize_variant(problem, native, number))
 
 
-def _attend_arguments(problem: Fp8Problem, config: configurations.AttendConfig) -> dict[str, Any]:
-    pointers = types_of(
-        Fp8AttendPointers,
-        "*fp32",
-        **dict.fromkeys(("q", "k", "v"), _stored(config.native)),
-        out="*bf16",
-        cu_seqlens_q="*i32" if problem.varlen else None,
-        cu_seqlens_k="*i32" if problem.varlen else None,
-        seqused_k="*i32" if problem.seqused_k else None,
-        alibi_slopes="*fp32" if problem.alibi else None,
-        sink="*fp32" if problem.sink else None,
-    )
-    signature = {
-        "pointers": pointers,
-        "strides": types_of(Fp8Strides, "i32"),
-        "scale_strides": types_of(Fp8ScaleStrides, "i32"),
-        "lengths": types_of(Fp8Lengths, "i32"),
-        "numbers": types_of(Fp8Numbers, "fp32"),
-    }
-    return _arguments(signature, fp8_attend_variant(problem, config))
-
-
-def _stored(native: bool) -> str:
-    return "*fp8e4nv" if native else "*u8"
-
-
-def _arguments(signature: dict[str, Any], variant: Any) -> dict[str, Any]:
-    return {
-        "signature": signature,
-        "constants": {"C": variant},
-        "divisible_by_16": frozenset(("strides",)),
-    }
+def _attended(problem: Fp8Problem) -> tuple[Tensor, Tensor, Tensor, AttendTensors]:
+    """Return the tensors of attention over quantised ones, contiguous on "meta"."""
+    q, k, v, extras = inputs_of(problem)
+    first = () if problem.varlen else (problem.batch,)
+    scales = []
+    for heads, length, total, block in (
+        (problem.num_heads_q, problem.seqlen_q, problem.total_q, QUERY_BLOCK),
+        (problem.num_heads_kv, problem.seqlen_k, problem.total_k, KEY_BLOCK),
+    ):
+        blocks = (
+            num_blocks_varlen(total, problem.batch, block) if problem.varlen else num_blocks(length, block)
+        )
+        scales.append(
+            meta(*first, heads, blocks) if problem.block_scales else meta(problem.batch, problem.num_heads_kv)
+        )
+    if problem.v_transposed:
+        columns = scales[1].shape[-1] * KEY_BLOCK
+        v = meta(*first, problem.num_heads_kv, problem.head_dim_v, columns, dtype=E4M3)
+    return q, k, v, AttendTensors(scales[0], scales[1], scales[1], *extras[:5])

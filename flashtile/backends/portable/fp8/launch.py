@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import outer_stride
+from flashtile.backends.common.launch import KernelConfig, TokenStrides, outer_stride, padded, token_strides
 from flashtile.backends.portable.fp8.attend import (
     Fp8AttendPointers,
     Fp8AttendVariant,
@@ -17,9 +19,43 @@ from flashtile.backends.portable.fp8.attend import (
     Fp8Strides,
     attend_kernel,
 )
-from flashtile.backends.portable.fp8.config import AttendConfig, padded
 from flashtile.problems.common import UNLIMITED
 from flashtile.problems.fp8 import AttendTensors, Fp8Problem
+
+K = KernelConfig
+
+
+@dataclass(frozen=True)
+class AttendConfig:
+    """Tile of the kernel, and whether products are of FP8 or, emulated, of float16, which holds e4m3."""
+
+    tile: KernelConfig
+    native: bool
+
+
+# (native, padded head_dim) -> tile. Tiles that fit with few spills; not timed.
+_TABLE: dict[tuple[bool, int], KernelConfig] = {
+    (True, 32): K(64, 64, 4, 3),
+    (True, 64): K(64, 64, 4, 3),
+    (True, 128): K(64, 64, 4, 2),
+    (True, 256): K(64, 64, 8, 1),
+    (False, 32): K(64, 64, 4, 2),
+    (False, 64): K(64, 32, 4, 2),
+    (False, 128): K(64, 32, 4, 2),
+    (False, 256): K(32, 32, 4, 1),
+}
+HEAD_DIMS = (32, 64, 128, 256)
+MIN_WIDTH = HEAD_DIMS[0]
+"""Fewest columns of a tile: an FP8 product sums over 32."""
+
+
+def row(native: bool, width: int) -> AttendConfig:
+    """The configuration of one row of the table; ``width`` is a padded head_dim."""
+    return AttendConfig(_TABLE[native, width], native)
+
+
+def choose(problem: Fp8Problem, native: bool) -> AttendConfig:
+    return row(native, padded(max(problem.head_dim, problem.head_dim_v), MIN_WIDTH))
 
 
 def fp8_attend_variant(problem: Fp8Problem, config: AttendConfig) -> Fp8AttendVariant:
@@ -34,8 +70,8 @@ def fp8_attend_variant(problem: Fp8Problem, config: AttendConfig) -> Fp8AttendVa
         TRANSPOSED=problem.v_transposed,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_D=padded(problem.head_dim),
-        BLOCK_DV=padded(problem.head_dim_v),
+        BLOCK_D=padded(problem.head_dim, MIN_WIDTH),
+        BLOCK_DV=padded(problem.head_dim_v, MIN_WIDTH),
         BLOCK_M=config.tile.BLOCK_M,
         BLOCK_N=config.tile.BLOCK_N,
         NATIVE=config.native,
@@ -75,7 +111,7 @@ class Fp8AttendLaunch:
     ) -> CachedLaunch:
         problem = self._problem
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        strides = Fp8Strides(*self._strides(q), *self._strides(k), *self._strides_of_v(v))
+        strides = Fp8Strides(token_strides(q), token_strides(k), self._strides_of_v(v))
         scale_strides = Fp8ScaleStrides(
             *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale))
         )
@@ -98,15 +134,12 @@ class Fp8AttendLaunch:
             attend_kernel, programs, scalars, (variant,), self._config.tile, pointers=Fp8AttendPointers
         )
 
-    def _strides(self, rows: Tensor) -> tuple[int, int, int]:
-        """Strides of a batch, a row and a head."""
-        return 0 if self._problem.varlen else rows.stride(0), rows.stride(-3), rows.stride(-2)
-
-    def _strides_of_v(self, v: Tensor) -> tuple[int, int, int]:
+    def _strides_of_v(self, v: Tensor) -> TokenStrides:
         """Strides of a batch, a row and a head, or for v transposed of a batch, a feature and a head."""
         if not self._problem.v_transposed:
-            return self._strides(v)
-        return 0 if self._problem.varlen else v.stride(0), v.stride(-2), v.stride(-3)
+            return token_strides(v)
+        batch = 0 if self._problem.varlen else v.stride(0)
+        return TokenStrides(batch, token=v.stride(-2), head=v.stride(-3))
 
     def _strides_of_scale(self, scale: Tensor | None) -> tuple[int, int]:
         """Strides of a batch and a head."""

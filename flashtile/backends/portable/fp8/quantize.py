@@ -5,7 +5,7 @@ FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3: a scale for 
 spreads outliers over all columns and leaves q k^T as it is ("incoherent processing").
 
 One program owns one block of one head. Every sum of the transform has one order and nothing is fused, so that
-the result is the same to the bit as that of :mod:`flashtile.reference.fp8_emulation`.
+the result is the same to the bit as that of :mod:`flashtile.reference.fp8`.
 """
 
 from dataclasses import dataclass
@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
+from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.common.tiles import sequence
-from flashtile.backends.portable.decode.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.portable.tiles import used_length
 from flashtile.problems import fp8_layout
 
@@ -67,9 +68,7 @@ class QuantizePointers(NamedTuple):
 class QuantizeStrides(NamedTuple):
     """Strides of x and of the values, in elements."""
 
-    x_stride_b: Any
-    x_stride_s: Any
-    x_stride_h: Any
+    x: TokenStrides
     columns: Any
     """Stride between features of transposed values."""
 
@@ -303,8 +302,8 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
         row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
     column = tl.arange(0, C.BLOCK_D)
     signs = sign_of_column(column, numbers.seed) * HEADROOM
-    x_rows = pointers.x + b64 * strides.x_stride_b + start * strides.x_stride_s
-    x_rows += row.to(tl.int64)[:, None] * strides.x_stride_s + head64 * strides.x_stride_h
+    x_rows = pointers.x + b64 * strides.x.batch + start * strides.x.token
+    x_rows += row.to(tl.int64)[:, None] * strides.x.token + head64 * strides.x.head
     in_use = (row < used)[:, None]
     position = row
     if pointers.cos is not None:

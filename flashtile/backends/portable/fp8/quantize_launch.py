@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import padded, token_strides
 from flashtile.backends.portable.fp8.quantize import (
     LARGEST_GIVEN,
     LARGEST_ONLY,
@@ -23,8 +23,7 @@ from flashtile.backends.portable.fp8.quantize import (
     quantize_kernel,
 )
 from flashtile.problems.fp8 import QuantizeProblem, QuantizeTensors
-from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
-from flashtile.problems.hadamard import normalizer
+from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST, hadamard_normalizer
 
 ELEMENTS_PER_THREAD = 32
 """Elements of a tile that a thread holds in registers."""
@@ -117,18 +116,13 @@ class QuantizeLaunch:
             "head": (heads, 1),
             "block": (0 if problem.varlen else heads * blocks, blocks),
         }[problem.method]
-        strides = QuantizeStrides(
-            x_stride_b=0 if problem.varlen else x.stride(0),
-            x_stride_s=x.stride(-3),
-            x_stride_h=x.stride(-2),
-            columns=blocks * problem.rows,
-        )
+        strides = QuantizeStrides(token_strides(x), columns=blocks * problem.rows)
         lengths = QuantizeLengths(heads, problem.seqlen, problem.total)
         numbers = QuantizeNumbers(
             seed=problem.seed or 0,
             rotary_offset=problem.rotary_offset,
             rotary_rows=1 if tensors.rotary_cos is None else tensors.rotary_cos.shape[0],
-            normalizer=normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
+            normalizer=hadamard_normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
         )
         scalars = (strides, lengths, QuantizeScaleStrides(*scale_strides), numbers)
         passes = (ONE_PASS,) if problem.method == "block" else (LARGEST_ONLY, LARGEST_GIVEN)

@@ -10,10 +10,10 @@ import torch
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import Target
-from flashtile.backends.common.linear_ends import (
-    EndCacheStrides,
-    EndSizes,
-    EndStrides,
+from flashtile.backends.common.linear_epilogue import (
+    EpilogueCacheStrides,
+    EpilogueSizes,
+    EpilogueStrides,
     ProductDepth,
     ProductPointers,
 )
@@ -26,8 +26,8 @@ from flashtile.backends.portable.linear.config import (
     candidates,
     default,
 )
-from flashtile.backends.portable.linear.kernel import Shares, end_kernel, product_kernel
-from flashtile.backends.portable.linear.launch import END_PLACES, END_ROWS, product_variant
+from flashtile.backends.portable.linear.kernel import Shares, epilogue_kernel, product_kernel
+from flashtile.backends.portable.linear.launch import EPILOGUE_PLACES, EPILOGUE_ROWS, product_variant
 from flashtile.hardware.linear_table import FLAT, GEMV
 from flashtile.problems.linear import E4M3, QKV, SWIGLU, Heads, LinearProblem
 
@@ -43,8 +43,8 @@ def plain_problem(rows: int, capability: tuple[int, int]) -> LinearProblem:
 def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
     """Return the problem with each epilogue, by the name of the case."""
     return {
-        "norm swiglu": replace(problem, end=SWIGLU, norm=True, bias=True, residual=True),
-        "norm qkv": replace(problem, end=QKV, norm=True, heads=_HEADS),
+        "norm swiglu": replace(problem, epilogue=SWIGLU, norm=True, bias=True, residual=True),
+        "norm qkv": replace(problem, epilogue=QKV, norm=True, heads=_HEADS),
         "before norm": replace(problem, x_scale=True, residual=True, next_norm=True),
         "e4m3": replace(problem, weight_dtype=E4M3, scales="channel"),
     }
@@ -75,14 +75,14 @@ def pointer_types(problem: LinearProblem, native: bool, split: bool = False) -> 
     return types_of(ProductPointers, None, x="*bf16", w=weight, y="*bf16", **present)
 
 
-END_TYPES = {
+EPILOGUE_TYPES = {
     "places": "i32",
-    "strides": types_of(EndStrides, "i32"),
-    "cache_strides": types_of(EndCacheStrides, "i32"),
-    "sizes": types_of(EndSizes, "i32", next_eps="fp32"),
+    "strides": types_of(EpilogueStrides, "i32"),
+    "cache_strides": types_of(EpilogueCacheStrides, "i32"),
+    "sizes": types_of(EpilogueSizes, "i32", next_eps="fp32"),
 }
 """Types of an epilogue's scalars."""
-PRODUCT_TYPES = {"depth": types_of(ProductDepth, "i32"), "eps": "fp32"} | END_TYPES
+PRODUCT_TYPES = {"depth": types_of(ProductDepth, "i32"), "eps": "fp32"} | EPILOGUE_TYPES
 ALIGNED = frozenset(("depth", "strides"))
 
 
@@ -111,10 +111,14 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     ended = everything(few)["norm qkv"]
     pointers = pointer_types(ended, True)._replace(w=None, norm_weight=None)
     yield CompileCase(
-        name="linear end qkv",
-        kernel=end_kernel,
-        signature={"pointers": pointers, "sums_stride": "i32", **END_TYPES},
-        constants={"BLOCK_M": END_ROWS, "BLOCK_P": END_PLACES, "E": epilogue_variant(ended, norm=False)},
+        name="linear epilogue qkv",
+        kernel=epilogue_kernel,
+        signature={"pointers": pointers, "sums_stride": "i32", **EPILOGUE_TYPES},
+        constants={
+            "BLOCK_M": EPILOGUE_ROWS,
+            "BLOCK_P": EPILOGUE_PLACES,
+            "E": epilogue_variant(ended, norm=False),
+        },
         divisible_by_16=frozenset(("places", "sums_stride", "strides")),
         tensor_cores=False,
     )

@@ -95,7 +95,7 @@ def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
 
 def needs_end(problem: LinearProblem) -> bool:
     """Whether a kernel follows the library's product, which adds a bias or a residual itself."""
-    behind = problem.end != PLAIN or problem.x_scale or problem.scales != "none"
+    behind = problem.epilogue != PLAIN or problem.x_scale or problem.scales != "none"
     return behind or (problem.residual and problem.bias)
 
 

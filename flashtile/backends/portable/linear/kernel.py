@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.dependent_launch import launch_dependents, prefetch, wait_for_dependencies
-from flashtile.backends.common.e4m3 import to_bfloat16
+from flashtile.backends.common.e4m3 import decode_number, to_bfloat16
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.common.linear_ends import (
+from flashtile.backends.common.linear_epilogue import (
     PLAIN,
-    EndCall,
+    EpilogueCall,
     load_destinations,
     load_squares,
     row_of,
@@ -27,7 +27,6 @@ from flashtile.backends.common.linear_ends import (
     store_scaled,
     store_sums,
 )
-from flashtile.backends.portable.decode.e4m3 import decode_number
 from flashtile.problems import linear as problem
 
 SCALE_BLOCK = tl.constexpr(problem.SCALE_BLOCK)
@@ -168,7 +167,7 @@ def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.c
     BLOCK_M: tl.constexpr = C.BLOCK_M
     factor = factor[None, :]
     place = (start + tl.arange(0, STEP))[:, None]
-    if E.END == PLAIN:
+    if E.EPILOGUE == PLAIN:
         y = store_sums(sums, place, stop, m[None, :], factor, call, E)
         if E.NEXT_NORM:
             square = tl.sum(store_scaled(y, place, stop, m[None, :], call), 0)
@@ -232,7 +231,7 @@ def product_kernel(
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_M: tl.constexpr = C.BLOCK_M
     STEP: tl.constexpr = BLOCK_N // C.HALVES
-    call = EndCall(pointers, places, strides, cache_strides, sizes)
+    call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
     K, M, splits, tiles = depth.K, sizes.M, shares.splits, shares.tiles
     part = tl.program_id(0)
     split = part % splits
@@ -289,7 +288,7 @@ def product_kernel(
 
 
 @kernel(do_not_specialize=("sizes",))
-def end_kernel(
+def epilogue_kernel(
     pointers, sums_stride, places, strides, cache_strides, sizes, BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -298,7 +297,7 @@ def end_kernel(
     The kernel is specialized on ``places``: 16 bytes are loaded and stored at a time only if it is known to
     be a multiple of 16, since their eight elements must share a mask.
     """
-    call = EndCall(pointers, places, strides, cache_strides, sizes)
+    call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
     blocks = tl.cdiv(places, BLOCK_P)
     place = (tl.program_id(0) % blocks * BLOCK_P + tl.arange(0, BLOCK_P))[:, None]
     m = (tl.program_id(0) // blocks * BLOCK_M + tl.arange(0, BLOCK_M))[None, :]
@@ -308,7 +307,7 @@ def end_kernel(
     factor = 1.0
     if E.X_SCALES:
         factor = tl.load(pointers.x_scale + m, mask=m < sizes.M, other=0.0)
-    if E.END == PLAIN:
+    if E.EPILOGUE == PLAIN:
         store_sums(first, place, places, m, factor, call, E)
     else:
         second = tl.load(rows + row_of(place, 1, places, E), mask=inside, other=0.0).to(tl.float32)

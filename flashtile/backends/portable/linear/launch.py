@@ -14,9 +14,9 @@ from flashtile.backends.common.cached_launch import CachedLaunch
 from flashtile.backends.common.counters import zeroed_counters
 from flashtile.backends.common.dependent_launch import CAPABILITY
 from flashtile.backends.common.device import capability
-from flashtile.backends.common.linear_ends import ProductDepth, ProductPointers
+from flashtile.backends.common.linear_epilogue import ProductDepth, ProductPointers
 from flashtile.backends.common.linear_launch import (
-    end_scalars,
+    epilogue_scalars,
     epilogue_variant,
     new_next_norm,
     new_output,
@@ -24,14 +24,14 @@ from flashtile.backends.common.linear_launch import (
 )
 from flashtile.backends.portable.fp8 import is_native
 from flashtile.backends.portable.linear.config import LinearConfig, halves, needs_end, tiles_of
-from flashtile.backends.portable.linear.kernel import ProductVariant, Shares, end_kernel, product_kernel
+from flashtile.backends.portable.linear.kernel import ProductVariant, Shares, epilogue_kernel, product_kernel
 from flashtile.hardware.linear_table import GEMV, LIBRARY
 from flashtile.problems.linear import E4M3, LinearProblem
 from flashtile.reference.linear import before_norm, scaled_weight
 
-END_PLACES, END_ROWS = 128, 8
+EPILOGUE_PLACES, EPILOGUE_ROWS = 128, 8
 """Places and rows per program of the epilogue after the library's product."""
-END_UNIT = 8
+EPILOGUE_UNIT = 8
 
 
 def prepare(problem: LinearProblem, config: LinearConfig) -> Callable[..., Any]:
@@ -60,8 +60,8 @@ def product_variant(problem: LinearProblem, config: LinearConfig) -> ProductVari
 
 def unit_of(problem: LinearProblem, config: LinearConfig) -> int:
     """Return the elements in 16 bytes of a flat product's results, if its tiles are multiples of them."""
-    fits = config.BLOCK_N // halves(problem) % END_UNIT == 0 and problem.places % END_UNIT == 0
-    return END_UNIT if fits and config.kind != GEMV else 1
+    fits = config.BLOCK_N // halves(problem) % EPILOGUE_UNIT == 0 and problem.places % EPILOGUE_UNIT == 0
+    return EPILOGUE_UNIT if fits and config.kind != GEMV else 1
 
 
 class ProductLaunch:
@@ -112,7 +112,7 @@ class ProductLaunch:
         return CachedLaunch(
             product_kernel,
             self._blocks * config.splits,
-            (depth, shares, problem.norm_eps, *end_scalars(problem, given, caches)),
+            (depth, shares, problem.norm_eps, *epilogue_scalars(problem, given, caches)),
             (self._variant, epilogue_variant(problem)),
             None,
             pointers=ProductPointers,
@@ -156,12 +156,12 @@ class LibraryLaunch:
 
     def _prepare(self, sums: Tensor, caches: tuple[Tensor, ...], given: Any) -> CachedLaunch:
         problem = self._problem
-        programs = triton.cdiv(problem.places, END_PLACES) * triton.cdiv(problem.M, END_ROWS)
+        programs = triton.cdiv(problem.places, EPILOGUE_PLACES) * triton.cdiv(problem.M, EPILOGUE_ROWS)
         return CachedLaunch(
-            end_kernel,
+            epilogue_kernel,
             programs,
-            (sums.stride(0), *end_scalars(problem, given, caches)),
-            (END_ROWS, END_PLACES, replace(epilogue_variant(problem, norm=False), NEXT_NORM=False)),
+            (sums.stride(0), *epilogue_scalars(problem, given, caches)),
+            (EPILOGUE_ROWS, EPILOGUE_PLACES, replace(epilogue_variant(problem, norm=False), NEXT_NORM=False)),
             None,
             pointers=ProductPointers,
         )

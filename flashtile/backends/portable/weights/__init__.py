@@ -34,7 +34,7 @@ def reason_of_top(problem: WeightsProblem) -> str | None:
 
 
 def configure_weights(problem: WeightsProblem):
-    from flashtile.backends.portable.weights.config import choose
+    from flashtile.backends.portable.weights.launch import choose
 
     return choose(problem)
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.common.tiles import load_tile, row_of_head
+from flashtile.backends.common.tiles import LOG2_E, load_tile, row_of_head
 from flashtile.backends.portable.attention.arguments import AttentionCall, attention_pointers
 from flashtile.backends.portable.attention.program import (
     block_at,
@@ -15,9 +15,113 @@ from flashtile.backends.portable.attention.program import (
     reached_keys,
     reaching_rows,
     walk,
+    walked_block,
 )
+from flashtile.backends.portable.attention.scores import modify_scores, score_indices, visible_scores
 from flashtile.backends.portable.tiles import row_block
-from flashtile.backends.portable.weights.steps import load_shifts, store_top, sum_rows, weigh_keys
+
+
+@triton.jit
+def load_shifts(lse, rows, length):
+    """Load the lse of ``rows`` in log2 units, to subtract from scores: inf where a row sees no key."""
+    shifts = tl.load(lse + rows, mask=rows < length, other=-float("inf")) * LOG2_E
+    return tl.where(shifts == -float("inf"), float("inf"), shifts)
+
+
+@triton.jit
+def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
+    """Return (probabilities [BLOCK_M, BLOCK_N] from raw products, which of them belong to visible keys)."""
+    if C.HAS_SCORE_MOD:
+        scores, _ = modify_scores(scores, at, block, call, C)
+    else:
+        scores = scores * call.numbers.scale_log2
+    seen = visible_scores(at, call, C) & (scores != -float("inf"))
+    seen = seen & (at.rows < sequence.len_q) & (at.keys < sequence.len_k)
+    return tl.where(seen, tl.exp2(scores - shifts[:, None]), 0.0), seen
+
+
+@triton.jit
+def join_top(best, p, seen, key_start, C: tl.constexpr):
+    """``best`` [BLOCK_M, BLOCK_TOP], the top of each row, and those of a tile: the top of both.
+
+    A number holds the bits of a weight, which rise as it does, above those of its key, of which the first
+    wins among equals. -1 is none.
+    """
+    BLOCK_M: tl.constexpr = C.BLOCK_M
+    BLOCK_TOP: tl.constexpr = C.BLOCK_TOP
+    keys = key_start + tl.arange(0, C.BLOCK_N)
+    bits = p.to(tl.int32, bitcast=True).to(tl.int64)
+    own = tl.where(seen, (bits << 32) | (0x7FFFFFFF - keys).to(tl.int64)[None, :], -1)
+    if C.BLOCK_N < C.BLOCK_TOP:
+        TIMES: tl.constexpr = BLOCK_TOP // C.BLOCK_N
+        first = (tl.arange(0, TIMES) == 0)[None, :, None]
+        own = tl.reshape(tl.where(first, own[:, None, :], -1), [BLOCK_M, BLOCK_TOP])
+    elif C.BLOCK_N > C.BLOCK_TOP:
+        own = tl.topk(own, BLOCK_TOP)
+    both = tl.reshape(tl.join(best, own), [BLOCK_M, 2 * BLOCK_TOP])
+    return tl.topk(both, BLOCK_TOP)
+
+
+@triton.jit
+def weigh_keys(
+    best, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Blocks of keys ``first`` to ``last`` (exclusive) for the rows of ``block``: their tiles of weights
+    written, or the top of each row.
+
+    The last of the inputs is the address of the sequence's first row in what keeps all weights.
+    """
+    q_tile, shifts, k, sequence, weights = inputs
+    for n in range(first, last):
+        start = walked_block(listed, n, k.length, C.BLOCK_N, C) * C.BLOCK_N
+        k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        at = score_indices(
+            block, block.start + tl.arange(0, C.BLOCK_M), start + tl.arange(0, C.BLOCK_N), False
+        )
+        p, seen = probabilities(scores, shifts, at, sequence, block, call, C)
+        if C.FORM == "top":
+            best = join_top(best, p, seen, start, C)
+        else:
+            rows = (block.start + tl.arange(0, C.BLOCK_M)).to(tl.int64)[:, None]
+            keys = start + tl.arange(0, C.BLOCK_N)[None, :]
+            place = weights + rows * call.lengths.seqlen_k + keys
+            inside = (rows < sequence.len_q) & (keys < k.length)
+            tl.store(place, p.to(weights.dtype.element_ty), mask=inside)
+    return best
+
+
+@triton.jit
+def sum_rows(
+    sums, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """Blocks of rows ``first`` to ``last`` (exclusive) into the sums of the keys of ``block``."""
+    q, k_tile, lse, sequence = inputs
+    for m in range(first, last):
+        start = walked_block(listed, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
+        q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
+        shifts = load_shifts(lse, start + tl.arange(0, C.BLOCK_M), q.length)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=C.PRECISION)
+        at = score_indices(
+            block, start + tl.arange(0, C.BLOCK_M), block.start + tl.arange(0, C.BLOCK_N), False
+        )
+        p, _ = probabilities(scores, shifts, at, sequence, block, call, C)
+        sums += tl.sum(p, 0)
+    return sums
+
+
+@triton.jit
+def store_top(weights, indices, first, best, row_start, len_q, C: tl.constexpr):
+    """``first`` is the place of the sequence's first row among all rows."""
+    rows = row_start + tl.arange(0, C.BLOCK_M)[:, None]
+    columns = tl.arange(0, C.BLOCK_TOP)[None, :]
+    place = (first + rows) * C.TOP + columns
+    inside = (rows < len_q) & (columns < C.TOP)
+    values = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    keys = 0x7FFFFFFF - (best & 0x7FFFFFFF)
+    tl.store(weights + place, tl.where(best < 0, 0.0, values), mask=inside)
+    tl.store(indices + place, tl.where(best < 0, -1, keys), mask=inside)
+
 
 WeightsPointers = attention_pointers("WeightsPointers", "q k lse weights indices")
 

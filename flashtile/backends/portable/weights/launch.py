@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,18 +10,42 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import padded
+from flashtile.backends.common.launch import KernelConfig, padded
+from flashtile.backends.portable import configure_forward
+from flashtile.backends.portable.attention.function_pointers import FunctionPointers, captured_of
 from flashtile.backends.portable.attention.launch import attention_kernel, optional_pointers
-from flashtile.backends.portable.mods.launch import FunctionPointers, captured_of
-from flashtile.backends.portable.weights.config import WeightsConfig
+from flashtile.backends.portable.config import Config
 from flashtile.backends.portable.weights.kernel import WeightsPointers, weights_kernel
 from flashtile.problems.attention import WeightsProblem
+
+KEYS_A_THREAD = 16
+"""Keys per thread in a tile whose rows are sorted for their top weights. Each is a 64-bit number."""
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    tile: KernelConfig
+    precision: str
+
+
+def choose(problem: WeightsProblem) -> WeightsConfig:
+    return of_forward(problem, configure_forward(problem))
+
+
+def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
+    """The tile for a problem whose forward pass has ``config``."""
+    tile = replace(config.forward, spill_budget=0, features_spill_budget=0)
+    if problem.form == "top":
+        keys = max(tile.BLOCK_N, padded(problem.top)) if problem.mods is None else tile.BLOCK_N
+        most = max(16, KEYS_A_THREAD * 32 * tile.num_warps // max(keys, padded(problem.top)))
+        tile = replace(tile, BLOCK_M=min(tile.BLOCK_M, most), BLOCK_N=keys)
+    return WeightsConfig(tile, config.precision)
 
 
 def constants_of(problem: WeightsProblem) -> dict[str, Any]:
     """Constants other than those of attention itself. All blocks take a mask, in one run."""
     block_top = padded(problem.top) if problem.top else 0
-    return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "HIDES": True}
+    return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "MASKS_EVERY_BLOCK": True}
 
 
 class WeightsLaunch:

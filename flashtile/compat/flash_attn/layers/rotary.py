@@ -20,7 +20,7 @@ from flashtile.checks.arguments import (
 from flashtile.checks.conversions import as_offsets, check_flag
 from flashtile.compat.flash_attn_interface import split_qkv
 from flashtile.problems.common import MAX_LENGTH
-from flashtile.reference.rotary import turn
+from flashtile.reference.decode import turn
 
 __all__ = [
     "RotaryEmbedding",

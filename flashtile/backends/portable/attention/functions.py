@@ -21,7 +21,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from flashtile.backends.portable.mods import steps
+from flashtile.backends.portable.tiles import tanh
 from flashtile.caches import BoundedCache
 from flashtile.problems.mask_program import (
     LOAD,
@@ -36,13 +36,64 @@ from flashtile.problems.mask_program import (
 from flashtile.problems.mask_ranges import wide_lines
 from flashtile.problems.masks import MAX_SIZES, Mods
 
+
+@triton.jit
+def element(index, size):
+    """Clamp ``index`` to a dimension of ``size``; a negative index counts from the end."""
+    index = tl.where(index < 0, index + size, index)
+    return tl.minimum(tl.maximum(index, 0), size - 1)
+
+
+@triton.jit
+def floor_div(a, b):
+    """Rounded down; Triton's own division of ints rounds towards zero."""
+    if (a + b).dtype.is_floating():
+        return tl.floor(a / b)
+    else:
+        quotient = a // b
+        return tl.where((quotient * b != a) & ((a < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def floor_mod(a, b):
+    """With the sign of ``b``."""
+    return a - floor_div(a, b) * b
+
+
+@triton.jit
+def floor_div_by_positive(a, b):
+    """:func:`floor_div` of ints, with fewer instructions."""
+    quotient = a // b
+    return tl.where(a < quotient * b, quotient - 1, quotient)
+
+
+@triton.jit
+def floor_mod_by_positive(a, b):
+    remainder = a % b
+    return tl.where(remainder < 0, remainder + b, remainder)
+
+
+@triton.jit
+def power(a, b):
+    """``a ** b`` of floats, with torch's results for negative bases (whole exponents) and for 0 ** 0."""
+    size = tl.exp2(tl.log2(tl.abs(a)) * b)
+    is_whole = b == tl.floor(b)
+    is_odd = is_whole & (b * 0.5 != tl.floor(b * 0.5))
+    signed = tl.where(is_odd, -size, tl.where(is_whole, size, float("nan")))
+    return tl.where(b == 0, 1.0, tl.where(a < 0, signed, size))
+
+
+@triton.jit
+def sign(a):
+    return tl.where(a > 0, 1, tl.where(a < 0, -1, 0)).to(a.dtype)
+
+
 _STEPS = {
-    name: getattr(steps, name)
-    for name in (
-        "element", "floor_div", "floor_div_by_positive", "floor_mod", "floor_mod_by_positive", "power",
-        "sign", "tanh",
-    )
+    "element": element, "floor_div": floor_div, "floor_div_by_positive": floor_div_by_positive,
+    "floor_mod": floor_mod, "floor_mod_by_positive": floor_mod_by_positive, "power": power, "sign": sign,
+    "tanh": tanh,
 }  # fmt: skip
+"""Operations that Triton lacks, or computes in another way than torch."""
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -231,7 +282,10 @@ class _Writer:
         return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]
 
     def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> str:
-        """To an element, of the tensor whatever the indices say. Negative ones count from the end."""
+        """Return the text of a pointer to an element.
+
+        Indices are clamped to the tensor; negative ones count from the end.
+        """
         pointer = base
         sizes = [f"captured.size_{self.first_size[tensor] + i}" for i in range(len(indices))]
         for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):

@@ -1,4 +1,4 @@
-"""FlashAttention-3's FP8 forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
+"""FP8 on the CPU: FlashAttention-3's forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
 
 Products are of e4m3 numbers, summed in float32; probabilities are rounded to e4m3 times 2**8. Where scales
 are of blocks, the accumulator is kept in units of the current block's scale of v, so that P needs none.
@@ -6,17 +6,17 @@ are of blocks, the accumulator is kept in units of the current block's scale of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.blocks import hidden_keys, sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.parts import spans
 from flashtile.problems.attention import OptionalTensors
-from flashtile.problems.common import LOG2_E
-from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
+from flashtile.problems.common import LN_2, LOG2_E
+from flashtile.problems.fp8 import AttendTensors, Fp8Problem, QuantizeProblem, Scales
 from flashtile.problems.fp8_layout import (
     E4M3,
     KEY_BLOCK,
@@ -27,9 +27,32 @@ from flashtile.problems.fp8_layout import (
     key_order,
     num_blocks,
 )
+from flashtile.reference import fp8 as reference
+
+
+def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str | None:
+    """Why this backend does not serve the problem; None if it does."""
+    if problem.device.type != "cpu":
+        return f"it computes on the CPU, the tensors are on {problem.device}"
+    return None
+
+
+def configure_fp8_attend(problem: Fp8Problem | QuantizeProblem) -> str:
+    return "emulated in float32"
+
+
+configure_fp8_quantize = configure_fp8_attend
+
+
+def prepare_fp8_attend(problem: Fp8Problem, config: str) -> Any:
+    return partial(attend, problem)
+
+
+def prepare_fp8_quantize(problem: QuantizeProblem, config: str) -> Any:
+    return partial(reference.quantize, problem)
+
 
 BLOCK_M = 512
-LN_2 = math.log(2)
 
 
 class _Sequence(NamedTuple):
@@ -59,7 +82,7 @@ def attend(
     sink = extras.sink
     if sink is not None:
         sink = sink.float().reshape(problem.num_heads_kv, problem.group_size, 1, 1) * LOG2_E
-    for b, rows, keys in _sequences(problem, extras):
+    for b, rows, keys in spans(problem, extras):
         of_batch = (slice(None),) if problem.varlen else (b,)
         own_out, own_lse = out[of_batch][rows], lse[of_batch][:, rows]
         one = _gather(problem, q, k, v, scales, extras, b, rows, keys)
@@ -69,18 +92,6 @@ def attend(
             own_out[part.start : part.stop] = o.flatten(0, 1).movedim(0, 1)
             own_lse[:, part.start : part.stop] = statistics.flatten(0, 1).squeeze(-1)
     return out, lse
-
-
-def _sequences(problem: Fp8Problem, extras: OptionalTensors) -> Iterator[tuple[int, slice, slice]]:
-    """(number, rows of q, keys in use) of each sequence, of all rows when varlen."""
-    offsets = [None if t is None else t.tolist() for t in (extras.cu_seqlens_q, extras.cu_seqlens_k)]
-    used = None if extras.seqused_k is None else extras.seqused_k.tolist()
-    for b in range(problem.batch):
-        rows, keys = (
-            slice(0, length) if starts is None else slice(starts[b], starts[b + 1])
-            for starts, length in zip(offsets, (problem.seqlen_q, problem.seqlen_k), strict=True)
-        )
-        yield b, rows, keys if used is None else slice(keys.start, keys.start + used[b])
 
 
 def _gather(
@@ -206,9 +217,6 @@ def _bend(
     scores = scores * LOG2_E
     if sees_all(rows, keys, offset, left, right):
         return scores
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if left >= 0:
-        hidden |= distance < -left
-    if right >= 0:
-        hidden |= distance > right
+    hidden = hidden_keys(distance, left, right)
+    assert hidden is not None
     return scores.masked_fill(hidden, -torch.inf)

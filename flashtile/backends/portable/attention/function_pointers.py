@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import operator
+from collections import namedtuple
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.config import KernelConfig
+from flashtile.backends.common.launch import KernelConfig
+from flashtile.backends.portable.attention import functions
 from flashtile.backends.portable.attention.arguments import AttentionVariant
-from flashtile.backends.portable.mods import functions
-from flashtile.backends.portable.mods.arguments import CAPTURED, Captured, Lists
 from flashtile.problems.attention import OptionalTensors, Problem
-from flashtile.problems.masks import MAX_CAPTURED, Mods
+from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, Mods
+
+CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
+SIZES = tuple(f"size_{i}" for i in range(MAX_SIZES))
+
+
+Captured: Any = namedtuple(  # type: ignore[misc]
+    "Captured", [f"{kind}_{i}" for kind in ("tensor", "gradient") for i in range(MAX_CAPTURED)] + [*SIZES]
+)
+"""Contiguous tensors that functions read, their fp32 gradients, and the sizes of all their dimensions.
+
+The last sizes hold integer constants of the programs. Unused fields are None and 0."""
+
+
+class Lists(NamedTuple):
+    """Block lists of a block mask, by blocks of rows or of keys. ``batch`` and ``heads`` are the mask's own
+    sizes: 1 if all sequences or heads share it."""
+
+    num_blocks: Any
+    indices: Any
+    full_num_blocks: Any
+    full_indices: Any
+    batch: Any
+    heads: Any
+
 
 kv_lists_of = operator.attrgetter("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 q_lists_of = operator.attrgetter("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
@@ -51,8 +75,8 @@ def with_functions(
         variant,
         EVEN_M=problem.seqlen_q % size_q == 0,
         EVEN_N=problem.seqlen_k % size_kv == 0,
-        OWN=size_kv if owns_keys else size_q,
-        PARTS=size_q // config.BLOCK_M if owns_keys else size_kv // config.BLOCK_N,
+        MASK_BLOCK=size_kv if owns_keys else size_q,
+        TILES_PER_MASK_BLOCK=size_q // config.BLOCK_M if owns_keys else size_kv // config.BLOCK_N,
     )
     return replace(variant, FULL=replace(variant, MASK_MOD=None))
 

@@ -21,7 +21,7 @@ append to a cache."""
 class EpilogueVariant:
     """Constants of an epilogue."""
 
-    END: int
+    EPILOGUE: int
     NORM: bool
     BIAS: bool
     RESIDUAL: bool
@@ -35,7 +35,7 @@ class EpilogueVariant:
     """Whether positions in the cache come from a slot mapping, not from a block table."""
     X_SCALES: bool = False
     NEXT_NORM: bool = False
-    """Whether the result is prepared for the norm that follows; END is then PLAIN."""
+    """Whether the result is prepared for the norm that follows; EPILOGUE is then PLAIN."""
 
 
 class ProductPointers(NamedTuple):
@@ -76,14 +76,14 @@ class ProductDepth(NamedTuple):
     w_stride: Any
 
 
-class EndStrides(NamedTuple):
+class EpilogueStrides(NamedTuple):
     """Row strides, in elements."""
 
     y: Any
     residual: Any
 
 
-class EndCacheStrides(NamedTuple):
+class EpilogueCacheStrides(NamedTuple):
     """Strides of the caches between pages, tokens and heads, in elements."""
 
     k_block: Any
@@ -94,7 +94,7 @@ class EndCacheStrides(NamedTuple):
     v_head: Any
 
 
-class EndSizes(NamedTuple):
+class EpilogueSizes(NamedTuple):
     """Integers and ``next_eps`` of an epilogue. Kernels are not specialized on their values."""
 
     M: Any
@@ -109,7 +109,7 @@ class EndSizes(NamedTuple):
     next_eps: Any
 
 
-class EndCall(NamedTuple):
+class EpilogueCall(NamedTuple):
     """Arguments of an epilogue, as its step functions pass them on."""
 
     pointers: Any
@@ -139,9 +139,9 @@ def column_of(within, half, E: tl.constexpr):
 @triton.jit
 def row_of(place, half, places, E: tl.constexpr):
     """Row of W that belongs to the first or second half of a place."""
-    if E.END == PLAIN:
+    if E.EPILOGUE == PLAIN:
         return place
-    elif E.END == SWIGLU:
+    elif E.EPILOGUE == SWIGLU:
         return place + half * places
     else:
         PAIRS: tl.constexpr = E.HEAD_DIM // 2
@@ -224,7 +224,7 @@ def load_destinations(m, pointers, sizes, E: tl.constexpr):
     position = m * 0
     if pointers.positions is not None:
         position = tl.load(pointers.positions + m, mask=m < sizes.M, other=-1)
-    if E.END != ROTARY:
+    if E.EPILOGUE != ROTARY:
         return Destinations(position, position, position, position)
     elif E.HAS_SLOTS:
         slot = tl.load(pointers.slots + m, mask=m < sizes.M, other=-1).to(tl.int64)
@@ -250,7 +250,7 @@ def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr)
     second_row = row_of(place, 1, call.places, E)
     first = scaled(first, first_row, inside, factor, pointers, E)
     second = scaled(second, second_row, inside, factor, pointers, E)
-    if E.END == SWIGLU:
+    if E.EPILOGUE == SWIGLU:
         store_places(first / (1.0 + tl.exp(-first)) * second, place, end, m, call, E)
     else:
         store_heads(first, second, place, end, m, to, call, E)

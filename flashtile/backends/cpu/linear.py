@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashtile.problems.linear import LinearProblem, QkvTensors
-from flashtile.reference.linear import before_norm, end, product, slots_of, turn
+from flashtile.reference.linear import before_norm, epilogue, product, slots_of, turn
 
 
 def reason_against(problem: LinearProblem, explicit: bool) -> str | None:
@@ -38,7 +38,7 @@ def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> An
         return torch.nn.functional.linear(x.detach(), weight.detach(), given.bias)
     factors = given.bias, given.weight_scale, given.norm_weight, given.x_scale
     y = product(problem, x.detach(), weight.detach(), *factors, _sums_dtype(problem))
-    y = end(problem, y, given.residual).to(problem.dtype)
+    y = epilogue(problem, y, given.residual).to(problem.dtype)
     return before_norm(problem, y, given.next_norm_weight) if problem.next_norm else y
 
 

@@ -1,0 +1,192 @@
+"""Tiles of attention with ``score_mod`` and ``mask_mod``, evaluated on the indices of a tile.
+
+Blocks that a block mask leaves out are skipped, and full blocks are not masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.cpu.blocks import split, visible_keys
+from flashtile.backends.cpu.config import Tiled
+from flashtile.backends.cpu.optional_inputs import OptionalInputs
+from flashtile.backends.cpu.tiled import Chunk
+from flashtile.masks.evaluate import evaluate
+from flashtile.problems.attention import Problem
+from flashtile.problems.mask_program import Load, Program, derivatives
+from flashtile.problems.masks import MAX_CAPTURED
+
+Blocks = tuple[list[int], list[int]]
+"""Partial and full blocks of keys of one block of rows."""
+
+
+class EvaluatedFunctions:
+    """The functions of a call, the tensors that they read, and the gradients of these tensors."""
+
+    def __init__(self, problem: Problem, extras: Any, with_gradients: bool) -> None:
+        assert problem.mods is not None
+        self.mods = mods = problem.mods
+        self.captured: list[Tensor] = [getattr(extras, f"captured_{i}") for i in range(len(mods.ranks))]
+        self.gradients: list[Tensor | None] = [
+            t.new_zeros(t.shape, dtype=problem.lse_dtype) if i in mods.learned and with_gradients else None
+            for i, t in enumerate(self.captured)
+        ]
+        self.loads: tuple[Load, ...] = ()
+        self.score_program: Program | None = mods.score_program
+        self.with_gradients = with_gradients
+        if self.score_program is not None and with_gradients:
+            self.score_program, self.loads = derivatives(self.score_program, frozenset(mods.learned))
+        self.mask_program = mods.mask_program
+        self.lists = None if mods.block_size is None else _lists(extras)
+
+    def chunks(
+        self, problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
+    ) -> Iterator[FunctionChunk]:
+        """Split the call into chunks of one sequence: of one query head, if each head has its own lists."""
+        for b in range(q.shape[0]):
+            if self.lists is None or self.mods.list_heads == 1:
+                for h in split(range(problem.num_heads_kv), config.TILE_HEADS):
+                    yield FunctionChunk(problem, config, q, k, v, optional, b, slice(h.start, h.stop))
+                continue
+            for head in range(problem.num_heads_q):
+                head_kv = head // problem.group_size
+                of_kv, of_q = slice(head_kv, head_kv + 1), slice(head, head + 1)
+                yield FunctionChunk(problem, config, q, k, v, optional, b, of_kv, of_q)
+
+    def of_captured(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the captured tensors in their dtypes."""
+        found = [
+            None if gradient is None else gradient.to(tensor.dtype)
+            for tensor, gradient in zip(self.captured, self.gradients, strict=True)
+        ]
+        return (*found, *(None,) * (MAX_CAPTURED - len(found)))
+
+    def add_gradient(self, load: Load, ds: Tensor, indices: list[Any]) -> None:
+        """Add ``ds`` (..., rows, keys) to the gradient's elements at ``indices``, which broadcast to it."""
+        gradient = self.gradients[load.tensor]
+        assert gradient is not None
+        if not indices:
+            gradient.add_(ds.sum())
+            return
+        where = torch.broadcast_tensors(*map(torch.as_tensor, indices))
+        gradient.index_put_(where, ds.sum_to_size(where[0].shape), accumulate=True)
+
+
+class FunctionChunk(Chunk):
+    """A chunk of one sequence. Scores are modified by ``score_mod`` and hidden by ``mask_mod``."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        config: Tiled,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        optional: OptionalInputs,
+        b: int,
+        heads_kv: slice,
+        heads_q: slice | None = None,
+    ) -> None:
+        super().__init__(problem, config, q, k, v, optional, slice(b, b + 1), heads_kv, heads_q)
+        self.functions: EvaluatedFunctions = optional.functions
+        self.b = b
+        self.may_hide_rows = True
+        if self.functions.mods.block_size is not None:
+            self.block_m, self.block_n = self.functions.mods.block_size
+        self._results: list[Any] = []
+        """Results of ``score_mod`` and its derivatives for the last tile of scores."""
+
+    def row_blocks(self) -> Iterator[range]:
+        if self.functions.lists is None:
+            yield from super().row_blocks()
+            return
+        seen = self.visible_rows()
+        for block in split(range(self.seqlen_q), self.block_m):
+            rows = range(max(block.start, seen.start), min(block.stop, seen.stop))
+            if rows:
+                yield rows
+
+    def key_blocks(self, rows: range) -> Iterator[range]:
+        if self.functions.lists is None:
+            yield from super().key_blocks(rows)
+            return
+        within = visible_keys(rows, self.seqlen_k, self.offset, *self.window)
+        partial, full = self._listed(rows)
+        for n in (*full, *partial):
+            keys = range(max(n * self.block_n, within.start), min((n + 1) * self.block_n, within.stop))
+            if keys:
+                yield keys
+
+    def _listed(self, rows: range) -> Blocks:
+        assert self.functions.lists is not None
+        of_head = self.functions.lists[self.b % len(self.functions.lists)]
+        return of_head[self.heads_q.start % len(of_head)][rows.start // self.block_m]
+
+    def seen(self, rows: range, keys: range) -> Tensor | None:
+        program = self.functions.mask_program
+        if program is None:
+            return None
+        if self.functions.lists is not None and keys.start // self.block_n in self._listed(rows)[1]:
+            return None
+        (seen,) = evaluate(program, self._inputs(rows, keys), self.functions.captured, self.dtype)
+        return torch.as_tensor(seen)
+
+    def scores(
+        self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None
+    ) -> Tensor:
+        tile = super().scores(q, rows, keys, None, seen)
+        return tile if added is None else tile.add_(added)
+
+    def modify(self, tile: Tensor, rows: range, keys: range) -> None:
+        if self.functions.score_program is None:
+            return
+        by_heads = self.by_heads(tile, rows, keys)
+        inputs = self._inputs(rows, keys) | {"score": by_heads.clone()}  # which derivatives may be
+        given = self.functions.score_program, inputs, self.functions.captured, self.dtype, "score_mod"
+        score, *self._results = evaluate(*given)
+        by_heads.copy_(torch.as_tensor(score))
+
+    def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
+        """Differentiate ``score_mod``: turn ``ds`` into the gradient of its input; add those of its loads.
+
+        Where a score is hidden, its gradient is 0, since a derivative there may be inf or NaN.
+        """
+        if self.functions.score_program is None:
+            return
+        by_heads, hidden = self.by_heads(ds, rows, keys), self.by_heads(p, rows, keys) == 0
+        factor, *results = self._results
+        for load in self.functions.loads:
+            partial, *indices = results[: 1 + load.indices]
+            results = results[1 + load.indices :]
+            self.functions.add_gradient(load, (by_heads * partial).masked_fill(hidden, 0.0), indices)
+        by_heads.mul_(factor).masked_fill_(hidden, 0.0)
+
+    def _inputs(self, rows: range, keys: range) -> dict[str, Tensor]:
+        """Return the indices of a tile, which broadcast to :meth:`by_heads`."""
+        heads = torch.arange(self.heads_q.start, self.heads_q.stop)
+        return {
+            "b": torch.tensor(self.b),
+            "h": heads.view(-1, self.group, 1, 1),
+            "q": torch.arange(rows.start, rows.stop)[:, None],
+            "kv": torch.arange(keys.start, keys.stop),
+        }
+
+
+def _lists(extras: Any) -> list[list[list[Blocks]]]:
+    """Return the blocks by sequence, head and block of rows."""
+    counts = zip(extras.kv_num_blocks.tolist(), extras.full_kv_num_blocks.tolist(), strict=True)
+    blocks = zip(extras.kv_indices.tolist(), extras.full_kv_indices.tolist(), strict=True)
+    return [
+        [
+            [
+                (sorted(partial[:some]), sorted(full[:all_of]))
+                for some, all_of, partial, full in zip(*of_head, strict=True)
+            ]
+            for of_head in zip(*of_counts, *of_blocks, strict=True)
+        ]
+        for of_counts, of_blocks in zip(counts, blocks, strict=True)
+    ]

@@ -94,6 +94,17 @@ def test_quantised_by_head_and_by_tensor(target: Target, name: str, method: str,
     )
 
 
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_the_kernel_rotates_as_the_cpu_does(seed: int) -> None:
+    """Results of attention do not show it: queries and keys have the same signs, whichever they are."""
+    x = torch.randn(1, 70, 2, 64, generator=torch.Generator().manual_seed(0)).half()
+    found, expected = (fp8.quantize(x, "k", seed=seed, backend=backend) for backend in ("portable", "cpu"))
+    assert torch.equal(found.values.float(), expected.values.float())
+    assert torch.equal(found.scales, expected.scales)
+
+
 @pytest.mark.parametrize(
     "name",
     ["tiny-full", "tiny-everything", "tiny-d40-8-causal", "tiny-heads-6-2-causal", "tiny-varlen-tail-causal",

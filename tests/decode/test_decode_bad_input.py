@@ -144,6 +144,7 @@ CALLS = [
     (E4M3_CALL, {"k": k_of(dtype=FP8), "v": k_of()}, TypeError, ("v has dtype torch.float32", "float8")),
     (E4M3_CALL, {"k": k_of(dtype=FP8)}, ValueError, ("v must be given with k",)),
     # trees
+    (TREE, {"tree_mask": [[True]]}, TypeError, ("tree_mask must be a torch.Tensor", "list")),
     (TREE, {"tree_mask": rand(SQ, SQ)}, TypeError, ("tree_mask must be bool", "float32")),
     (TREE, {"tree_mask": torch.ones(2, SQ, dtype=torch.bool)}, ValueError,
      ("tree_mask", "(3, 3)", "(1, 2, 3)")),

@@ -39,7 +39,7 @@ def kernels(monkeypatch, fresh_launches):
 
     def compile_kernel(self, device, tensors):
         self._index = None  # of the CPU
-        self._run = launches((self._kernel.__name__, self.programs), self._fixed)
+        self._run = launches((self.kernel.__name__, self.programs), self._fixed)
         self._run(FIRST, tensors)
 
     monkeypatch.setattr(CachedLaunch, "_compile", compile_kernel)

@@ -18,6 +18,7 @@ from flashtile.operators import fp8 as operators
 from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, Scales
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM
+from flashtile.problems.hadamard import signs
 from flashtile.reference import fp8 as reference
 from flashtile.testing import fp8 as testing
 from targets import INTERPRETING, Target
@@ -77,6 +78,12 @@ def test_quantised_by_block(target: Target, name: str) -> None:
     testing.check(*inputs.qkv, backend=target.backend, **inputs.arguments)
 
 
+def test_signs_are_bits_of_murmur_hash_3() -> None:
+    """Its finaliser makes 0x514E28B7 of 1."""
+    bits = torch.tensor([0x514E28B7 >> i & 1 for i in range(32)])
+    assert torch.equal(signs(40, 1)[:32], 1.0 - 2.0 * bits)
+
+
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "transformed"])
 @pytest.mark.parametrize("method", ["head", "tensor"])
 @pytest.mark.parametrize("name", ["tiny-everything", "tiny-varlen-tail-causal"])
@@ -85,6 +92,17 @@ def test_quantised_by_head_and_by_tensor(target: Target, name: str, method: str,
     testing.check(
         *inputs.qkv, method=method, hadamard=hadamard, seed=3, backend=target.backend, **inputs.arguments
     )
+
+
+@pytest.mark.interpreter
+@pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_the_kernel_rotates_as_the_cpu_does(seed: int) -> None:
+    """Results of attention do not show it: queries and keys have the same signs, whichever they are."""
+    x = torch.randn(1, 70, 2, 64, generator=torch.Generator().manual_seed(0)).half()
+    found, expected = (fp8.quantize(x, "k", seed=seed, backend=backend) for backend in ("portable", "cpu"))
+    assert torch.equal(found.values.float(), expected.values.float())
+    assert torch.equal(found.scales, expected.scales)
 
 
 @pytest.mark.parametrize(

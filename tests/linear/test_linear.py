@@ -194,6 +194,7 @@ BAD_QKV = {
         "positions must be given with block_table, got None",
         dict(slot_mapping=None, block_table=torch.zeros(3, 2, dtype=torch.int32)),
     ),
+    "interleaved": (TypeError, "rotary_interleaved must be True or False", dict(rotary_interleaved=1)),
     "rows": (ValueError, "weight has 47 rows, but must have head_dim = 8", dict(weight=W[:47])),
     "no query": (ValueError, "weight has 32 rows", dict(weight=W[:32])),
     "one memory": (ValueError, "v_cache shares memory with k_cache", dict(v_cache=CACHES[0])),
@@ -227,6 +228,15 @@ def test_bad_input_is_named(name):
 def test_bad_input_before_a_norm_is_named(error, text, change):
     with pytest.raises(error, match=text):
         linear_before_norm(**{"x": X, "weight": W, "next_norm_weight": W[:, 0].contiguous()} | change)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_any_number_of_leading_dimensions_before_a_norm():
+    x, weight, norm = torch.rand(3, 32), torch.rand(48, 32), torch.rand(48)
+    expected = linear_before_norm(x, weight, next_norm_weight=norm)
+    found = linear_before_norm(x.view(1, 3, 1, 32), weight, next_norm_weight=norm)
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        assert torch.equal(one, other.view(1, 3, 1, 48))
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")

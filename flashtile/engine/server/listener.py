@@ -45,10 +45,7 @@ def _in_one_line(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         record.levelno, record.levelname, record.exc_info = logging.INFO, "INFO", None
-        record.msg, record.args = (
-            "%s malformed HTTP %d: %.120r",
-            (*(record.args or ()), error.code, error.message),
-        )
+        record.msg += f": malformed HTTP, {error.code} {error.message!r:.120}".replace("%", "%%")
     return True
 
 

@@ -304,6 +304,7 @@ def test_numbers_for_prometheus(server):
         server.metric("vllm:inter_token_latency_seconds_count"),
         server.metric("vllm:iteration_tokens_total_sum"),
         server.metric("vllm:request_time_per_output_token_seconds_count"),
+        server.metric("vllm:e2e_request_latency_seconds_sum"),
     )
     server.complete(prompt="abc", max_tokens=1)  # no time passes between tokens of one
     server.complete(prompt="abc", max_tokens=5)
@@ -312,6 +313,7 @@ def test_numbers_for_prometheus(server):
     assert server.metric("vllm:inter_token_latency_seconds_count") - before[1] == 8
     assert server.metric("vllm:iteration_tokens_total_sum") - before[2] == 3 + 2 * (3 + 4)
     assert server.metric("vllm:request_time_per_output_token_seconds_count") - before[3] == 2
+    assert server.metric("vllm:e2e_request_latency_seconds_sum") > before[4]
     response = server.send("/metrics")
     assert response.getheader("Content-Type").startswith("text/plain")
     found = response.read().decode()

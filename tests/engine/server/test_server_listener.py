@@ -207,7 +207,7 @@ def test_a_line_for_each_call(model, caplog):
         while "499" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
     lines = caplog.text.splitlines()
-    malformed = [line for line in lines if "malformed HTTP 400" in line]
+    malformed = [line for line in lines if "malformed HTTP, 400" in line]
     assert len(lines) == len(caplog.records) == 3 + len(malformed) == 6
     assert all(line.startswith("INFO") and len(line) < 250 and line.isprintable() for line in malformed)
     lines = [one.getMessage() for one in caplog.records if "malformed" not in one.getMessage()]

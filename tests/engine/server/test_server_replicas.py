@@ -322,8 +322,20 @@ def test_a_replica_that_cannot_start_ends_the_others(monkeypatch):
         Replica(0, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": "0"}),
         Replica(1, [sys.executable, "-c", "raise SystemExit(5)"], os.environ),
     ]
-    assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, 60.0, lambda port: None) == 1
+    assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, 60.0, pytest.fail) == 1
     assert [one.exit_code for one in replicas] == [-signal.SIGTERM, 5]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tasks count what cancels them since Python 3.11")
+def test_a_task_that_was_interrupted_is_not_cancelled():
+    async def run() -> int:
+        replica = Replica(0, [], {})
+        asyncio.get_running_loop().call_soon(replica.set_hanging, True)
+        with pytest.raises(asyncio.TimeoutError), replica.while_it_answers():
+            await asyncio.sleep(60)
+        return asyncio.current_task().cancelling()
+
+    assert asyncio.run(run()) == 0
 
 
 def test_a_short_body_is_sent_in_one_piece():

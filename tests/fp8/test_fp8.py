@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from flashtile.problems.hadamard import signs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from flashtile.operators import fp8 as operators
 from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, Scales
 from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM
-from flashtile.problems.hadamard import signs
 from flashtile.reference import fp8 as reference
 from flashtile.testing import fp8 as testing
 from targets import INTERPRETING, Target

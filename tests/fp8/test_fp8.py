@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from flashtile.problems.hadamard import signs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ from flashtile.checks.conversions import make_options
 from flashtile.operators import fp8 as operators
 from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, Scales
-from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM
+from flashtile.problems.fp8_layout import E4M3, KEY_BLOCK, MAX_HEAD_DIM, hadamard_signs
 from flashtile.reference import fp8 as reference
 from flashtile.testing import fp8 as testing
 from targets import INTERPRETING, Target
@@ -81,7 +80,7 @@ def test_quantised_by_block(target: Target, name: str) -> None:
 def test_signs_are_bits_of_murmur_hash_3() -> None:
     """Its finaliser makes 0x514E28B7 of 1."""
     bits = torch.tensor([0x514E28B7 >> i & 1 for i in range(32)])
-    assert torch.equal(signs(40, 1)[:32], 1.0 - 2.0 * bits)
+    assert torch.equal(hadamard_signs(40, 1)[:32], 1.0 - 2.0 * bits)
 
 
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "transformed"])

@@ -304,7 +304,7 @@ def test_a_signal_ends_replicas_that_are_still_starting():
 
 def test_a_signal_ends_replicas_that_serve(monkeypatch):
     """Their processes get it, and need not be killed."""
-    monkeypatch.setattr(front_module, "LAST_WORDS", 1.0)
+    monkeypatch.setattr(front_module, "CLOSING_SECONDS", 1.0)
     replicas = [
         Replica(i, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": str(i)}) for i in range(2)
     ]

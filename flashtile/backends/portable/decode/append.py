@@ -13,7 +13,6 @@ import triton.language as tl
 
 from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.portable.decode.results import store_rows
 
 
@@ -70,13 +69,26 @@ class AppendPointers(NamedTuple):
 
 
 class AppendStrides(NamedTuple):
-    """Strides between sequences (or pages), tokens and heads, in elements."""
+    """Strides between sequences (or pages), tokens and heads, in elements.
 
-    k_cache: TokenStrides
-    v_cache: TokenStrides
-    k: TokenStrides
-    v: TokenStrides
-    q: TokenStrides
+    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
+    """
+
+    k_cache_batch: Any
+    k_cache_token: Any
+    k_cache_head: Any
+    v_cache_batch: Any
+    v_cache_token: Any
+    v_cache_head: Any
+    k_batch: Any
+    k_token: Any
+    k_head: Any
+    v_batch: Any
+    v_token: Any
+    v_head: Any
+    q_batch: Any
+    q_token: Any
+    q_head: Any
 
 
 class AppendLengths(NamedTuple):
@@ -231,16 +243,16 @@ def append_tokens(program, pointers, strides, lengths, C: tl.constexpr):
     b64 = b.to(tl.int64)
     head64 = head.to(tl.int64)
     rows = first + tokens
-    k_rows = b64 * strides.k.batch + rows * strides.k.token + head64 * strides.k.head
+    k_rows = b64 * strides.k_batch + rows * strides.k_token + head64 * strides.k_head
     k = load_rotated(pointers.k, k_rows, exists, rotary_positions, pointers, lengths.rotary_rows, C)
-    k_places = page * strides.k_cache.batch + place * strides.k_cache.token + head64 * strides.k_cache.head
+    k_places = page * strides.k_cache_batch + place * strides.k_cache_token + head64 * strides.k_cache_head
     k = as_cached(k, pointers.k.dtype.element_ty, k_scale, C)
     store_rows(pointers.k_cache, k_places, written, k, C.HEAD_DIM, C.BLOCK_D)
     columns = tl.arange(0, C.BLOCK_DV)
-    v_rows = b64 * strides.v.batch + rows * strides.v.token + head64 * strides.v.head
+    v_rows = b64 * strides.v_batch + rows * strides.v_token + head64 * strides.v_head
     inside = exists[:, None] & (columns < C.HEAD_DIM_V)[None, :]
     v = tl.load(pointers.v + v_rows[:, None] + columns[None, :], mask=inside, other=0.0)
-    v_places = page * strides.v_cache.batch + place * strides.v_cache.token + head64 * strides.v_cache.head
+    v_places = page * strides.v_cache_batch + place * strides.v_cache_token + head64 * strides.v_cache_head
     v = as_cached(v, pointers.v.dtype.element_ty, v_scale, C)
     store_rows(pointers.v_cache, v_places, written, v, C.HEAD_DIM_V, C.BLOCK_DV)
 
@@ -262,7 +274,7 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
         positions += tokens
     rows = first + tokens
     b64 = b.to(tl.int64)
-    q_rows = b64 * strides.q.batch + rows * strides.q.token + head.to(tl.int64) * strides.q.head
+    q_rows = b64 * strides.q_batch + rows * strides.q_token + head.to(tl.int64) * strides.q_head
     q = load_rotated(pointers.q_in, q_rows, exists, positions, pointers, lengths.rotary_rows, C)
     out_rows = rows if C.VARLEN_Q else b64 * lengths.seqlen_q + tokens
     offsets = (out_rows * lengths.num_heads_q + head) * C.HEAD_DIM

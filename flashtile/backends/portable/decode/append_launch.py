@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from flashtile.backends.common.cached_launch import CachedLaunch
-from flashtile.backends.common.launch import TokenStrides, outer_stride, padded, token_strides
+from flashtile.backends.common.launch import outer_stride, padded, token_strides
 from flashtile.backends.portable.decode.append import (
     AppendLengths,
     AppendPointers,
@@ -82,11 +82,11 @@ class AppendLaunch:
             ROWS=self._rows,
         )
         strides = AppendStrides(
-            token_strides(k_cache),
-            token_strides(v_cache),
-            token_strides(k),
-            token_strides(v),
-            TokenStrides(0, 0, 0) if q is None else token_strides(q),
+            *token_strides(k_cache),
+            *token_strides(v_cache),
+            *token_strides(k),
+            *token_strides(v),
+            *((0, 0, 0) if q is None else token_strides(q)),
         )
         lengths = AppendLengths(
             table_stride=0 if block_table is None else block_table.stride(0),

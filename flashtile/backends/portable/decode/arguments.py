@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.portable.decode.schedule import Layout
 
 
@@ -95,11 +94,20 @@ class DecodePointers(NamedTuple):
 
 
 class DecodeStrides(NamedTuple):
-    """Strides between sequences (or pages), tokens and heads, in elements."""
+    """Strides between sequences (or pages), tokens and heads, in elements.
 
-    q: TokenStrides
-    k: TokenStrides
-    v: TokenStrides
+    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
+    """
+
+    q_batch: Any
+    q_token: Any
+    q_head: Any
+    k_batch: Any
+    k_token: Any
+    k_head: Any
+    v_batch: Any
+    v_token: Any
+    v_head: Any
 
 
 class OuterStrides(NamedTuple):

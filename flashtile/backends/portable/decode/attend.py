@@ -54,8 +54,8 @@ def load_queries(rows, pointers, strides, lengths, C: tl.constexpr):
     """Load (q [BLOCK_M, BLOCK_D], qv [BLOCK_M, BLOCK_DV]); without qv, q is returned twice."""
     tokens = rows.start_q.to(tl.int64) + rows.tokens
     columns = tl.arange(0, C.BLOCK_D)
-    offsets = rows.b * strides.q.batch + tokens * strides.q.token
-    offsets += rows.heads.to(tl.int64) * strides.q.head
+    offsets = rows.b * strides.q_batch + tokens * strides.q_token
+    offsets += rows.heads.to(tl.int64) * strides.q_head
     q = tl.load(
         pointers.q + offsets[:, None] + columns[None, :],
         mask=rows.exists[:, None] & (columns < C.HEAD_DIM)[None, :],

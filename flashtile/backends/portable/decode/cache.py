@@ -63,8 +63,8 @@ def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
         k_descale = pointers.k_descale + work.head_kv
         v_descale = pointers.v_descale + work.head_kv
     head64 = work.head_kv.to(tl.int64)
-    k = pointers.k + head64 * strides.k.head
-    v = pointers.v + head64 * strides.v.head
+    k = pointers.k + head64 * strides.k_head
+    v = pointers.v + head64 * strides.v_head
     return Cache(k, v, row, block_table, pages, k_descale, v_descale, call.num_blocks, fault)
 
 
@@ -160,22 +160,22 @@ def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     position = tile_index(C.BLOCK_N, C.WIDE)
     if PAGE_SIZE == 0:
-        k += page * strides.k.batch + start.to(tl.int64) * strides.k.token
-        v += page * strides.v.batch + start.to(tl.int64) * strides.v.token
-        k_offsets = position * strides.k.token
-        v_offsets = position * strides.v.token
+        k += page * strides.k_batch + start.to(tl.int64) * strides.k_token
+        v += page * strides.v_batch + start.to(tl.int64) * strides.v_token
+        k_offsets = position * strides.k_token
+        v_offsets = position * strides.v_token
     elif PAGE_SIZE % C.BLOCK_N == 0:
         within = (start % PAGE_SIZE).to(tl.int64)
-        k += page * strides.k.batch + within * strides.k.token
-        v += page * strides.v.batch + within * strides.v.token
-        k_offsets = position * strides.k.token
-        v_offsets = position * strides.v.token
+        k += page * strides.k_batch + within * strides.k_token
+        v += page * strides.v_batch + within * strides.v_token
+        k_offsets = position * strides.k_token
+        v_offsets = position * strides.v_token
     else:
         if C.BLOCK_N % PAGE_SIZE != 0:
             position += start
         position = position % PAGE_SIZE
-        k_offsets = page * strides.k.batch + position * strides.k.token
-        v_offsets = page * strides.v.batch + position * strides.v.token
+        k_offsets = page * strides.k_batch + position * strides.k_token
+        v_offsets = page * strides.v_batch + position * strides.v_token
     return k, v, k_offsets, v_offsets
 
 

@@ -13,7 +13,6 @@ from flashtile.backends.common.cached_launch import NUM_WARPS
 from flashtile.backends.common.compile_cases import case_of, launches_of, meta
 from flashtile.backends.common.compile_report import CompileCase, architecture, types_of
 from flashtile.backends.common.device import compiling_for
-from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.portable.config import family_of_capability
 from flashtile.backends.portable.decode import config, plan
 from flashtile.backends.portable.decode.append_launch import (
@@ -205,7 +204,7 @@ def _attention_case(
         kernel=decode_kernel,
         signature={
             "pointers": pointers,
-            "strides": types_of(DecodeStrides, types_of(TokenStrides, "i32")),
+            "strides": types_of(DecodeStrides, "i32"),
             "outer": types_of(OuterStrides, "i32"),
             "lengths": types_of(DecodeLengths, "i32"),
             "numbers": types_of(DecodeNumbers, "fp32", softmax_max=softmax_max),

@@ -287,7 +287,7 @@ def extent(cache: Tensor) -> int:
 
 
 def strides_of(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> DecodeStrides:
-    return DecodeStrides(*map(token_strides, (q, k_cache, v_cache)))
+    return DecodeStrides(*token_strides(q), *token_strides(k_cache), *token_strides(v_cache))
 
 
 def outer_strides_of(tensors: CacheTensors) -> OuterStrides:

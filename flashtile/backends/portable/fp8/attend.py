@@ -16,7 +16,6 @@ import triton.language as tl
 
 from flashtile.backends.common.e4m3 import decode_number, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.common.tiles import LN_2, LOG2_E, sequence
 from flashtile.backends.portable.fp8.quantize import key_of_column
 from flashtile.backends.portable.tiles import (
@@ -80,11 +79,17 @@ class Fp8AttendPointers(NamedTuple):
 
 
 class Fp8Strides(NamedTuple):
-    """Strides of the inputs. ``v.token`` of a transposed v is that from one feature to the next."""
+    """Strides of the inputs. ``v_token`` of a transposed v is that from one feature to the next."""
 
-    q: TokenStrides
-    k: TokenStrides
-    v: TokenStrides
+    q_batch: Any
+    q_token: Any
+    q_head: Any
+    k_batch: Any
+    k_token: Any
+    k_head: Any
+    v_batch: Any
+    v_token: Any
+    v_head: Any
 
 
 class Fp8ScaleStrides(NamedTuple):
@@ -236,7 +241,7 @@ def attend_blocks(
         keys = start + tl.arange(0, C.BLOCK_N)
         if C.TRANSPOSED:
             keys = start + key_of_column(tl.arange(0, C.BLOCK_N))
-        k = load_rows(operands.k_base, keys, operands.len_k, strides.k.token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
+        k = load_rows(operands.k_base, keys, operands.len_k, strides.k_token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
         scores = tl.dot(operands.q, tl.trans(k))  # [BLOCK_M, BLOCK_N]
         scale_block = start // KEY_BLOCK if C.BLOCK_SCALES else 0
         k_scale = load_scale(operands.k_scale_base, scale_block) * numbers.softmax_scale
@@ -268,12 +273,12 @@ def attend_blocks(
             v_unit = unit
         if C.TRANSPOSED:
             v = load_columns(
-                operands.v_base, start, keys, operands.len_k, strides.v.token, C.HEAD_DIM_V, C.BLOCK_DV,
+                operands.v_base, start, keys, operands.len_k, strides.v_token, C.HEAD_DIM_V, C.BLOCK_DV,
                 MASKED, C.NATIVE,
             )  # fmt: skip
         else:
             v = load_rows(
-                operands.v_base, keys, operands.len_k, strides.v.token, C.HEAD_DIM_V, C.BLOCK_DV, C.NATIVE
+                operands.v_base, keys, operands.len_k, strides.v_token, C.HEAD_DIM_V, C.BLOCK_DV, C.NATIVE
             )
         acc = tl.dot(round_p(p, C.NATIVE), v, acc * alpha[:, None])  # [BLOCK_M, BLOCK_DV]
     return Fp8Accumulator(acc, row_max, row_sum, v_unit, v_largest)
@@ -327,11 +332,11 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
 
     b64 = b.to(tl.int64)
     head64 = head_kv.to(tl.int64)
-    q_base = pointers.q + b64 * strides.q.batch + start_q * strides.q.token
-    q_base += head.to(tl.int64) * strides.q.head
-    k_base = pointers.k + b64 * strides.k.batch + start_k * strides.k.token
-    k_base += head64 * strides.k.head
-    v_base = pointers.v + b64 * strides.v.batch + head64 * strides.v.head
+    q_base = pointers.q + b64 * strides.q_batch + start_q * strides.q_token
+    q_base += head.to(tl.int64) * strides.q_head
+    k_base = pointers.k + b64 * strides.k_batch + start_k * strides.k_token
+    k_base += head64 * strides.k_head
+    v_base = pointers.v + b64 * strides.v_batch + head64 * strides.v_head
     # The numbers of a sequence's first blocks, where sequences share one numbering.
     first_q = tl.zeros([], tl.int64)
     first_k = tl.zeros([], tl.int64)
@@ -341,7 +346,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
     if C.TRANSPOSED:
         v_base += first_k * KEY_BLOCK
     else:
-        v_base += start_k * strides.v.token
+        v_base += start_k * strides.v_token
 
     rows = row_start + tl.arange(0, BLOCK_M)
     q_scale_base = pointers.q_scale
@@ -365,7 +370,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         q_scale = tl.zeros([BLOCK_M], tl.float32) + load_scale(q_scale_base, 0)
 
     slope = load_slope(pointers.alibi_slopes, lengths.alibi_stride_b, b, head, C.HAS_ALIBI)
-    q = load_rows(q_base, rows, len_q, strides.q.token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
+    q = load_rows(q_base, rows, len_q, strides.q_token, C.HEAD_DIM, C.BLOCK_D, C.NATIVE)
     operands = Fp8Operands(
         q, q_scale, slope, k_base, v_base, k_scale_base, v_scale_base, row_start, offset, len_k
     )

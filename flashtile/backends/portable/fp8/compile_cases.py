@@ -39,6 +39,7 @@ _QUANTIZED: dict[str, QuantizeProblem] = {
     "k head_dim 128 rotary by head": replace(_QUERIES, role="k", rotary_dim=128, method="head"),
     "k head_dim 256": replace(_QUERIES, role="k", head_dim=256),
     "k head_dim 256 rotary": replace(_QUERIES, role="k", head_dim=256, rotary_dim=256),
+    "q one column": replace(_QUERIES, head_dim=1, num_heads=16),  # a stride of 1, which Triton specializes
     "v head_dim 64": replace(_VALUES, head_dim=64),
     "v head_dim 256 varlen": replace(_VALUES, head_dim=256, varlen=True),
 }

@@ -111,7 +111,7 @@ class Fp8AttendLaunch:
     ) -> CachedLaunch:
         problem = self._problem
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
-        strides = Fp8Strides(token_strides(q), token_strides(k), self._strides_of_v(v))
+        strides = Fp8Strides(*token_strides(q), *token_strides(k), *self._strides_of_v(v))
         scale_strides = Fp8ScaleStrides(
             *(stride for scale in tensors.scales for stride in self._strides_of_scale(scale))
         )

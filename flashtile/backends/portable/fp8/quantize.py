@@ -16,7 +16,6 @@ import triton.language as tl
 
 from flashtile.backends.common.e4m3 import E4M3_MAX, encode_bits
 from flashtile.backends.common.kernel_cache import kernel
-from flashtile.backends.common.launch import TokenStrides
 from flashtile.backends.common.tiles import sequence
 from flashtile.backends.portable.tiles import used_length
 from flashtile.problems import fp8_layout
@@ -66,9 +65,14 @@ class QuantizePointers(NamedTuple):
 
 
 class QuantizeStrides(NamedTuple):
-    """Strides of x and of the values, in elements."""
+    """Strides of x and of the values, in elements.
 
-    x: TokenStrides
+    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
+    """
+
+    x_batch: Any
+    x_token: Any
+    x_head: Any
     columns: Any
     """Stride between features of transposed values."""
 
@@ -302,8 +306,8 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
         row = block * C.BLOCK_M + key_of_column(tl.arange(0, C.BLOCK_M))
     column = tl.arange(0, C.BLOCK_D)
     signs = sign_of_column(column, numbers.seed) * HEADROOM
-    x_rows = pointers.x + b64 * strides.x.batch + start * strides.x.token
-    x_rows += row.to(tl.int64)[:, None] * strides.x.token + head64 * strides.x.head
+    x_rows = pointers.x + b64 * strides.x_batch + start * strides.x_token
+    x_rows += row.to(tl.int64)[:, None] * strides.x_token + head64 * strides.x_head
     in_use = (row < used)[:, None]
     position = row
     if pointers.cos is not None:

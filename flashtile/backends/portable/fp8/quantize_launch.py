@@ -116,7 +116,7 @@ class QuantizeLaunch:
             "head": (heads, 1),
             "block": (0 if problem.varlen else heads * blocks, blocks),
         }[problem.method]
-        strides = QuantizeStrides(token_strides(x), columns=blocks * problem.rows)
+        strides = QuantizeStrides(*token_strides(x), columns=blocks * problem.rows)
         lengths = QuantizeLengths(heads, problem.seqlen, problem.total)
         numbers = QuantizeNumbers(
             seed=problem.seed or 0,

@@ -28,7 +28,7 @@ def product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return the magnitudes of finite values; rows outside the call may hold NaN."""
+    """Return the magnitudes of the values that are finite. Rows outside the call may hold NaN."""
     sizes = values.detach().double().abs()
     return sizes[sizes.isfinite()]
 

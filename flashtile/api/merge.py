@@ -100,7 +100,7 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
 def merge_into(
     out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor, start: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return out of attention over the keys of both, as :func:`merge_states` computes it, in ``dtype``.
+    """Merge two results of attention as :func:`merge_states` does, and return the merged out in ``dtype``.
 
     out and lse are changed in place. All tensors are contiguous and float32 (float64), with -inf for rows
     without keys: out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen). ``more_*`` holds the rows

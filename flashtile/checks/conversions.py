@@ -94,7 +94,7 @@ FOREIGN["key_padding_mask"] = FOREIGN["attention_mask"]
 
 
 def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
-    """Raise TypeError for an unknown keyword, as Python does, with a hint what to use instead."""
+    """Raise TypeError for an unknown keyword, as Python does, with a hint about what to use instead."""
     name = next(iter(unknown))
     hint = f": {FOREIGN[name]}" if name in FOREIGN else ""
     raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")

@@ -85,7 +85,7 @@ class Call:
     def from_problem(cls, problem: Problem) -> Call:
         """Make a Call from a Problem.
 
-        All sequences of variable length are counted with the longest length.
+        Each sequence of a batch of variable lengths is counted as if it had the longest length.
         """
         shared = (field.name for field in fields(cls) if field.name not in NOT_OF_PROBLEMS)
         dtype = str(problem.dtype).removeprefix("torch.")

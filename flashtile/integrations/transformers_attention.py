@@ -144,7 +144,7 @@ def _kind_of_step(
     s_aux: Tensor | None,
     others: dict[str, Any],
 ) -> tuple | None:
-    """Return the key of the launch of a step without a mask, or None for a step that needs the general path.
+    """Return the key of the stored launch of a decoding step without a mask; None for the general path.
 
     The arguments are those of Transformers' attention: query (batch, heads, 1, head_dim), key and value
     (batch, heads_kv, keys, head_dim). ``others`` has the flag ``output_attentions``.

@@ -97,7 +97,7 @@ class Functions(NamedTuple):
     mask: Trace | None
     """The trace whose text is ``mask_mod``."""
     extras: SignedExtras | None = None
-    """OptionalTensors of a forward call with only a block mask, cached for the next one."""
+    """OptionalTensors of a forward call that has only a block mask, cached for the next such call."""
 
 
 def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
@@ -105,7 +105,7 @@ def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
 
 
 def extras_of(tensors: Sequence[Tensor | None]) -> Any:
-    """Return the extras whose tensors these are, none of them for NO_EXTRAS."""
+    """Return the extras that hold these tensors; NO_EXTRAS if there are none."""
     if not tensors:
         return NO_EXTRAS
     return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)

@@ -112,7 +112,7 @@ def preprocess_case(
 ) -> CompileCase:
     """``preprocess_kernel`` as the backward of ``problem`` launches it, with tensors in ``dtype`` ("bf16").
 
-    Counters of programs come with an accumulator of dQ.
+    With an accumulator of dQ (``dq_accum_columns`` > 0), the kernel also zeroes the next kernels' counters.
     """
     given = {
         "dlse": has_dlse,

@@ -64,7 +64,7 @@ def _attend_by_pairs(
     scale: float,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attend` for ``pairs`` pairs of a sequence and a key/value head at a time, or a little fewer."""
+    """Compute :func:`attend` in parts of at most ``pairs`` pairs of a sequence and a key/value head."""
     batch, seqlen_q, heads_q, _ = q.shape
     heads_kv = k.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype)

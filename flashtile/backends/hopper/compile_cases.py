@@ -119,8 +119,11 @@ def attention_case(
     spill_budget: int,
     structures: Mapping[str, Any] = {},
 ) -> CompileCase:
-    """One of the warp-specialised kernels; ``views`` and ``structures`` of types by the names of its
-    parameters, None for a descriptor that the call does not have."""
+    """Return the case of a warp-specialised kernel.
+
+    ``views`` and ``structures`` give the types of its parameters by name. None stands for a descriptor that
+    the call does not have.
+    """
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {"C": variant}
     for parameter in kernel.arg_names:

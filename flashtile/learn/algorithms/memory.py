@@ -91,7 +91,7 @@ class Tile(NamedTuple):
     element_bytes: int | None = None
 
     def position(self, ranges: Mapping[str, range]) -> tuple[range | None, range | None]:
-        """Return the (rows, cols) that ``ranges`` has for the tile; None if it has none."""
+        """Return the tile's (rows, cols) from ``ranges``; None for an axis that is not there."""
         rows, cols = (ranges.get(axis) if axis else None for axis in (self.rows, self.cols))
         return rows, cols
 

@@ -80,7 +80,7 @@ def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor
 
 
 def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:
-    """Return medians over rounds in milliseconds: by operation, their sum, and the fused call with dropout.
+    """Return medians over rounds in milliseconds: each operation's, their sum, and the fused call's.
 
     ``fused_dropout_ms`` is missing if ``fused`` is empty, because the fused call with dropout did not run.
     """

@@ -154,7 +154,7 @@ def measure_workload(
 
 
 class Apart:
-    """Times standard attention's operations of one cell one by one, after the gate.
+    """Times the operations of standard attention one by one, for one workload, once they are accurate enough.
 
     The operations include dropout, so ``ours`` is also timed with dropout.
     """

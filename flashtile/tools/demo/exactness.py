@@ -74,7 +74,7 @@ class Exactness:
     """All numbers of a case that breaks the error rule; empty if it holds."""
 
     def largest(self, results: Sequence[str]) -> testing.Bound:
-        """Return flashtile's error, among ``results``, that is the largest share of its allowed error."""
+        """Return flashtile's error of one of ``results``: the largest one relative to its allowed error."""
         return max((self.errors[r] for r in results), key=lambda bound: bound.error / bound.allowed)
 
 

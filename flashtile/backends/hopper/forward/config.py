@@ -263,8 +263,11 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 
 
 def tile_columns(problem: Problem) -> tuple[int, int]:
-    """Columns in shared memory of q and k, and of v: the fewest of those that the table has together, for as
-    many keys. Those of v are a power of two where another table has the configuration, or Triton needs it."""
+    """Return the numbers of columns in shared memory: (of q and k, of v).
+
+    They are the pair with the smallest sum that the table has for this number of keys. The columns of v are
+    a power of two if another table has the configuration, or if Triton needs it.
+    """
     windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
     of_qk, of_v = (_columns_for(size) for size in (problem.head_dim, problem.head_dim_v))

@@ -32,11 +32,11 @@ class Tree(NamedTuple):
     """A tree mask of draft tokens (``decode``): which of a sequence's last tokens each row sees."""
 
     mask: Any
-    """Pointer to the sequence's."""
+    """Pointer to the mask of the sequence."""
     row: Any
-    """Where a row's begins, [64]; -1 if the row is none."""
+    """Where each row's part of the mask begins, [64]; -1 for a row that does not exist."""
     first_key: Any
-    """The key that its first column stands for."""
+    """The key that the first column of the mask stands for."""
     columns: Any
 
 

@@ -139,8 +139,10 @@ def guards(mods: Mods) -> dict[str, Any]:
 
 
 def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
-    """``(b, head, rows, keys, captured) -> seen`` of ``mask_mod``, in a shape that broadcasts to the tile's,
-    for Gluon perhaps a scalar."""
+    """Return ``mask_mod`` as a function ``(b, head, rows, keys, captured) -> seen``; None without one.
+
+    ``seen`` broadcasts to the tile. For Gluon it may be a scalar.
+    """
     program = mods.mask_program
     if program is None:
         return None

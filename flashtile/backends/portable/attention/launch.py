@@ -152,14 +152,14 @@ def attention_kernel(
     owns_keys: bool = False,
     **more: Any,
 ) -> CachedLaunch:
-    """One of the kernels of a call with these tensors.
+    """Return the launch of ``kernel``, one of the kernels of an attention call.
 
     Args:
-        pointers: the type of its structure of tensors.
+        pointers: the type of the kernel's structure of tensors.
         inputs: q, k and v.
-        first: its first scalars: the backward pass takes ``padded_rows``.
-        owns_keys: whether its programs own keys, not rows.
-        more: constants that attention itself does not have.
+        first: the kernel's scalars before the common ones, such as ``padded_rows`` of the backward pass.
+        owns_keys: whether the kernel's programs own keys, not rows.
+        more: constants of the variant that only this kernel sets.
     """
     block = max(config.BLOCK_M, config.BLOCK_N)
     wide = any(block * tensor.stride(-3) >= 2**31 for tensor in inputs)

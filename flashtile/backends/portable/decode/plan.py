@@ -175,7 +175,7 @@ def effective_window(problem: DecodeProblem) -> tuple[int, int]:
 
 
 def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
-    """Whether scores are taken over the caller's ``softmax_max``, "number" or "head", or "none"."""
+    """Return the kind of ``softmax_max`` that replaces row maxima: "number", "head" (one each) or "none"."""
     if problem.capacity < MIN_UNIFIED_N_BLOCKS * config.tile.BLOCK_N:
         return "none"
     if problem.softmax_max_by_head:

@@ -84,11 +84,12 @@ def launcher(
     """Return ``launch(stream, tensors)`` of a compiled kernel on the current device, with ``fixed`` last.
 
     Tensors are passed by address (a tensor may also be given as one), which saves a driver query for each.
-    The first ones become TMA descriptors, made by ``views``. The others are passed as one tuple if the kernel
-    takes a ``pointers`` structure. ``tensors`` are examples of the arguments. Launch hooks, such as a
-    profiler's, cost nothing if none is set; Triton itself would build a dictionary and call two empty chains.
-    The driver receives the leaves of structures (:func:`_for_leaves`). ``launch.with_fixed(fixed)`` returns a
-    launch with other fixed arguments, for which Triton would compile the same kernel.
+    The first ones become TMA descriptors, made by ``views``. The others are the fields of the kernel's
+    ``pointers`` structure, or arguments of their own if that is None. The driver receives the leaves of all
+    structures, unless Triton makes launchers differently (:func:`_for_leaves`). ``tensors`` are examples of
+    the arguments. Launch hooks, such as a profiler's, cost nothing if none is set; Triton itself would build a
+    dictionary and call two empty chains. ``launch.with_fixed(fixed)`` returns a launch with other fixed
+    arguments, for which Triton would compile the same kernel.
     """
     hooked = compiled[grid]
     present = tuple(view for view in views if view is not None)

@@ -87,8 +87,8 @@ def launcher(
     The first ones become TMA descriptors, made by ``views``. The others are the fields of the kernel's
     ``pointers`` structure, or arguments of their own if that is None. The driver receives the leaves of all
     structures, unless Triton makes launchers differently (:func:`_for_leaves`). ``tensors`` are examples of
-    the arguments. Launch hooks, such as a profiler's, cost nothing if none is set; Triton itself would build a
-    dictionary and call two empty chains. ``launch.with_fixed(fixed)`` returns a launch with other fixed
+    the arguments. Launch hooks, such as a profiler's, cost nothing if none is set; Triton itself would build
+    a dictionary and call two empty chains. ``launch.with_fixed(fixed)`` returns a launch with other fixed
     arguments, for which Triton would compile the same kernel.
     """
     hooked = compiled[grid]

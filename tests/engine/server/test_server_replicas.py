@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -314,6 +315,32 @@ def test_a_signal_ends_replicas_that_serve(monkeypatch):
 
     assert serve_replicas(replicas, Limits(), "127.0.0.1", 0, 0.0, stop) == 0
     assert [one.exit_code for one in replicas] == [-signal.SIGTERM] * 2
+
+
+def test_a_signal_leaves_the_exit_code_to_the_watcher(monkeypatch):
+    """A process that has just ended and is signalled: asyncio's watcher, here slow, still gets its exit code."""
+    wait = os.waitpid
+
+    def slow_wait(pid, options):
+        if not options:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            time.sleep(0.3)
+        return wait(pid, options)
+
+    monkeypatch.setattr(os, "waitpid", slow_wait)
+
+    async def run():
+        replica = Replica(0, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": "0"})
+        replica.start()
+        assert await replica.wait_until_up()
+        pid = replica._process.pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        replica.signal(signal.SIGTERM)
+        await replica.wait()
+        return replica.exit_code
+
+    assert asyncio.run(run()) == -signal.SIGKILL
 
 
 def test_a_replica_that_cannot_start_ends_the_others(monkeypatch):

@@ -94,9 +94,8 @@ class Replica:
         """Send a signal that ends the process. It is not restarted."""
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
-                self._process.send_signal(signal.SIGCONT)  # a stopped process would not handle the signal
+            _send(self._process, number)
+            _send(self._process, signal.SIGCONT)  # a stopped process would not handle the signal
 
     def set_hanging(self, hangs: bool) -> None:
         """Set whether the replica hangs. If it does, every :meth:`while_it_answers` is interrupted."""
@@ -160,7 +159,7 @@ class Replica:
             start_new_session=True,  # keeps the terminal's SIGINT from replicas; the front passes it on
         )  # fmt: skip
         if self._stopping.is_set():
-            process.terminate()
+            _send(process, signal.SIGTERM)
         assert process.stderr is not None
         self._failures += 1
         try:
@@ -177,5 +176,15 @@ class Replica:
         finally:
             self.url = None
             if process.returncode is None:
-                process.kill()
+                _send(process, signal.SIGKILL)
                 await process.wait()
+
+
+def _send(process: asyncio.subprocess.Process, number: int) -> None:
+    """Send a signal to a process, if it has not ended.
+
+    Before Python 3.13, asyncio's own ``send_signal`` may take the exit code of a process that has just ended away
+    from the thread that waits for it, which then reports 255.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, number)

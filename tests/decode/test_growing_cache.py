@@ -87,6 +87,25 @@ def test_a_launch_for_another_length(kernels, heads, head_dim, rows, arguments, 
     assert reused is None or (prepared[0] < prepared[1] / 2) == reused
 
 
+def test_a_launch_for_a_length_that_needs_addresses_of_64_bits(kernels, tmp_path):
+    """A static cache whose last tokens are 2**31 elements after its first: kernels for that are others."""
+    heads, head_dim, elements = 8, 64, 2**31
+    capacity = (elements // head_dim - 2048) // (2 * heads - 1)
+    with (tmp_path / "cache").open("wb") as file:
+        file.truncate(2 * 2 * heads * capacity * head_dim)  # a sparse file: no memory, no disk
+    memory = torch.from_file(
+        str(tmp_path / "cache"), shared=True, size=2 * heads * capacity * head_dim, dtype=torch.bfloat16
+    )
+    q = torch.zeros(2, 1, heads, head_dim, dtype=torch.bfloat16)
+    whole, prepared = memory.view(2, heads, capacity, head_dim), []
+    for length in (100, 101, 4000, 4001, 102):
+        kernels.clear()
+        cache = whole[:, :, :length].transpose(1, 2)
+        flash_attn_with_kvcache(q, cache, cache, backend="portable", num_splits=2)
+        prepared.append(any(first for name, _, first, _ in kernels if "decode" in name[0]))
+    assert prepared == [True, False, True, False, True]
+
+
 @pytest.fixture
 def steps(monkeypatch):
     """Transformers' attention, with no steps known."""

@@ -174,6 +174,22 @@ def test_tiles_of_whole_waves_cover_every_place():
         assert -(-N // tiles) <= BLOCK_N
 
 
+def test_hopper_takes_the_tile_that_was_the_fastest_for_the_shape():
+    from flashtile.backends.hopper.linear import configure_linear
+
+    others = 0
+    for row in rows():
+        measured = row.measured(8, FLAT)
+        if row.card != "NVIDIA H200" or measured is None or measured["backend"] != "hopper":
+            continue
+        dtypes = (getattr(torch, name) for name in (row.dtype, row.weight_dtype))
+        described = LinearProblem(8, row.N, row.K, *dtypes, H200)
+        tile = tuple(measured["config"])
+        assert configure_linear(described) == ring.make(described, tile)
+        others += tile[:4] != ring.DEFAULT[ring.key_of(described)]
+    assert others
+
+
 @pytest.mark.compile
 def test_the_end_of_a_flat_product_stores_many_places_at_once():
     """Which the compiler does only where it knows that tiles and rows of the output begin at multiples."""

@@ -54,7 +54,10 @@ __all__ = [
     "nn",
     "parallel",
     "profile_scores",
+    "record_calls",
     "sdpa",
+    "use_compiled",
+    "warmup",
 ]
 
 _LATER = ("compat", "fp8", "linear", "masks", "nn", "parallel")
@@ -62,7 +65,10 @@ _IN_MODULES = {
     "flex_attention": "flashtile.compat.flex",
     "LLM": "flashtile.engine",
     "SamplingParams": "flashtile.engine",
+    "record_calls": "flashtile.compilation.calls",
     "sdpa": "flashtile.integrations.sdpa",
+    "use_compiled": "flashtile.backends.common.compiled_folder",
+    "warmup": "flashtile.compilation.compiling",
 }
 
 

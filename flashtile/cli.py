@@ -14,12 +14,14 @@ def application() -> Any:
     import typer
 
     from flashtile.tools.commands.bench import bench
+    from flashtile.tools.commands.compile import compile
     from flashtile.tools.commands.demo import demo
     from flashtile.tools.commands.explain import explain
     from flashtile.tools.commands.generate import generate
     from flashtile.tools.commands.info import info
     from flashtile.tools.commands.inspect import inspect
     from flashtile.tools.commands.profile import profile
+    from flashtile.tools.commands.record import record
     from flashtile.tools.commands.serve import serve
     from flashtile.tools.commands.visualize import visualize
 
@@ -38,7 +40,9 @@ def application() -> Any:
     ) -> None:
         pass
 
-    for command in (info, demo, generate, serve, bench, profile, inspect, explain, visualize):
+    for command in (
+        info, demo, generate, serve, bench, profile, inspect, explain, compile, record, visualize,
+    ):  # fmt: skip
         app.command(short_help=_first_sentence(command))(command)
     return app
 

@@ -21,7 +21,7 @@ FLOORS = (
     ("dropout", "masks", "op", "backends.common"),
     ("reference",),
     ("operators", "backends.cpu", "backends.portable"),
-    ("api", "backends.hopper"),
+    ("api", "compilation", "backends.hopper"),
     (
         "flashtile",
         "kv_cache",

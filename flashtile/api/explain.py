@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flashtile.api.attention import attention
 from flashtile.api.weights import WEIGHTS
 from flashtile.backends.common.device import Target
 from flashtile.op.operation import describing
-from flashtile.op.selection import Choice, choose
+from flashtile.op.selection import Choice, choose, on_target
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.common import PREFERENCE
 
@@ -148,14 +148,8 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     choices = []
     for operation, problem, backend in described:
         if card is not None:
-            problem = _on_card(problem, Target(card.name, card.capability, card.sm_count))
+            problem = on_target(problem, Target(card.name, card.capability, card.sm_count))
         choices.append(choose(operation, problem, backend))
         if operation is FORWARD:
             choices.append(choose(BACKWARD, problem, backend))
     return Explanation(tuple(choices))
-
-
-def _on_card(problem: Any, target: Target) -> Any:
-    """Move the problem to another device, with memory that its tensor memory accelerator (TMA) can use."""
-    moved = {"device": target} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
-    return problem._replace(**moved) if hasattr(problem, "_replace") else replace(problem, **moved)

@@ -6,9 +6,10 @@ are handled in ``hopper/compat.py``, so that portable kernels import no Gluon.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,26 @@ def compile_for(
     source = source_type(kernel, signature, constants, dict(attributes))
     target = GPUTarget(backend, arch, warp_size)
     return triton.compile(source, target=target, options={"enable_fp_fusion": True} | options)
+
+
+@contextlib.contextmanager
+def compiling_driver(capability: tuple[int, int]) -> Iterator[None]:
+    """Compile launches inside the context for a GPU of this compute capability, which need not be here.
+
+    Changes Triton's driver for the whole process.
+    """
+    arch = 10 * capability[0] + capability[1]
+    # Triton keeps what it knows of a target by the number of its device.
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", arch, 32),
+        get_current_device=lambda: -arch,
+        get_current_stream=lambda device: 0,
+    )
+    triton.runtime.driver.set_active(driver)
+    try:
+        yield
+    finally:
+        triton.runtime.driver._active = None
 
 
 def cuobjdump_path() -> str:

@@ -24,11 +24,10 @@ from torch import Tensor
 from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.padding import as_cells
-from flashtile.caches import BoundedCache
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import make_options
 from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of
-from flashtile.op.operation import CACHE_BYTES, SIGNATURE_BYTES, is_plain, signatures
+from flashtile.op.operation import SIGNATURE_BYTES, is_plain, launch_cache, signatures
 from flashtile.operators.decode import DECODE
 from flashtile.problems.decode import MAX_HEAD_DIM, CacheTensors, DecodeOptions
 
@@ -50,7 +49,7 @@ A decoding step splits the keys among programs.
 """
 
 
-_launches: BoundedCache = BoundedCache(CACHE_BYTES)
+_launches = launch_cache()
 """Maps the key of :func:`_kind_of_step` to (launch, shape of out)."""
 
 

@@ -55,6 +55,19 @@ environment = os.environ._data  # type: ignore[attr-defined]
 DEBUG, ON = os.environ.encodekey("FLASHTILE_DEBUG"), os.environ.encodevalue("1")
 
 
+_launch_caches: list[BoundedCache] = []
+
+
+def launch_cache() -> BoundedCache:
+    """Return a new cache of prepared launches, which :func:`remembering` empties."""
+    _launch_caches.append(BoundedCache(CACHE_BYTES))
+    return _launch_caches[-1]
+
+
+OPERATIONS: dict[str, Operation] = {}
+"""Every operation, by the name of its operator in ``torch.ops.flashtile``."""
+
+
 class Operation:
     """One named computation: the operator ``torch.ops.flashtile.<name>`` and its prepared launches.
 
@@ -104,6 +117,7 @@ class Operation:
         suffix: str = "",
         extended_to: tuple[Any, Any] | None = None,
     ) -> None:
+        self.full_name = name + suffix
         self.name, self.part, self.check, self.describe, self.fake = name, part, check, describe, fake
         self.no_gradient, self.flops, self.shardings = no_gradient, flops, shardings
         if shardings is not None:
@@ -122,10 +136,11 @@ class Operation:
             for fields, first in zip(extended_to, (self._num_optional, self._num_options), strict=True)
             for name in fields._fields[first:]
         )
-        self.launches: BoundedCache = BoundedCache(CACHE_BYTES)
-        operator = name + suffix
+        self.launches = launch_cache()
+        operator = self.full_name
         text = schema(operator, tensors, type(optional), options, results, mutates, extended_to)
         self.operator = define(operator, text)
+        OPERATIONS[operator] = self
         for device in ("CUDA", "CPU"):
             implement(operator, device, self._kernel)
         register_fake(operator, self._fake_kernel)
@@ -170,11 +185,20 @@ class Operation:
     def prepare_checked(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
         """Check a call with a new signature and prepare a launch."""
         self.check(*tensors, optional, options)
+        self._remember(tensors, optional, options)
         return self.prepare(tensors, optional, options)
 
     def prepare(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
         """Prepare a launch for the signature of a checked call."""
         return select(self, self.describe(*tensors, optional, options), options.backend).prepare()
+
+    def normalized(self, tensors: Tensors) -> Tensors:
+        """Return the tensors as launches take them."""
+        return tensors
+
+    def _remember(self, tensors: Tensors, optional: Any, options: Any) -> None:
+        for calls in _remembering:
+            calls.append((self, tensors, optional, options))
 
     def check_values(self, tensors: Tensors, optional: Any, options: Any) -> None:
         """Check the data where that costs no synchronisation, or where debug checks are requested."""
@@ -193,6 +217,7 @@ class Operation:
             if described is not None:
                 described.append((self, self.describe(*tensors, optional, options), options.backend))
                 return self.fake(*tensors, optional, options)
+            self._remember(tensors, optional, options)
             if self.no_gradient is not None and transforming():
                 refuse_transformed_gradients(self.no_gradient, self.names, (*tensors, *optional))
         tell_observers(self, (*tensors, *optional))
@@ -208,6 +233,11 @@ class Operation:
         """Return the operator's arguments."""
         first, second = self._num_optional, self._num_options
         return (*tensors, *optional[:first], *options[:second], *optional[first:], *options[second:])
+
+    def flat_of_all(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
+        """Return all of the operator's arguments, with the defaults of those that the call does not have."""
+        given = self.flat(tensors, optional, options)
+        return given + self._defaults[len(self._defaults) - (len(self.arguments) - len(given)) :]
 
     def split(self, arguments: tuple) -> tuple[Tensors, Any, Any]:
         """Split the operator's arguments into (tensors, optional, options).
@@ -294,6 +324,26 @@ def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
     On a GPU that synchronises, so it is done only under ``debug_checks`` or ``FLASHTILE_DEBUG=1``.
     """
     return debug_checks or not tensor.is_cuda or environment.get(DEBUG) == ON
+
+
+Remembered = list[tuple[Operation, Tensors, Any, Any]]
+_remembering: list[Remembered] = []
+
+
+@contextlib.contextmanager
+def remembering() -> Iterator[Remembered]:
+    """Collect the calls inside the context, in every thread, once for each signature.
+
+    Yields a list of (operation, tensors, optional, options), which keeps the tensors alive.
+    """
+    calls: Remembered = []
+    for cache in _launch_caches:
+        cache.clear()  # else a known signature would not be seen
+    _remembering.append(calls)
+    try:
+        yield calls
+    finally:
+        _remembering.remove(calls)
 
 
 Described = list[tuple[Operation, Any, "str | None"]]

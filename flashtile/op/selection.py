@@ -15,7 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from flashtile.problems.common import PREFERENCE
@@ -88,6 +88,12 @@ def _reason_against(name: str, operation: Served, problem: Any, explicit: bool) 
 def _configure(name: str, operation: Served, problem: Any) -> Any:
     configure = getattr(load_part(name, operation), f"configure_{operation.name}", None)
     return None if configure is None else configure(problem)
+
+
+def on_target(problem: Any, target: Any) -> Any:
+    """Move a problem to another GPU, with memory that its tensor memory accelerator (TMA) can use."""
+    moved = {"device": target} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
+    return problem._replace(**moved) if hasattr(problem, "_replace") else replace(problem, **moved)
 
 
 def select(operation: Served, problem: Any, backend: str | None = None) -> Selection:

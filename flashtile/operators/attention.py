@@ -93,11 +93,13 @@ class BackwardOperation(Operation):
 
         With functions the gradients of captured tensors follow, None for those that are not learned.
         """
-        # Autograd passes gradients with any strides, also expanded ones (out.sum()).
+        return super().launch(self.normalized(tensors), extras, options)
+
+    def normalized(self, tensors: tuple) -> tuple:
+        """Return the tensors with contiguous gradients. Those of autograd may have any strides."""
         dout, dlse, q, k, v, out, lse = tensors
         dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        return super().launch((dout, dlse, q, k, v, out, lse), extras, options)
+        return (dout, None if dlse is None else dlse.contiguous(), q, k, v, out, lse)
 
     def returned(self, results: Any, tensors: Any) -> Any:
         """Return the operator's results, of which the last is dbias or, with functions, a packed vector."""

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.caches import BoundedCache
 from flashtile.checks.decode import (
     check_append,
     check_combine,
@@ -21,10 +20,10 @@ from flashtile.checks.values import check_append_values, check_copy_values, chec
 from flashtile.op.into import Into, Result
 from flashtile.op.observers import forward_flops, has_data, lengths_of
 from flashtile.op.operation import (
-    CACHE_BYTES,
     SIGNATURE_BYTES,
     Operation,
     is_plain,
+    launch_cache,
     signatures,
 )
 from flashtile.op.refusals import (
@@ -116,7 +115,7 @@ class _Decoding(Operation):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._grown: BoundedCache = BoundedCache(CACHE_BYTES)
+        self._grown = launch_cache()
         """Launches by the parts of a signature that do not depend on the length of the cache."""
 
     def prepare_checked(self, tensors: tuple, optional: Any, options: Any) -> Any:
@@ -199,7 +198,7 @@ COPY = _Writing(
     describe=CopyProblem.from_tensors,
 )
 
-_append_and_decode: BoundedCache = BoundedCache(CACHE_BYTES)
+_append_and_decode = launch_cache()
 """Pairs of launches by one look-up, because a decoding step is mostly limited by host time."""
 _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
 """Names of all tensors that might require a gradient."""

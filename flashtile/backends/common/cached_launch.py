@@ -103,6 +103,8 @@ class CachedLaunch:
         run, index = self._run, self._index
         if run is not None and compat.cuda_device() == index:
             run(compat.cuda_stream(index), tensors)
+        elif (recorded := _recorded.get()) is not None:
+            recorded.append((self, tensors))
         elif device.type == "cuda" and torch.cuda.current_device() != device.index:
             with torch.cuda.device(device):
                 self(device, *tensors)
@@ -111,10 +113,6 @@ class CachedLaunch:
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
         """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
-        recorded = _recorded.get()
-        if recorded is not None:
-            recorded.append((self, tensors))
-            return
         compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
         if compiled is not None:  # None from the interpreter
             # In this order: another thread that sees the one has to see the other.
@@ -122,6 +120,10 @@ class CachedLaunch:
             self._run = compat.launcher(
                 compiled, self._grid, tensors, self._fixed, self._views, self._pointers
             )
+
+    def compile_ahead(self, tensors: tuple) -> Any:
+        """Compile the kernel for these tensors, which may be on torch's "meta" device, without a launch."""
+        return self.kernel.warmup(*self.arguments(tensors), grid=self._grid, **self.options)
 
     def arguments(self, tensors: tuple) -> tuple:
         """The kernel's arguments with these tensors."""

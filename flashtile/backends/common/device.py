@@ -36,17 +36,19 @@ class Target:
         return f"{article} {self.name}" if self.hip else f"{article} {self.name} (sm_{major}{minor})"
 
 
-_capability_of_meta: ContextVar[tuple[int, int]] = ContextVar("capability_of_meta", default=(0, 0))
+_NO_GPU = Target("CPU", (0, 0), INTERPRETER_MULTIPROCESSORS)
+_of_meta: ContextVar[Target] = ContextVar("target_of_meta", default=_NO_GPU)
 
 
 @contextlib.contextmanager
-def compiling_for(capability: tuple[int, int]) -> Iterator[None]:
-    """Let tensors on torch's "meta" device stand for tensors on a GPU of this compute capability."""
-    token = _capability_of_meta.set(capability)
+def compiling_for(gpu: Target | tuple[int, int]) -> Iterator[None]:
+    """Let tensors on torch's "meta" device stand for tensors on a GPU, or on any of a compute capability."""
+    target = gpu if isinstance(gpu, Target) else Target("a GPU", gpu, INTERPRETER_MULTIPROCESSORS)
+    token = _of_meta.set(target)
     try:
         yield
     finally:
-        _capability_of_meta.reset(token)
+        _of_meta.reset(token)
 
 
 def is_nvidia(device: torch.device | Target) -> bool:
@@ -58,7 +60,7 @@ def is_nvidia(device: torch.device | Target) -> bool:
 def capability(device: torch.device | Target) -> tuple[int, int]:
     """CUDA's compute capability, (major, minor); (0, 0) for a device that is not an NVIDIA GPU."""
     if not is_nvidia(device):
-        return _capability_of_meta.get() if device.type == "meta" else (0, 0)
+        return _of_meta.get().capability if device.type == "meta" else (0, 0)
     return device.capability if isinstance(device, Target) else torch.cuda.get_device_capability(device)
 
 
@@ -66,6 +68,8 @@ def multiprocessors(device: torch.device | Target) -> int:
     """How many a GPU has; :data:`INTERPRETER_MULTIPROCESSORS` for a CPU."""
     if isinstance(device, Target):
         return device.multiprocessors
+    if device.type == "meta":
+        return _of_meta.get().multiprocessors
     if device.type != "cuda":
         return INTERPRETER_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

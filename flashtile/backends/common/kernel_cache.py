@@ -10,16 +10,23 @@ entry that cannot be read, or a Triton that names entries differently.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import os
 import uuid
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
 import triton
 from triton import knobs
-from triton.runtime.jit import JITFunction
+from triton import language as tl
+from triton.runtime.jit import JITCallable, JITFunction
+
+from flashtile.backends.common import compiled_folder
 
 COMPILER_FOLDERS = ("_C", "backends", "compiler", "language", "runtime")
 """Folders of Triton's installation that hold all files that ``triton_key`` reads."""
@@ -29,6 +36,20 @@ COMPILER_FILES = (".py", ".so")
 
 class _Kept:
     """A function compiled by :func:`load_or_compile`; ``do_not_specialize`` also applies to tuples."""
+
+    @property
+    def cache_key(self) -> str:
+        """A digest of the kernel's source, that of all functions it calls and the constants they use.
+
+        Triton's own also depends on the order in which a process first compiles its kernels, because it
+        copies the constants of a called function before it has looked for them, and sorts constants of equal
+        names by address. So a process could miss what another had compiled.
+        """
+        key = self.__dict__.get("_key")
+        if key is None:
+            super().cache_key  # type: ignore[misc] # noqa: B018 - notes the constants that must not change
+            key = self.__dict__["_key"] = source_digest(self)
+        return key
 
     def create_binder(self) -> Any:
         *others, binder = super().create_binder()  # type: ignore[misc]
@@ -43,6 +64,46 @@ class _Kept:
             return bound, specialization, options
 
         return *others, bind
+
+
+def source_digest(function: Any) -> str:
+    """Return a digest of a function's source, of all it calls, and of the constants that they use."""
+    found: dict[int, tuple] = {}
+    _gather(function, found)
+    return hashlib.sha256(str(sorted(found.values())).encode()).hexdigest()
+
+
+def _gather(function: JITCallable, found: dict[int, tuple]) -> None:
+    """Add a function and all it calls to ``found``: name, source, first line and constants, by identity."""
+    if id(function) in found:
+        return
+    constants: list[tuple[str, str]] = []
+    plain = function.fn
+    name = f"{plain.__module__}.{plain.__qualname__}"
+    found[id(function)] = name, function.src, function.starting_line_number, constants
+    scope = {**plain.__globals__, **inspect.getclosurevars(plain).nonlocals}
+    names = sorted(_names(plain.__code__))
+    used = [(each, scope[each]) for each in names if each in scope]
+    for module_name, module in [pair for pair in used if isinstance(pair[1], ModuleType)]:
+        if not module.__name__.startswith("triton"):
+            used += [
+                (f"{module_name}.{each}", getattr(module, each)) for each in names if hasattr(module, each)
+            ]
+    for each, value in used:
+        members = value.hash_attrs if getattr(value, "__triton_aggregate__", False) else (value,)
+        for member in members:
+            if isinstance(member, JITCallable):
+                _gather(member, found)
+            elif isinstance(member, tl.constexpr):
+                constants.append((each, str(member.value)))
+            elif hasattr(member, "_fields"):  # the type of a structure
+                constants.append((each, str(member._fields)))
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the global names and attributes in a function's code, and in that of functions within it."""
+    inner = (_names(value) for value in code.co_consts if isinstance(value, CodeType))
+    return {*code.co_names, *code.co_freevars}.union(*inner)
 
 
 def unspecialized(value: Any, kind: Any, key: Any) -> tuple[Any, Any]:
@@ -81,9 +142,52 @@ def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
 
 
 def load_or_compile(src: Any, target: Any = None, options: dict | None = None, **more: Any) -> Any:
-    """Do what :func:`triton.compile` does, with a faster lookup of cache entries."""
+    """Do what :func:`triton.compile` does, with a look into folders of compiled kernels before, and a faster
+    lookup of cache entries."""
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
+    folders, collected = compiled_folder.in_use(), _collected.get()
+    if folders or collected is not None:
+        key = _key_in_folders(src, target, options)
+        for folder in folders:
+            if (found := folder.load(key, src)) is not None:
+                return found
+    compiled = _from_cache_or_compiler(src, target, options, **more)
+    if collected is not None:
+        collected[key] = compiled
+    return compiled
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[dict[str, Any]]:
+    """Collect the kernels that are compiled inside the context, by their key in a folder."""
+    collected: dict[str, Any] = {}
+    token = _collected.set(collected)
+    try:
+        yield collected
+    finally:
+        _collected.reset(token)
+
+
+_collected: ContextVar[dict[str, Any] | None] = ContextVar("collected_kernels", default=None)
+
+
+def _key_in_folders(src: Any, target: Any, options: dict | None) -> str:
+    from triton.compiler.compiler import make_backend
+
+    parsed, variables = _parsed(src, make_backend(target), options)
+    return compiled_folder.key_of(src, target, parsed, variables)
+
+
+def _parsed(src: Any, backend: Any, options: dict | None) -> tuple[Any, list[tuple[str, str]]]:
+    """Return the compiler's options, parsed, and the environment variables that change what it compiles."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    parsed = backend.parse_options(dict(options or {}, **src.parse_options()))
+    return parsed, sorted(get_cache_invalidating_env_vars().items())
+
+
+def _from_cache_or_compiler(src: Any, target: Any, options: dict | None, **more: Any) -> Any:
     key_file = Path(knobs.cache.dir) / "flashtile" / fingerprint(Path(triton.__file__).parent)
     found = _load(src, target, options, key_file)
     if found is not None:
@@ -121,14 +225,12 @@ def _is_observed() -> bool:
 def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
     """The compiled kernel from Triton's cache, None if it cannot be had without Triton's help."""
     try:
-        from triton._C.libtriton import get_cache_invalidating_env_vars
         from triton.compiler.compiler import CompiledKernel, make_backend
         from triton.runtime.cache import get_cache_manager
 
         triton_key = key_file.read_text()
         backend = make_backend(target)
-        parsed = backend.parse_options(dict(options or {}, **src.parse_options()))
-        variables = sorted(get_cache_invalidating_env_vars().items())
+        parsed, variables = _parsed(src, backend, options)
         key = f"{triton_key}-{src.hash()}-{backend.hash()}-{parsed.hash()}-{variables}"
         name = hashlib.sha256(key.encode()).hexdigest()
         metadata = f"{src.name[:150]}.json"

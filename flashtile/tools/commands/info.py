@@ -18,6 +18,21 @@ def info() -> None:
     """Print versions, devices, and the dtypes that each backend serves on each device."""
     console = Console()
     console.print(_versions(), _devices(), _backends())
+    for line in _compiled():
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _compiled() -> list[str]:
+    """Describe the folders of compiled kernels in use."""
+    if machine.installed_version("triton") is None:
+        return []
+    from flashtile.backends.common.compiled_folder import in_use
+
+    return [
+        f"compiled kernels: {folder.path}, Triton {folder.triton}, "
+        + ", ".join(f"{count} for {arch}" for arch, count in folder.archs.items())
+        for folder in in_use()
+    ]
 
 
 def _versions() -> Table:

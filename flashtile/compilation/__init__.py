@@ -1,0 +1,1 @@
+"""Compilation ahead of time: which calls a program makes, and the kernels for them on any GPU."""

@@ -1,0 +1,147 @@
+"""Calls of the library as data: the signature of each, which decides its kernels, in a JSON file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.op.operation import OPERATIONS, Remembered, remembering
+from flashtile.operators import attention, decode, fp8, linear
+
+REGISTERED = attention, decode, fp8, linear
+"""Modules whose import declares the operations that calls name."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Shape, strides (in elements) and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+    @staticmethod
+    def of(tensor: Tensor) -> Signature:
+        name = str(tensor.dtype).removeprefix("torch.")
+        return Signature(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), name)
+
+    def on_meta(self) -> Tensor:
+        """Return a tensor without memory that has this signature."""
+        return torch.empty_strided(
+            self.shape, self.stride, dtype=getattr(torch, self.dtype), device=torch.device("meta")
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operation.
+
+    Args:
+        operation: name of the operator in ``torch.ops.flashtile``.
+        arguments: (name, value) of each argument that is not None. A tensor is given by its signature.
+    """
+
+    operation: str
+    arguments: tuple[tuple[str, Any], ...]
+
+    @staticmethod
+    def of(operation: str, values: tuple) -> Call:
+        """Describe a call by the operator's arguments, in order."""
+        names = OPERATIONS[operation].arguments
+        given = (
+            (name, Signature.of(value) if isinstance(value, Tensor) else value)
+            for name, value in zip(names, values, strict=True)
+            if value is not None
+        )
+        return Call(operation, tuple(given))
+
+    def on_meta(self) -> tuple[tuple, Any, Any]:
+        """Return the operation's (tensors, optional tensors, options), with tensors on torch's "meta" device.
+
+        Raises:
+            ValueError: there is no such operation or argument in this version.
+        """
+        if self.operation not in OPERATIONS:
+            raise ValueError(
+                f"operation must be one of {', '.join(sorted(OPERATIONS))}, got {self.operation!r}"
+            )
+        operation, given = OPERATIONS[self.operation], dict(self.arguments)
+        if unknown := given.keys() - set(operation.arguments):
+            raise ValueError(f"{self.operation} has no argument {', '.join(sorted(unknown))}")
+        values = [given.get(name) for name in operation.arguments]
+        made = (value.on_meta() if isinstance(value, Signature) else value for value in values)
+        tensors, optional, options = operation.split(tuple(made))
+        return operation.normalized(tensors), optional, options
+
+
+def calls_of(remembered: Remembered) -> list[Call]:
+    """Return the calls of :func:`flashtile.op.operation.remembering`, each once."""
+    found = (
+        Call.of(operation.full_name, operation.flat_of_all(tensors, optional, options))
+        for operation, tensors, optional, options in remembered
+    )
+    return list(dict.fromkeys(found))
+
+
+@contextlib.contextmanager
+def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Write the signature of every call that is made inside the context to a JSON file.
+
+    ``flashtile compile --calls PATH`` compiles their kernels, for any GPU and without one. The program may
+    run on a CPU. No data is written.
+    """
+    with remembering() as remembered:
+        yield
+    write_calls(path, calls_of(remembered))
+
+
+def write_calls(path: str | os.PathLike[str], calls: list[Call]) -> None:
+    """Write calls as JSON."""
+    entries = [
+        {
+            "operation": call.operation,
+            "arguments": {name: _as_json(value) for name, value in call.arguments},
+        }
+        for call in calls
+    ]
+    Path(path).write_text(json.dumps({"calls": entries}, indent=1) + "\n", "utf-8")
+
+
+def read_calls(path: str | os.PathLike[str]) -> list[Call]:
+    """Read calls that :func:`record_calls` wrote.
+
+    Raises:
+        ValueError: the file does not hold calls.
+    """
+    try:
+        entries = json.loads(Path(path).read_text("utf-8"))["calls"]
+        return [
+            Call(entry["operation"], tuple(map(_argument, entry["arguments"].items()))) for entry in entries
+        ]
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"path must be a file of recorded calls, got {path}: {error}") from None
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    return vars(value) if isinstance(value, Signature) else value
+
+
+def _argument(item: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = item
+    if not isinstance(value, dict):
+        return name, tuple(value) if isinstance(value, list) else value
+    if not isinstance(getattr(torch, value["dtype"], None), torch.dtype):
+        raise ValueError(f"{name} has dtype {value['dtype']!r}, which torch does not have")
+    if value.keys() == {"dtype"}:
+        return name, getattr(torch, value["dtype"])
+    return name, Signature(tuple(value["shape"]), tuple(value["stride"]), value["dtype"])

@@ -1,0 +1,197 @@
+"""Compiles the kernels of calls, in parallel processes, for GPUs that need not be here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.backends.common.device import Target, capability, compiling_for, multiprocessors
+from flashtile.compilation.calls import Call, read_calls
+from flashtile.op.operation import OPERATIONS
+from flashtile.op.selection import on_target, select
+
+MAX_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call whose kernels were not compiled, and why."""
+
+    call: Call
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What :func:`compile_calls` wrote: the number of kernels, and the calls that no kernel serves."""
+
+    kernels: int
+    failures: tuple[Failure, ...]
+
+
+def launches(call: Call, target: Target) -> list[Any]:
+    """Return the launches of a call on a GPU, as (launch, tensors); see ``recording`` of cached launches.
+
+    Raises:
+        NotImplementedError: no backend with kernels serves the call on this GPU.
+        ValueError: the call is not one of this version.
+    """
+    from flashtile.backends.common.cached_launch import recording
+
+    tensors, optional, options = call.on_meta()
+    operation = OPERATIONS[call.operation]
+    problem = on_target(operation.describe(*tensors, optional, options), target)
+    with compiling_for(target), recording() as recorded:
+        select(operation, problem, options.backend).prepare()(*tensors, optional)
+    return recorded
+
+
+def compile_calls(
+    calls: Iterable[Call],
+    targets: Iterable[Target],
+    folder: Path | None,
+    workers: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Compiled:
+    """Compile the kernels of calls, each once, into a folder that travels or into this machine's cache.
+
+    Args:
+        calls: the calls.
+        targets: the GPUs.
+        folder: folder for the kernels, made if it is missing; its index is replaced. None: Triton's cache.
+        workers: processes that compile; by default one for each core, at most 16. They are spawned: a script
+            that calls this function needs ``if __name__ == "__main__":``.
+        progress: called with the numbers of compiled kernels and of all.
+    """
+    wanted, failures = _wanted(list(calls), list(targets))
+    if folder is not None:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    kernels: dict[str, tuple[str, dict[str, str]]] = {}
+    for done, (task, found) in enumerate(_results(wanted, folder, workers), 1):
+        if isinstance(found, Exception):  # of the compiler: the other kernels are compiled nevertheless
+            failures.append(Failure(task.call, task.target.name, f"{type(found).__name__}: {found}"))
+        else:
+            arch = "sm_{}{}".format(*task.target.capability)
+            kernels |= {key: (arch, digests) for key, digests in found.items()}
+        progress(done, len(wanted))
+    if folder is not None:
+        from flashtile.backends.common.compiled_folder import write_index
+
+        write_index(folder, kernels)
+    return Compiled(len(kernels), tuple(failures))
+
+
+def warmup(
+    calls: str | os.PathLike[str] | Iterable[Call],
+    device: torch.device | str | None = None,
+    workers: int | None = None,
+) -> Compiled:
+    """Compile the kernels of calls for this machine's GPU, in parallel processes, before they are needed.
+
+    The kernels are kept in Triton's cache, where the first call of this or a later process finds them.
+
+    Args:
+        calls: file that :func:`record_calls` wrote, or the calls.
+        device: the GPU. Default: torch's current one.
+        workers: see :func:`compile_calls`.
+
+    Raises:
+        ValueError: ``device`` is not an NVIDIA GPU of this machine, or the file does not hold calls.
+    """
+    found = torch.device(device or "cuda")
+    if found.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        raise ValueError(f"device must be an NVIDIA GPU of this machine, got {found}")
+    given = read_calls(calls) if isinstance(calls, (str, os.PathLike)) else calls
+    name = torch.cuda.get_device_name(found)
+    return compile_calls(given, [Target(name, capability(found), multiprocessors(found))], None, workers)
+
+
+def _results(
+    tasks: list[_Task], folder: Path | None, workers: int | None
+) -> Iterator[tuple[_Task, dict[str, dict[str, str]] | Exception]]:
+    """Yield each task, as it is done, with the digests of its kernels' files by key, or what failed."""
+    if not tasks:
+        return
+    count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        ProcessPoolExecutor(count, context, _begin, ("" if folder is None else cache,)) as pool,
+    ):
+        running = {pool.submit(_compile, task, folder): task for task in tasks}
+        for future in as_completed(running):
+            yield running[future], future.exception() or future.result()  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The launch number ``index`` of a call on a GPU."""
+
+    call: Call
+    target: Target
+    index: int
+
+
+def _wanted(calls: list[Call], targets: list[Target]) -> tuple[list[_Task], list[Failure]]:
+    """Return a task for each kernel, and the calls that have none."""
+    tasks: dict[Any, _Task] = {}
+    failures = []
+    for target in targets:
+        for call in calls:
+            try:
+                for index, (launch, tensors) in enumerate(launches(call, target)):
+                    key = target, launch.kernel, str(_kinds(launch, tensors)), str(launch.options)
+                    tasks.setdefault(key, _Task(call, target, index))
+            except (NotImplementedError, ValueError) as error:
+                failures.append(Failure(call, target.name, str(error)))
+    return list(tasks.values()), failures
+
+
+def _kinds(launch: Any, tensors: tuple) -> list[Any]:
+    """Return what the compiler may know of the arguments. Launches for which it is equal share a kernel."""
+    given = zip(launch.kernel.params, launch.arguments(tensors), strict=True)
+    return [value if parameter.is_constexpr else _kind(value) for parameter, value in given]
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, Tensor):
+        return value.dtype
+    if type(value) is int:
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+    if type(value) is float:
+        return float
+    if hasattr(value, "block_shape"):  # a TMA descriptor
+        return value.base.dtype, tuple(value.block_shape), str(getattr(value, "layout", None))
+    return value
+
+
+def _begin(cache: str) -> None:
+    """Prepare a process that compiles. Kernels for a folder have a cache of their own, which is deleted."""
+    if cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+
+
+def _compile(task: _Task, folder: Path | None) -> dict[str, dict[str, str]]:
+    """Compile a kernel, into the folder if there is one, and return the digests of its files, by its key."""
+    from flashtile.backends.common.compiled_folder import write_kernel
+    from flashtile.backends.common.kernel_cache import collecting
+    from flashtile.backends.compat import compiling_driver
+
+    launch, tensors = launches(task.call, task.target)[task.index]
+    with compiling_driver(task.target.capability), collecting() as collected:
+        launch.compile_ahead(tensors)
+    if folder is None:
+        return {key: {} for key in collected}
+    return {key: write_kernel(folder, key, compiled) for key, compiled in collected.items()}

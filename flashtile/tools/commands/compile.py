@@ -1,0 +1,104 @@
+"""``flashtile compile``: kernels compiled ahead of time into a folder that travels, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from flashtile.backends.common.device import Target
+from flashtile.compilation.calls import Call, read_calls
+from flashtile.compilation.compiling import compile_calls
+from flashtile.hardware.cards import CARDS
+from flashtile.tools.commands.options import bad_parameters, console, progress_bar
+
+ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
+"""The card that stands for each architecture."""
+PURPOSES = ("training", "serving", "both")
+PRESETS = ("training", "everything")
+
+
+def compile(
+    out: Annotated[Path, typer.Argument(help="Folder for the kernels.")],
+    arch: Annotated[
+        list[str] | None,
+        typer.Option(help="Architecture (sm_90) or card (h100), repeatable. Default: sm_90."),
+    ] = None,
+    calls: Annotated[
+        list[Path] | None, typer.Option(help="File of recorded calls, repeatable: see flashtile record.")
+    ] = None,
+    model: Annotated[
+        list[Path] | None, typer.Option(help="Folder of a Hugging Face model or its config.json, repeatable.")
+    ] = None,
+    purpose: Annotated[
+        str, typer.Option(help=f"What models are compiled for: {', '.join(PURPOSES)}.")
+    ] = "both",
+    preset: Annotated[
+        list[str] | None,
+        typer.Option(help="training: plain attention, head sizes 64 to 256. everything: with all features."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that compile. Default: the number of CPU cores.")
+    ] = None,
+) -> None:
+    """Compile kernels ahead of time into a folder that travels. Needs no GPU.
+
+    Set FLASHTILE_KERNELS to the folder, or call flashtile.use_compiled, on any machine with the same versions
+    of flashtile and Triton: a kernel in the folder is never compiled again, any other is compiled as usual.
+    Exits with 1 if kernels of some calls could not be compiled.
+    """
+    targets = [_target(name) for name in arch or ("sm_90",)]
+    wanted = _calls(calls or [], model or [], purpose, preset or [])
+    if not wanted:
+        raise typer.BadParameter("give calls, models or presets: --calls, --model, --preset")
+    out.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with progress_bar(Console(stderr=True)) as progress:
+        bar = progress.add_task("compiling", total=None)
+        done = compile_calls(
+            wanted, targets, out, workers, lambda count, of: progress.update(bar, completed=count, total=of)
+        )
+    printed = console()
+    for failure in done.failures:
+        printed.print(f"{failure.call.operation} for {failure.target}: {failure.reason}", markup=False)
+    size = sum(path.stat().st_size for path in out.iterdir()) / 2**20
+    printed.print(f"{done.kernels} kernels of {len(wanted)} calls, {size:.1f} MiB: {out}", soft_wrap=True)
+    if done.failures:
+        raise typer.Exit(1)
+
+
+def _target(name: str) -> Target:
+    key = ARCHITECTURES.get(name.removesuffix("a"), name.lower())
+    if key not in CARDS:
+        _refuse("--arch", name, (*ARCHITECTURES, *CARDS))
+    card = CARDS[key]
+    return Target(card.name, card.capability, card.sm_count)
+
+
+def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:
+    raise typer.BadParameter(f"must be one of {', '.join(allowed)}, got {value!r}", param_hint=option)
+
+
+def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Call]:
+    """Return the calls of all options, each once."""
+    from flashtile.engine.config import read_config
+    from flashtile.tools.workload_calls import DOCUMENTED, heads_of, serving_calls, training_calls
+
+    if purpose not in PURPOSES:
+        _refuse("--purpose", purpose, PURPOSES)
+    found: list[Call] = []
+    with bad_parameters():
+        for path in files:
+            found += read_calls(path)
+        for path in models:
+            config = read_config(path.parent if path.name == "config.json" else path)
+            if purpose != "serving":
+                found += training_calls(heads_of(config))
+            if purpose != "training":
+                found += serving_calls(config)
+    for name in presets:
+        if name not in PRESETS:
+            _refuse("--preset", name, PRESETS)
+        found += training_calls(DOCUMENTED, features=name == "everything")
+    return list(dict.fromkeys(found))

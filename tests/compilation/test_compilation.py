@@ -1,0 +1,229 @@
+"""Kernels compiled ahead of time: the calls of a program as data, their kernels, and folders that travel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashtile
+from targets import INTERPRETING
+
+pytest.importorskip("triton")
+if INTERPRETING:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from flashtile.backends.common import compiled_folder
+from flashtile.backends.common.compiled_folder import INDEX, VARIABLE, CompiledFolder, in_use, use_compiled
+from flashtile.backends.common.device import Target
+from flashtile.backends.compat import compiling_driver
+from flashtile.compilation.calls import Call, Signature, read_calls, record_calls
+from flashtile.compilation.compiling import Compiled, compile_calls, launches, warmup
+
+H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
+APPEND = Call(
+    "append_kvcache",
+    (
+        *(("k_cache", Signature((8, 16, 2, 64), (2048, 128, 64, 1), "bfloat16")),),
+        *(("v_cache", Signature((8, 16, 2, 64), (2048, 128, 64, 1), "bfloat16")),),
+        *((name, Signature((3, 1, 2, 64), (128, 128, 64, 1), "bfloat16")) for name in ("k", "v")),
+        ("cache_seqlens", Signature((3,), (1,), "int32")),
+        ("block_table", Signature((3, 4), (4, 1), "int32")),
+    ),
+)
+
+
+def recorded(path: Path) -> list[Call]:
+    """The calls of a small program on the CPU, both passes and a cache."""
+    q, k, v = (torch.randn(1, 32, 2, 64, requires_grad=True) for _ in range(3))
+    k_cache, v_cache = (torch.zeros(8, 16, 2, 64) for _ in range(2))
+    lengths, table = torch.tensor([3]), torch.zeros(1, 4, dtype=torch.int32)
+    with record_calls(path):
+        for _ in range(2):
+            flashtile.attention(q, k, v, causal=True).sum().backward()
+            flashtile.flash_attn_with_kvcache(
+                q[:, :1].detach(), k_cache, v_cache, k[:, :1].detach(), v[:, :1].detach(),
+                cache_seqlens=lengths.int(), block_table=table,
+            )  # fmt: skip
+    return read_calls(path)
+
+
+def test_the_calls_of_a_program_are_recorded_once_each(tmp_path):
+    calls = recorded(tmp_path / "calls.json")
+    assert [call.operation for call in calls] == ["forward", "backward", "append_kvcache", "decode"]
+    assert dict(calls[0].arguments)["causal"] is True
+    assert dict(calls[1].arguments)["dout"] == Signature((1, 32, 2, 64), (4096, 128, 64, 1), "float32")
+    assert recorded(tmp_path / "again.json") == calls  # though launches for them are prepared now
+
+
+def test_recorded_calls_have_kernels_on_any_card(tmp_path):
+    calls = recorded(tmp_path / "calls.json")
+    for target in (H200, A100):
+        found = [launch.kernel.__name__ for call in calls for launch, _ in launches(call, target)]
+        assert found[0] == "forward_kernel"
+        assert {"append_kernel", "decode_kernel"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expecting value"),
+        ("[]", "path must be a file of recorded calls"),
+        ('{"calls": [{"operation": "forward"}]}', "arguments"),
+        ('{"calls": [{"operation": "forward", "arguments": {"q": {"dtype": "x"}}}]}', "q has dtype 'x'"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, text, message):
+    (tmp_path / "calls.json").write_text(text)
+    with pytest.raises(ValueError, match="path must be a file of recorded calls") as caught:
+        read_calls(tmp_path / "calls.json")
+    assert message in str(caught.value)
+
+
+def test_calls_of_another_version_are_failures(tmp_path):
+    unknown = [Call("sort", ()), Call("forward", (("colour", 3),))]
+    float64 = Signature((1, 32, 2, 64), (4096, 128, 64, 1), "float64")
+    unknown.append(Call("forward", (*((name, float64) for name in "qkv"), *DEFAULTS)))
+    done = compile_calls(unknown, [H200], tmp_path)
+    assert done.kernels == 0
+    reasons = [failure.reason for failure in done.failures]
+    assert "operation must be one of" in reasons[0]
+    assert "forward has no argument colour" in reasons[1]
+    assert "no backend serves" in reasons[2]
+
+
+DEFAULTS = (
+    ("causal", False), ("window_left", -1), ("window_right", -1), ("softcap", 0.0), ("deterministic", False),
+    ("dropout_p", 0.0), ("attention_chunk", 0), ("bias_grad", False), ("partial", False),
+)  # fmt: skip
+
+
+def test_warmup_needs_a_gpu(tmp_path):
+    with pytest.raises(ValueError, match="device must be an NVIDIA GPU of this machine, got cpu"):
+        warmup([], device="cpu")
+
+
+KEYS = """
+import sys
+from flashtile.backends.common.device import Target
+from flashtile.compilation.calls import read_calls
+from flashtile.compilation.compiling import launches
+found = {}
+for number in sys.argv[2].split(","):
+    call = read_calls(sys.argv[1])[int(number)]
+    for capability in ((9, 0), (8, 0)):
+        for launch, _ in launches(call, Target("a GPU", capability, 108)):
+            found[f"{launch.kernel.__module__}.{launch.kernel.__name__}"] = launch.kernel.cache_key
+print(sorted(found.items()))
+"""
+
+
+def test_a_kernels_key_does_not_depend_on_the_order_of_a_process(tmp_path):
+    calls = tmp_path / "calls.json"
+    recorded(calls)
+    found = []
+    for order in ("0,1,2,3", "3,2,1,0"):
+        command = [sys.executable, "-c", KEYS, str(calls), order]
+        found.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert len(found[0]) > 500
+    assert found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the kernel of a call."""
+    path = tmp_path_factory.mktemp("compiled") / "kernels"
+    assert compile_calls([APPEND, APPEND], [H200, A100], path, workers=1) == Compiled(2, ())
+    return path
+
+
+@pytest.fixture
+def compilations(monkeypatch, tmp_path):
+    """Triton's own compilations, in an empty cache."""
+    import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled_folder, "_in_use", [])
+    calls, compile_ = [], triton.compile
+
+    def counted(*arguments, **more):
+        calls.append(arguments)
+        return compile_(*arguments, **more)
+
+    monkeypatch.setattr(triton, "compile", counted)
+    return calls
+
+
+def compiled_here(target: Target = H200) -> object:
+    ((launch, tensors),) = launches(APPEND, target)
+    launch.kernel.device_caches.clear()
+    with compiling_driver(target.capability):
+        return launch.compile_ahead(tensors)
+
+
+@pytest.mark.compile
+def test_a_kernel_of_a_folder_is_not_compiled(folder, compilations):
+    found = use_compiled(folder)
+    assert found.archs == {"sm_90": 1, "sm_80": 1}
+    assert in_use() == (found,)
+    kernels = [compiled_here(target) for target in (H200, A100)]
+    assert not compilations
+    assert [kernel.metadata.target.arch for kernel in kernels] == [90, 80]
+    assert all(kernel.asm["cubin"].startswith(b"\x7fELF") for kernel in kernels)
+
+
+@pytest.mark.compile
+def test_folders_of_the_environment(folder, compilations, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv(VARIABLE, os.pathsep.join([str(tmp_path / "none"), str(folder)]))
+    compiled_here()
+    assert not compilations
+    assert [one.path for one in in_use()] == [folder]
+    assert f"{VARIABLE}: path must be a folder made by" in caplog.text
+
+
+@pytest.mark.compile
+def test_a_damaged_kernel_is_compiled_again(folder, compilations, tmp_path, caplog):
+    copied = tmp_path / "copied"
+    copied.mkdir(mode=0o755)
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        (copied / path.name).write_bytes(content if path.name == INDEX else content[:-1] + b"x")
+    use_compiled(copied)
+    compiled_here()
+    assert len(compilations) == 1
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "value"), [("triton", "1.0"), ("flashtile", "0.0.1"), ("format", 0)])
+def test_a_folder_of_another_version_is_refused(folder, tmp_path, name, value):
+    index = json.loads((folder / INDEX).read_text())
+    (tmp_path / INDEX).write_text(json.dumps(index | {name: value}))
+    tmp_path.chmod(0o755)
+    with pytest.raises(ValueError, match=r"^path must .*" + str(value)):
+        CompiledFolder.read(tmp_path)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("which", ["folder", "index"])
+def test_a_folder_that_others_may_write_to_is_refused(folder, tmp_path, which):
+    tmp_path.chmod(0o777 if which == "folder" else 0o755)
+    (tmp_path / INDEX).write_bytes((folder / INDEX).read_bytes())
+    (tmp_path / INDEX).chmod(0o666 if which == "index" else 0o644)
+    with pytest.raises(ValueError, match="others may write to"):
+        use_compiled(tmp_path)
+
+
+def test_what_is_observed_is_compiled(compilations, monkeypatch):
+    """Listeners of Triton's see every kernel, as without folders."""
+    from triton import knobs
+
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **given: None)
+    monkeypatch.setattr(compiled_folder, "in_use", pytest.fail)
+    compiled_here()
+    assert compilations

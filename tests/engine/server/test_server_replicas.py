@@ -318,7 +318,7 @@ def test_a_signal_ends_replicas_that_serve(monkeypatch):
 
 
 def test_a_signal_leaves_the_exit_code_to_the_watcher(monkeypatch):
-    """A process that has just ended and is signalled: asyncio's watcher, here slow, still gets its exit code."""
+    """A process that has just ended is signalled: asyncio's watcher, here slow, still gets its exit code."""
     wait = os.waitpid
 
     def slow_wait(pid, options):

@@ -183,8 +183,8 @@ class Replica:
 def _send(process: asyncio.subprocess.Process, number: int) -> None:
     """Send a signal to a process, if it has not ended.
 
-    Before Python 3.13, asyncio's own ``send_signal`` may take the exit code of a process that has just ended away
-    from the thread that waits for it, which then reports 255.
+    Before Python 3.13, asyncio's own ``send_signal`` may take the exit code of a process that has just ended
+    away from the thread that waits for it, which then reports 255.
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)

@@ -179,6 +179,7 @@ def _kind(value: Any) -> Any:
 
 def _begin(cache: str) -> None:
     """Prepare a process that compiles. Kernels for a folder have a cache of their own, which is deleted."""
+    os.environ["FLASHTILE_QUIET"] = "1"  # the caller shows the progress
     if cache:
         os.environ["TRITON_CACHE_DIR"] = cache
 

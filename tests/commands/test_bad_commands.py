@@ -24,6 +24,16 @@ EXPLAIN = ("explain", "--device", "cpu")
 BAD = [
     (("nonsense",), "nonsense"),
     (("info", "--nonsense"), "--nonsense"),
+    # compile, record
+    (("compile", "{tmp}/kernels"), "--calls, --model, --preset"),
+    (("compile", "{tmp}/kernels", "--preset", "all"), "must be one of training, everything, got 'all'"),
+    (("compile", "{tmp}/kernels", "--preset", "training", "--arch", "sm_10"), "got 'sm_10'"),
+    (("compile", "{tmp}/kernels", "--preset", "training", "--purpose", "fun"), "got 'fun'"),
+    (("compile", "{tmp}/kernels", "--calls", "{tmp}/list.json"), "must be a file of recorded calls"),
+    (("compile", "{tmp}/kernels", "--model", "{tmp}/missing"), "missing"),
+    (("compile", "{tmp}/file", "--preset", "training"), "is a file"),
+    (("record", "{tmp}/x.txt", "{tmp}/file"), "must end in .json"),
+    (("record", "{tmp}/x.json", "{tmp}/missing.py"), "missing.py"),
     # bench
     ((*BENCH, "--plot", "{tmp}/x.foo"), "must end in .png, .svg, .pdf, got"),
     ((*BENCH, "--plot", "{tmp}/missing/x.png"), "there is no folder"),

@@ -227,3 +227,56 @@ def test_what_is_observed_is_compiled(compilations, monkeypatch):
     monkeypatch.setattr(compiled_folder, "in_use", pytest.fail)
     compiled_here()
     assert compilations
+
+
+def cli(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "flashtile", *arguments]
+    environment = {**os.environ, **(environment or {})}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.compile
+def test_from_a_script_to_a_folder(tmp_path):
+    script, calls, kernels = tmp_path / "script.py", tmp_path / "calls.json", tmp_path / "kernels"
+    script.write_text(
+        "import sys, torch, flashtile\n"
+        "k_cache, v_cache = torch.zeros(2, 8, 16, 2, 64)\n"
+        "new = torch.zeros(2, 1, int(sys.argv[1]), 64)\n"
+        "arguments = dict(cache_seqlens=torch.zeros(2, dtype=torch.int32))\n"
+        "flashtile.append_kvcache(k_cache[:2], v_cache[:2], new, new, **arguments)\n"
+    )
+    found = cli("record", str(calls), str(script), "--", "2")
+    assert found.returncode == 0, found.stderr
+    assert [call.operation for call in read_calls(calls)] == ["append_kvcache"]
+    found = cli("compile", str(kernels), "--calls", str(calls), "--arch", "sm_80", "--workers", "1")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith("1 kernels of 1 calls")
+    found = cli("info", environment={VARIABLE: str(kernels)})
+    assert found.stdout.splitlines()[-1].endswith(": 1 for sm_80") or "1 for sm_80" in found.stdout
+    calls.write_text('{"calls": [{"operation": "sort", "arguments": {}}]}')
+    refused = cli("compile", str(kernels), "--calls", str(calls))
+    assert refused.returncode == 1
+    assert refused.stdout.startswith("sort for H200 SXM 141GB: operation must be one of")
+
+
+def test_calls_of_models_have_kernels():
+    from flashtile.compilation.compiling import launches
+    from flashtile.engine.config import parse_config
+    from flashtile.tools.workload_calls import DOCUMENTED, heads_of, serving_calls, training_calls
+
+    config = parse_config(
+        {
+            "model_type": "gemma2", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
+            "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+            "torch_dtype": "bfloat16", "max_position_embeddings": 1024,
+        }
+    )  # fmt: skip
+    training = training_calls(heads_of(config))
+    serving = serving_calls(config)
+    features = training_calls(DOCUMENTED[:1], features=True)
+    kinds = {call.operation for call in serving}
+    assert {"decode", "append_kvcache", "linear"} <= kinds
+    assert {dict(call.arguments)["window_left"] for call in training} >= {-1, 4095}
+    for call in (*training[::7], *serving[::7], *features[::7]):
+        for target in (H200, A100):
+            assert launches(call, target), call

@@ -14,6 +14,8 @@ import contextlib
 import hashlib
 import inspect
 import os
+import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -32,6 +34,12 @@ COMPILER_FOLDERS = ("_C", "backends", "compiler", "language", "runtime")
 """Folders of Triton's installation that hold all files that ``triton_key`` reads."""
 
 COMPILER_FILES = (".py", ".so")
+
+ANNOUNCED_AFTER = 2.0
+"""Seconds of compilation after which a line says what is compiled."""
+
+QUIET = "FLASHTILE_QUIET"
+"""Environment variable that hides that line if it is 1."""
 
 
 class _Kept:
@@ -192,9 +200,26 @@ def _from_cache_or_compiler(src: Any, target: Any, options: dict | None, **more:
     found = _load(src, target, options, key_file)
     if found is not None:
         return found
-    compiled = triton.compile(src, target=target, options=options, **more)
+    with _announced(src.name):
+        compiled = triton.compile(src, target=target, options=options, **more)
     _keep_key(key_file)
     return compiled
+
+
+@contextlib.contextmanager
+def _announced(name: str) -> Iterator[None]:
+    """Print a line to a terminal if a kernel compiles for longer than ANNOUNCED_AFTER."""
+    if os.environ.get(QUIET) == "1" or not sys.stderr.isatty():
+        yield
+        return
+    line = f"flashtile: compiling {name}; `flashtile compile` does so ahead of time ({QUIET}=1 hides this line)"
+    timer = threading.Timer(ANNOUNCED_AFTER, print, (line,), {"file": sys.stderr})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def fingerprint(installation: Path) -> str:

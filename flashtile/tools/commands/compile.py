@@ -12,7 +12,7 @@ from flashtile.backends.common.device import Target
 from flashtile.compilation.calls import Call, read_calls
 from flashtile.compilation.compiling import compile_calls
 from flashtile.hardware.cards import CARDS
-from flashtile.tools.commands.options import bad_parameters, console, progress_bar
+from flashtile.tools.commands.options import bad_models, console, progress_bar
 
 ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
 """The card that stands for each architecture."""
@@ -21,7 +21,7 @@ PRESETS = ("training", "everything")
 
 
 def compile(
-    out: Annotated[Path, typer.Argument(help="Folder for the kernels.")],
+    out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for the kernels.")],
     arch: Annotated[
         list[str] | None,
         typer.Option(help="Architecture (sm_90) or card (h100), repeatable. Default: sm_90."),
@@ -88,7 +88,7 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
     if purpose not in PURPOSES:
         _refuse("--purpose", purpose, PURPOSES)
     found: list[Call] = []
-    with bad_parameters():
+    with bad_models():
         for path in files:
             found += read_calls(path)
         for path in models:

@@ -234,7 +234,7 @@ class FastTokenizer(Tokenizer):
             return bytes(BYTE_OF[character] for character in text)
         if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             return bytes.fromhex(text[3:5])
-        # A decoder may treat a text's first token specially, so use the text that a second one adds.
+        # A decoder may treat a text's first token specially, so use the text that a second copy adds.
         once, twice = (self.decode([token] * count, False) for count in (1, 2))
         return twice[len(once) :].encode()
 
@@ -254,8 +254,8 @@ class FastTokenizer(Tokenizer):
 class _FastStream(TextStream):
     """Decodes a window of the last tokens with and without the newest; the difference is the new text.
 
-    A decoder may treat the first token of a text specially, so the window begins some tokens earlier. It
-    moves forward whenever it has yielded text.
+    A decoder may treat the first token of a text specially, so the window begins some tokens earlier. The
+    window moves forward whenever there is new text.
     """
 
     CONTEXT = 5

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
-"""Seconds before a replica is restarted, doubled after each failure."""
+"""Seconds before a replica is restarted: the first pause, which doubles at each failure, and its maximum."""
 MAX_FAILURES = 3
 """A replica is given up after this many starts in a row that end before it serves."""
 BAD_ARGUMENTS = 2
@@ -183,8 +183,8 @@ class Replica:
 def _send(process: asyncio.subprocess.Process, number: int) -> None:
     """Send a signal to a process, if it has not ended.
 
-    Before Python 3.13, asyncio's own ``send_signal`` may take the exit code of a process that has just ended away
-    from the thread that waits for it, which then reports 255.
+    asyncio's own ``send_signal`` is not used: before Python 3.13 it may fetch the exit code of a process that
+    has just ended. The thread that waits for the process then reports 255.
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)

@@ -42,7 +42,7 @@ class BadArgument(typer.BadParameter):
         for parameter in self.ctx.command.params if self.ctx else ():
             if parameter.param_type_name == "option" and parameter.name and parameter.opts:
                 message = _with_option(message, parameter.name, parameter.opts[0])
-        return re.sub(r" \(give [^()]*=[^()]*\)", "", message)  # a hint that is no option
+        return re.sub(r" \(give [^()]*=[^()]*\)", "", message)  # drop hints about Python's arguments
 
 
 def _with_option(message: str, name: str, option: str) -> str:

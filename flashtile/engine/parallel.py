@@ -31,7 +31,7 @@ HOST_TIMEOUT = timedelta(days=365)
 
 
 GPU_TIMEOUT = 600.0
-"""Seconds after which a GPU stops waiting for the others in a step. A rank may still compile kernels."""
+"""Most seconds that a GPU waits for the others in a step, in which a rank may still compile kernels."""
 FIRST_BYTES = 1024
 """Bytes of the first broadcast of a message."""
 
@@ -49,9 +49,9 @@ class Ranks:
     rank, world = 0, 1
 
     def split_residual(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the residual as (addend of this process's product, addend of :meth:`sum`).
+        """Return (what to add to this process's product, what to pass to :meth:`sum`), each possibly None.
 
-        Over all processes, the residual is added exactly once.
+        Together, the processes add the residual exactly once.
         """
         return residual, None
 

@@ -73,7 +73,7 @@ class Draws:
         self._last: Draw | None = None
 
     def of(self, samples: Listing[Sequence]) -> Draw:
-        """Return the parameters of the draw, one sequence for each row."""
+        """Return the parameters of a draw. ``samples`` has one sequence for each row of the logits."""
         key = tuple(samples)
         if self._last is not None and self._last.samples == key:
             return self._last

@@ -213,7 +213,7 @@ class BeamSearchParams:
 
 
 def _temperature(value: Any) -> float:
-    """Return the temperature, raised if logits divided by it could overflow float32. 0 stays 0."""
+    """Return 0, or at least ``MIN_TEMPERATURE``, by which logits can be divided without overflow."""
     found = _float("temperature", value, 0, 1e6)
     return max(found, MIN_TEMPERATURE) if found else 0.0
 

@@ -64,7 +64,7 @@ def depths(parents: tuple[int, ...]) -> list[int]:
 
 
 def visible(parents: tuple[int, ...]) -> list[int]:
-    """Return the bit mask of each node, which sees itself and its ancestors in the tree. Bit i is node i."""
+    """Return a bit mask for each node of the tree: bit i is set for node i and bit j for each ancestor j."""
     found = [1]
     for node, parent in enumerate(parents, 1):
         found.append(found[parent] | 1 << node)

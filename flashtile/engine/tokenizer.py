@@ -60,7 +60,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text, with special tokens like BOS that the tokenizer adds around it."""
+        """Return the tokens of a text, by default with the tokenizer's special tokens, such as BOS."""
 
     def is_longer(self, text: str, most: int) -> bool:
         """Return True if a text certainly has more than ``most`` tokens, without encoding all of it.

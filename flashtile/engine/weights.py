@@ -254,7 +254,7 @@ def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the safetensors files that the index names; without an index model.safetensors; otherwise all.
+    """Return the safetensors files that the index names, else model.safetensors, else all in the folder.
 
     The order matters because some folders also hold the same weights in a second form.
     """

@@ -317,7 +317,7 @@ class BlockManager:
     def _allocate(self, reservations: list[Reservation], copies: Copies) -> None:
         """Allocate blocks for every reservation. Raise OutOfBlocksError before anything has changed."""
         size, pool = self.block_size, self.pool
-        # Count exactly only if this upper bound is not available. Each reservation copies at most one block.
+        # An upper bound: each reservation copies at most one block. Count exactly only if it is too large.
         at_most = sum((end - 1) // size - (length - 1) // size + 1 for _, length, end in reservations)
         if at_most > pool.available:
             self._require_available(reservations)

@@ -134,7 +134,7 @@ class ApiCall:
     """Fields that completions and chat completions share.
 
     Attributes:
-        params: sampling parameters. ``max_tokens`` is None if the client left it out.
+        params: sampling or beam search parameters.
         max_tokens_field: the client's name of ``max_tokens``.
         logprobs: how many likeliest tokens to list in addition to the chosen one; None: no log-probabilities.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens.

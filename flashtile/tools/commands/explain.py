@@ -272,7 +272,7 @@ def _card(name: str | None, place: torch.device) -> Card | None:
 
 
 def _dtype(asked: str | None, card: Card | None, on_gpu: bool) -> str:
-    """Return the dtype of a call: the requested one, else the best of the card or the CPU."""
+    """Return the requested dtype; by default bfloat16 (float16 on older cards), and float32 on the CPU."""
     of_card = "bfloat16" if card is None or card.capability >= (8, 0) else "float16"
     dtype = asked if asked is not None else of_card if on_gpu else "float32"
     if dtype not in DTYPES:

@@ -1,7 +1,7 @@
 """The front of the replicas: a proxy that passes each call to one of them and streams its answer back.
 
-If a replica ends or hangs before the first byte of its answer, another replica gets the call. If it does so
-later, the stream ends with an error event.
+If a replica ends or hangs before the first byte of its answer, another replica gets the call. After the first
+byte, the stream ends with an error event.
 """
 
 from __future__ import annotations

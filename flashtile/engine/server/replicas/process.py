@@ -91,7 +91,7 @@ class Replica:
         return self.url is not None
 
     def signal(self, number: int) -> None:
-        """Send a signal that ends the process. It is not restarted."""
+        """Send a signal that ends the process, which is then not restarted."""
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             _send(self._process, number)
@@ -138,7 +138,7 @@ class Replica:
             self.exit_code = code = await self._serve_once()
             if self._stopping.is_set():
                 return
-            if code != BAD_ARGUMENTS:  # the process has printed its own message then
+            if code != BAD_ARGUMENTS:  # after bad arguments, the process has printed its own message
                 logger.error("replica %d has ended with code %d", self.number, code)
             if time.monotonic() - begun > MAX_PAUSE:
                 pause = FIRST_PAUSE
@@ -156,7 +156,7 @@ class Replica:
         self._process = process = await asyncio.create_subprocess_exec(
             *self.command, env={**self.environment, ORPHAN: "1"}, stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, limit=2**20,
-            start_new_session=True,  # keeps the terminal's SIGINT from replicas; the front passes it on
+            start_new_session=True,  # keeps the terminal's SIGINT from replicas; the front ends them
         )  # fmt: skip
         if self._stopping.is_set():
             _send(process, signal.SIGTERM)

@@ -54,9 +54,9 @@ def exchange_kernel(
     the ranks' memories, ``calls`` (PROGRAMS,) int64 counts this memory's calls.
 
     The count selects one of two slots and is the value of the flags, so that replays of a graph alternate as
-    well. With two slots one wait per call is enough: a rank reuses a slot only after all ranks have flagged
-    the call in between, which they do after they have read that slot. Program i has the same rows on all
-    ranks and in all calls, so it waits only for the programs i of the other ranks.
+    well. With two slots one wait per call is enough. A rank reuses a slot only after all ranks have flagged
+    the call in between, and they flag it only after they have read the slot. Program i has the same rows on
+    all ranks and in all calls, so it waits only for the programs i of the other ranks.
     """
     pid = tl.program_id(0)
     call = tl.load(calls + pid) + 1
@@ -74,7 +74,7 @@ def exchange_kernel(
             slot = tl.load(memories + peer).to(tl.pointer_type(tl.float32)) + half + rank * C.SLOT
             store_rows(slot, elements, exists, own, C.HEAD_DIM_V, C.BLOCK_DV)
             tl.store(slot + capacity_words + row, own_lse, mask=exists)
-    # All threads have written before one sets the flag, and the flags are seen before any thread reads.
+    # All threads must have written before one of them sets the flags.
     tl.debug_barrier()
     for peer in range(C.RANKS):
         flags = tl.load(memories + peer).to(tl.pointer_type(tl.int64))
@@ -90,7 +90,7 @@ def exchange_kernel(
                     tl.inline_asm_elementwise(
                         "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
                     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # no thread may read before all flags are seen
     given = flags.to(tl.pointer_type(tl.float32)) + half
     for first in range(pid * C.ROWS, rows, C.PROGRAMS * C.ROWS):
         row = first + tl.arange(0, C.ROWS)
@@ -138,7 +138,11 @@ def exchange(
     dtype: torch.dtype,
     timeout: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out in ``dtype``, lse) of ``exchange_kernel``. The given out and lse are contiguous float32."""
+    """Return (out in ``dtype``, lse (batch, heads, seqlen)) over the keys of all ranks.
+
+    out (batch, seqlen, heads, head_dim) and lse (batch, seqlen, heads) are contiguous and float32.
+    ``timeout`` is in seconds.
+    """
     batch, seqlen, heads, _ = out.shape
     result = torch.empty_like(out, dtype=dtype)
     result_lse = lse.new_empty(batch, heads, seqlen)

@@ -29,8 +29,8 @@ class Into(Operation):
     """Writes the results of ``operation`` into the caller's memory.
 
     Args:
-        operation: one without a backward pass, or the forward pass of one that has it.
-        buffers: names of the results; only the first must always exist.
+        operation: an operation without a backward pass, or the forward pass of an operation that has one.
+        buffers: names of the results; only the first exists in every call.
         results_of: ``(*tensors, optional, options)`` to (shape, dtype) of each result, None for one that the
             call does not return.
     """
@@ -61,7 +61,7 @@ class Into(Operation):
         )
 
     def write(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Tensor | None, ...]:
-        """Return the results: ``buffers``, with new memory for requested results whose buffer is None."""
+        """Compute the results into ``buffers``, or new memory where a buffer is None, and return them."""
         buffers = self.complete(tensors, optional, options, buffers)
         given = (*tensors, *buffers)
         self.refuse_gradients(buffers, self.names, (*given, *optional))
@@ -83,7 +83,7 @@ class Into(Operation):
                 tensors[0].new_empty(result[0], dtype=result[1]) if buffer is None and result else buffer
                 for buffer, result in zip(buffers, results, strict=True)
             )
-        except Exception:  # not a tensor, or one of another shape
+        except Exception:  # not a tensor, or a tensor of another shape
             self.of.check(*tensors, optional, options)
             raise
 

@@ -36,7 +36,7 @@ def schema(
     mutates: tuple[str, ...],
     extended_to: tuple[Any, Any],
 ) -> str:
-    """Return ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)`` or the like.
+    """Return a schema like ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)``.
 
     Fields that only the types in ``extended_to`` have come last, with defaults.
     """
@@ -70,7 +70,7 @@ def extended(name: str, base: Any, more: dict[str, Any], defaults: tuple[Any, ..
 
 _NAMESPACE = "flashtile"
 _serving: dict[Any, Any] = vars(getattr(torch.ops, _NAMESPACE)).setdefault("_serving", {})
-"""Current implementations by (operator, purpose), and the library; stored where module reloads keep them."""
+"""Current implementations by (operator, purpose), and the library. It lives in torch, to survive reloads."""
 
 
 def define(operator: str, text: str) -> Any:
@@ -122,7 +122,7 @@ def _library() -> Any:
 
 
 def _serve(operator: str, purpose: str, function: Callable[..., Any], register: Callable[..., Any]) -> None:
-    """Make ``function`` the current implementation; ``register`` gets the look-up on the first call."""
+    """Make ``function`` the current implementation; the first call registers a function that looks it up."""
     key = operator, purpose
     if key not in _serving:
         register(_looked_up(key))

@@ -30,7 +30,7 @@ class Served(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The backend selected for a problem, its configuration, and why those before it were rejected."""
+    """The backend selected for a problem, its configuration, and why preferred backends were rejected."""
 
     operation: Served = field(repr=False)
     problem: Any
@@ -46,7 +46,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for an operation of a call. ``backend`` and ``config`` are None if none supports it.
+    """The backend for an operation of a call. ``backend`` and ``config`` are None if no backend supports it.
 
     ``requested`` is the backend that the caller named, None if the caller named none.
     """

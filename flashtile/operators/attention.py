@@ -27,7 +27,7 @@ from flashtile.operators.shardings import backward_shardings, forward_shardings
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 _LEARNING = ("q", "k", "v", "sink", "bias", *CAPTURED)
-"""The tensors that have gradients, in the order in which launches return these."""
+"""The tensors that may have gradients, in the order in which launches return the gradients."""
 
 
 def _forward_results(
@@ -210,7 +210,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, extras, options, q, k, v, *learning):
-        """Compute (out, lse); autograd needs sink, bias and captured tensors, which ``extras`` also holds."""
+        """Compute (out, lse). ``learning``: sink, bias, captured tensors, as in ``extras``, for autograd."""
         out, lse = FORWARD.launch((q, k, v), extras, options)
         _save(ctx, q, k, v, out, lse, extras, options)
         return out, lse

@@ -41,7 +41,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
 
 
 def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
-    """Return :func:`plain` as a function of the differentiable tensors, and those besides q, k and v."""
+    """Return :func:`plain` as a function of q, k, v and the other learned tensors, and the latter by name."""
     names = (*LEARNED, *(CAPTURED[i] for i in learned_of(options)))
     learned = {name: getattr(extras, name) for name in names if getattr(extras, name) is not None}
 
@@ -52,7 +52,7 @@ def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
 
 
 def _functions(extras: Any, options: Any) -> dict[str, Any]:
-    """Return the functions of a call for the reference."""
+    """Return ``score_mod`` and ``mask_mod`` of a call as arguments of the reference."""
     functions: dict[str, Any] = {}
     if isinstance(extras, ModifiedExtras):
         captured = [tensor for tensor in captured_of(extras) if tensor is not None]

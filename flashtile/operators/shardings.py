@@ -71,7 +71,7 @@ def _placements(
 
     slopes_by_batch = extras.alibi_slopes is not None and extras.alibi_slopes.ndim == 2
     ways = [way(Replicate(), Replicate(), Replicate())]
-    if extras.rng_state is not None:  # parts would count their sequences and heads from 0
+    if extras.rng_state is not None:  # dropout depends on indices, which each part counts from 0
         return ways
     if extras.cu_seqlens_q is None:
         by_batch = {"seqused_q": Shard(0), "seqused_k": Shard(0), "key_padding_mask": Shard(0)} | along(0)

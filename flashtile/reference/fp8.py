@@ -1,4 +1,4 @@
-"""The references of FP8: quantisation to the bit of the kernels, and standard attention over its results."""
+"""The references of FP8: quantisation, equal to the kernels' to the bit, and standard attention over it."""
 
 from __future__ import annotations
 

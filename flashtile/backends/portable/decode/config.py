@@ -26,9 +26,11 @@ WHOLE_BYTES = 192 * 1024
 """Bytes of keys and values that a program reads in about the time of writing and combining partial results.
 Narrow work tiles of up to this size gain nothing from a balanced grid."""
 MAX_WHOLE_BYTES = 512 * 1024
-"""Work tiles with more bytes get a balanced grid even if no multiprocessor would idle without it. Its programs
-prefetch the next work tile's keys and read adjacent heads at about the same time, which saves more if there
-are more bytes."""
+"""Work tiles with more bytes get a balanced grid even if all multiprocessors are busy without it.
+
+Programs of a balanced grid prefetch the next work tile's keys and read adjacent heads at about the same time,
+which saves more if there are more bytes.
+"""
 MAX_UNEVEN_BYTES = 256 * 1024
 """Used instead of MAX_WHOLE_BYTES if lengths may differ or keys lie in pages."""
 

@@ -43,7 +43,7 @@ CACHE_BYTES = 16 * 2**20
 """Limit of the cached launches of each operation, in bytes."""
 
 PLAIN_TYPES = (Tensor, Parameter)
-"""Tensor types whose operations run as they are; those of other subclasses may be overridden."""
+"""Tensor types whose operations run unchanged. Other subclasses may override operations."""
 
 # Bound at import, because every call uses them.
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -70,7 +70,7 @@ class Operation:
         describe: ``(*tensors, optional, options)`` to the problem.
         fake: ``(*tensors, optional, options)`` to empty results, with None for one that does not exist.
         check_values: ``(*tensors, optional, options)`` raises for lengths and tables that point outside the
-            tensors. It reads data: called on the CPU, and on a GPU under ``debug_checks``.
+            tensors. It reads data, so on a GPU it is called only under ``debug_checks``.
         check_traced: the part of ``check`` that ``torch.compile`` traces, for arguments that cannot enter a
             graph; the fake implementation checks the rest. None means all of ``check``.
         part: the subpackage of a backend that implements it ("" is the backend's own package).
@@ -79,8 +79,8 @@ class Operation:
         flops: ``(*tensors, optional, options)`` to the floating-point operations of a call.
         shardings: ``(*tensors, optional, options)`` to the placements of DTensors that need no communication.
         suffix: suffix of the operator's name, for a second operator that the same backends implement.
-        extended_to: the types of ``optional`` and ``options`` in calls with further arguments, which are
-            further fields at the end. In the operator's schema these come last, with defaults.
+        extended_to: the types of ``optional`` and ``options`` in calls with further arguments. Their further
+            fields come last in the operator's schema, with defaults.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ _VARIANTS: dict[str, Problem] = {
     "dropout": replace(PLAIN, window_right=0, dropout_p=0.1),
     "features": replace(PLAIN, sink=True, **_FEATURES),
 }
-"""Problems of common calls without functions, and one with many features at once."""
+"""Problems of common calls without score or mask functions, and one with many features at once."""
 _SCORE = """\
 t0: int = sub kv q
 t1: int = maximum t0 -128
@@ -109,7 +109,7 @@ _FUNCTION_SPILLS: dict[tuple[str, str, int, str], int] = {
     ("ampere", "fp32", 64, "dkdv"): 4,
     ("ampere", "fp32", 64, "forward"): 44,
 }
-"""Bytes of spills with functions: the maximum over Triton 3.6 and 3.7. These kernels were not timed."""
+"""Bytes of spills with score or mask functions, the maximum over Triton 3.6 and 3.7. Not timed."""
 _WEIGHT_SPILLS = {
     ("hopper", 64, "modified top 8"): 24,
     ("ampere", 64, "full"): 440,
@@ -175,7 +175,7 @@ def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
 
 
 def _tensors_of_functions(mods: Mods, scores: tuple[int, int, int, int]) -> dict[str, Tensor]:
-    """Return what the functions of ``WITH_MODS`` read, and the lists of their block mask, if there is one."""
+    """Return the tensors that the functions of ``WITH_MODS`` read, and the lists of a block mask, if any."""
     batch, heads, seqlen_q, seqlen_k = scores
     documents = meta(batch, seqlen_q, dtype=torch.int32)
     given = {f"captured_{i}": documents for i in range(len(mods.ranks))}
@@ -243,7 +243,7 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
 
 
 def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
-    """Yield each kernel with functions at the head sizes of most models."""
+    """Yield each kernel with score or mask functions, at the head sizes of most models."""
     family = family_of_capability(*capability)
     telling = family, "bf16", 128, "block mask"
     for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("fp32", 4, 64)):

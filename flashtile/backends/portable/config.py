@@ -148,8 +148,8 @@ def family_of_capability(major: int, minor: int) -> str:
 def precision_of(table_family: str, element_bytes: int) -> str:
     """Return Triton's ``input_precision`` for a family of the table.
 
-    "tf32x3" needs tensor cores with tf32. With 16-bit operands the value has no effect, but for most of AMD's
-    GPUs, which belong to the family "other", Triton refuses "tf32".
+    "tf32x3" needs tensor cores with tf32. With 16-bit operands the value has no effect, but Triton refuses
+    "tf32" for most of AMD's GPUs. These belong to the family "other", which gets "ieee".
     """
     if table_family == "other":
         return "ieee"

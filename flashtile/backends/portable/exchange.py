@@ -1,7 +1,7 @@
-"""Exchange of float32 results over different keys between ranks, and their merge: one kernel on peer memory.
+"""Exchanges and merges the ranks' float32 results over different keys, in one kernel on peer memory.
 
-This is a one-shot exchange of small tensors between GPUs of one host: each rank writes its results into the
-memory of all ranks, and reads those of the others from its own memory.
+This is a one-shot exchange of small tensors between GPUs of one host. Each rank writes its results into the
+memory of all ranks, and reads the results of all ranks from its own memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashtile.backends.portable.decode.combine import Slots, sum_splits
 from flashtile.backends.portable.decode.results import normalised, store_rows
 
 MAX_PROGRAMS = 128
-"""Programs of a launch, at most. They wait for other ranks, so all of them must be resident at once."""
+"""Maximum programs of a launch. They wait for other ranks, so all of them must be resident at once."""
 MAX_ROWS = 8
 
 

@@ -1,4 +1,4 @@
-"""The next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
+"""Samples the next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
 
 :mod:`flashtile.engine.sampler` computes the same in torch. One program reads its row several times, mostly
 from the L2 cache. Each pass finds two bits of the lowest score that top-k or top-p keeps.
@@ -156,7 +156,7 @@ def sample_kernel(
         scores, keys = load_scores(row, first, C)
         noisy = scores + tl.where(greedy, 0.0, gumbel(column, key))
         noisy = tl.where(keys >= lowest, noisy, -float("inf"))
-        noisy = tl.where(scores == scores, noisy, float("inf"))  # NaN wins, so that the caller can tell
+        noisy = tl.where(scores == scores, noisy, float("inf"))  # NaN wins, so that the caller can detect it
         better = noisy > best
         best = tl.where(better, noisy, best)
         token = tl.where(better, column, token)

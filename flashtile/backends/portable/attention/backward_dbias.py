@@ -125,7 +125,7 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
     if not C.BIAS_HAS_ROWS:
         blocks = tl.cdiv(lengths.seqlen_q, BLOCK_M)
 
-    # If all sequences have the same length, one loop covers sequences and heads, which pipelines its loads.
+    # If all sequences have the same length, one loop covers sequences and heads, so its loads pipeline.
     ALIKE: tl.constexpr = not C.VARLEN and pointers.seqused_q is None and pointers.seqused_k is None
     rounds = heads
     if ALIKE:

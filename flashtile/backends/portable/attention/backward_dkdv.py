@@ -56,8 +56,8 @@ def dkdv_blocks(
     """Add row blocks ``first`` to ``last`` (exclusive) of one query head to dk, dv of the keys of ``block``.
 
     ``inputs``: tiles of k and v, a :class:`Matrix` for each of q and dout, and pointers to neg_lse and
-    neg_delta of the first row. Rows past the end have neg_lse -inf and so probability 0: only a window or
-    another mask needs masking (WINDOWED).
+    neg_delta of the first row. Rows past the end have neg_lse -inf and so probability 0. So scores are
+    masked only for a window or a general mask (WINDOWED).
     """
     dk, dv = state
     k, v, q, dout, neg_lse, neg_delta = inputs

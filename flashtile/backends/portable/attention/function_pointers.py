@@ -48,7 +48,7 @@ kv_lists_of = operator.attrgetter("kv_num_blocks", "kv_indices", "full_kv_num_bl
 q_lists_of = operator.attrgetter("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 _captured_of = operator.attrgetter(*CAPTURED)
 _PLAIN = len(OptionalTensors._fields)
-"""Number of tensors that a call without functions may have. They come first."""
+"""Number of optional tensors of a call without score or mask functions. They come first."""
 _NO_GRADIENTS = (None,) * MAX_CAPTURED
 
 
@@ -59,7 +59,7 @@ def captured_of(extras: Any) -> list[Tensor | None]:
 def with_functions(
     plain: AttentionVariant, problem: Problem, config: KernelConfig, owns_keys: bool
 ) -> AttentionVariant:
-    """Add the functions of ``problem`` to a kernel's variant. ``owns_keys``: its programs own keys."""
+    """Add the score and mask functions of ``problem`` to a variant. ``owns_keys``: programs own keys."""
     mods = problem.mods
     assert mods is not None
     score = functions.score_function(mods)

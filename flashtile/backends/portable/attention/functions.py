@@ -62,7 +62,7 @@ def floor_mod(a, b):
 
 @triton.jit
 def floor_div_by_positive(a, b):
-    """:func:`floor_div` of ints, with fewer instructions."""
+    """Return :func:`floor_div` of ints for a positive ``b``, in fewer instructions."""
     quotient = a // b
     return tl.where(a < quotient * b, quotient - 1, quotient)
 
@@ -273,7 +273,7 @@ class _Writer:
         if not isinstance(x, Name) or isinstance(number, Name) or number <= 0:
             return None
         text, kind = self.operand(x), self.program.kinds[x]
-        if operation == "div":  # a score may round, but not a value that conditions compare
+        if operation == "div":  # a score may be rounded; what a condition compares may not
             of_score = kind == "float" and "score" in depends_on(self.program)[x]
             return f"{text} * ({1 / number!r})" if of_score and 1e-30 < number < 1e30 else None
         if kind != "int" or type(number) is not int:

@@ -206,7 +206,7 @@ def dbias_kernel_of(
 
 
 def optional_pointers(extras: OptionalTensors, key_bounds: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Return the last arguments of a kernel, its optional tensors, for a call without functions."""
+    """Return a kernel's last arguments, its optional tensors, without score and mask functions."""
     return (*extras, key_bounds, None, None)
 
 

@@ -29,10 +29,11 @@ def score_indices(block, rows, keys, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
-    """Turn raw products into (scores in log2 units, derivative of natural scores by scaled products).
+    """Turn raw products into modified scores, and return (scores, derivative).
 
-    ``at``: the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; None loads it here. All
-    kernels of the forward and backward pass modify their scores here and nowhere else.
+    The scores are in log2 units. The derivative is that of scores in natural units by scaled products. ``at``:
+    the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; None loads it here. All kernels of
+    the forward and backward pass modify their scores here and nowhere else.
     """
     numbers, pointers = call.numbers, call.pointers
     scores, score_grad = cap_and_bias(
@@ -66,7 +67,7 @@ def add_gradients(ds, scores, at, block, call, C: tl.constexpr):
 
 @triton.jit
 def visible_scores(at, call, C: tl.constexpr):
-    """Return which scores of a tile are visible. For keys past the sequence's end it is arbitrary."""
+    """Return which scores of a tile are visible. The result is arbitrary for keys past the sequence's end."""
     pointers, strides, lengths = call.pointers, call.strides, call.lengths
     seen = visible(at.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
     if C.HAS_CHUNK:
@@ -142,7 +143,7 @@ def random_bits(key, word, other, second):
 def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
     """Return which probabilities dropout keeps, [BLOCK_M, BLOCK_N], transposed with KEYS_FIRST.
 
-    ``flashtile.dropout`` defines which ones those are for a state of the generator. The code computes random
+    ``flashtile.dropout`` defines which these are for a state of the generator. The code computes random
     words for every probability, although eight probabilities share their words. In the layout of a matrix
     product one thread holds all eight, in the layout of its transpose four of them. So the compiler can
     compute shared words once.

@@ -45,7 +45,7 @@ class DecodeVariant(Layout):
     WIDE: bool
     """Whether offsets into the cache need 64 bits."""
     PDL: bool
-    """Programmatic dependent launch: the combining kernel starts before this one has ended."""
+    """Programmatic dependent launch: the combining kernel may start before this one has ended."""
     PREFETCH: int
     """How many n_blocks before the end of a work tile the next work tile's first n_blocks are prefetched to
     the L2 cache. In a program's last work tile, dependent kernels are launched at this point instead. 0: no

@@ -124,7 +124,8 @@ def attend_work_tile(
     """Attend to ``count`` n_blocks of a work tile from ``first`` on.
 
     The result goes to ``out`` if they are the ``whole`` work tile, else to partial result ``slot``. If there
-    is ``more``, the program goes on with ``next_work_tile`` from n_block ``next_first``, to be prefetched.
+    is ``more``, the program's next work is ``next_work_tile`` from n_block ``next_first`` on, whose first
+    n_blocks are prefetched.
     """
     pointers, lengths = call.pointers, call.lengths
     sequence = work.sequence
@@ -228,7 +229,7 @@ def attend_balanced(program, call, C: tl.constexpr):
         count = min(work.n_blocks - nth, end - position)
         position += count
         more = position < end
-        # If a team covers all heads, the next work tile is in the next m_block, which needs no lengths.
+        # If a team covers all heads, the next work tile is in the next m_block, for any lengths.
         finished = (position >= m_block_end) | C.ONE_TEAM
         m_block += finished.to(tl.int32)
         m_block_start = tl.where(finished, m_block_end, m_block_start)

@@ -27,7 +27,7 @@ class Cache(NamedTuple):
     pages: Any
     """Pages of the first two n_blocks, as :func:`load_pages` returns them."""
     k_descale: Any
-    """Pointer to the head's factor in the first page."""
+    """Pointer to the head's scale in the first page."""
     v_descale: Any
     num_blocks: Any
     """Pages, or rows of a dense cache."""
@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
 @triton.jit
 def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """The :class:`Cache` of a work tile whose n_blocks are attended to from ``n`` on. EARLY as for
+    """Return the :class:`Cache` of a work tile whose n_blocks are attended to from ``n`` on. EARLY as for
     :func:`schedule.load_sequence`."""
     pointers, strides, outer = call.pointers, call.strides, call.outer
     b, _ = sequence_of(work.m_block, call.lengths, C)

@@ -37,7 +37,7 @@ class CombineVariant(Layout):
 
     BALANCED: bool
     BY_WORK_TILE: bool
-    """Whether there is a program for each work tile, instead of each boundary between two shares of work."""
+    """Whether programs belong to work tiles; otherwise to boundaries between the shares of two teams."""
     HAS_SINK: bool
     HAS_PRIOR: bool
     PDL: bool
@@ -205,7 +205,7 @@ def balanced_parts(unit, teams, pointers, lengths, C: tl.constexpr):
 
     If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is a boundary: between the share of a
     program and that of its counterpart in the next team. The work tile is the one that the boundary divides.
-    The count is 0 if the boundary divides none, or if an earlier boundary divides the same one.
+    The count is 0 if the boundary divides none, or if an earlier boundary divides the same tile.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     if C.BY_WORK_TILE:
@@ -234,7 +234,7 @@ def balanced_parts(unit, teams, pointers, lengths, C: tl.constexpr):
 
 @triton.jit
 def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
-    """The :class:`Parts` of work tile ``unit``, whose splits depend on its own length only."""
+    """Return the :class:`Parts` of work tile ``unit``, whose splits depend on its own length only."""
     m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
     m = m_blocks - 1 - unit % m_blocks
     head_kv = unit // m_blocks % lengths.num_heads_kv
@@ -255,7 +255,7 @@ def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr
     """Combine the partial results of ``decode_kernel``; ``teams`` is 0 unless its grid was balanced.
 
     Grid: (row blocks * work tiles,). Unless BY_WORK_TILE it is (row blocks * boundaries between programs of
-    adjacent teams,), of which large batches have fewer. A row block is ROWS rows of a work tile.
+    adjacent teams,), which is smaller for large batches. A row block is ROWS rows of a work tile.
     """
     if C.PDL:
         tl.extra.cuda.gdc_launch_dependents()

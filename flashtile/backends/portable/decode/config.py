@@ -70,15 +70,15 @@ class DecodeConfig:
 
 
 def operand_bytes(problem: DecodeProblem) -> int:
-    """Return the table's bytes of a cache element: 4 if products are in float32, else those of its dtype."""
+    """Return the table's element size: 4 bytes if products are in float32, else that of the cache."""
     return 4 if problem.dtype.itemsize == 4 else problem.cache_dtype.itemsize
 
 
 def bytes_to_read(keys: int, columns: int, element_bytes: int) -> float:
     """Return the bytes of ``keys`` keys and values, as a measure of the time to read them.
 
-    FP8 counts as 16 bits, because its conversion takes as long. float32 counts as infinitely many bytes,
-    because products take longer than reading.
+    FP8 counts as 16 bits, because reading and converting it takes as long. float32 counts as infinitely many
+    bytes, because products take longer than reading.
     """
     return math.inf if element_bytes == 4 else keys * columns * max(element_bytes, 2)
 

@@ -38,7 +38,8 @@ class Splits(NamedTuple):
 def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl.constexpr):
     """Add the results of attention over other keys to (acc, maximum, sum).
 
-    prior_out (tokens, heads, HEAD_DIM_V), prior_lse (heads, tokens), natural log: packed, also in a batch.
+    prior_out (tokens, heads, HEAD_DIM_V), prior_lse (heads, tokens), natural log. Tokens are packed even if q
+    is (batch, seqlen_q, ...).
     """
     tokens = packed_tokens(rows, lengths, C)
     lse_rows = rows.heads.to(tl.int64) * lengths.total_q + tokens

@@ -9,7 +9,7 @@ If BALANCED, programs work in *teams* of HEADS_PER_TEAM, one program per head of
 whose keys are adjacent in memory and are read at about the same time. The n_blocks of all work tiles are
 flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
 equal, contiguous share of that sequence for any lengths, as stream-K does for matrix products (Osama et al.
-2023, arXiv:2301.03598). So one long sequence among short ones takes only the time of its bytes. A share may
+2023, arXiv:2301.03598). So a long sequence among short ones is divided over many teams. A share may
 begin and end within work tiles, so a program leaves at most two partial results: for a tile that an earlier
 team began and for a tile that a later team continues. If not BALANCED, each work tile is cut into splits that
 depend on its own length only, so that its result is independent of the rest of the batch.

@@ -94,8 +94,10 @@ class Fp8Strides(NamedTuple):
 
 
 class Fp8ScaleStrides(NamedTuple):
-    """Elements from the scales of one sequence and head to the next. Their values lead to no new
-    compilation."""
+    """Elements from the scales of one sequence and head to those of the next.
+
+    The kernel is not specialized on their values.
+    """
 
     q_scale_stride_b: Any
     q_scale_stride_h: Any
@@ -317,8 +319,8 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
     """Grid: (blocks of rows * heads * batch,). q, k, v in e4m3 (uint8 unless NATIVE), out and lse contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], without the batch
-    when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, v.token] ([heads_kv, ...] when
-    VARLEN). Scales are those of ``flashtile.problems.fp8.Scales``; those of blocks have a stride of 1.
+    when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, columns] ([heads_kv, ...] when
+    VARLEN). Scales are laid out as ``flashtile.problems.fp8.Scales`` says.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV

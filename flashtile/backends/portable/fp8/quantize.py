@@ -139,7 +139,7 @@ def swap_columns(x, APART: tl.constexpr):
 
 @triton.jit
 def hadamard(x, STAGES: tl.constexpr):
-    """x [rows, 2**STAGES] times the Hadamard matrix (Sylvester's), unscaled: sums and differences."""
+    """Multiply x [rows, 2**STAGES] by Sylvester's Hadamard matrix, unscaled, by sums and differences."""
     column = tl.arange(0, 1 << STAGES)
     for stage in tl.static_range(STAGES):
         sign = tl.where((column & (1 << stage)) == 0, 1.0, -1.0)

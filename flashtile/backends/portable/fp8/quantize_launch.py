@@ -28,10 +28,10 @@ from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST, hada
 ELEMENTS_PER_THREAD = 32
 """Elements of a tile that a thread holds in registers."""
 REGISTERS = 64
-"""Registers per thread: enough for those elements, and few enough for two to four programs per
+"""Registers per thread: enough for ELEMENTS_PER_THREAD elements, and few enough for two to four programs per
 multiprocessor, so that one loads while another computes."""
 ROTARY_REGISTERS = 128
-"""Registers per thread with rotary embedding, whose angles need some; not with ``rotates_halves``."""
+"""Registers per thread with rotary embedding, whose angles need some, unless :func:`rotates_halves`."""
 MAX_WARPS = 16
 """Maximum warps of a program for which each thread can have ROTARY_REGISTERS registers."""
 
@@ -68,7 +68,7 @@ def num_warps(problem: QuantizeProblem) -> int:
 
 
 def spill_budget(problem: QuantizeProblem) -> int:
-    """Bytes of register spills accepted: the largest tile and its angles fill the register file."""
+    """Return the accepted bytes of register spills: 0 unless a tile and its angles fill the registers."""
     fills = problem.rotary_dim and num_warps(problem) == MAX_WARPS and not rotates_halves(problem)
     return 200 if fills else 0
 

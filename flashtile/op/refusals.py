@@ -29,7 +29,7 @@ def leave_graph_of_gradients() -> None:
     Custom operators have no gradient there. Everything under the transform then runs eagerly.
     """
     functorch = torch._C._functorch
-    # While this is traced, a comparison of the result with None is False even if it is None.
+    # While this is traced, ``peek_interpreter_stack() is None`` is False even without a transform.
     if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):
         return
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter

@@ -38,7 +38,7 @@ def schema(
 ) -> str:
     """Return a schema like ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)``.
 
-    Fields that only the types in ``extended_to`` have come last, with defaults.
+    The further fields of the types in ``extended_to`` come last, with defaults.
     """
     kinds = {n.rstrip("?"): "Tensor?" if n.endswith("?") else "Tensor" for n in tensors}
     kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(optional).items()}
@@ -70,7 +70,7 @@ def extended(name: str, base: Any, more: dict[str, Any], defaults: tuple[Any, ..
 
 _NAMESPACE = "flashtile"
 _serving: dict[Any, Any] = vars(getattr(torch.ops, _NAMESPACE)).setdefault("_serving", {})
-"""Current implementations by (operator, purpose), and the library. It lives in torch, to survive reloads."""
+"""Current implementations by (operator, purpose), and the library. Stored in torch, to survive reloads."""
 
 
 def define(operator: str, text: str) -> Any:

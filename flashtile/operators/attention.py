@@ -100,7 +100,7 @@ class BackwardOperation(Operation):
         return super().launch((dout, dlse, q, k, v, out, lse), extras, options)
 
     def returned(self, results: Any, tensors: Any) -> Any:
-        """Return the operator's results. The last is dbias, or a vector for all captured tensors (``pack``)."""
+        """Return the operator's results. The last is dbias, or one vector for all captured tensors."""
         *gradients, dbias = results[:5]
         return super().returned((*gradients, functions.pack(results[5:]) if results[5:] else dbias), tensors)
 

@@ -41,7 +41,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
 
 
 def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
-    """Return :func:`plain` as a function of q, k, v and the other learned tensors, and the latter by name."""
+    """Return (:func:`plain` as a function of q, k, v and ``learned``, the tensors ``learned`` by name).
+
+    ``learned`` are sink, bias and the captured tensors that need a gradient, as far as they are given.
+    """
     names = (*LEARNED, *(CAPTURED[i] for i in learned_of(options)))
     learned = {name: getattr(extras, name) for name in names if getattr(extras, name) is not None}
 

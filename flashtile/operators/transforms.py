@@ -68,7 +68,10 @@ def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) ->
 
 
 class Forward(torch.autograd.Function):
-    """Compute (out, lse) from the operation of the backward pass, q, k, v, extras and options."""
+    """Compute (out, lse) under a transform.
+
+    Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of extras and options.
+    """
 
     @staticmethod
     def forward(operation, *arguments):

@@ -53,8 +53,8 @@ def exchange_kernel(
     keys; result as out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
     the ranks' memories, ``calls`` (PROGRAMS,) int64 counts this memory's calls.
 
-    The count selects one of two slots and is the value of the flags, so that replays of a graph alternate as
-    well. With two slots one wait per call is enough. A rank reuses a slot only after all ranks have flagged
+    The count selects one of two slots and is the value of the flags, also in replays of a graph. With two
+    slots one wait per call is enough. A rank reuses a slot only after all ranks have flagged
     the call in between, and they flag it only after they have read the slot. Program i has the same rows on
     all ranks and in all calls, so it waits only for the programs i of the other ranks.
     """

@@ -131,7 +131,7 @@ def store_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the rows of [BLOCK, BLOCK_D] that lie before ``length`` to a contiguous output."""
+    """Write the rows of ``tile`` [BLOCK, BLOCK_D] before row ``length`` to a contiguous output."""
     rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])

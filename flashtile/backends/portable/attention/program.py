@@ -85,14 +85,14 @@ def values_of(sequence, head_kv, call):
 
 @triton.jit
 def own_row(sequence, call, C: tl.constexpr):
-    """Index of the sequence's first row, for head 0, in contiguous tensors shaped like q."""
+    """Return the index of the sequence's first row, for head 0, in contiguous tensors shaped like q."""
     lengths = call.lengths
     return row_of_token(sequence.b, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q, C.VARLEN)
 
 
 @triton.jit
 def statistics_of(sequence, head, padded_rows, call, C: tl.constexpr):
-    """Offset of the rows of ``head`` in the statistics that ``common.preprocess`` wrote."""
+    """Return the offset of the rows of ``head`` in the statistics that ``common.preprocess`` wrote."""
     return statistics_offset(
         sequence.b, head, sequence.start_q, call.lengths.num_heads_q, padded_rows, C.VARLEN
     )  # fmt: skip

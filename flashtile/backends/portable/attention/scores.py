@@ -31,9 +31,9 @@ def score_indices(block, rows, keys, KEYS_FIRST: tl.constexpr):
 def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
     """Turn raw products into modified scores, and return (scores, derivative).
 
-    The scores are in log2 units. The derivative is that of scores in natural units by scaled products. ``at``:
-    the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; None loads it here. All kernels of
-    the forward and backward pass modify their scores here and nowhere else.
+    The scores are in log2 units. The derivative is that of scores in natural units by scaled products.
+    ``at``: the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; None loads it here. All
+    kernels of the forward and backward pass modify their scores here and nowhere else.
     """
     numbers, pointers = call.numbers, call.pointers
     scores, score_grad = cap_and_bias(

@@ -1,4 +1,7 @@
-"""Arguments and constants of the kernel that attends to a cache."""
+"""Arguments and constants of the kernel that attends to a cache.
+
+:mod:`schedule` defines *n_block* and *work tile*.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

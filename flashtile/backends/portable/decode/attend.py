@@ -97,7 +97,7 @@ def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl
     """
     pointers, lengths, splits = call.pointers, call.lengths, call.splits
     # A sink and results over other keys are added once: here, or where parts are combined.
-    if C.HAS_PRIOR:  # noqa: SIM102 - one is known to the compiler, the other is not
+    if C.HAS_PRIOR:  # noqa: SIM102 - HAS_PRIOR is a constant, ``whole`` is not
         if whole:
             acc, row_max, row_sum = with_prior(
                 acc, row_max, row_sum, pointers.prior_out, pointers.prior_lse, rows, lengths, C
@@ -229,7 +229,8 @@ def attend_balanced(program, call, C: tl.constexpr):
         count = min(work.n_blocks - nth, end - position)
         position += count
         more = position < end
-        # If a team covers all heads, the next work tile is in the next m_block, for any lengths.
+        # If a team covers all heads, each of its work tiles is in another m_block. The next m_block is then
+        # known before the lengths are loaded.
         finished = (position >= m_block_end) | C.ONE_TEAM
         m_block += finished.to(tl.int32)
         m_block_start = tl.where(finished, m_block_end, m_block_start)
@@ -240,7 +241,7 @@ def attend_balanced(program, call, C: tl.constexpr):
             )
             next_first = next_work.keys.first // C.BLOCK_N + next_first
         if count > 0:
-            # A part that begins a work tile is its program's last work, any other part its program's first.
+            # A program has two slots: for a part that continues a work tile, and for a part that begins one.
             slot = 2 * program + (nth == 0).to(tl.int32)
             attend_work_tile(
                 work, work.keys.first // C.BLOCK_N + nth, count, slot, count == work.n_blocks, next_work,

@@ -1,6 +1,7 @@
 """Combines partial results of one softmax over different keys: the second half of Flash-Decoding.
 
-It is deterministic: one program sums a row, in the order of the keys.
+It is deterministic: one program sums a row, in the order of the keys. :mod:`schedule` defines *work tile* and
+*team*.
 """
 
 from dataclasses import dataclass

@@ -113,7 +113,7 @@ _TYPES = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield each row of the table that serves ``arch``, variants of one, and the other kernels of a call."""
+    """Yield the rows of the table that serve ``arch``, variants of some, and the other decoding kernels."""
     capability = architecture(arch).capability
     table_family = family_of_capability(*divmod(capability, 10))
     for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):

@@ -1,7 +1,8 @@
 """Configurations of the decoding kernels, by architecture, element size of the cache and head size.
 
 Decoding is bound by reading the cache. Its speed depends on the bytes in flight per multiprocessor: tile
-times stages times programs, which must fit into shared memory.
+times stages times programs, which must fit into shared memory. :mod:`schedule` defines *m_block*, *n_block*
+and *work tile*.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Plan of a call over a cache: operands, grids, variants and tiles of its kernels."""
+"""Plan of a call over a cache: operands, grids, variants and tiles of its kernels.
+
+:mod:`schedule` defines *m_block*, *n_block*, *work tile* and *team*.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def keys_seen(problem: DecodeProblem) -> int:
 
 
 def layout(problem: DecodeProblem, config: DecodeConfig) -> dict[str, Any]:
-    """The fields of :class:`schedule.Layout`, by name."""
+    """Return the fields of :class:`schedule.Layout`, by name."""
     left, right = effective_window(problem)
     m_blocks = problem.batch * m_blocks_of(problem, config)
     scan = min(MAX_SCAN_BLOCK, max(16, triton.next_power_of_2(m_blocks))) if m_blocks > 1 else 1

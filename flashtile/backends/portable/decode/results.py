@@ -75,7 +75,7 @@ def normalised(acc, row_max, row_sum):
 
 @triton.jit
 def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write rows [rows, BLOCK_D], those that exist, at ``row_offsets`` [rows] in elements."""
+    """Write the rows of ``tile`` [rows, BLOCK_D] that exist, each at its ``row_offsets`` in elements."""
     columns = tl.arange(0, BLOCK_D)
     inside = exists[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(base + row_offsets[:, None] + columns[None, :], tile.to(base.dtype.element_ty), mask=inside)

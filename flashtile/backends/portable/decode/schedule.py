@@ -2,8 +2,8 @@
 
 Query rows are packed: row ``r`` of a sequence is token ``r // group_size``, query head ``r % group_size``
 of its group, so that all query heads of a key/value head form one tile. BLOCK_M rows of a sequence are an
-*m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered through the batch. A *work tile* is an m_block and
-a key/value head.
+*m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered consecutively through the batch. A *work tile* is
+an m_block and a key/value head.
 
 If BALANCED, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads,
 whose keys are adjacent in memory and are read at about the same time. The n_blocks of all work tiles are

@@ -1,4 +1,7 @@
-"""Steps of attention over a cache: products with its keys and values, scores, the online softmax."""
+"""Steps of attention over a cache: products with its keys and values, scores, the online softmax.
+
+:mod:`schedule` defines *n_block* and *work tile*.
+"""
 
 from typing import Any, NamedTuple
 
@@ -155,9 +158,10 @@ def start_sums(q, faults, C: tl.constexpr):
 
 @triton.jit
 def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C: tl.constexpr):
-    """Prefetch the next work tile's first two n_blocks, at n_block ``last - PREFETCH`` and the one after it.
+    """Prefetch the next work tile's first two n_blocks, one of them in each of two rounds ``n``.
 
-    In a program's last work tile, launch the dependent kernels instead.
+    The rounds are ``last - PREFETCH`` and the next one. In a program's last work tile, they launch the
+    dependent kernels instead.
     """
     i = n - tl.maximum(first, last - PREFETCH)
     if (i == 0) | (i == 1):

@@ -1,8 +1,9 @@
 """Quantisation to e4m3 in one pass over memory: rotary embedding, Hadamard transform, scale, transpose.
 
-FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3: a scale for each block of rows of a head
-("block quantisation"), and q and k times one random orthogonal matrix, signs times a Hadamard matrix, which
-spreads outliers over all columns and leaves q k^T as it is ("incoherent processing").
+FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, section 3.3) has two methods. *Block quantisation*: each
+block of rows of a head has a scale. *Incoherent processing*: q and k are multiplied by one random orthogonal
+matrix, which consists of random signs and a Hadamard matrix. This spreads outliers over all columns and
+leaves q k^T unchanged.
 
 One program owns one block of one head. Every sum of the transform has one order, and no product is fused with
 a sum. So the result equals that of :mod:`flashtile.reference.fp8` to the bit.

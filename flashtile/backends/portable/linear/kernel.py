@@ -58,7 +58,7 @@ class ProductVariant:
     AHEAD: int
     """Blocks of W to prefetch before the previous kernel has ended."""
     UNIT: int
-    """Divisor of the number of places in a tile, so that epilogues load and store vectors."""
+    """A tile's number of places is a multiple of this, so that epilogues load and store vectors."""
 
 
 class Shares(NamedTuple):

@@ -1,4 +1,4 @@
-"""Attention weights from q, k and lse in Triton: all of them, sums over rows, or the top of each row."""
+"""Attention weights from q, k and lse in Triton: all weights, sums over rows, or the largest of each row."""
 
 from __future__ import annotations
 

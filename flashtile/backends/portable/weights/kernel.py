@@ -1,4 +1,4 @@
-"""Attention weights: all of them, their sums over rows, or the top of each row."""
+"""Attention weights: all of them, their sums over rows, or the largest of each row (its *top*)."""
 
 import triton
 import triton.language as tl

@@ -6,7 +6,7 @@ A backend takes part in an operation with a module, ``flashtile.backends.<backen
 * ``reason_against(problem, explicit)``: why it does not support the problem, None if it does; ``explicit``
   says whether the caller named the backend; ``reason_against_<operation>`` is called instead if it exists,
 * ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature,
-  which validates nothing (one with ``writes_into`` also takes memory for its results: ``op/into.py``),
+  which validates nothing (a launch with ``writes_into`` also takes buffers for its results: ``op/into.py``),
 * ``configure_<operation>(problem)``: the frozen configuration, if the operation has one.
 """
 

@@ -257,7 +257,7 @@ def _gradients(ctx, dout, dlse, bias):
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not _batched(dout) and not _batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
-    # With create_graph this records a node that knows the second derivative.
+    # With create_graph this records a node that has the second derivative.
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
         arguments = BACKWARD.flat(given, extras, options)

@@ -89,7 +89,7 @@ def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any,
 def gradients(
     attend: Attend, dout: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients of ``tensors`` (q, k, v, *learned) from those of out and lse; None means zero."""
+    """Compute the gradients of ``tensors`` (q, k, v, *learned) from dout and dlse, where None means zero."""
     results, pull, *_ = torch.func.vjp(attend, *tensors)
     return pull(_filled((dout, dlse), results))
 

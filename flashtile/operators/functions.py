@@ -118,7 +118,7 @@ def learned_of(options: Any) -> tuple[int, ...]:
 
 
 def plain_part(extras: Any, options: Any) -> tuple[OptionalTensors, Options]:
-    """Return the extras and options of attention without functions."""
+    """Return the extras and options of a call as if it had no score or mask functions."""
     given = OptionalTensors(*extras[:_NUM_EXTRAS])
     nothing = all(tensor is None for tensor in given)
     return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])

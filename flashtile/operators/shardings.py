@@ -87,8 +87,8 @@ def _placements(
 def _heads_can_be_shared(q: Any, k: Any, v: Any) -> bool:
     """Whether every shard gets whole groups of query heads with their shared key/value head.
 
-    Where k has as many heads as q, shards may have any sizes. Otherwise they must be equal: over the whole
-    mesh, or over those dimensions of the mesh over which heads are already sharded.
+    If k has as many heads as q, shards may have any sizes. Otherwise heads must divide evenly: over the whole
+    mesh, or over the dimensions of the mesh on which heads are already sharded.
     """
     if q.shape[-2] == k.shape[-2]:
         return True

@@ -104,7 +104,7 @@ def dkdv_blocks(
 def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
     """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
     contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Rows of dk and dv of unused keys
-    are not written. A block mask's lists are those by key block."""
+    are not written. Block lists are by key block."""
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
     sequence, head_kv, start = own_keys(call, C)

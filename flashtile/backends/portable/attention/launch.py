@@ -134,7 +134,7 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
         total_k=problem.total_k,
         window_left=left,
         window_right=right,
-        # No position lies after the last key, so longer chunks are equivalent to one of that length.
+        # No position lies after the last key, so a chunk longer than seqlen_k acts like one of seqlen_k.
         attention_chunk=min(problem.attention_chunk, max(problem.seqlen_k, 1)),
         drop_threshold=threshold(problem.dropout_p),
     )

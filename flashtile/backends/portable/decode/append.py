@@ -146,7 +146,7 @@ def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C:
 
 @triton.jit
 def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
-    """Round x to ``dtype``, that of the new tokens, then quantise it if the cache is in FP8."""
+    """Round x to the new tokens' ``dtype``, then quantise it if the cache is in FP8."""
     x = x.to(dtype)
     if C.QUANTISED:
         x = x.to(tl.float32) / scale

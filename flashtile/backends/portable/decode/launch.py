@@ -95,7 +95,7 @@ class DecodeLaunch:
         if attend is None:
             k_cache, v_cache = self._operands(k_cache, v_cache)
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
-            return_lse = self._stores_lse  # the first call compiles, for which Triton needs tensors
+            return_lse = self._stores_lse  # the first call compiles: Triton needs tensors, not addresses
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
         if self._varlen:
             out, lse = self._cleared(q, out, lse)

@@ -31,7 +31,7 @@ MIN_SPLITS = 8
 """Fewest splits that a combining program loads at a time: with unequal lengths, some work tiles have many."""
 MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
-"""n_blocks to prefetch: as many as are in flight, so that prefetched blocks follow without a gap."""
+"""Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""
 FEW_N_BLOCKS = 4
 """Maximum n_blocks per multiprocessor for a grid of one program on each, if work tiles are no more than
 multiprocessors. The programs of the next call then fit next to them. With more n_blocks, two programs keep
@@ -55,8 +55,8 @@ def converts_e4m3(device: torch.device) -> bool:
 def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple[Tensor, Tensor]:
     """View the caches in the dtype that the kernel is compiled for.
 
-    FP8 caches are viewed as pairs of elements if rows consist of pairs and tiles are NARROW, because their
-    products take operands from registers. Products of tiles with more rows take them from shared memory, to
+    FP8 caches are viewed as pairs of elements if rows consist of pairs and tiles are NARROW. The products of
+    these tiles take operands from registers. Products of taller tiles take operands from shared memory, to
     which converted elements are written anyway.
     """
     if k_cache.dtype != FP8:

@@ -176,7 +176,7 @@ def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C:
 
 @triton.jit
 def load_page_scales(cache, page, outer, C: tl.constexpr):
-    """Load the scales of (k, v) of the n_block's page, or of each key's: [1, BLOCK_N] and [BLOCK_N, 1]."""
+    """Load the scales of k and v: scalars if an n_block is in one page, else [1, BLOCK_N], [BLOCK_N, 1]."""
     k_scale = tl.load(cache.k_descale + page.to(tl.int64) * outer.k_descale_stride)
     v_scale = tl.load(cache.v_descale + page.to(tl.int64) * outer.v_descale_stride)
     if C.PAGE_SIZE != 0 and not C.one_page:
@@ -195,7 +195,7 @@ def attend_n_blocks(
     Returns (acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M], row_sum [BLOCK_M]). Sums are NaN if ``faults`` of
     :func:`find_faults` are not 0, or if a page is not in the cache.
 
-    ``dtype`` is that of the call's queries; values scaled by their pages are rounded to it. ``shift``, if
+    ``dtype``: dtype of the call's queries, to which values scaled by their pages are rounded. ``shift``, if
     given, is subtracted from scores instead of their maximum. ``qv`` [BLOCK_M, BLOCK_DV]: queries for the
     values, if C.HAS_QV.
     """

@@ -188,7 +188,8 @@ def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.c
 def leave_factor(square, m, tile, tiles, arrived, call, BLOCK_M: tl.constexpr):
     """Store the sums of squares of a tile's places, for the norm that follows.
 
-    The last tile of these rows of x to arrive adds up those of all tiles in a fixed order.
+    The last of the block of rows' tiles to arrive adds the sums of all its tiles in a fixed order, and stores
+    the norm's factor.
     """
     PARTS: tl.constexpr = 4096 // BLOCK_M
     index = tl.arange(0, BLOCK_M)

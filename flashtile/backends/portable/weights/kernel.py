@@ -192,8 +192,8 @@ def weights_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     """Grid: (blocks of rows * heads * batch,), for "columns" (blocks of keys * heads * batch,).
 
     q and k as in the forward kernel; lse, weights and indices contiguous. Elements outside of the visited
-    blocks are not written: the caller fills weights with 0 and indices with -1. A block mask's lists are
-    those by key block for "columns", else those by row block.
+    blocks are not written: the caller fills weights with 0 and indices with -1. Block lists are by key
+    block for "columns", else by row block.
     """
     call = AttentionCall(pointers, strides, lengths, numbers, 0, 0)
     if C.FORM == "columns":

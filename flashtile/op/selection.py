@@ -3,10 +3,10 @@
 A backend takes part in an operation with a module, ``flashtile.backends.<backend>`` or its subpackage
 ``part``, that offers
 
-* ``reason_against(problem, explicit)``: why it does not support the problem, None if it does; ``explicit``
-  says whether the caller named the backend; ``reason_against_<operation>`` is called instead if it exists,
-* ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature,
-  which validates nothing (a launch with ``writes_into`` also takes buffers for its results: ``op/into.py``),
+* ``reason_against(problem, explicit)``: why it does not support the problem; None if it does. ``explicit``:
+  whether the caller named the backend. If ``reason_against_<operation>`` exists, it is called instead.
+* ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature. It
+  validates nothing. With ``writes_into`` it also takes buffers for its results (``op/into.py``).
 * ``configure_<operation>(problem)``: the frozen configuration, if the operation has one.
 """
 

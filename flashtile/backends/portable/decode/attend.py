@@ -283,10 +283,10 @@ def attend_split(program, call, C: tl.constexpr):
 def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits, C: tl.constexpr):
     """Grid: (teams * HEADS_PER_TEAM,) if BALANCED, else (m_blocks * splits * heads_kv * batch,).
 
-    q (batch, seqlen_q, heads_q, HEAD_DIM), without the batch when VARLEN; caches (rows, capacity, heads_kv,
-    ...) or (num_blocks, PAGE_SIZE, heads_kv, ...); out like q with HEAD_DIM_V and lse (batch, heads_q,
-    seqlen_q) or (heads_q, total_q), contiguous; partial results float32, (slots, partial_rows, HEAD_DIM_V)
-    and after them (slots, partial_rows) log-sum-exps.
+    q (batch, seqlen_q, heads_q, HEAD_DIM), without the batch when VARLEN. Caches (rows, capacity, heads_kv,
+    ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out like q with HEAD_DIM_V and lse (batch, heads_q,
+    seqlen_q) or (heads_q, total_q), contiguous. Partial results float32: (slots, partial_rows, HEAD_DIM_V),
+    then log-sum-exps (slots, partial_rows).
     """
     call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, splits)
     program = tl.program_id(0)

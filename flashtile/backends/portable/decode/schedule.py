@@ -1,18 +1,20 @@
 """Work partitioning of decoding: which program attends to which keys, computed on the device.
 
 Query rows are packed: row ``r`` of a sequence is token ``r // group_size``, query head ``r % group_size``
-of its group, so that all query heads of a key/value head form one tile. BLOCK_M rows of a sequence are an
+of its group. So all query heads of a key/value head form one tile. BLOCK_M rows of a sequence are an
 *m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered consecutively through the batch. A *work tile* is
 an m_block and a key/value head.
 
-If BALANCED, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads,
-whose keys are adjacent in memory and are read at about the same time. The n_blocks of all work tiles are
-flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
+If BALANCED, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads.
+Keys of these heads are adjacent in memory and are read at about the same time. The n_blocks of all work tiles
+are flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
 equal, contiguous share of that sequence for any lengths, as stream-K does for matrix products (Osama et al.
-2023, arXiv:2301.03598). So a long sequence among short ones is divided over many teams. A share may
-begin and end within work tiles, so a program leaves at most two partial results: for a tile that an earlier
-team began and for a tile that a later team continues. If not BALANCED, each work tile is cut into splits that
-depend on its own length only, so that its result is independent of the rest of the batch.
+2023, arXiv:2301.03598). So a long sequence among short ones is divided over many teams. A share may begin and
+end within work tiles. So a program leaves at most two partial results: one for a tile that an earlier team
+began, and one for a tile that a later team continues.
+
+If not BALANCED, each work tile is cut into splits that depend on its own length only. So its result is
+independent of the rest of the batch.
 
 Lengths are read from device memory by every program: no host synchronisation, and one captured CUDA graph
 serves growing sequences. They are int32 tensors in ``pointers``, None where a call does not use one:

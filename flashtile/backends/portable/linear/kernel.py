@@ -304,8 +304,8 @@ def epilogue_kernel(
 ):  # fmt: skip
     """Apply the epilogue after the library's product. Grid: (blocks of places * blocks of rows,).
 
-    The kernel is specialized on ``places``: 16 bytes are loaded and stored at a time only if it is known to
-    be a multiple of 16, since their eight elements must share a mask.
+    The kernel is specialized on ``places``. 16 bytes are loaded and stored at a time only if ``places`` is
+    known to be a multiple of 16, since their eight elements must share a mask.
     """
     call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
     blocks = tl.cdiv(places, BLOCK_P)

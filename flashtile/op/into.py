@@ -20,7 +20,7 @@ from flashtile.op.operation import Operation, is_plain
 from flashtile.op.refusals import transforming
 
 ALIGNMENT = 16
-"""Alignment in bytes of results that kernels are compiled for; all memory that torch allocates has it."""
+"""Alignment, in bytes, that compiled kernels assume for results. Memory that torch allocates has it."""
 
 Result = tuple[tuple[int, ...], torch.dtype]
 

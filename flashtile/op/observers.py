@@ -1,4 +1,4 @@
-"""Answers observers of operators: the FLOPs of a call, and how its DTensors may be sharded."""
+"""Tells observers of operators the FLOPs of a call, and how its DTensors may be sharded."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from flashtile.op.registry import define, implement, register_autograd, register
 from flashtile.op.selection import select
 
 Tensors = tuple[Any, ...]
-"""The tensors that every call of an operation has, in order; None for an omitted optional one."""
+"""The tensors that every call of an operation has, in order; None for an omitted tensor."""
 
 SIGNATURE_BYTES = 4096
 """Approximate host memory of a cached launch: its key, its problem and its kernels' fixed arguments."""

@@ -62,7 +62,7 @@ def _schema_type(annotation: Any) -> str:
 
 
 def extended(name: str, base: Any, more: dict[str, Any], defaults: tuple[Any, ...] = ()) -> Any:
-    """Return a NamedTuple with the fields of ``base`` and of ``more``; the last have ``defaults``."""
+    """Return a NamedTuple with the fields of ``base`` and ``more``; the last fields have ``defaults``."""
     made: Any = namedtuple(name, (*base._fields, *more), defaults=defaults)  # type: ignore[misc]
     made.__annotations__ = typing.get_type_hints(base) | more
     return made

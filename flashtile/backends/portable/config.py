@@ -30,9 +30,9 @@ class Config:
 
 K = KernelConfig
 
-# (family, element bytes, padded head_dim) -> (forward, forward with a window, dkdv, dq); causal is a window.
+# (family, element bytes, padded head_dim) -> (forward, forward with a window or causal, dkdv, dq).
 _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfig, KernelConfig]] = {
-    # H100, tuned at S = 512, 2048 and 8192, causal and not.
+    # H100, tuned at sequence lengths of 512, 2048 and 8192, causal and not.
     ("hopper", 2, 16): (K(64, 64, 4, 3), K(64, 64, 4, 3), K(64, 64, 4, 3), K(128, 32, 4, 3)),
     ("hopper", 2, 32): (K(64, 64, 4, 3), K(64, 64, 4, 3), K(64, 64, 4, 3), K(128, 32, 4, 3)),
     ("hopper", 2, 64): (

@@ -75,7 +75,7 @@ def floor_mod_by_positive(a, b):
 
 @triton.jit
 def power(a, b):
-    """``a ** b`` of floats, with torch's results for negative bases (whole exponents) and for 0 ** 0."""
+    """Return ``a ** b`` of floats. Negative bases (with whole exponents) and 0 ** 0 give torch's results."""
     size = tl.exp2(tl.log2(tl.abs(a)) * b)
     is_whole = b == tl.floor(b)
     is_odd = is_whole & (b * 0.5 != tl.floor(b * 0.5))

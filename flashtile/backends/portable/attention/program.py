@@ -121,7 +121,7 @@ def clip_to_padding(first, last, call, b, BLOCK: tl.constexpr):
 
 @triton.jit
 def reached_keys(start, sequence, call, C: tl.constexpr):
-    """Return the runs of key blocks that the rows from ``start`` on reach, as :func:`block_range` does.
+    """Return the key blocks that the rows from ``start`` on reach, in the runs of :func:`block_range`.
 
     If C.MASKS_EVERY_BLOCK, the third run covers all of these blocks, and :func:`walk` uses no other.
     """
@@ -142,7 +142,7 @@ def reached_keys(start, sequence, call, C: tl.constexpr):
 
 @triton.jit
 def reaching_rows(start, sequence, call, C: tl.constexpr):
-    """Return the runs of row blocks that reach the keys from ``start`` on, as :func:`block_range` does.
+    """Return the row blocks that reach the keys from ``start`` on, in the runs of :func:`block_range`.
 
     Seen from the keys, the window is mirrored: a key reaches window_right rows back and window_left ahead.
     If C.MASKS_EVERY_BLOCK, the third run covers all of these blocks, and :func:`walk` uses no other.

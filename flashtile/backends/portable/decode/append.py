@@ -44,7 +44,7 @@ class AppendVariant:
     BLOCK_DV: int
     ROWS: int
     SEQUENCES: int = 128
-    """Number of ends of packed sequences that are read at a time."""
+    """Number of entries of ``cu_seqlens`` that are read at a time."""
 
 
 class AppendPointers(NamedTuple):
@@ -189,7 +189,7 @@ def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.const
 
 @triton.jit
 def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
-    """Return each token's (page or row of a dense cache, offset in it, whether both are valid), int64."""
+    """Return each token's (page or row of a dense cache, offset in it, whether both are valid)."""
     ROWS: tl.constexpr = C.ROWS
     if C.HAS_SLOTS:
         size = lengths.capacity if C.PAGE_SIZE == 0 else C.PAGE_SIZE
@@ -288,8 +288,8 @@ def append_kernel(pointers, strides, lengths, C: tl.constexpr):
 
     Each part has (blocks of ROWS tokens * heads) programs per sequence, or for all packed tokens together.
 
-    k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS (one sequence of
-    total_new); q likewise, q_out as q and contiguous.
+    k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS. With HAS_SLOTS they are
+    one sequence of total_new tokens. q likewise; q_out like q, contiguous.
     """
     program = tl.program_id(0)
     if program < lengths.new_programs:

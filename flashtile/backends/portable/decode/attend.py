@@ -1,10 +1,10 @@
 """Attention of few query rows over a cache: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) in portable
 Triton.
 
-Time is bound by the bytes of the cache, which are read once: all query heads of a key/value head, and all
-query tokens, form one tile of rows. A program walks its share of the n_blocks (:mod:`schedule`) with an
-online softmax. It writes a work tile that it computes completely to ``out``. For any other work tile it
-leaves a normalised partial result, with its log-sum-exp in base 2, for :mod:`combine`.
+Its time is bound by reading the cache. The cache is read only once, because all query heads of a key/value
+head and all query tokens form one tile of rows. A program walks its share of the n_blocks (:mod:`schedule`)
+with an online softmax. If it computes a whole work tile, it writes the result to ``out``. Otherwise it leaves
+a normalised partial result, with its log-sum-exp in base 2, for :mod:`combine`.
 
 The cache is dense or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180; :mod:`cache`). The loop
 over its n_blocks is in :mod:`steps`.

@@ -23,7 +23,7 @@ class Cache(NamedTuple):
     row: Any
     """The sequence's row of a dense cache."""
     block_table: Any
-    """Pointer to the sequence's row."""
+    """Pointer to the sequence's row of the block table."""
     pages: Any
     """Pages of the first two n_blocks, as :func:`load_pages` returns them."""
     k_descale: Any

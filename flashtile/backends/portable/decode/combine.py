@@ -136,9 +136,11 @@ class GivenSizes(NamedTuple):
 
 @triton.jit
 def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr, C: tl.constexpr):
-    """Return (acc [ROWS, BLOCK_DV], maximum, sum [ROWS]) over the partial results at ``out_rows`` and
-    ``lse_rows``, pointers [ROWS] to slot 0. SPLITS results are loaded at a time. Log-sum-exps are in base 2
-    unless NATURAL, and -inf without keys (if NATURAL, also +inf).
+    """Sum partial results: return (acc [ROWS, BLOCK_DV], maximum [ROWS], sum [ROWS]).
+
+    ``out_rows`` and ``lse_rows`` [ROWS] point to each row's results in slot 0. SPLITS results are loaded at a
+    time. Log-sum-exps are in base 2 unless NATURAL. They are -inf without keys; with NATURAL, +inf means the
+    same.
     """
     ROWS: tl.constexpr = C.ROWS
     BLOCK_DV: tl.constexpr = C.BLOCK_DV

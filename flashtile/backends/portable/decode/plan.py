@@ -33,9 +33,9 @@ MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
 """Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""
 FEW_N_BLOCKS = 4
-"""Maximum n_blocks per multiprocessor for a grid of one program on each, if work tiles are no more than
-multiprocessors. The programs of the next call then fit next to them. With more n_blocks, two programs keep
-more bytes in flight."""
+"""A grid has one program per multiprocessor if there are at most this many n_blocks and at most one work tile
+per multiprocessor. The programs of the next call then fit next to them. With more n_blocks, two programs per
+multiprocessor keep more bytes in flight."""
 MAX_BLOCK_N = 256
 MIN_UNIFIED_N_BLOCKS = 8
 """Minimum n_blocks of the longest sequence for a unified maximum: with fewer, the check of a work tile costs
@@ -138,7 +138,8 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
 def heads_per_team(problem: DecodeProblem, config: DecodeConfig) -> int:
     """Return the number of adjacent key/value heads per team, a divisor of all heads.
 
-    With few rows, only reading matters. With more, a grid of whole teams would leave programs idle.
+    In tiles of few rows, reading adjacent heads together saves time. With more rows, a team is one head,
+    because a grid of whole teams would leave programs idle.
     """
     if not is_balanced(problem, config) or config.tile.BLOCK_M > NARROW:
         return 1

@@ -203,13 +203,16 @@ def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.const
 
 @triton.jit
 def share_start(team, teams, total):
-    """First n_block of ``team``'s share of ``total``; the first ``total % teams`` teams take one more."""
+    """Return the first n_block of ``team``'s share of ``total``.
+
+    The first ``total % teams`` teams take one n_block more than the others.
+    """
     return team * (total // teams) + min(team, total % teams)
 
 
 @triton.jit
 def share_of(position, teams, total):
-    """The team that takes the n_block at ``position``: the inverse of :func:`share_start`."""
+    """Return the team that takes the n_block at ``position``: the inverse of :func:`share_start`."""
     each = total // teams
     more = total % teams
     if position < more * (each + 1):

@@ -47,7 +47,7 @@ class LinearConfig:
     num_stages: int = 1
     splits: int = 1
     ahead: int = 0
-    """Blocks of W to prefetch before the previous kernel has ended, where that is allowed."""
+    """Blocks of W to prefetch before the previous kernel has ended, if ``problem.prefetch``."""
     whole_waves: bool = False
     """Whether tiles are shrunk so that every multiprocessor gets the same number of programs."""
 

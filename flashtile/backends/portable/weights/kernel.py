@@ -95,7 +95,7 @@ def weigh_keys(
 def sum_rows(
     sums, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Add the weights of row blocks ``first`` to ``last`` (exclusive) to ``sums`` [BLOCK_N], one a key."""
+    """Add the weights of row blocks ``first`` to ``last`` (exclusive) to ``sums`` [BLOCK_N]."""
     q, k_tile, lse, sequence = inputs
     for m in range(first, last):
         start = walked_block(listed, m, q.length, C.BLOCK_M, C) * C.BLOCK_M

@@ -31,8 +31,8 @@ class Into(Operation):
     Args:
         operation: an operation without a backward pass, or the forward pass of an operation that has one.
         buffers: names of the results; only the first exists in every call.
-        results_of: ``(*tensors, optional, options)`` to (shape, dtype) of each result, None for one that the
-            call does not return.
+        results_of: ``(*tensors, optional, options) -> results``: (shape, dtype) of each result, or None for a
+            result that the call does not return.
     """
 
     def __init__(

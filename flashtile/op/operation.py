@@ -67,8 +67,8 @@ class Operation:
         results: number of returned tensors.
         check: ``(*tensors, optional, options)`` raises for a call that no backend could compute. It looks at
             types and shapes, never at data.
-        describe: ``(*tensors, optional, options)`` to the problem.
-        fake: ``(*tensors, optional, options)`` to empty results, with None for one that does not exist.
+        describe: ``(*tensors, optional, options) -> problem``.
+        fake: ``(*tensors, optional, options) -> results``: empty tensors, or None for an absent result.
         check_values: ``(*tensors, optional, options)`` raises for lengths and tables that point outside the
             tensors. It reads data, so on a GPU it is called only under ``debug_checks``.
         check_traced: the part of ``check`` that ``torch.compile`` traces, for arguments that cannot enter a
@@ -76,8 +76,8 @@ class Operation:
         part: the subpackage of a backend that implements it ("" is the backend's own package).
         mutates: names of the tensors that are written in place.
         no_gradient: advice in the error message of an operation without a backward pass.
-        flops: ``(*tensors, optional, options)`` to the floating-point operations of a call.
-        shardings: ``(*tensors, optional, options)`` to the placements of DTensors that need no communication.
+        flops: ``(*tensors, optional, options) -> number`` of floating-point operations of a call.
+        shardings: ``(*tensors, optional, options) -> placements`` of DTensors that need no communication.
         suffix: suffix of the operator's name, for a second operator that the same backends implement.
         extended_to: the types of ``optional`` and ``options`` in calls with further arguments. Their further
             fields come last in the operator's schema, with defaults.

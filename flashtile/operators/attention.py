@@ -91,7 +91,7 @@ class BackwardOperation(Operation):
     def launch(self, tensors: tuple, extras: OptionalTensors, options: Options) -> Any:
         """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero).
 
-        With score or mask functions, gradients of captured tensors follow, None where none is needed.
+        With score or mask functions, gradients of captured tensors follow; None for those that need none.
         """
         # Autograd passes gradients with any strides, also expanded ones (out.sum()).
         dout, dlse, q, k, v, out, lse = tensors

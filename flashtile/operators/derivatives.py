@@ -1,4 +1,4 @@
-"""Tangents, and derivatives of gradients: standard attention in plain PyTorch, which can differentiate it.
+"""Tangents and derivatives of gradients, by standard attention in plain PyTorch, which is differentiable.
 
 Kernels compute out, lse and first gradients. Further derivatives are rare and are computed with
 :func:`flashtile.reference.attention.attention` in float32 (float64 for float64 inputs). Several tensors of

@@ -94,7 +94,8 @@ def all_reduce_kernel(
 
     part, residual and out are ``words`` words of 32 bits. With RESULT = JOIN, part has rows of ``columns``
     words and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks'
-    memories. ``calls`` (PROGRAMS,) int64 counts this memory's calls, including replays of a graph.
+    memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of a
+    graph.
 
     Calls alternate between two slots. A rank reuses a slot only after its next call has ended. By then the
     other ranks have begun that call, so they have read the slot. This holds as long as calls run one after

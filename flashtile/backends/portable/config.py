@@ -1,6 +1,6 @@
 """Configurations of the portable attention kernels, by architecture, element size and head size.
 
-Those that were timed were found offline with ``python benchmarks/tune.py``. Nothing is tuned at run time.
+Timed configurations were found offline with ``python benchmarks/tune.py``. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Config:
     dq: KernelConfig
     precision: str
     """Triton's ``input_precision`` of the matrix products. It has no effect on 16-bit operands. "tf32x3"
-    computes an fp32 product as three tf32 products on the tensor cores, measured as exact as "ieee"."""
+    computes an fp32 product as three tf32 products on the tensor cores, which measured as exact as "ieee"."""
 
 
 K = KernelConfig
@@ -201,7 +201,8 @@ _HOPPER_WITH_FUNCTIONS: dict[int, tuple[KernelConfig, KernelConfig, KernelConfig
     512: (K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
     1024: (K(32, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
-"""Configurations with functions on Hopper for 16-bit inputs, by padded head_dim: forward, dkdv, dq.
+"""Configurations with score or mask functions on Hopper, for 16-bit inputs: padded head_dim -> forward, dkdv,
+dq.
 
 They compile with few spills or none. None was timed."""
 

@@ -50,8 +50,8 @@ def exchange_kernel(
     """Merge each row over the keys of all ranks, on every rank. Grid: (PROGRAMS,).
 
     out (batch, seqlen, heads, HEAD_DIM_V) float32, lse (batch, seqlen, heads), natural log, of this rank's
-    keys; result as out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
-    the ranks' memories, ``calls`` (PROGRAMS,) int64 counts this memory's calls.
+    keys. result like out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
+    the ranks' memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory.
 
     The count selects one of two slots and is the value of the flags, also in replays of a graph. With two
     slots one wait per call is enough. A rank reuses a slot only after all ranks have flagged

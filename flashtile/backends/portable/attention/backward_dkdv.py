@@ -1,9 +1,9 @@
 """dK and dV of FlashAttention-2's backward pass (Dao 2023, arXiv:2307.08691, Algorithm 2) in portable Triton.
 
-One program owns BLOCK_N keys of one key/value head. It walks the rows that reach them, of every query head of
-its group, so GQA sums in registers. It recomputes probabilities transposed: S^T = K Q^T,
-P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q. There are no
-atomics: one program sums each gradient, in one order.
+One program owns BLOCK_N keys of one key/value head. It walks the rows of every query head of its group that
+reach these keys, so the gradients of GQA are summed in registers. It recomputes probabilities transposed:
+S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q.
+There are no atomics: one program sums each gradient, in one order.
 """
 
 import triton

@@ -143,7 +143,7 @@ def random_bits(key, word, other, second):
 def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
     """Return which probabilities dropout keeps, [BLOCK_M, BLOCK_N], transposed with KEYS_FIRST.
 
-    ``flashtile.dropout`` defines which these are for a state of the generator. The code computes random
+    ``flashtile.dropout`` defines them for a state of the generator. The code computes random
     words for every probability, although eight probabilities share their words. In the layout of a matrix
     product one thread holds all eight, in the layout of its transpose four of them. So the compiler can
     compute shared words once.

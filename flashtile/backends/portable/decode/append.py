@@ -286,7 +286,7 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
 def append_kernel(pointers, strides, lengths, C: tl.constexpr):
     """Append new tokens and rotate queries. Grid: (programs of new tokens + programs of queries,).
 
-    Each part has (blocks of ROWS tokens * heads) programs per sequence, or for all packed tokens together.
+    Each kind has (blocks of ROWS tokens * heads) programs per sequence, or for all packed tokens together.
 
     k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS. With HAS_SLOTS they are
     one sequence of total_new tokens. q likewise; q_out like q, contiguous.

@@ -221,8 +221,8 @@ def attend_balanced(program, call, C: tl.constexpr):
         tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C
     )
     end = share_start(team + 1, teams, total)
-    # There is no check before the first work tile, so that the loop's other values are computed while the
-    # lengths are loaded.
+    # The loop begins without a check, so that values which need no lengths are computed while the lengths are
+    # loaded.
     more = tl.full([], True, tl.int1)
     while more:
         work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)

@@ -159,7 +159,7 @@ def multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C: tl.c
 
 @triton.jit
 def edge_of(tile, tiles, places, C: tl.constexpr):
-    """Return the first place of a tile; tiles have equally many places, or one UNIT less."""
+    """Return the first place of a tile. Numbers of places per tile differ by at most one UNIT."""
     return (places.to(tl.int64) // C.UNIT * tile // tiles).to(tl.int32) * C.UNIT
 
 
@@ -188,8 +188,8 @@ def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.c
 def leave_factor(square, m, tile, tiles, arrived, call, BLOCK_M: tl.constexpr):
     """Store the sums of squares of a tile's places, for the norm that follows.
 
-    The last of the block of rows' tiles to arrive adds the sums of all its tiles in a fixed order, and stores
-    the norm's factor.
+    A block of rows of x has ``tiles`` tiles. The last of them to arrive adds all sums in a fixed order, and
+    stores the norm's factor.
     """
     PARTS: tl.constexpr = 4096 // BLOCK_M
     index = tl.arange(0, BLOCK_M)

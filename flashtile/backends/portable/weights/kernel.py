@@ -44,7 +44,7 @@ def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
 def join_top(best, p, seen, key_start, C: tl.constexpr):
     """Return the top of each row among ``best`` [BLOCK_M, BLOCK_TOP] and the weights of a tile.
 
-    An entry is an int64. Its upper half holds the bits of a weight, which sort like the weight. Its lower
+    An entry is an int64. Its upper half holds the bits of a weight, which sort like weights. Its lower
     half is 0x7FFFFFFF minus the key, so the first key wins among equal weights. -1 is an empty entry.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M

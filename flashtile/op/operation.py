@@ -249,7 +249,7 @@ class Operation:
 
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
-    """Whether nothing could observe the operator: no trace, mode, transform, tangent or subclass."""
+    """Whether nothing observes the call: no trace, mode, transform, tangent or subclass."""
     if torch.compiler.is_dynamo_compiling():
         return False
     for tensor in required:

@@ -1,4 +1,4 @@
-"""The references of FP8: quantisation, equal to the kernels' to the bit, and standard attention over it."""
+"""References of FP8: quantisation, bit-identical to the kernels, and standard attention over its results."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def all_reduce_kernel(
         inside = (source < C.RANKS) & (at < words)[None, :]
         message = tl.load(parts + at, mask=at < words, other=0).to(tl.uint64) | (number.to(tl.uint64) << 32)
         slot = memory + half + rank * capacity
-        tl.store(slot + at[None, :], message[None, :], mask=inside, cache_modifier=".wt")  # without delay
+        tl.store(slot + at[None, :], message[None, :], mask=inside, cache_modifier=".wt")  # for low latency
     for first in range(pid * C.BLOCK, words, C.PROGRAMS * C.BLOCK):
         at = first + tl.arange(0, C.BLOCK)
         inside = (source < C.RANKS) & (at < words)[None, :]

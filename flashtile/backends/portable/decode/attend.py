@@ -40,7 +40,7 @@ from flashtile.backends.portable.tiles import sink_step
 
 @triton.jit
 def rows_of(work, lengths, C: tl.constexpr):
-    """Return (indices of a work tile's rows, from 0 to BLOCK_M (exclusive), their :class:`Rows`)."""
+    """Return (indices 0 to BLOCK_M - 1 of a work tile's rows, their :class:`Rows`)."""
     b, m = sequence_of(work.m_block, lengths, C)
     b = b.to(tl.int64)
     index = tl.arange(0, C.BLOCK_M)

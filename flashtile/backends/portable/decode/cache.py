@@ -195,8 +195,10 @@ def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def prefetch_n_block(cache, page, n, keys, strides, C: tl.constexpr):
-    """Prefetch the keys and values of n_block ``n``. ``page`` is its row of a dense cache, or the result of
-    :func:`load_pages`."""
+    """Prefetch the keys and values of n_block ``n``.
+
+    ``page``: the sequence's row of a dense cache, or the result of :func:`load_pages`.
+    """
     PER_ELEMENT: tl.constexpr = 2 if C.E4M3_PAIRS else 1
     start = not_hoisted(n) * C.BLOCK_N
     seen = is_seen(start + tl.arange(0, C.BLOCK_N), keys, C)

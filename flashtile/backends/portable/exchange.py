@@ -54,9 +54,9 @@ def exchange_kernel(
     the ranks' memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory.
 
     The count selects one of two slots and is the value of the flags, also in replays of a graph. With two
-    slots one wait per call is enough. A rank reuses a slot only after all ranks have flagged
-    the call in between, and they flag it only after they have read the slot. Program i has the same rows on
-    all ranks and in all calls, so it waits only for the programs i of the other ranks.
+    slots one wait per call is enough. A rank reuses a slot only after all ranks have flagged the call in
+    between, and they flag it only after they have read the slot. Program i has the same rows on all ranks and
+    in all calls, so it waits only for the programs i of the other ranks.
     """
     pid = tl.program_id(0)
     call = tl.load(calls + pid) + 1

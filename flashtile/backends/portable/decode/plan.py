@@ -82,8 +82,7 @@ def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
 
 
 def is_balanced(problem: DecodeProblem, config: DecodeConfig) -> bool:
-    """Whether programs share all n_blocks equally; else the splits of a work tile depend on its own length
-    only."""
+    """Whether programs share all n_blocks equally. Else a work tile's splits depend on its length only."""
     if problem.num_splits != 0 or problem.split_size != 0:
         return False
     m_blocks = m_blocks_of(problem, config)

@@ -33,7 +33,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What :func:`compile_calls` wrote: the number of kernels, and the calls that no kernel serves."""
+    """The result of :func:`compile_calls`: the number of kernels, and the calls that no kernel serves."""
 
     kernels: int
     failures: tuple[Failure, ...]

@@ -26,7 +26,7 @@ class EngineDeadError(RuntimeError):
 class Stream:
     """Asynchronous iterator over the outputs of one or several requests, in order of arrival.
 
-    It ends after the ``finished`` output of each request in ``unfinished``.
+    It ends when every request in the set ``unfinished`` has yielded its ``finished`` output.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -138,7 +138,10 @@ class AsyncLLM:
         await self.call(lambda engine: self._abort(request_id, None))
 
     def abort_soon(self, request_id: str, stream: Stream) -> None:
-        """End a request without awaiting: a cancelled task may get no chance to await anything."""
+        """Queue the end of a request without awaiting, because a cancelled task may not be able to await.
+
+        The request is not ended if its id now belongs to a stream other than ``stream``.
+        """
         self._send(lambda: self._abort(request_id, stream))
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
@@ -210,7 +213,7 @@ class AsyncLLM:
     def _abort(self, request_id: str, stream: Stream | None) -> None:
         """Abort a request, unless its id now belongs to a stream other than ``stream``.
 
-        Does nothing after the engine has ended, because every stream was told then.
+        Does nothing after the engine has ended, because every stream then received its last item.
         """
         if self.error is None and (stream is None or self._streams.get(request_id) is stream):
             self._deliver(self.engine.abort(request_id))
@@ -228,7 +231,13 @@ class AsyncLLM:
             _call(loop, partial(_put_all, pairs))
 
     def _close(self, error: BaseException, expected: bool) -> None:
-        """End every request and answer every waiting command."""
+        """End every request and answer every waiting command.
+
+        Args:
+            error: why the engine ended; waiting commands fail with it.
+            expected: True for a shutdown, which aborts requests and yields their outputs so far. False for a
+                failure, after which streams raise :class:`EngineDeadError`.
+        """
         if expected:
             self._deliver(self.engine.abort(list(self.engine.requests)))
         with self._lock:

@@ -1,9 +1,10 @@
 """Beam search: keep the ``width`` likeliest texts at every step. Beams share the blocks of common prefixes.
 
-The rules are those of Transformers with ``early_stopping=False``. Each step ranks the best (end tokens + 1) *
-width continuations. Those that end and are among the first ``width`` are complete. The best ``width`` of the
-others continue. The search is over once ``width`` texts are complete and the best live beam,
-scored at its present length, could not displace the worst of them.
+The rules are those of Transformers with ``early_stopping=False``. Each step ranks the best
+(number of end tokens + 1) * width continuations. Among the first ``width``, those with an end token become
+complete texts. The best ``width`` continuations without an end token are the next beams. The search is over
+once ``width`` texts are complete and the best live beam, scored at its present length, could not displace the
+worst complete text.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class BeamSearch:
         return [one for one in self.request.sequences if one.state is not State.FINISHED]
 
     def receive(self, sequence: Sequence, best: list[tuple[int, float]]) -> bool:
-        """Store a beam's likeliest next tokens and hold the beam. Return whether all live beams have some."""
+        """Store a beam's likeliest (token, log-probability) pairs, and hold the beam.
+
+        Returns True once every live beam has its pairs.
+        """
         sequence.held = True
         self._found[sequence] = best
         return all(one in self._found for one in self.live)

@@ -1,7 +1,7 @@
 """Reading and validating a Hugging Face ``config.json``.
 
-All model families are one architecture with switches, listed in :data:`FAMILIES`. A field of ``config.json``
-that changes the computation but has no switch is refused by name.
+All model families are one architecture with switches, listed in :data:`FAMILIES`. Settings that the switches
+cannot express, such as quantization or partial rotary embedding, raise an error that names the field.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 MAX_CONFIG_BYTES = 2**24
 MAX_SIZE = 2**24
-"""The largest size that a config may name. Larger ones are mistakes or attacks."""
+"""Upper limit of every size in a config, such as ``hidden_size``. Larger ones are mistakes or attacks."""
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -158,7 +158,7 @@ class ModelConfig:
 
     @property
     def common_window(self) -> int:
-        """The largest window if every layer has one, -1 otherwise: keys before it can be dropped."""
+        """The largest window if every layer has one, so that earlier keys can be dropped; -1 otherwise."""
         return max(self.windows) if min(self.windows) >= 0 else -1
 
     @property
@@ -227,7 +227,7 @@ class _Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raise ConfigError if it is not one, or larger than any config."""
+    """Read a JSON object of at most ``MAX_CONFIG_BYTES`` from a file. Raise ConfigError otherwise."""
     size = path.stat().st_size
     if size > MAX_CONFIG_BYTES:
         raise ConfigError(f"{path}: expected a config of at most {MAX_CONFIG_BYTES} bytes, got {size}")
@@ -323,7 +323,7 @@ def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     found = {name: values.get(name, default) for name, default in family.fields.items()}
     for name, default in family.fields.items():
         if found[name] is None and isinstance(default, (bool, str)):
-            found[name] = default  # null means absent where the class has no None
+            found[name] = default  # the class does not allow None here, so null means absent
     # A vocabulary smaller than the class's default may not contain the class's default tokens.
     for name in ("eos_token_id", "bos_token_id"):
         size = found["vocab_size"]

@@ -1,8 +1,8 @@
 """The engine: accepts requests, computes one step at a time, and returns answers.
 
-While a step runs on the GPU, the next one is scheduled and launched. Then the results of the running step are
-read: its tokens, and the answers that they end. Penalties, beam search and logits processors need the last
-token on the host. With them, the results are read before the next step is scheduled.
+While a step runs on the GPU, the next one is scheduled and launched. Then the tokens of the running step are
+read and appended to their answers. Penalties, beam search and logits processors need the last token on the
+host. If a request uses any of them, the tokens are read before the next step is scheduled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class EngineStats:
     """Statistics of an engine: its present state, and totals since its start.
 
     Attributes:
-        running, waiting: number of sequences with blocks of the cache, and of those without.
+        running, waiting: number of sequences that have blocks of the cache, and of sequences that have none.
         cache_usage: share of the cache's blocks that sequences use, from 0 to 1.
         num_preemptions: total number of preemptions.
         prompt_tokens, generation_tokens: total number of computed prompt tokens, and of generated tokens.
@@ -70,8 +70,9 @@ class Engine:
             scheduled.
 
     Attributes:
-        on_change: called with the name, positional and keyword arguments of each call that changes the
-            engine, so that other processes can repeat it (:func:`flashtile.engine.parallel.repeat_changes`).
+        on_change: called for each method call that changes the engine, with the method's name and the
+            positional and keyword arguments. With these, other processes repeat the call
+            (:func:`flashtile.engine.parallel.repeat_changes`).
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Engine:
         options = {"priority": priority, "cache_salt": cache_salt}
         try:
             self.on_change("add_request", (request_id, {"prompt_token_ids": tokens}, params), options)
-        except BaseException:  # other processes cannot be told, for example a function that cannot be pickled
+        except BaseException:  # the request cannot be sent: for example, a function cannot be pickled
             self._end(request, "error")
             raise
         self._num_requests += 1
@@ -189,7 +190,7 @@ class Engine:
             text, prompt = prompt, self.tokenizer.encode(prompt)
         if not isinstance(prompt, (list, tuple)):
             raise TypeError(f"prompt must be a string or a list of tokens, got {type(prompt).__name__}")
-        if set(map(type, prompt)) == {int}:  # fast path: checking each token delays the first one
+        if set(map(type, prompt)) == {int}:  # fast path: as_int for each token would delay the answer
             found = list(prompt)
         else:
             found = [as_int("prompt_token_ids", token) for token in prompt]
@@ -345,7 +346,7 @@ class Engine:
             if sequence.state is State.FINISHED:
                 return  # ended by an earlier token of this path, or while this step ran
             if sequence.guesses:
-                # The cache slot of a sibling is not that of its position, so a sibling is computed again.
+                # A sibling's keys and values are not in the slot of its position, so it is computed again.
                 computed += node == place == computed + 1
                 sequence.num_computed = begin + computed
                 self.num_guessed_tokens += place > 0
@@ -355,7 +356,7 @@ class Engine:
             i = first + node
             error, scores = in_flight.failed.get(i), in_flight.scores_of(i)
             if error is None and scores is not None and math.isnan(scores.logprob):
-                error = NOT_FINITE  # the request's filters can hide bad logits from the draw
+                error = NOT_FINITE  # allowed_token_ids and the like can hide NaN logits from the draw
             if error is not None:
                 self._fail(request, error)
             elif request.is_beam_search:
@@ -407,7 +408,7 @@ class Engine:
         return None if self.tokenizer is None else self.tokenizer.spell(token)
 
     def _fail(self, request: Request, error: str) -> None:
-        """End a request with an error. After NaN or infinite logits its blocks may not be reused."""
+        """End a request with an error. After NaN or infinite logits, also empty the prefix cache."""
         self._end(request, "error", error)
         if error == NOT_FINITE:
             self.scheduler.reset_prefix_cache()
@@ -429,7 +430,10 @@ class Engine:
         return found
 
     def _output(self, request: Request) -> RequestOutput | None:
-        """Return the output of a request, or None while its ``output_kind`` returns nothing."""
+        """Return the output of a request, or None if its ``output_kind`` has none before the end.
+
+        A finished request is removed from the engine.
+        """
         finished = request.finished
         params = request.params
         if isinstance(params, BeamSearchParams):

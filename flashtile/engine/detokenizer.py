@@ -41,7 +41,7 @@ class Detokenizer:
         """Append the text of the new tokens.
 
         Args:
-            tokens: the whole answer so far; those of earlier calls are skipped.
+            tokens: the whole answer so far; tokens of earlier calls are skipped.
             search: look for stop texts.
 
         Returns:
@@ -75,7 +75,10 @@ class Detokenizer:
         return self.text[: max(0, len(self.text) - self.held)]
 
     def _find(self, new: int) -> str | None:
-        """Find the earliest stop text that ends in the ``new`` last characters, and cut the text there."""
+        """Find the earliest stop text that ends within the last ``new`` characters, and cut the text there.
+
+        Returns the stop text, or None if there is none.
+        """
         places = []
         for stop in self.stops:
             at = self.text.find(stop, max(0, len(self.text) - new - len(stop) + 1))

@@ -1,4 +1,4 @@
-"""A step's way to the device: one transfer of its numbers, and CUDA graphs."""
+"""Transfer of a step's inputs to the device in one copy, and capture of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def graph_batch(batch: int) -> int:
 
 
 class Capture:
-    """Captures CUDA graphs that share one memory pool, because only one runs at a time."""
+    """Captures CUDA graphs. They share one memory pool, because only one graph runs at a time."""
 
     def __init__(self, device: torch.device):
         self.device = device

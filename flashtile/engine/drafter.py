@@ -1,8 +1,8 @@
-"""Speculative decoding with a draft model: it drafts tokens on the device, right after the model's own step.
+"""Speculative decoding with a draft model, which drafts tokens on the device at the start of a step.
 
 The draft model has its own KV cache with the same block numbers, so that sharing, copies and swapping apply
-to both. Its cache holds all tokens that the target model has computed, except for a sequence's last two. The
-first pass computes those two; each further pass computes one drafted token.
+to both caches. The draft model's cache may lack a sequence's last two tokens. The first pass computes these
+two; each further pass computes one drafted token.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Drafter:
 
     Args:
         model: the draft model.
-        k_cache, v_cache: its KV cache. Padding sequences of a batch write to the last block.
+        k_cache, v_cache: the draft model's KV cache. Padding sequences of a batch write to the last block.
         block_table: (max_sequences + 1, max_blocks) of all sequences. The last row, of padding sequences,
             names only the last block.
-        known: (max_sequences + 1, 1 + drafts) int32. The drafts are written after the first column.
+        known: (max_sequences + 1, 1 + drafts) int32. Drafts are written to all columns but the first.
         parents: the tree of drafts, a comb (:func:`flashtile.engine.speculation.comb`).
     """
 

@@ -51,7 +51,7 @@ class LLM:
     Args:
         model: a folder in Hugging Face's format: config.json, \\*.safetensors, tokenizer.json.
         tokenizer: another folder to read the tokenizer from.
-        skip_tokenizer_init: load no tokenizer. Prompts must be tokens, and answers have no text.
+        skip_tokenizer_init: load no tokenizer. Prompts must be lists of tokens, and answers have no text.
         dtype: "auto" (as stored; float32 on a CPU), "bfloat16", "float16" or "float32".
         load_format: "auto", "safetensors", or "dummy" for random weights, which need only config.json.
         device: "cuda", "cpu" ...; None is the first GPU, or the CPU if there is none.
@@ -62,23 +62,26 @@ class LLM:
         max_num_batched_tokens: maximum number of tokens computed in a step. None: 8192 on a GPU, 1024 on a
             CPU.
         gpu_memory_utilization: share of the GPU's memory that the engine may use, above 0 and at most 1.
-        kv_cache_memory_bytes: bytes of the KV cache. None: the part of that share that the weights and the
-            temporary memory of the largest step leave free; 1 GiB on a CPU.
+        kv_cache_memory_bytes: maximum bytes of the KV cache. None: on a GPU, the share
+            ``gpu_memory_utilization`` minus the weights and the temporary memory of the largest step; 1 GiB
+            on a CPU.
         num_gpu_blocks_override: number of blocks of the KV cache. It overrides ``gpu_memory_utilization``
             and ``kv_cache_memory_bytes``.
         block_size: tokens per block of the KV cache.
         kv_cache_dtype: "auto" (the dtype of the weights) or "fp8".
         enable_prefix_caching: reuse the blocks of equal prefixes.
-        swap_space: GiB of host memory that preempted sequences are swapped to. 0: they are recomputed.
+        swap_space: GiB of host memory that preempted sequences are swapped to. 0: preempted sequences are
+            recomputed.
         async_scheduling: launch a step before the results of the previous one are read. None: on a GPU only.
         enforce_eager: use no CUDA graphs.
         quantization: None, or "fp8": the layers' matrices are rounded to e4m3 as they are loaded, with a
             scale for each row.
         speculative_config: guess several tokens and verify them in one step; the answers stay the same.
             ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1}`` guesses that the text repeats itself. ``{"method": "draft_model",
-            "model": folder, "num_speculative_tokens": 4, "tree_width": 1}`` guesses by a small model of the
-            same vocabulary, its ``tree_width`` likeliest tokens at each position.
+            "prompt_lookup_min": 1}`` guesses the tokens that followed an earlier occurrence of the last few.
+            ``{"method": "draft_model", "model": folder, "num_speculative_tokens": 4, "tree_width": 1}``
+            guesses with a small model of the same vocabulary: its ``tree_width`` likeliest tokens at each
+            position.
         tensor_parallel_size: number of processes that compute the model together, one for each GPU.
             ``torchrun`` starts them, and each runs the same program.
 
@@ -354,7 +357,7 @@ class LLM:
         return [self._finished.pop(one) for one in ids]
 
     def _step(self) -> dict[str, RequestOutput]:
-        """Compute one step and return all requests that finished in it, queued ones included."""
+        """Compute one step. Return its finished requests by id, including those of :meth:`enqueue`."""
         finished = {output.request_id: output for output in self.engine.step() if output.finished}
         self._finished |= finished
         return finished
@@ -379,7 +382,10 @@ class LLM:
 
 
 def _final_only(params: Any) -> Any:
-    """Return a copy of the parameters that makes only the final output, because callers see no other."""
+    """Return a copy of sampling parameters with ``FINAL_ONLY``, because :class:`LLM` returns no other output.
+
+    Other objects are returned unchanged.
+    """
     if not isinstance(params, SamplingParams):
         return params
     params = copy.copy(params)
@@ -523,7 +529,7 @@ def _common_window(config: ModelConfig, draft: ModelConfig | None) -> int:
 
 
 def _import_kernels(device: torch.device) -> None:
-    """Import the kernels of the first step while weights are read."""
+    """Import the kernels that the first step needs. Runs in a thread while weights are read."""
     modules = ["portable.linear.launch", "portable.decode.launch", "portable.decode.append_launch"]
     if torch.cuda.get_device_capability(device) == (9, 0):
         modules += ["hopper.linear.launch", "hopper.decode.launch"]

@@ -46,7 +46,7 @@ def run_one_layer(model: Model, tokens: int, block_size: int) -> int:
     """
     config, device = model.config, model.embedding.device
     one = copy.copy(model)
-    one.layers = model.layers[-1:]  # the other layers also prepare the next layer's input
+    one.layers = model.layers[-1:]  # the last layer, because the others prepare the next layer's input
     caches = torch.zeros(
         2, 1, -(-tokens // block_size), block_size, model.kv_heads, config.head_dim,
         dtype=model.embedding.dtype, device=device,

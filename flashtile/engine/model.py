@@ -25,7 +25,8 @@ SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
 """Up to this many tokens, products also add the residual and prepare their result for the following norm."""
 Hidden = Tensor | BeforeNorm
-"""Hidden states between layers: (total_new, hidden_size), possibly prepared for the next norm."""
+"""Hidden states between layers: (total_new, hidden_size). A BeforeNorm is *prepared* for the next norm: it
+also has the product with the norm's weight, and each row's factor."""
 
 
 class StepInput(NamedTuple):
@@ -37,11 +38,11 @@ class StepInput(NamedTuple):
         block_table: (batch, max_blocks) int32.
         cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start. None: each has one.
         max_seqlen_q: the largest number of new tokens of a sequence.
-        positions: (total_new,) int32, each token's position in its text. Given when sequences have several
-            drafted tokens each.
+        positions: (total_new,) int32, each token's position in its sequence. Given when sequences have
+            several drafted tokens each.
         slots: (total_new,) int64, each token's slot in the cache, negative for none. Given with positions.
-        tree_mask: (batch, max_seqlen_q, max_seqlen_q) bool, which of its sequence's new tokens each token
-            sees. None: causal.
+        tree_mask: (batch, max_seqlen_q, max_seqlen_q) bool: element (b, i, j) says whether new token i of
+            sequence b sees new token j. None: causal.
         seqused_k: (batch,) int32, tokens of each sequence including the new ones. Set by
             :meth:`Model.hidden` unless sequences have chunks of prompts.
     """
@@ -67,7 +68,7 @@ class Cache(NamedTuple):
 
 
 class Matrix:
-    """A weight (N, K) and its product, stored as given or in e4m3 with a scale for each row."""
+    """A weight (N, K), stored as given or in e4m3 with a scale for each row. Calling it multiplies by it."""
 
     def __init__(self, weight: Tensor, fp8: bool):
         self.weight = weight
@@ -85,7 +86,7 @@ class Matrix:
         residual: Hidden | None = None,
         following: Norm | None = None,
     ) -> Any:
-        """Return the product (tokens, N) of x (tokens, K), normalised by ``norm``, and the weight.
+        """Normalise x (tokens, K) by ``norm`` if given, and multiply it by the weight: (tokens, N).
 
         Bias and residual are added. With ``following``, the result is prepared for that norm. The result may
         reuse the residual's memory: above ``FEW_ROWS`` tokens the sum is made in place, because
@@ -106,7 +107,10 @@ class Matrix:
 
 
 class Norm:
-    """RMSNorm. Gemma stores weights w of a factor 1 + w, which is kept in float32 to be exact."""
+    """RMSNorm. Gemma stores w for the factor 1 + w, which is kept in float32 because 16 bits would round it.
+
+    ``fused`` says whether :func:`linear` can apply the norm to its input.
+    """
 
     def __init__(self, config: ModelConfig, weight: Tensor):
         self.weight, self.eps = weight.float() + 1 if config.family.unit_norm else weight, config.norm_eps
@@ -117,7 +121,7 @@ class Norm:
 
 
 def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
-    """Return (x, keyword arguments of :func:`linear`) so that the product's input is normalised."""
+    """Return (x, keyword arguments) with which :func:`linear` multiplies x normalised by ``norm``."""
     if isinstance(x, BeforeNorm):
         return x.scaled, {"x_scale": x.factor}
     return (x, {"norm_weight": norm.weight, "norm_eps": norm.eps}) if norm.fused else (norm(x), {})
@@ -143,7 +147,7 @@ class Attention:
         if c.qkv_bias:
             self.qkv_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in "qkv"])
         self.o = Matrix(weights(f"{name}.o_proj.weight"), fp8)
-        if c.o_bias and ranks.rank == 0:  # the ranks' results are added
+        if c.o_bias and ranks.rank == 0:  # results of ranks are added, so only one has the bias
             self.o_bias = weights(f"{name}.o_proj.bias")
         if c.family.qk_norm:
             self.q_norm, self.k_norm = (weights(f"{name}.{part}_norm.weight") for part in "qk")
@@ -154,7 +158,7 @@ class Attention:
         self, x: Hidden, norm: Norm, step: StepInput, cache: Cache, residual: Hidden | None,
         following: Norm | None = None,
     ) -> Any:  # fmt: skip
-        """Return the attention of x (total_new, hidden_size), normalised by ``norm``, plus ``residual``.
+        """Normalise x (total_new, hidden_size) by ``norm``, apply attention, and add ``residual``.
 
         The result is prepared for the norm ``following``, if given.
         """
@@ -165,7 +169,7 @@ class Attention:
         return self.o(out, self.o_bias, residual=residual, following=following)
 
     def _attend_to_few(self, x: Hidden, norm: Norm, step: StepInput, cache: Cache) -> Tensor | None:
-        """Attend with the fused QKV product, whose kernel rotates the new keys and appends them to the cache.
+        """Attend after a fused QKV product, which also applies rotary embedding and appends keys and values.
 
         Returns None for chunks of prompts and for models that the kernel does not serve.
         """
@@ -206,7 +210,7 @@ class Attention:
         }  # fmt: skip
         if ragged:
             common |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
-        if step.slots is not None:  # trees and padding tokens: lengths do not determine their slots
+        if step.slots is not None:  # lengths do not determine the slots of trees and padding tokens
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
@@ -236,7 +240,7 @@ class MLP:
             self.down_bias = weights(f"{name}.down_proj.bias") if ranks.rank == 0 else None
 
     def __call__(self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None) -> Any:
-        """Return the MLP of x (total_new, hidden_size), normalised by ``norm``, plus ``residual``.
+        """Normalise x (total_new, hidden_size) by ``norm``, apply the MLP, and add ``residual``.
 
         The result is prepared for the norm ``following``, if given.
         """
@@ -265,8 +269,7 @@ class Experts:
             self.down_bias = torch.zeros_like(self.down_bias)
 
     def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
-        """Return the weighted experts of x (total_new, hidden_size), normalised by ``norm``, plus
-        ``residual``."""
+        """Normalise x (total_new, hidden_size) by ``norm``, apply the experts, and add ``residual``."""
         x = norm(x)
         scores, chosen = linear(x, self.router, self.router_bias).topk(self.per_token)
         shares = scores.softmax(-1)

@@ -12,8 +12,8 @@ class Logprob(NamedTuple):
     Attributes:
         logprob: in nats.
         rank: 1 for the likeliest token.
-        decoded_token: the token's text within a text; None without a tokenizer. A token that is only part of
-            a character is spelt by its bytes, ``bytes:\\xe2\\x98``.
+        decoded_token: the text that the token stands for; None without a tokenizer. A token that is only part
+            of a character is spelt by its bytes, ``bytes:\\xe2\\x98``.
     """
 
     logprob: float
@@ -34,7 +34,8 @@ class CompletionOutput:
         text, token_ids: the answer so far, or its new part, depending on ``output_kind``.
         cumulative_logprob: log-probability of the answer so far, if ``logprobs`` were requested.
         logprobs: one entry for each of ``token_ids``, if they were requested.
-        finish_reason: "stop" (an end token or a stop text), "length", "abort" or "error"; None until then.
+        finish_reason: "stop" (an end token or a stop text), "length", "abort" or "error"; None while the
+            answer is unfinished.
         stop_reason: the stop text or the token of ``stop_token_ids`` that ended the answer; None for the
             model's own end token. After an error it is the error's message.
     """
@@ -60,8 +61,8 @@ class RequestMetrics:
         arrival_time, first_scheduled_time, first_token_time, finished_time: seconds by ``time.monotonic``;
             None before the event.
         preemptions: how often an answer lost its memory and was recomputed or swapped.
-        blocks, unshared_blocks: blocks that the answers used, and that they would have used without sharing,
-            summed over the steps.
+        blocks: number of blocks that the answers used, summed over the steps.
+        unshared_blocks: the same sum if the answers shared no blocks.
     """
 
     arrival_time: float = 0.0

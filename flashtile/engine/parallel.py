@@ -27,11 +27,11 @@ ONE_SHOT_BYTES = 2**23
 """Bytes that a rank sends to all ranks, itself included. Up to this size, one kernel that writes into the
 memory of all ranks is faster than NCCL."""
 HOST_TIMEOUT = timedelta(days=365)
-"""Timeout of host collectives. A server may be idle for long, and the end of a process raises without it."""
+"""Timeout of host collectives. A server may be idle for long. If a process ends, they raise at once."""
 
 
 GPU_TIMEOUT = 600.0
-"""Seconds for which a GPU waits for the others within a step, because a rank may still compile kernels."""
+"""Most seconds that a GPU waits for the others in a step, in which a rank may still compile kernels."""
 FIRST_BYTES = 1024
 """Bytes of the first broadcast of a message."""
 
@@ -49,9 +49,9 @@ class Ranks:
     rank, world = 0, 1
 
     def split_residual(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the residual as (addend of this process's product, addend of :meth:`sum`).
+        """Return (what to add to this process's product, what to pass to :meth:`sum`), each possibly None.
 
-        Over all processes, the residual is added exactly once.
+        Together, the processes add the residual exactly once.
         """
         return residual, None
 
@@ -86,7 +86,7 @@ ALONE = Ranks()
 
 
 class ProcessRanks(Ranks):
-    """The processes started by ``torchrun`` or :func:`start_others`. Each of them makes one of these.
+    """The processes started by ``torchrun`` or :func:`start_others`. Each makes its own instance.
 
     Args:
         world: the expected number of processes.
@@ -165,7 +165,7 @@ class ProcessRanks(Ranks):
             if self._leaving is not None:
                 self._leaving.detach()
             raise EOFError(f"the first process has ended: {error}") from None
-        # Only processes of this program are in the group.
+        # Unpickling is safe, because only processes of this program are in the group.
         return pickle.loads(data.numpy().tobytes())
 
 
@@ -228,7 +228,7 @@ def start_others(
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     place = {
         "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # use that store
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # use ``store``
     }  # fmt: skip
     others = [
         subprocess.Popen(command, env={**os.environ, **place, "RANK": str(i), "LOCAL_RANK": str(i)})

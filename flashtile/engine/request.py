@@ -12,7 +12,7 @@ from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
 class State(Enum):
     """State of a sequence.
 
-    WAITING sequences have no keys and values yet. SWAPPED ones also wait, with theirs in host memory.
+    WAITING sequences have no keys and values. SWAPPED sequences also wait, but have them in host memory.
     """
 
     WAITING = "waiting"
@@ -28,11 +28,11 @@ class Sequence:
         request, index: the request, and the number of this answer in it.
         tokens: tokens of the prompt and of the answer that the host knows.
         pending: number of further tokens that launched steps choose, which the host has not read yet.
-        num_computed: tokens whose keys and values are written by the steps launched so far.
+        num_computed: number of tokens whose keys and values are written by the steps launched so far.
         block_sequence: the block manager's number of the sequence; None while it has no memory.
-        num_cached: tokens whose blocks were entered into the prefix cache.
+        num_cached: number of tokens whose blocks were added to the prefix cache.
         state, finish_reason, stop_reason: the state; why the answer ended, as in ``CompletionOutput``.
-        forked: the request's other answers were forked from this one, or this is one of them.
+        forked: whether the request's other answers were forked from this one, or this one is such a fork.
         guesses: speculated tokens that the next step verifies.
         parents: the parent of each guess (:class:`flashtile.engine.speculation.Guesses`).
         held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
@@ -87,8 +87,8 @@ class Request:
         max_outputs: maximum number of tokens of an answer.
         ends: tokens that end an answer.
         seed: seed of the draws, which also depend on the answer's index and the position.
-        sequences: the answers: one until the prompt is computed, then ``n``.
-        salt: separates its blocks in the prefix cache from those of requests with another salt.
+        sequences: the answers: one until the prompt is computed, then ``n``, or the beams of a beam search.
+        salt: only requests with the same salt share blocks through the prefix cache.
         aborted: whether the request was aborted.
     """
 

@@ -48,8 +48,7 @@ def rotary_tables(rope: Mapping[str, Any], head_dim: int, positions: int) -> tup
 def _yarn_ramp(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     """Return YaRN's ramp (head_dim / 2,) (Peng et al. 2023, arXiv:2309.00071, section 3.2).
 
-    It is 0 for pairs of high frequency, which are kept, and 1 for those of low frequency, which are divided
-    by the factor.
+    It is 0 for high frequencies, which are kept, and 1 for low frequencies, which are divided by ``factor``.
     """
     length, base = rope["original_max_position_embeddings"], rope["rope_theta"]
 

@@ -1,9 +1,9 @@
 """Execution of steps on the device: the KV cache, one transfer per step, CUDA graphs, and the draw of tokens.
 
-All of a step's inputs go to the device in one copy of int32 numbers. The chosen tokens stay there, one for
-each row of the block table, so that the next step can be launched before the host has read them. Steps in
-which every sequence has a single token, or a token with guesses, run as CUDA graphs. There is one graph for
-each padded batch size, captured at its first use.
+All of a step's inputs go to the device in one copy of int32 numbers. The chosen tokens also stay on the
+device, one for each row of the block table, so that the next step can be launched before the host has read
+them. Steps in which every sequence has a single token, or a token with guesses, run as CUDA graphs. There is
+one graph for each padded batch size, captured at its first use.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class InFlight:
         schedule: the launched schedule.
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
-        best: the logits of the chosen tokens. They are not finite if the row has NaN or infinity, because
-            the draw always chooses those.
+        best: the logits of the chosen tokens. NaN or infinity in a row of logits is always chosen, so these
+            tell whether the whole row is finite.
         scores: log-probabilities by index of the sample, if requested.
-        failed: error messages by index of the sample. Its logits processor raised, or its logits are not
-            finite.
+        failed: error messages by index of the sample, for samples whose logits processor raised or whose
+            logits are not finite.
         prompt_scores: (sequence, first position, log-probabilities) of prompts, if requested.
         drafted: sequences and the draft model's guesses for them.
         event: a CUDA event recorded after the copies to the host; None on a CPU.
@@ -126,9 +126,9 @@ class Form(NamedTuple):
 
 @dataclass
 class Memory:
-    """A model's KV cache: k and v on the device, and on the host those of swapped sequences.
+    """A model's KV cache: ``k`` and ``v`` on the device, and ``host`` with both for swapped-out sequences.
 
-    All are (num_layers, num_blocks, block_size, kv_heads, head_dim).
+    Each tensor is (num_layers, num_blocks, block_size, kv_heads, head_dim).
     """
 
     k: Tensor
@@ -137,7 +137,7 @@ class Memory:
 
     @classmethod
     def of(cls, model: Model, manager: BlockManager, dtype: torch.dtype) -> Memory:
-        """Allocate a manager's blocks, and one more for the writes of padding sequences."""
+        """Allocate a manager's blocks, and one more block that padding sequences write to."""
         config, device = model.config, model.embedding.device
         blocks, host_blocks = manager.pool.num_blocks + 1, manager.host_pool.num_blocks
         block = (manager.block_size, model.kv_heads, config.head_dim)
@@ -184,10 +184,10 @@ class Runner:
         )
         self.block_table[rows] = manager.pool.num_blocks
         self.has_siblings = parents != tuple(range(len(parents)))
-        # After an accepted sibling, two tokens are computed before the guesses.
+        # An accepted sibling is computed again, so two known tokens can precede the guesses.
         self.max_verified = len(parents) + 1 + self.has_siblings if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
-        # A mixture of experts loops over the experts in use on the host, which a graph cannot.
+        # A mixture of experts loops on the host over the experts in use, which a graph cannot capture.
         self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
         self.graphs: dict[Form, Callable[[], None]] = {}
         # Room for the largest step, in which every entry of a small block table may have changed. Graphs read
@@ -265,7 +265,7 @@ class Runner:
     def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
-        # Every sequence has one new token, or guesses, and each of them is sampled.
+        # Whether every sequence is sampled and has one new token or guesses.
         few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
         runs_draft = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
         has_slots = few and most > 1
@@ -281,8 +281,8 @@ class Runner:
     ) -> tuple[StepInput, Positions]:
         """Send a step's inputs to the device.
 
-        Instead of block table rows, their indices are sent. A token that only the device knows is sent as
-        ``~index`` into the flattened ``known``.
+        The device has a copy of the block table, so only the sequences' row indices are sent. A token that
+        only the device knows is sent as ``~index`` into the flattened ``known``.
         """
         entries, spare = schedule.entries, form.batch - len(schedule.entries)
         table, size = self.manager.table, self.manager.block_size
@@ -296,8 +296,9 @@ class Runner:
         offsets, logits_rows, sample_positions = [0], [], []
         for entry in entries:
             sequence, end = entry.sequence, entry.start + entry.num_tokens
-            known_at = entry.row * self.known.shape[1]  # index of its last token in the flattened ``known``
-            # Most steps have only sequences with one new token.
+            # Index of the sequence's last token in the flattened ``known``.
+            known_at = entry.row * self.known.shape[1]
+            # Fast path: most steps have only sequences with one new token.
             if entry.num_tokens == 1 and not (sequence.guesses or form.has_slots):
                 known = entry.start < len(sequence.tokens)
                 tokens.append(sequence.tokens[entry.start] if known else ~known_at)
@@ -306,7 +307,7 @@ class Runner:
                 offsets.append(len(tokens))
                 continue
             new = [*sequence.tokens[entry.start : end], *sequence.guesses][: entry.num_tokens]
-            if len(new) < entry.num_tokens:  # the last one is on the device only
+            if len(new) < entry.num_tokens:  # the last token is on the device only
                 new.append(~known_at)
             guesses = sequence.guesses
             if guesses[:1] == [UNKNOWN]:
@@ -318,7 +319,7 @@ class Runner:
             first = end - last  # position of the first guess
             depth = depths(sequence.parents[:last]) if last else [0]
             if last and not form.has_slots:
-                # Batches with a chunk of a prompt have no tree mask, so only the chain of guesses is used.
+                # Batches with a chunk of a prompt have no tree mask, so siblings cannot be accepted.
                 sequence.parents = tuple(range(max(depth)))
             times = 1 if last else len(entry.samples)
             logits_rows += [len(tokens) - 1 - last + i for i in range(1 + last)] * times
@@ -490,7 +491,7 @@ class Runner:
 
 @dataclass(frozen=True)
 class Positions:
-    """Indices of each sample on the device, all (samples,).
+    """Indices of the samples, each a tensor (samples,) on the device.
 
     Attributes:
         logits_rows: row of the logits.

@@ -1,8 +1,8 @@
 """Sampling of the next tokens from logits, on the device of the logits.
 
-Every draw is an argmax. At temperature 0 it is taken of the logits, otherwise of logits plus Gumbel noise.
-The latter has the softmax's distribution (Maddison et al. 2014, arXiv:1411.0030, section 2). The noise of a
-token is a hash of the request's seed, the position and the token, so it does not depend on the batch.
+Every draw is an argmax: of the logits at temperature 0, otherwise of logits plus Gumbel noise, which samples
+from their softmax (Maddison et al. 2014, arXiv:1411.0030, section 2). The noise of a token is a hash of the
+request's seed, the position and the token, so it does not depend on the batch.
 
 Top-k and top-p need no sort. Each keeps the logits above some threshold, and the threshold is found bit by
 bit in 33 passes. Tokens that tie with the last one kept are also kept.
@@ -73,7 +73,7 @@ class Draws:
         self._last: Draw | None = None
 
     def of(self, samples: Listing[Sequence]) -> Draw:
-        """Return the parameters of the draw, one sequence for each row."""
+        """Return the parameters of a draw. ``samples`` has one sequence for each row of the logits."""
         key = tuple(samples)
         if self._last is not None and self._last.samples == key:
             return self._last
@@ -142,7 +142,7 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:
-    """Set scores (rows, vocab_size) to -inf where min-p, top-k and top-p, in this order, drop a token."""
+    """Apply min-p, top-k and top-p in this order. Return scores (rows, vocab_size), -inf where dropped."""
     if choice.any_min_p:
         least = scores.amax(-1, keepdim=True) + choice.min_p.log().unsqueeze(1)
         scores = scores.masked_fill(scores < least, -torch.inf)
@@ -217,8 +217,8 @@ def mix32(x: Tensor) -> Tensor:
 def stream_seed(seed: int, index: int) -> int:
     """Return the seed of answer ``index`` of a request, a signed 64-bit integer.
 
-    Seeds are hashed because positions are added to them: with seeds s and s + 1, the noise of one answer
-    would be the other's, shifted by a position.
+    The seed is hashed because :func:`gumbel` adds ``position * GOLDEN`` to it. Without the hash, answer i + 1
+    would have the noise of answer i, shifted by one position.
     """
     return int(mix64(torch.tensor(_signed((seed + index * GOLDEN) & (2**64 - 1)))))
 
@@ -249,7 +249,14 @@ def penalise(
 
 
 def adjust(logits: Tensor, sample: Sequence) -> None:
-    """Apply penalties, biases and processors of a request to its logits (vocab_size,), float32, in place."""
+    """Apply a request's parameters to its logits (vocab_size,), float32, in place.
+
+    These are ``allowed_token_ids``, penalties, ``logit_bias``, logits processors and ``min_tokens``, in this
+    order.
+
+    Raises:
+        ValueError: a logits processor returned something other than logits.
+    """
     request, device = sample.request, logits.device
     params = request.params
     if isinstance(params, BeamSearchParams):
@@ -294,7 +301,7 @@ def needs_adjusting(sample: Sequence) -> bool:
 def _num_logprobs(sample: Sequence) -> int | None:
     """Return how many log-probabilities of a sample are needed, or None if none are.
 
-    A beam needs so many that ``beam_width`` remain without the end tokens.
+    A beam needs enough to continue ``beam_width`` times even if all end tokens are among the likeliest.
     """
     params = sample.request.params
     if isinstance(params, BeamSearchParams):
@@ -303,7 +310,7 @@ def _num_logprobs(sample: Sequence) -> int | None:
 
 
 def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:
-    """Return (temperature, top_k, top_p, min_p, seed). Beams ignore the draw, so theirs is greedy."""
+    """Return (temperature, top_k, top_p, min_p, seed), greedy for beams, which ignore the draw."""
     params = sample.request.params
     if isinstance(params, BeamSearchParams) or params.greedy:
         return 0.0, 0, 1.0, 0.0, 0

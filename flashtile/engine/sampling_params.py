@@ -47,15 +47,16 @@ class SamplingParams:
         min_p: drop tokens below this share of the likeliest token's probability.
         seed: makes the answer repeatable, independent of the rest of the batch. None or -1: the draws depend
             on the engine's seed and the request's number.
-        stop: texts that end an answer. It is cut before them unless ``include_stop_str_in_output``.
+        stop: a text or texts that end an answer. The answer's text is cut before the stop text unless
+            ``include_stop_str_in_output``.
         stop_token_ids: tokens that end an answer, in addition to the model's own.
         ignore_eos: continue after the model's end token.
         max_tokens: maximum number of tokens of an answer. None: only ``max_model_len`` limits it.
-        min_tokens: minimum number of tokens of an answer. Before it, end tokens are not chosen and stop texts
-            are ignored.
+        min_tokens: minimum number of tokens of an answer. Until then, end tokens are not chosen and stop
+            texts are ignored.
         logprobs: number of likeliest tokens whose log-probabilities are returned at each position, in
-            addition to the chosen token's; -1: the whole vocabulary. They are the model's own, before
-            temperature, penalties and filters.
+            addition to the chosen token's; -1: the whole vocabulary. Log-probabilities come from the model's
+            logits before temperature, penalties and filters.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens.
         logprob_token_ids: not supported; use ``logprobs``.
         detokenize: make the answer's ``text``. False leaves it empty.
@@ -180,13 +181,14 @@ class BeamSearchParams:
     """Parameters of beam search, with vLLM's names.
 
     Args:
-        beam_width: number of texts kept at every step, and returned.
-        max_tokens: maximum number of tokens of a text.
+        beam_width: number of beams kept at every step, and of answers returned.
+        max_tokens: maximum number of tokens of an answer.
         ignore_eos: continue after the model's end token.
         temperature: divisor of the logits before log-probabilities are summed; 0 means 1.
-        length_penalty: texts are ranked by log-probability / length ** length_penalty.
+        length_penalty: answers are ranked by log-probability / length ** length_penalty, where length is the
+            number of their tokens.
         include_stop_str_in_output: keep the end token in ``token_ids`` and ``text``.
-        stop_token_ids: tokens that end a text, in addition to the model's own.
+        stop_token_ids: tokens that end an answer, in addition to the model's own.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -211,7 +213,7 @@ class BeamSearchParams:
 
 
 def _temperature(value: Any) -> float:
-    """Return the temperature, raised if logits divided by it could overflow float32. 0 stays 0."""
+    """Return 0, or at least ``MIN_TEMPERATURE``, by which logits can be divided without overflow."""
     found = _float("temperature", value, 0, 1e6)
     return max(found, MIN_TEMPERATURE) if found else 0.0
 

@@ -1,8 +1,8 @@
 """Scheduling of steps: continuous batching over PagedAttention's blocks.
 
-There are no separate prefill and decode phases. Each step computes further tokens of its sequences within one
-budget, chunks of prompts together with single tokens. Running sequences come first, in the order of
-(priority, arrival). A sequence that finds no free block preempts the last one in that order, which is
+There are no separate prefill and decode phases. Each step computes at most ``max_num_batched_tokens`` tokens:
+chunks of prompts together with single tokens of other sequences. Running sequences come first, in the order
+of (priority, arrival). A sequence that finds no free block preempts the last running sequence, which is
 recomputed later or swapped out. The first sequence can always continue, so every request ends.
 
 The scheduler only decides: it touches no tensor and never waits. Copies of blocks are listed in the schedule,
@@ -32,9 +32,9 @@ class Entry(NamedTuple):
         start: position of the first new token.
         num_tokens: number of new tokens.
         row: the sequence's row of the block table.
-        samples: the sequences that get a token from the logits of the last new token. It is empty if the
-            prompt is not finished; otherwise the sequence and those forked from it in this step. A sequence
-            with guesses is listed ``1 + len(guesses)`` times, because a token is drawn after each guess.
+        samples: the sequences that get a token from the logits of the last new token: none while the prompt
+            is incomplete, otherwise the sequence and its forks of this step. A sequence with guesses is
+            listed ``1 + len(guesses)`` times, because a token is also drawn after each guess.
     """
 
     sequence: Sequence
@@ -83,7 +83,8 @@ class Scheduler:
 
     Args:
         manager: the block manager.
-        max_num_seqs: maximum number of sequences that are resident or swapped out; at most the manager's.
+        max_num_seqs: maximum number of sequences with memory on the device or, swapped out, on the host; at
+            most the manager's ``max_sequences``.
         max_num_batched_tokens: maximum number of tokens of a step.
         prefix_caching: reuse blocks of earlier prompts and answers.
         swap: preempt by swapping to the host if it has room, otherwise by recomputation.
@@ -103,10 +104,10 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
-        # A seat is one of the max_num_seqs sequences that may have memory.
+        # A sequence with memory takes one of max_num_seqs seats.
         self._reserved_seats = 0  # seats reserved for answers that are not forked yet
         self._beam_searches: set[Request] = set()
-        self._full = False  # a sequence waits for a seat
+        self._full = False  # whether a sequence waits for a seat
         # The last sequence that was not started for lack of blocks, and the blocks available at that time.
         self._stuck: tuple[Sequence, int] | None = None
 
@@ -130,7 +131,7 @@ class Scheduler:
             insort(self.waiting, sequence, key=ORDER)
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step and reserve its memory. It has no entries if nothing can be computed now."""
+        """Plan the next step and reserve its memory. The plan is empty if nothing can be computed now."""
         step, budget = SchedulerOutput(), self.max_num_batched_tokens
         singles = sum(sequence.wanted == 1 for sequence in self.running)
         for sequence in list(self.running):
@@ -140,7 +141,7 @@ class Scheduler:
             singles -= wanted == 1
             # A chunk leaves budget for the single tokens of later sequences.
             count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
-            if sequence.guesses:  # all guesses or none, and no sequence is preempted for them
+            if sequence.guesses:  # verify all of them or none, and preempt no sequence for them
                 fits = sequence.num_computed + count <= self.manager.max_seqlen
                 if count == wanted and fits and self._make_room_without_preempting(sequence, count, step):
                     self._enter(sequence, count, step)
@@ -209,9 +210,10 @@ class Scheduler:
                 self._preempt(victim, sequence, step)
 
     def _victim(self, sequence: Sequence) -> Sequence | None:
-        """Return the sequence to preempt: the last in order, or else a held beam; None if there is none.
+        """Return the sequence to preempt, or None if there is none.
 
-        Later sequences are not in the step yet, and held beams are in none.
+        It is the last running sequence or, if that is ``sequence`` itself, a held beam. Neither is in the
+        step yet: sequences enter a step in order, and held beams never do.
         """
         last = self.running[-1]
         if last is not sequence:
@@ -243,8 +245,8 @@ class Scheduler:
     def _admit(self, budget: int, step: SchedulerOutput) -> None:
         """Start waiting sequences in order, while the budget, the seats and the blocks suffice.
 
-        When sequences wait for seats, wait until several are free: a step with a prompt costs more than a
-        step of single tokens, which runs as a CUDA graph.
+        While sequences wait for seats, none starts before several seats are free. A step with a prompt costs
+        more than a step of single tokens, which runs as a CUDA graph.
         """
         seats = self.max_num_seqs - self._seats_taken()
         if self._full and self.running and seats < self.max_num_seqs // 32:
@@ -254,7 +256,7 @@ class Scheduler:
             if budget <= 0:
                 return
             if sequence.pending or sequence.held or sequence.state not in (State.WAITING, State.SWAPPED):
-                continue  # held, or already swapped in together with another sequence
+                continue  # not ready, or already swapped in together with another sequence
             if sequence.state is State.SWAPPED:
                 if not self._swap_in(sequence, step):
                     return
@@ -392,7 +394,7 @@ class Scheduler:
         return forks
 
     def _cache_prompts(self, step: SchedulerOutput) -> None:
-        """Enter the blocks of prompts that this step completes into the prefix cache, for later steps."""
+        """Add the blocks of prompts that this step completes to the prefix cache, for later steps."""
         if not self.prefix_caching:
             return
         for sequence, start, count, _, samples in step.entries:

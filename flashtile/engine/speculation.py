@@ -5,12 +5,13 @@ and proposes the tokens that followed it. A draft model (Leviathan et al. 2023, 
 model that continues the text. It may also propose its next likely tokens at each position, as a tree (Miao et
 al. 2024, SpecInfer, arXiv:2305.09781).
 
-A step computes a sequence's last token and its guesses, and draws a token after each of them. It keeps the
-longest path of guesses that equal the tokens drawn before them. A draw is an argmax of logits with noise, and
-the noise depends only on seed and position (:mod:`flashtile.engine.sampler`). So an answer is token by token
-the same as without guesses, greedy or not. The draft model draws with the same noise. Its guess is therefore
-right with a probability of at least (1 - d) / (1 + d), where d is the total variation distance of the two
-models' next-token distributions (Daliri et al. 2025, arXiv:2408.07978). Rejection sampling is not needed.
+A step computes a sequence's last token and its guesses, and draws a token after each of them. It accepts the
+longest path on which each guess equals the token drawn after its parent. A draw is an argmax of logits with
+noise, and the noise depends only on seed, position and token (:mod:`flashtile.engine.sampler`). So an answer
+is token by token the same as without guesses, greedy or not. The draft model draws with the same noise. Its
+guess is therefore right with a probability of at least (1 - d) / (1 + d), where d is the total variation
+distance of the two models' next-token distributions (Daliri et al. 2025, arXiv:2408.07978). Rejection
+sampling is not needed.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ MAX_GUESSES = 62
 """Largest number of guesses: with up to two tokens before them, a row of the tree mask fits into 64 bits."""
 
 UNKNOWN = -1
-"""Placeholder of a guess that the draft model makes during the step."""
+"""Placeholder for a guess that the draft model makes during the step."""
 
 
 class Guesses(NamedTuple):
     """A tree of guesses.
 
-    ``parents[i]`` is the node that guess i follows: 0 is the sequence's last token, j + 1 is guess j < i. The
-    chain of first choices comes first, so that its cache slots are those of its positions. Siblings follow.
+    Node 0 is the sequence's last token, and node i + 1 is guess i. ``parents[i]`` is the node that guess i
+    follows. The chain of likeliest guesses comes first, so each of them has the cache slot of its position.
+    Siblings follow.
     """
 
     tokens: list[int]
@@ -54,7 +56,7 @@ def comb(depth: int, width: int) -> tuple[int, ...]:
 
 
 def depths(parents: tuple[int, ...]) -> list[int]:
-    """Return the depth of each node of the tree: 0 for the last token, then that of each guess."""
+    """Return the depth of each node of the tree: 0 for the last token, at least 1 for guesses."""
     found = [0]
     for parent in parents:
         found.append(found[parent] + 1)
@@ -62,7 +64,7 @@ def depths(parents: tuple[int, ...]) -> list[int]:
 
 
 def visible(parents: tuple[int, ...]) -> list[int]:
-    """Return the nodes that each node of the tree sees, the last token first: bit i stands for node i."""
+    """Return a bit mask for each node of the tree: bit i is set for node i and bit j for each ancestor j."""
     found = [1]
     for node, parent in enumerate(parents, 1):
         found.append(found[parent] | 1 << node)
@@ -95,7 +97,8 @@ class PromptLookup:
 
     Args:
         num_speculative_tokens: maximum number of guesses in a step.
-        prompt_lookup_max, prompt_lookup_min: longest and shortest run of last tokens that is searched for.
+        prompt_lookup_max, prompt_lookup_min: longest and shortest n-gram at the sequence's end that is looked
+            up in its earlier tokens. The longest is tried first.
     """
 
     num_speculative_tokens: int = 4
@@ -174,10 +177,10 @@ def make_speculator(settings: PromptLookup | DraftModel) -> Speculator | DraftSp
 
 
 def _chain_length(sequence: Sequence, most: int, lead: int) -> int:
-    """Return the useful length of a chain of guesses, at most ``most``.
+    """Return how many guesses in a row the next step can use, at most ``most``.
 
-    It is 0 if the next step does not continue an answer, or computes more than ``lead`` tokens before the
-    guesses.
+    Returns 0 if the answer has not begun, if more than ``lead`` tokens must be computed before the guesses,
+    or if the request's parameters do not allow guesses.
     """
     params, answered = sequence.request.params, sequence.num_outputs
     if sequence.state is not State.RUNNING or sequence.pending or not answered:
@@ -218,7 +221,7 @@ class Speculator:
         """Map each run of tokens to the position after its latest occurrence."""
         done, positions = self._positions.get(sequence, (1, {}))
         tokens = sequence.tokens
-        for end in range(done, len(tokens)):  # no token follows the run at the end yet
+        for end in range(done, len(tokens)):  # the last run is not followed by a token yet
             for length in range(self.settings.prompt_lookup_min, self.settings.prompt_lookup_max + 1):
                 if length <= end:
                     positions[tuple(tokens[end - length : end])] = end
@@ -236,7 +239,7 @@ class DraftSpeculator:
         self.settings = settings
 
     def guess(self, sequence: Sequence) -> Guesses:
-        # After an accepted sibling, whose cache slot is wrong, two tokens are computed before the guesses.
+        # An accepted sibling has the wrong cache slot and is computed again, before the guesses.
         lead = 1 + (self.settings.tree_width > 1)
         depth = _chain_length(sequence, self.settings.num_speculative_tokens, lead)
         parents = self.settings.parents

@@ -1,9 +1,9 @@
 """Rendering of Jinja chat templates in a sandbox, with bounds on time and memory.
 
 A template comes with the weights and is not trusted. Jinja's sandbox keeps it from Python's internals, but
-bounds neither its time nor its memory: ``{{ 'a' * 10**9 }}``. So every loop, call, filter and operator that
-can multiply its input is charged to an account of steps and characters. The account grows with the size of
-the rendered variables.
+bounds neither time nor memory, for example of ``{{ 'a' * 10**9 }}``. So a template has a budget of steps and
+characters, which grows with the size of the rendered variables. Every loop, call, filter and operator that
+can multiply its input is charged to this budget.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS, CHARACTERS = 2**17, 2**24
 STEPS_EACH, CHARACTERS_EACH = 4, 256
 """Additional budget for each character of the variables: templates that append to a text copy it often."""
 ACCOUNT = " account"
-"""The variable that holds the account. No template can name it, because of its space."""
+"""The variable that holds the :class:`Account`. Its name has a space, so that no template can use it."""
 
 STRUCTURAL = {
     "abs", "attr", "count", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last",
@@ -101,7 +101,10 @@ class GenerationTag(Extension):
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Add a charge to each iteration of a loop and each call of a macro, with the constant text it writes."""
+    """Make each iteration of a loop and each call of a macro pay for a step and for its constant text.
+
+    Also make ``a ~ b`` pay for its operands.
+    """
     bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
     for node in bodies:
         size = sum(len(data.data) for data in node.find_all(nodes.TemplateData))

@@ -60,7 +60,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of a text, with special tokens like BOS that the tokenizer adds around it."""
+        """Return the tokens of a text, by default with the tokenizer's special tokens, such as BOS."""
 
     def is_longer(self, text: str, most: int) -> bool:
         """Return True if a text certainly has more than ``most`` tokens, without encoding all of it.
@@ -234,7 +234,7 @@ class FastTokenizer(Tokenizer):
             return bytes(BYTE_OF[character] for character in text)
         if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             return bytes.fromhex(text[3:5])
-        # A decoder may treat a text's first token specially, so use the text that a second one adds.
+        # A decoder may treat a text's first token specially, so use the text that a second copy adds.
         once, twice = (self.decode([token] * count, False) for count in (1, 2))
         return twice[len(once) :].encode()
 
@@ -254,8 +254,8 @@ class FastTokenizer(Tokenizer):
 class _FastStream(TextStream):
     """Decodes a window of the last tokens with and without the newest; the difference is the new text.
 
-    A decoder may treat the first token of a text specially, so the window begins some tokens earlier. It
-    moves forward whenever it has yielded text.
+    A decoder may treat the first token of a text specially, so the window begins some tokens earlier. The
+    window moves forward whenever there is new text.
     """
 
     CONTEXT = 5

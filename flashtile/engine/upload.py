@@ -90,7 +90,7 @@ class Upload:
             if event is not None:
                 event.synchronize()  # the buffer's previous copy has finished
             _read(file, offset, buffer[: len(target)])
-            # Inference mode and the current stream are thread-local.
+            # Inference mode and the current stream are thread-local, so they are set in this thread.
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 target.copy_(buffer[: len(target)], non_blocking=True)
                 if event is not None:

@@ -1,7 +1,7 @@
 """A model's weights under Hugging Face's names: their shapes, and their values from safetensors or at random.
 
-Only safetensors are read, because unpickling a checkpoint can run code. Tensors are loaded on request, so a
-model that concatenates several of them needs little more memory than its own.
+Only safetensors are read, because unpickling a checkpoint can run code. Tensors are loaded on request, so
+loading needs little more memory than the model itself, even where tensors are concatenated.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WHOLE = Shard()
 
 
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
-    """Return every weight of the model by name."""
+    """Return the shape and the divided dimension of every weight of the model, by name."""
     c, hidden = config, config.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     found = {EMBEDDING: Parameter((c.vocab_size, hidden))}
@@ -96,7 +96,7 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
 
 
 def with_checkpoint_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
-    """Untie the embeddings in ``config`` if the checkpoint has another ``lm_head`` than the embedding.
+    """Untie the embeddings in ``config`` if the checkpoint's ``lm_head`` differs from its embedding.
 
     The weights are compared in ``dtype``. Like Transformers 5, this keeps the ``lm_head``, with a warning.
     """
@@ -181,7 +181,7 @@ def open_weights(
 def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, ByteRange]:
     """Return the byte ranges of weights in safetensors files whose headers have been checked.
 
-    Of weights divided by rows, the range covers only this process's rows; otherwise the whole tensor.
+    The range covers the whole tensor, or only this process's rows if the weight is divided by rows.
     """
     headers, found = {path: _header(path) for path in set(paths.values())}, {}
     for name, path in paths.items():
@@ -254,7 +254,7 @@ def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the safetensors files that the index names, or model.safetensors, or all.
+    """Return the safetensors files that the index names, else model.safetensors, else all in the folder.
 
     The order matters because some folders also hold the same weights in a second form.
     """

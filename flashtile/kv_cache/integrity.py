@@ -27,13 +27,13 @@ class Invariant(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory used by the resident sequences.
+    """Memory used by the resident sequences, which are not swapped out.
 
     Attributes:
         block_size: tokens per block.
         blocks: blocks used by sequences, shared ones counted once.
         blocks_unshared: blocks that the sequences would use without sharing.
-        tokens: filled slots of these blocks.
+        tokens: filled slots of ``blocks``, at most ``blocks * block_size``.
         cached_blocks: blocks used only by the prefix cache, which are evicted when needed.
         available_blocks: blocks that can be allocated, cached ones included.
     """

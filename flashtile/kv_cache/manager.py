@@ -38,7 +38,7 @@ class BlockManager:
     Args:
         num_blocks: blocks in the pool. With ``window_left`` one of them, block 0, is never allocated.
         block_size: tokens per block.
-        max_sequences: maximum number of sequences, those swapped out included.
+        max_sequences: maximum number of sequences, including swapped-out ones.
         max_seqlen: maximum number of tokens of a sequence.
         num_host_blocks: blocks of a second pool, to which sequences can be swapped out.
         window_left: earlier keys that a query sees in addition to its own position (``window_size[0]`` of the
@@ -213,7 +213,8 @@ class BlockManager:
         """Reserve room for ``num_tokens`` more tokens.
 
         Returns:
-            Blocks to copy before anything is written and before the next operation: at most one pair.
+            (source, destination) blocks to copy before anything is written and before the next operation: at
+            most one pair.
 
         Raises:
             OutOfBlocksError: there are too few blocks.
@@ -248,7 +249,7 @@ class BlockManager:
             num_tokens: one number for all, or (batch,) integers.
 
         Returns:
-            Pairs of blocks to copy before anything is written and before the next operation.
+            (source, destination) blocks to copy before anything is written and before the next operation.
 
         Raises:
             OutOfBlocksError, ValueError: as :meth:`reserve`.
@@ -265,9 +266,9 @@ class BlockManager:
         if self.has_tensors and not torch.equal(table.written_tensor.index_select(0, rows), lengths):
             for row in rows.tolist():
                 self._require_written(row)
-        room = lengths.neg() % size  # tokens that the last block still takes
+        room = lengths.neg() % size  # free slots of the last block
         last = self.block_table.take(batch.starts + ((lengths - 1) // size).clamp_(0))
-        shared = self.pool.refs_tensor.index_select(0, last) > 1  # a full block has no room in any case
+        shared = self.pool.refs_tensor.index_select(0, last) > 1  # for a full block this changes nothing
         work = ((room < counts) | shared) & (ends > lengths)
         copies: Copies = []
         chosen = work.nonzero().flatten()
@@ -316,7 +317,7 @@ class BlockManager:
     def _allocate(self, reservations: list[Reservation], copies: Copies) -> None:
         """Allocate blocks for every reservation. Raise OutOfBlocksError before anything has changed."""
         size, pool = self.block_size, self.pool
-        # An upper bound: each reservation copies at most one block. Only if it fails, count exactly.
+        # An upper bound: each reservation copies at most one block. Count exactly only if it is too large.
         at_most = sum((end - 1) // size - (length - 1) // size + 1 for _, length, end in reservations)
         if at_most > pool.available:
             self._require_available(reservations)
@@ -324,7 +325,8 @@ class BlockManager:
             for row, length, _ in reservations:
                 self._skip_blocks(row, length)
         table, refs = self.table, pool.refs
-        left: dict[int, int] = {}  # sources are released last, so that none becomes a destination
+        # References to sources of copies. They are released last, so that no source becomes a destination.
+        left: dict[int, int] = {}
         for row, length, end in reservations:
             if length % size and end > length:
                 column = length // size
@@ -399,7 +401,7 @@ class BlockManager:
             )
 
     def cache_blocks(self, sequence: int, tokens: Iterable[int] | Tensor, salt: bytes = b"") -> int:
-        """Enter the full blocks of a sequence into the prefix cache, for later calls of :meth:`create`.
+        """Add the full blocks of a sequence to the prefix cache, for later calls of :meth:`create`.
 
         Call this after the keys and values of these tokens have been written, for example after the prompt
         and before ``free``. Cached blocks outlive their sequences. They are evicted when blocks are needed,
@@ -425,7 +427,7 @@ class BlockManager:
             if column >= skipped:
                 new += self.pool.cache_block(table.entries[start + column], block_hash)
         if written == table.lengths[row]:
-            table.step_of_row[row] = NO_STEP  # a completely written step may not write to cached blocks
+            table.step_of_row[row] = NO_STEP  # the row's step may not write to cached blocks
         return new
 
     def reset_prefix_cache(self) -> int:

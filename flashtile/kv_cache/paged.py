@@ -35,8 +35,8 @@ class Step(NamedTuple):
         same_length: whether every sequence has ``max_seqlen_q`` new tokens.
         copied_blocks: number of shared blocks that were copied because the step writes to them.
         batch: the sequences.
-        numbers: (batch,) int64 on the CPU, the step's number of each sequence, by which the cache recognises
-            whether the step is still valid.
+        numbers: (batch,) int64 on the CPU, the number of this step as stored for each sequence. The step is
+            valid while the stored numbers are the same.
         unwritten_layers: layers whose new keys and values are not written yet.
     """
 

@@ -27,7 +27,7 @@ MAX_SIZE = 2**30
 """Largest allowed size, so that the sum of two lengths fits into an int32."""
 
 HASH_BYTES = 16
-"""Two different prefixes share a hash with probability 2^-128, so contents are not compared."""
+"""Bytes of a hash. Two different prefixes share one with probability 2^-128, so contents are not compared."""
 
 Copies = list[tuple[int, int]]
 """(source, destination) blocks. No destination is also a source, so the order of copies does not matter."""
@@ -145,7 +145,7 @@ class BlockPool(ArraysWithViews):
         )
 
     def cache_block(self, block: int, block_hash: bytes) -> bool:
-        """Enter a used block into the prefix cache. It must not be written to afterwards.
+        """Add a used block to the prefix cache. The block must not be written to afterwards.
 
         Returns:
             False if the prefix cache has this content or this block already; nothing is changed then.

@@ -120,7 +120,11 @@ class BlockTable(ArraysWithViews):
             )
 
     def row(self, sequence: int, swapped_out: bool = False) -> int:
-        """Return the row of a sequence. Raise ValueError unless its state is ``swapped_out``."""
+        """Return the row of a sequence that is resident, or is swapped out if ``swapped_out`` is True.
+
+        Raises:
+            ValueError: the sequence does not exist, or its state differs from ``swapped_out``.
+        """
         sequence, row, found = self.find(sequence)
         if found != swapped_out:
             text = "is swapped out: swap it in first" if found else "is not swapped out"
@@ -130,7 +134,7 @@ class BlockTable(ArraysWithViews):
     def resolve(
         self, sequences: Iterable[int] | Tensor, swapped_out: bool = False
     ) -> tuple[array[int], list[int]]:
-        """Return (sequences, their rows). The sequences must differ and have the state ``swapped_out``."""
+        """Return (sequences, their rows), with the errors of :meth:`row`. The sequences must differ."""
         sequences = as_ints("sequences", sequences)
         rows = [self.row(sequence, swapped_out) for sequence in sequences]
         if len(set(rows)) != len(rows):

@@ -1,8 +1,8 @@
 """Operations that write their results into the caller's memory: ``out=`` and ``lse=``.
 
 Each is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A launch
-that has ``writes_into`` takes a buffer or None for each result, after its other arguments. Results are copied
-into buffers that such a launch cannot write directly, and into those of all other launches.
+that has ``writes_into`` takes a buffer or None for each result, after its other arguments. If it cannot write
+to a buffer directly, or if a launch has no ``writes_into``, the result is copied into the buffer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashtile.op.operation import Operation, is_plain
 from flashtile.op.refusals import transforming
 
 ALIGNMENT = 16
-"""Alignment in bytes of results that kernels are compiled for; all memory that torch allocates has it."""
+"""Alignment, in bytes, that compiled kernels assume for results. Memory that torch allocates has it."""
 
 Result = tuple[tuple[int, ...], torch.dtype]
 
@@ -29,10 +29,10 @@ class Into(Operation):
     """Writes the results of ``operation`` into the caller's memory.
 
     Args:
-        operation: one without a backward pass, or the forward pass of one that has it.
-        buffers: names of the results; only the first must always exist.
-        results_of: ``(*tensors, optional, options)`` to (shape, dtype) of each result, None for one that the
-            call does not return.
+        operation: an operation without a backward pass, or the forward pass of an operation that has one.
+        buffers: names of the results; only the first exists in every call.
+        results_of: ``(*tensors, optional, options) -> results``: (shape, dtype) of each result, or None for a
+            result that the call does not return.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Into(Operation):
         )
 
     def write(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Tensor | None, ...]:
-        """Return the results: ``buffers``, with new memory for requested results whose buffer is None."""
+        """Compute the results into ``buffers``, or new memory where a buffer is None, and return them."""
         buffers = self.complete(tensors, optional, options, buffers)
         given = (*tensors, *buffers)
         self.refuse_gradients(buffers, self.names, (*given, *optional))
@@ -83,7 +83,7 @@ class Into(Operation):
                 tensors[0].new_empty(result[0], dtype=result[1]) if buffer is None and result else buffer
                 for buffer, result in zip(buffers, results, strict=True)
             )
-        except Exception:  # not a tensor, or one of another shape
+        except Exception:  # not a tensor, or a tensor of another shape
             self.of.check(*tensors, optional, options)
             raise
 

@@ -1,4 +1,4 @@
-"""Answers observers of operators: the FLOPs of a call, and how its DTensors may be sharded."""
+"""Tells observers of operators the FLOPs of a call, and how its DTensors may be sharded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def count_scores(
     cu_seqlens_k: Tensor | None,
     max_seqlen_k: int | None,
 ) -> int:
-    """Count the query-key pairs within each sequence, over all sequences; ``seqlen_k`` is for a dense k."""
+    """Count the pairs of a query and a key of the same sequence, in the whole batch.
+
+    ``seqlen_k``: keys per sequence without ``cu_seqlens``.
+    """
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return q.shape[0] * q.shape[1] * seqlen_k
     lengths = lengths_of(cu_seqlens_q, max_seqlen_q or 0), lengths_of(cu_seqlens_k, max_seqlen_k or 0)
@@ -63,7 +66,7 @@ _sharded: dict[str, Observed] = {}
 
 def tell_observers(operation: Observed, tensors: tuple[Any, ...]) -> None:
     """Register the FLOP count with active FLOP counters and the sharding rules with DTensor."""
-    if torch.compiler.is_dynamo_compiling():  # counters observe the graph when it is traced
+    if torch.compiler.is_dynamo_compiling():  # counters observe the traced graph
         tell_dtensors(operation, tensors)
         return
     if operation.flops is not None and torch._C._len_torch_dispatch_stack():

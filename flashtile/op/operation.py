@@ -35,7 +35,7 @@ from flashtile.op.registry import define, implement, register_autograd, register
 from flashtile.op.selection import select
 
 Tensors = tuple[Any, ...]
-"""The tensors that every call of an operation has, in order; None for an omitted optional one."""
+"""The tensors that every call of an operation has, in order; None for an omitted tensor."""
 
 SIGNATURE_BYTES = 4096
 """Approximate host memory of a cached launch: its key, its problem and its kernels' fixed arguments."""
@@ -43,7 +43,7 @@ CACHE_BYTES = 16 * 2**20
 """Limit of the cached launches of each operation, in bytes."""
 
 PLAIN_TYPES = (Tensor, Parameter)
-"""Tensor types that no one can observe; a subclass may override what is done with it."""
+"""Tensor types whose operations run unchanged. Other subclasses may override operations."""
 
 # Bound at import, because every call uses them.
 dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -80,20 +80,20 @@ class Operation:
         results: number of returned tensors.
         check: ``(*tensors, optional, options)`` raises for a call that no backend could compute. It looks at
             types and shapes, never at data.
-        describe: ``(*tensors, optional, options)`` to the problem.
-        fake: ``(*tensors, optional, options)`` to empty results, with None for one that does not exist.
+        describe: ``(*tensors, optional, options) -> problem``.
+        fake: ``(*tensors, optional, options) -> results``: empty tensors, or None for an absent result.
         check_values: ``(*tensors, optional, options)`` raises for lengths and tables that point outside the
-            tensors. It reads data: called on the CPU, and on a GPU under ``debug_checks``.
-        check_traced: the part of ``check`` that ``torch.compile`` traces, for values that no graph can hold;
-            the fake checks the rest. None means all of ``check``.
+            tensors. It reads data, so on a GPU it is called only under ``debug_checks``.
+        check_traced: the part of ``check`` that ``torch.compile`` traces, for arguments that cannot enter a
+            graph; the fake implementation checks the rest. None means all of ``check``.
         part: the subpackage of a backend that implements it ("" is the backend's own package).
         mutates: names of the tensors that are written in place.
         no_gradient: advice in the error message of an operation without a backward pass.
-        flops: ``(*tensors, optional, options)`` to the floating-point operations of a call.
-        shardings: ``(*tensors, optional, options)`` to the placements of DTensors that need no communication.
+        flops: ``(*tensors, optional, options) -> number`` of floating-point operations of a call.
+        shardings: ``(*tensors, optional, options) -> placements`` of DTensors that need no communication.
         suffix: suffix of the operator's name, for a second operator that the same backends implement.
-        extended_to: the types of ``optional`` and ``options``, with more fields at the end, in calls with
-            further arguments. The operator takes these last, with defaults.
+        extended_to: the types of ``optional`` and ``options`` in calls with further arguments. Their further
+            fields come last in the operator's schema, with defaults.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Operation:
         return tensors, type(self.nothing)(*optional) if given else self.nothing, self.options(*options)
 
     def returned(self, results: Any, tensors: Tensors) -> Any:
-        """Return the operator's results: tensors only, an empty one where a launch gives None."""
+        """Return the results of a launch for the operator: tensors only, with an empty one for None."""
         if isinstance(results, tuple) and any(r is None for r in results):
             like = next(t for t in tensors if t is not None)
             return tuple(like.new_empty(0) if r is None else r for r in results)
@@ -279,7 +279,7 @@ class Operation:
 
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
-    """Whether nothing could observe the operator: no trace, mode, transform, tangent or subclass."""
+    """Whether nothing observes the call: no trace, mode, transform, tangent or subclass."""
     if torch.compiler.is_dynamo_compiling():
         return False
     for tensor in required:
@@ -321,7 +321,7 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
 def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
     """Whether a call on this device checks the values of its tensors.
 
-    On a GPU that synchronises, so it is done only under ``debug_checks`` or ``FLASHTILE_DEBUG=1``.
+    Reading values on a GPU synchronises, so it needs ``debug_checks`` or ``FLASHTILE_DEBUG=1`` there.
     """
     return debug_checks or not tensor.is_cuda or environment.get(DEBUG) == ON
 
@@ -354,8 +354,8 @@ _described: ContextVar[Described | None] = ContextVar("flashtile_described", def
 def describing(*arguments: Any) -> Iterator[Described]:
     """Record the calls inside the context instead of computing them.
 
-    Yields a list of (operation, problem, requested backend). Calls return fake tensors. ``arguments`` of the
-    calls may already be fake.
+    Yields a list of (operation, problem, requested backend). Calls return fake tensors. If ``arguments``
+    contain fake tensors, their mode is used.
     """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,7 +1,7 @@
 """Refuses derivatives that an operation lacks: tangents of forward mode, and gradients.
 
-Without a rule torch's dispatcher silently drops both. Transforms of ``torch.func`` also hide them: in
-``grad`` inside ``jvp``, the tangents are one level further in. Therefore every level is checked.
+Without a derivative rule, torch's dispatcher silently drops both. Transforms of ``torch.func`` also hide
+them: in ``grad`` inside ``jvp``, the tangents are one level further in. Therefore every level is checked.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ def transforming() -> bool:
 def leave_graph_of_gradients() -> None:
     """Break the graph while ``torch.compile`` traces a gradient of ``torch.func``.
 
-    No custom operator has a gradient there. Everything under the transform then runs eagerly.
+    Custom operators have no gradient there. Everything under the transform then runs eagerly.
     """
     functorch = torch._C._functorch
-    if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):  # traced, None is not None
+    # While this is traced, ``peek_interpreter_stack() is None`` is False even without a transform.
+    if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):
         return
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 

@@ -36,9 +36,9 @@ def schema(
     mutates: tuple[str, ...],
     extended_to: tuple[Any, Any],
 ) -> str:
-    """Return ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)`` or the like.
+    """Return a schema like ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)``.
 
-    Fields that only the types in ``extended_to`` have come last, with defaults.
+    The further fields of the types in ``extended_to`` come last, with defaults.
     """
     kinds = {n.rstrip("?"): "Tensor?" if n.endswith("?") else "Tensor" for n in tensors}
     kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(optional).items()}
@@ -62,7 +62,7 @@ def _schema_type(annotation: Any) -> str:
 
 
 def extended(name: str, base: Any, more: dict[str, Any], defaults: tuple[Any, ...] = ()) -> Any:
-    """Return a NamedTuple with the fields of ``base`` and of ``more``; the last have ``defaults``."""
+    """Return a NamedTuple with the fields of ``base`` and ``more``; the last fields have ``defaults``."""
     made: Any = namedtuple(name, (*base._fields, *more), defaults=defaults)  # type: ignore[misc]
     made.__annotations__ = typing.get_type_hints(base) | more
     return made
@@ -70,7 +70,7 @@ def extended(name: str, base: Any, more: dict[str, Any], defaults: tuple[Any, ..
 
 _NAMESPACE = "flashtile"
 _serving: dict[Any, Any] = vars(getattr(torch.ops, _NAMESPACE)).setdefault("_serving", {})
-"""Current implementations by (operator, purpose), and the library; stored where module reloads keep them."""
+"""Current implementations by (operator, purpose), and the library. Stored in torch, to survive reloads."""
 
 
 def define(operator: str, text: str) -> Any:
@@ -122,7 +122,7 @@ def _library() -> Any:
 
 
 def _serve(operator: str, purpose: str, function: Callable[..., Any], register: Callable[..., Any]) -> None:
-    """Make ``function`` the current implementation; ``register`` gets the look-up on the first call."""
+    """Make ``function`` the current implementation; the first call registers a function that looks it up."""
     key = operator, purpose
     if key not in _serving:
         register(_looked_up(key))

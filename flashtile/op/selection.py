@@ -3,10 +3,10 @@
 A backend takes part in an operation with a module, ``flashtile.backends.<backend>`` or its subpackage
 ``part``, that offers
 
-* ``reason_against(problem, explicit)``: why it does not support the problem, None if it does; ``explicit``
-  says that the caller named the backend; ``reason_against_<operation>`` is called instead if it exists,
-* ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature,
-  which validates nothing (one with ``writes_into`` also takes memory for its results: ``op/into.py``),
+* ``reason_against(problem, explicit)``: why it does not support the problem; None if it does. ``explicit``:
+  whether the caller named the backend. If ``reason_against_<operation>`` exists, it is called instead.
+* ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature. It
+  validates nothing. With ``writes_into`` it also takes buffers for its results (``op/into.py``).
 * ``configure_<operation>(problem)``: the frozen configuration, if the operation has one.
 """
 
@@ -30,7 +30,7 @@ class Served(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The backend selected for a problem, its configuration, and why those before it were rejected."""
+    """The backend selected for a problem, its configuration, and why preferred backends were rejected."""
 
     operation: Served = field(repr=False)
     problem: Any
@@ -46,7 +46,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice for an operation of a call. ``backend`` and ``config`` are None if none supports it.
+    """The backend for an operation of a call. ``backend`` and ``config`` are None if no backend supports it.
 
     ``requested`` is the backend that the caller named, None if the caller named none.
     """

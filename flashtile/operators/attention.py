@@ -27,7 +27,7 @@ from flashtile.operators.shardings import backward_shardings, forward_shardings
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 _LEARNING = ("q", "k", "v", "sink", "bias", *CAPTURED)
-"""The tensors that have gradients, in the order in which launches return these."""
+"""The tensors that may have gradients, in the order in which launches return the gradients."""
 
 
 def _forward_results(
@@ -78,7 +78,7 @@ def _count_scores(q: Tensor, k: Tensor, extras: OptionalTensors, options: Option
 
 class ForwardOperation(Operation):
     def check_values(self, tensors: tuple, extras: OptionalTensors, options: Options) -> None:
-        """Offsets and lengths are among the extras, so a call without extras has no values to check."""
+        """Check offsets and lengths. These are extras, so a call without extras has no values to check."""
         if extras is not NO_EXTRAS:
             super().check_values(tensors, extras, options)
 
@@ -91,7 +91,7 @@ class BackwardOperation(Operation):
     def launch(self, tensors: tuple, extras: OptionalTensors, options: Options) -> Any:
         """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero).
 
-        With functions the gradients of captured tensors follow, None for those that are not learned.
+        With score or mask functions, gradients of captured tensors follow; None for those that need none.
         """
         return super().launch(self.normalized(tensors), extras, options)
 
@@ -102,7 +102,7 @@ class BackwardOperation(Operation):
         return (dout, None if dlse is None else dlse.contiguous(), q, k, v, out, lse)
 
     def returned(self, results: Any, tensors: Any) -> Any:
-        """Return the operator's results, of which the last is dbias or, with functions, a packed vector."""
+        """Return the operator's results. The last is dbias, or one vector for all captured tensors."""
         *gradients, dbias = results[:5]
         return super().returned((*gradients, functions.pack(results[5:]) if results[5:] else dbias), tensors)
 
@@ -159,7 +159,7 @@ def forward(
 def forward_with_functions(
     q: Tensor, k: Tensor, v: Tensor, plain_extras: OptionalTensors, plain_options: Options, given: Functions
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call with functions."""
+    """Compute (out, lse) of a call with ``score_mod``, ``mask_mod`` or ``block_mask``."""
     tensors = (q, k, v)
     options = ModifiedOptions._make((*plain_options, *functions.further_options(given)))
     sink = plain_extras.sink
@@ -196,7 +196,7 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
 
 
 def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, options: Any) -> bool:
-    """Whether a plain call with functions needs a backward pass."""
+    """Whether a plain call with score or mask functions needs a backward pass."""
     q, k, v = tensors
     return torch.is_grad_enabled() and bool(
         options.learned or q.requires_grad or k.requires_grad or v.requires_grad or _learns(sink)
@@ -212,7 +212,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, extras, options, q, k, v, *learning):
-        """Compute (out, lse); autograd needs sink, bias and captured tensors, which ``extras`` also holds."""
+        """Compute (out, lse). ``learning``: sink, bias, captured tensors, as in ``extras``, for autograd."""
         out, lse = FORWARD.launch((q, k, v), extras, options)
         _save(ctx, q, k, v, out, lse, extras, options)
         return out, lse
@@ -259,7 +259,7 @@ def _gradients(ctx, dout, dlse, bias):
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not _batched(dout) and not _batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
-    # With create_graph this records a node that knows the second derivative.
+    # With create_graph this records a node that has the second derivative.
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
         arguments = BACKWARD.flat(given, extras, options)

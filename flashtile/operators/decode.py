@@ -110,7 +110,7 @@ class _Decoding(Operation):
     """Attention over a cache.
 
     A dense cache that grows, by ``torch.cat`` or as a longer slice of a larger one, has a new signature at
-    every step but needs no new kernel. Its launch is derived from that for the previous length.
+    every step but needs no new kernel. Its launch is derived from the launch for the previous length.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -133,7 +133,7 @@ class _Decoding(Operation):
 
 
 def _are_as_long(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether both are (batch_cache, seqlen_cache, heads_kv, head_dim), with equal and valid lengths."""
+    """Whether both caches are (batch_cache, seqlen_cache, heads_kv, head_dim), with equal, valid lengths."""
     if k_cache.dim() != 4 or v_cache.dim() != 4:
         return False
     return 0 < k_cache.shape[1] == v_cache.shape[1] <= MAX_LENGTH
@@ -198,10 +198,15 @@ COPY = _Writing(
     describe=CopyProblem.from_tensors,
 )
 
+<<<<<<< HEAD
 _append_and_decode = launch_cache()
 """Pairs of launches by one look-up, because a decoding step is mostly limited by host time."""
+=======
+_append_and_decode: BoundedCache = BoundedCache(CACHE_BYTES)
+"""Launches of (append, attention) by one look-up: a decoding step is mostly limited by host time."""
+>>>>>>> main
 _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
-"""Names of all tensors that might require a gradient."""
+"""Names of all tensors of :func:`append_and_decode` that might require a gradient."""
 
 
 Buffers = tuple[Any, ...]
@@ -231,8 +236,8 @@ def append_and_decode(
 ) -> tuple[Tensor, Any]:
     """Append k and v to the cache, then compute (out, lse) over it, into ``buffers`` if there are any.
 
-    The whole call is checked before anything is written. ``appended`` comes without queries; they are rotated
-    here if it has rotary angles.
+    The whole call is checked before anything is written. ``appended`` must not contain queries: q is rotated
+    here if ``appended`` has rotary angles.
     """
     new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens

@@ -1,4 +1,4 @@
-"""Tangents, and derivatives of gradients: standard attention in plain PyTorch, which can differentiate it.
+"""Tangents and derivatives of gradients, by standard attention in plain PyTorch, which is differentiable.
 
 Kernels compute out, lse and first gradients. Further derivatives are rare and are computed with
 :func:`flashtile.reference.attention.attention` in float32 (float64 for float64 inputs). Several tensors of
@@ -41,7 +41,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
 
 
 def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
-    """Return :func:`plain` as a function of the differentiable tensors, and those besides q, k and v."""
+    """Return (:func:`plain` as a function of q, k, v and ``learned``, the tensors ``learned`` by name).
+
+    ``learned`` are sink, bias and the captured tensors that need a gradient, as far as they are given.
+    """
     names = (*LEARNED, *(CAPTURED[i] for i in learned_of(options)))
     learned = {name: getattr(extras, name) for name in names if getattr(extras, name) is not None}
 
@@ -52,7 +55,7 @@ def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
 
 
 def _functions(extras: Any, options: Any) -> dict[str, Any]:
-    """Return the functions of a call for the reference."""
+    """Return ``score_mod`` and ``mask_mod`` of a call as arguments of the reference."""
     functions: dict[str, Any] = {}
     if isinstance(extras, ModifiedExtras):
         captured = [tensor for tensor in captured_of(extras) if tensor is not None]
@@ -86,7 +89,7 @@ def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any,
 def gradients(
     attend: Attend, dout: Tensor | None, dlse: Tensor | None, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Compute the gradients of ``tensors`` (q, k, v, *learned) from those of out and lse; None means zero."""
+    """Compute the gradients of ``tensors`` (q, k, v, *learned) from dout and dlse, where None means zero."""
     results, pull, *_ = torch.func.vjp(attend, *tensors)
     return pull(_filled((dout, dlse), results))
 

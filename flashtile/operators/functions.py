@@ -1,6 +1,6 @@
-"""The further tensors, options and checks of attention with score and mask functions, and its problem.
+"""Attention with score and mask functions: its further tensors and options, its checks and its problem.
 
-A call with functions has further fields behind those of its ``OptionalTensors`` and ``Options``: captured
+A call with functions has further fields after those of its ``OptionalTensors`` and ``Options``: captured
 tensors, the lists of a block mask, and the functions' programs as text. Calls without functions pay nothing
 for them.
 """
@@ -51,7 +51,7 @@ _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 
 
 class SignedExtras(ModifiedExtras):
-    """OptionalTensors that are built once for many forward calls: captured tensors and a block mask's lists.
+    """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
 
     All tensors are plain. The lists get a new signature only when their memory changes.
     """
@@ -97,7 +97,7 @@ class Functions(NamedTuple):
     mask: Trace | None
     """The trace whose text is ``mask_mod``."""
     extras: SignedExtras | None = None
-    """OptionalTensors of a forward call that has only a block mask, cached for the next such call."""
+    """Extras of a forward call whose only optional arguments are functions, cached for the next such call."""
 
 
 def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
@@ -118,7 +118,7 @@ def learned_of(options: Any) -> tuple[int, ...]:
 
 
 def plain_part(extras: Any, options: Any) -> tuple[OptionalTensors, Options]:
-    """Return the extras and options of attention without functions."""
+    """Return the extras and options of a call as if it had no score or mask functions."""
     given = OptionalTensors(*extras[:_NUM_EXTRAS])
     nothing = all(tensor is None for tensor in given)
     return NO_EXTRAS if nothing else given, Options(*options[:_NUM_OPTIONS])

@@ -71,7 +71,7 @@ def _placements(
 
     slopes_by_batch = extras.alibi_slopes is not None and extras.alibi_slopes.ndim == 2
     ways = [way(Replicate(), Replicate(), Replicate())]
-    if extras.rng_state is not None:  # parts would count their sequences and heads from 0
+    if extras.rng_state is not None:  # dropout depends on indices, which each part counts from 0
         return ways
     if extras.cu_seqlens_q is None:
         by_batch = {"seqused_q": Shard(0), "seqused_k": Shard(0), "key_padding_mask": Shard(0)} | along(0)
@@ -87,8 +87,8 @@ def _placements(
 def _heads_can_be_shared(q: Any, k: Any, v: Any) -> bool:
     """Whether every shard gets whole groups of query heads with their shared key/value head.
 
-    Where k has as many heads as q, shards may have any sizes. Otherwise they must be equal: over the whole
-    mesh, or over those dimensions of the mesh over which heads are already sharded.
+    If k has as many heads as q, shards may have any sizes. Otherwise heads must divide evenly: over the whole
+    mesh, or over the dimensions of the mesh on which heads are already sharded.
     """
     if q.shape[-2] == k.shape[-2]:
         return True

@@ -1,7 +1,7 @@
 """The operators under ``torch.func``'s transforms: grad, vmap, jacrev and their combinations.
 
 A transform needs its own form of ``autograd.Function`` and a batching rule: the samples that vmap maps over
-become batches of one call.
+become part of the batch of one call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 
 
 def backward(operation: Operation, *arguments: Any) -> Any:
-    """``flashtile::backward`` under the active transforms, or for gradients with tangents.
+    """Compute ``flashtile::backward`` under the active transforms, or for gradients with tangents.
 
     ``operation`` is the backward pass.
     """
@@ -55,7 +55,7 @@ def second_derivative(operation: Operation, ctx: Any, *cotangents: Any) -> tuple
         attend, [*cotangents[:3], *asked], dout, dlse, (*others, *learned.values())
     )
     of_name = dict(zip(("dout", "dlse", *"qkv", *learned), (ddout, ddlse, *found), strict=True))
-    # The dispatcher omits arguments that have their default: the gradients are as many as were given.
+    # One gradient per given argument: the dispatcher omits arguments that have their default.
     given = zip(operation.arguments, ctx.needs_input_grad, strict=False)
     return tuple(of_name.get(name) for name, _ in given)
 
@@ -68,7 +68,10 @@ def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) ->
 
 
 class Forward(torch.autograd.Function):
-    """Compute (out, lse) from the operation of the backward pass, q, k, v, extras and options."""
+    """Compute (out, lse) under a transform.
+
+    Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of extras and options.
+    """
 
     @staticmethod
     def forward(operation, *arguments):
@@ -119,8 +122,8 @@ def _vmap(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Return the results of ``operator`` for each sample, and the index of their sample dimension.
 
-    ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then
-    OptionalTensors, Options and what a call with functions has further.
+    ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then the fields of
+    OptionalTensors and Options, then the further fields of a call with functions.
     """
     tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
     extras, options = OptionalTensors(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
@@ -141,7 +144,7 @@ def _vmap(
         used = _samples_first(used, dim_of["seqused_k"], samples).flatten()
     slopes = _slopes_by_batch(extras.alibi_slopes, dim_of["alibi_slopes"], samples, batch)
     results = operator(*flat, *OptionalTensors(seqused_k=used, alibi_slopes=slopes), *options)
-    # dsink has no batch where there is no sink.
+    # Without a sink, dsink is an empty vector that all samples share.
     out_dims = tuple(None if t.dim() == 1 else 0 for t in results)
     return tuple(t if t.dim() == 1 else t.unflatten(0, (samples, batch)) for t in results), out_dims
 
@@ -149,12 +152,12 @@ def _vmap(
 def _one_by_one(
     operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Compute the samples in a loop, if a tensor without a batch dimension is given.
+    """Compute the samples in a loop, for calls with functions or with a tensor that has no batch dimension.
 
     A sink has one gradient for a call's whole batch, and a mask may be shared by the whole batch.
     """
     given = list(zip(arguments, in_dims, strict=True))
-    if samples == 0:  # no results, but in the shapes of a sample's results
+    if samples == 0:  # empty results, in the shapes of a sample's results
         shapes = operator(
             *(a if dim is None else a.new_zeros(a.movedim(dim, 0).shape[1:]) for a, dim in given)
         )

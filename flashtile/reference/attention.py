@@ -60,7 +60,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
         seqused_q,
     )  # fmt: skip
-    if isinstance(alibi_slopes, Tensor):  # autograd computes their gradient here
+    if isinstance(alibi_slopes, Tensor):  # the check refuses slopes that require grad
         check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
     else:
         check_call(q, k, v, extras, options)

@@ -46,12 +46,12 @@ def attention_with_kvcache(
     qv: Tensor | None = None,
     upcast: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute (out, lse, k_cache, v_cache) by definition, with caches that are copies and contain k and v.
+    """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies with k and v appended.
 
-    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. Numbers that are written into the
-    cache, and rotated queries, are rounded to their dtypes. ``upcast`` is the dtype of the following
-    attention and of out (None: q's dtype, as in plain PyTorch). lse is float64 if ``upcast`` or q's dtype is
-    float64, otherwise float32.
+    The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. Appended keys and values are rounded
+    to the cache's dtype, rotated queries to their own. ``upcast`` is the dtype of the attention that follows
+    and of out (None: q's dtype, as in plain PyTorch). lse is float64 if ``upcast`` or q's dtype is float64,
+    otherwise float32.
     """
     if isinstance(cache_seqlens, int):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1

@@ -1,4 +1,4 @@
-"""The references of FP8: quantisation to the bit of the kernels, and standard attention over its results."""
+"""References of FP8: quantisation, bit-identical to the kernels, and standard attention over its results."""
 
 from __future__ import annotations
 

@@ -279,4 +279,5 @@ def test_calls_of_models_have_kernels():
     assert {dict(call.arguments)["window_left"] for call in training} >= {-1, 4095}
     for call in (*training[::7], *serving[::7], *features[::7]):
         for target in (H200, A100):
-            assert launches(call, target), call
+            # A product of many rows is the library's, and has no kernel.
+            assert launches(call, target) or call.operation == "linear", call

@@ -21,7 +21,10 @@ def interpreting() -> bool:
 
 
 def reason_against(problem: Problem, explicit: bool) -> str | None:
-    """Why this backend does not serve the problem; None if it does."""
+    """Why this backend does not serve the problem; None if it does.
+
+    ``explicit``: whether the call names the backend.
+    """
     reason = reason_of_device(problem.device, {problem.dtype}, explicit) or reason_of_dtypes({problem.dtype})
     if reason is None:
         reason = _reason_of_width(problem)
@@ -36,7 +39,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 
 def fits(gpu: tuple[int, int], element_bytes: int, head_dim: int) -> bool:
-    """Whether tiles of such heads fit the shared memory of a GPU of this compute capability."""
+    """Whether tiles of heads of this size fit into a block's shared memory, by compute capability ``gpu``."""
     if head_dim > 512:
         return element_bytes == 2 and gpu in LARGE_SHARED_MEMORY
     return head_dim <= 256 or (gpu >= (8, 0) if element_bytes == 2 else gpu in LARGE_SHARED_MEMORY)

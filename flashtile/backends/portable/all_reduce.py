@@ -1,9 +1,9 @@
 """Sums over GPUs of one host that reach each other's memory: one kernel, without a barrier.
 
-Every rank writes its part into the memory of all ranks and adds the parts that arrive in its own memory. A
-64-bit word is 32 bits of data and the number of the call. It is written atomically, so the number marks the
-data as valid: no fence and no separate flag is needed, and a call takes one trip over the link. NCCL calls
-such a protocol LL (low latency). It doubles the bytes, which hardly matters for small sums.
+Every rank writes its part into the memory of all ranks and adds the parts that arrive in its own memory.
+Each 64-bit word holds 32 bits of data and the number of the call. It is written atomically, so the number
+marks the data as valid. No fence and no separate flag is needed, and a call takes one trip over the link.
+NCCL calls this protocol LL (low latency). It doubles the bytes, which hardly matters for small sums.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AllReduceVariant:
 
     RANKS: int
     SOURCES: int
-    """The power of two that is at least RANKS."""
+    """RANKS rounded up to a power of two."""
     PROGRAMS: int
     PAIRS: bool
     """Whether a 32-bit word holds two 16-bit numbers."""
@@ -92,9 +92,10 @@ def all_reduce_kernel(
 ):
     """Add the parts of all ranks, in the same order on each rank, plus ``residual``. Grid: (PROGRAMS,).
 
-    part, residual and out are ``words`` words of 32 bits. To JOIN them, part has rows of ``columns`` words
-    and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks' memories.
-    ``calls`` (PROGRAMS,) int64 counts this memory's calls, including replays of a graph.
+    part, residual and out are ``words`` words of 32 bits. With RESULT = JOIN, part has rows of ``columns``
+    words and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks'
+    memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of a
+    graph.
 
     Calls alternate between two slots. A rank reuses a slot only after its next call has ended. By then the
     other ranks have begun that call, so they have read the slot. This holds as long as calls run one after
@@ -118,7 +119,7 @@ def all_reduce_kernel(
         inside = (source < C.RANKS) & (at < words)[None, :]
         message = tl.load(parts + at, mask=at < words, other=0).to(tl.uint64) | (number.to(tl.uint64) << 32)
         slot = memory + half + rank * capacity
-        tl.store(slot + at[None, :], message[None, :], mask=inside, cache_modifier=".wt")  # at once
+        tl.store(slot + at[None, :], message[None, :], mask=inside, cache_modifier=".wt")  # for low latency
     for first in range(pid * C.BLOCK, words, C.PROGRAMS * C.BLOCK):
         at = first + tl.arange(0, C.BLOCK)
         inside = (source < C.RANKS) & (at < words)[None, :]
@@ -178,10 +179,11 @@ def all_reduce(
     timeout: float,
     result: int = SUM.value,
 ) -> Tensor:
-    """The sum of all ranks' parts, plus ``residual``; or the first rank's part, or (rows, ranks * columns).
+    """Return the sum of all ranks' parts plus ``residual``, the first rank's part, or all parts joined.
 
-    All are contiguous. Numbers that are added have 16 or 32 bits; a row that is joined is a multiple of 4
-    bytes, as any part is.
+    ``result`` selects SUM, FIRST or JOIN; joined parts are (rows, ranks * columns). All tensors are
+    contiguous. Elements to add have 16 or 32 bits. A part, and each row to join, is a multiple of 4 bytes.
+    ``timeout`` is in seconds.
     """
     ranks, words = len(memories), part.nbytes // 4
     rows = part.shape[0] if result == JOIN.value else 1

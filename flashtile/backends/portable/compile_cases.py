@@ -60,7 +60,7 @@ _VARIANTS: dict[str, Problem] = {
     "dropout": replace(PLAIN, window_right=0, dropout_p=0.1),
     "features": replace(PLAIN, sink=True, **_FEATURES),
 }
-"""Plain problems as most calls have them, and one with every feature at once."""
+"""Problems of common calls without score or mask functions, and one with many features at once."""
 _SCORE = """\
 t0: int = sub kv q
 t1: int = maximum t0 -128
@@ -95,7 +95,7 @@ _GENERAL_MASK_SPILLS = {
     "dkdv bf16 head_dim 128 bias": 300,
     "dkdv bf16 head_dim 128 dropout": 396,
 }
-"""Bytes of register spills with masks, biases and dropout: the most of Triton 3.6 and 3.7, none timed yet."""
+"""Bytes of register spills with masks, biases and dropout: the maximum over Triton 3.6 and 3.7. Not timed."""
 _FUNCTION_SPILLS: dict[tuple[str, str, int, str], int] = {
     ("hopper", "bf16", 64, "dkdv"): 64,
     ("hopper", "bf16", 64, "dq"): 4,
@@ -109,7 +109,7 @@ _FUNCTION_SPILLS: dict[tuple[str, str, int, str], int] = {
     ("ampere", "fp32", 64, "dkdv"): 4,
     ("ampere", "fp32", 64, "forward"): 44,
 }
-"""Bytes of spills with functions, the most of Triton 3.6 and 3.7; none of these kernels was timed."""
+"""Bytes of spills with score or mask functions, the maximum over Triton 3.6 and 3.7. Not timed."""
 _WEIGHT_SPILLS = {
     ("hopper", 64, "modified top 8"): 24,
     ("ampere", 64, "full"): 440,
@@ -117,14 +117,14 @@ _WEIGHT_SPILLS = {
     ("ampere", 64, "modified columns"): 28,
     ("ampere", 64, "modified top 8"): 12,
 }
-"""Bytes of spills by family, head size and name of the form; none of these kernels was timed."""
+"""Bytes of spills by family, head size and name of the form. These kernels were not timed."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LISTS))  # type: ignore[misc]
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield each row of the table that serves ``arch`` for each variant, and the other kernels."""
+    """Yield the rows of the table that serve ``arch``, each for all variants, and the other kernels."""
     capability = divmod(architecture(arch).capability, 10)
     yield from _plain_cases(capability)
     for head_dim in (64, 128):
@@ -175,7 +175,7 @@ def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
 
 
 def _tensors_of_functions(mods: Mods, scores: tuple[int, int, int, int]) -> dict[str, Tensor]:
-    """Return what the functions of ``WITH_MODS`` read, and the lists of their block mask, if there is one."""
+    """Return the tensors that the functions of ``WITH_MODS`` read, and the lists of a block mask, if any."""
     batch, heads, seqlen_q, seqlen_k = scores
     documents = meta(batch, seqlen_q, dtype=torch.int32)
     given = {f"captured_{i}": documents for i in range(len(mods.ranks))}
@@ -243,7 +243,7 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
 
 
 def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
-    """Yield each kernel with functions at the head sizes of most models."""
+    """Yield each kernel with score or mask functions, at the head sizes of most models."""
     family = family_of_capability(*capability)
     telling = family, "bf16", 128, "block mask"
     for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("fp32", 4, 64)):
@@ -263,7 +263,7 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
 
 
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
-    """Yield a form of attention weights with many features, and with functions along a block mask."""
+    """Yield the kernels of a form of attention weights: with many features, and with a block mask."""
     family = family_of_capability(*capability)
     name = f"{form} {top}" if top else form
     telling = form == "columns" or (family == "hopper" and top == 8)

@@ -1,6 +1,6 @@
-"""Configurations of the portable kernels: data, chosen by architecture, element size and head size.
+"""Configurations of the portable attention kernels, by architecture, element size and head size.
 
-Found offline with ``python benchmarks/tune.py``; nothing is tuned at run time.
+Timed configurations were found offline with ``python benchmarks/tune.py``. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from flashtile.problems.common import UNLIMITED
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of a call. The portable backward is always deterministic, so both modes share it."""
+    """Configuration of a call. It does not depend on ``deterministic``."""
 
     forward: KernelConfig
     dkdv: KernelConfig
     dq: KernelConfig
     precision: str
-    """Triton's ``input_precision`` of the matrix products. It has no effect on 16-bit operands; "tf32x3"
-    splits an fp32 product into three on the tensor cores and measured as exact as "ieee"."""
+    """Triton's ``input_precision`` of the matrix products. It has no effect on 16-bit operands. "tf32x3"
+    computes an fp32 product as three tf32 products on the tensor cores, which measured as exact as "ieee"."""
 
 
 K = KernelConfig
 
-# (family, element bytes, padded head_dim) -> (forward, forward with a window, dkdv, dq); causal is a window.
+# (family, element bytes, padded head_dim) -> (forward, forward with a window or causal, dkdv, dq).
 _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfig, KernelConfig]] = {
-    # H100, tuned at S = 512, 2048 and 8192, causal and not.
+    # H100, tuned at sequence lengths of 512, 2048 and 8192, causal and not.
     ("hopper", 2, 16): (K(64, 64, 4, 3), K(64, 64, 4, 3), K(64, 64, 4, 3), K(128, 32, 4, 3)),
     ("hopper", 2, 32): (K(64, 64, 4, 3), K(64, 64, 4, 3), K(64, 64, 4, 3), K(128, 32, 4, 3)),
     ("hopper", 2, 64): (
@@ -63,10 +63,10 @@ _TABLE: dict[tuple[str, int, int], tuple[KernelConfig, KernelConfig, KernelConfi
         K(16, 16, 4, 1, 860, 1708),
         K(16, 32, 8, 1, 340, 456),
     ),
-    # Heads over 256: the whole width of a tile must fit; compiled only, not timed.
+    # Heads over 256: tiles are small because they span the whole head. Compiled only, not timed.
     ("hopper", 2, 512): (K(32, 32, 8, 1), K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
     ("hopper", 4, 512): (K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1, 0, 36)),
-    # Spills are those of v as wide as q; with 512 columns forward and dq have none.
+    # Spill budgets are for head_dim_v = head_dim. With head_dim_v 512, forward and dq spill nothing.
     ("hopper", 2, 1024): (
         K(32, 32, 8, 1, 124),
         K(32, 32, 8, 1, 112, 252),
@@ -128,7 +128,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256, 512, 576)
 
 
 def dbias_tile(config: Config) -> KernelConfig:
-    """Return the tile for the gradient of the bias, which keeps four tiles of inputs. None was timed."""
+    """Return the tile of the bias's gradient, whose kernel holds tiles of q, k, v and dout. Not timed."""
     if config.dkdv.num_stages < 3:
         return replace(config.dkdv, num_stages=1)
     return K(128, 64, 8, 2)
@@ -146,9 +146,10 @@ def family_of_capability(major: int, minor: int) -> str:
 
 
 def precision_of(table_family: str, element_bytes: int) -> str:
-    """Return ``input_precision``. Only tensor cores with tf32 (compute capability 8.0 and up) have "tf32x3".
+    """Return Triton's ``input_precision`` for a family of the table.
 
-    The value has no effect on 16-bit operands, but most of AMD's compilers refuse the name "tf32".
+    "tf32x3" needs tensor cores with tf32. With 16-bit operands the value has no effect, but Triton refuses
+    "tf32" for most of AMD's GPUs. These belong to the family "other", which gets "ieee".
     """
     if table_family == "other":
         return "ieee"
@@ -158,7 +159,7 @@ def precision_of(table_family: str, element_bytes: int) -> str:
 def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Config:
     """The configuration of one row of the table; ``width`` is a padded head_dim."""
     forward, forward_windowed, dkdv, dq = _TABLE[table_family, element_bytes, width]
-    # Three products instead of one need too many registers at this width.
+    # The three products of "tf32x3" need too many registers at this width.
     precision = "ieee" if (element_bytes, width) == (4, 512) else precision_of(table_family, element_bytes)
     return Config(forward_windowed if windowed else forward, dkdv, dq, precision)
 
@@ -167,18 +168,18 @@ def row_for(capability: tuple[int, int], element_bytes: int, width: int, windowe
     """The configuration for devices of this compute capability; ``width`` is a padded head_dim."""
     config = row(family_of_capability(*capability), element_bytes, width, windowed)
     if capability[0] == 10 and element_bytes == 2 and width >= 256:
-        # Hopper's tiles of the backward pass need more shared memory than a block may use there.
+        # On compute capability 10, Hopper's backward tiles exceed the shared memory of a block.
         smaller = row("ampere", element_bytes, width, windowed)
         return replace(config, dkdv=smaller.dkdv, dq=smaller.dq)
     return config
 
 
 SCORES_A_THREAD = 32
-"""Most scores per thread that leave registers for masks, biases and dropout, by spills and not by time."""
+"""Maximum scores per thread with masks, biases or dropout. Found by counting spills, not by timing."""
 
 
 _DQ_FOR_GENERAL_MASKS = {K(128, 64, 4, 3, 16, 232): K(64, 32, 4, 3), K(128, 64, 8, 3): K(128, 64, 8, 3)}
-"""Hopper's tiles of dq at head_dim 64 and 128 -> the fastest ones with dropout and with a bias."""
+"""Hopper's dq tile at head_dim 64 and 128 -> the tile that was fastest with dropout and with a bias."""
 
 
 def for_general_masks(config: Config) -> Config:
@@ -200,15 +201,17 @@ _HOPPER_WITH_FUNCTIONS: dict[int, tuple[KernelConfig, KernelConfig, KernelConfig
     512: (K(32, 32, 8, 1), K(32, 16, 8, 1), K(32, 32, 8, 1)),
     1024: (K(32, 16, 8, 1), K(16, 16, 8, 1), K(16, 16, 8, 1)),
 }
-"""Configurations with functions on Hopper for 16-bit inputs, by padded head_dim: forward, dkdv, dq.
+"""Configurations with score or mask functions on Hopper, for 16-bit inputs: padded head_dim -> forward, dkdv,
+dq.
 
 They compile with few spills or none. None was timed."""
 
 
 def row_with_functions(problem: Problem, table_family: str, element_bytes: int, width: int) -> Config:
-    """Return the configuration of a call with functions: the plain one, with fewer stages and more warps.
+    """Return the configuration of a call with ``score_mod``, ``mask_mod`` or a block mask.
 
-    Tiles divide the blocks of a block mask.
+    16-bit inputs on Hopper have a table of their own. Otherwise it is the row for windows, with at most two
+    stages. Tile sizes divide the block sizes of a block mask.
     """
     assert problem.mods is not None
     plain = row(table_family, element_bytes, width, windowed=True)
@@ -217,7 +220,7 @@ def row_with_functions(problem: Problem, table_family: str, element_bytes: int, 
         kernels = _HOPPER_WITH_FUNCTIONS[width]
     else:
         kernels = tuple(replace(one, num_stages=min(one.num_stages, 2)) for one in kernels)  # type: ignore[assignment]
-    size_q, size_kv = problem.mods.block_size or (0, 0)  # gcd(n, 0) is n
+    size_q, size_kv = problem.mods.block_size or (0, 0)  # without a block mask, gcd(n, 0) is n
     forward, dkdv, dq = (
         replace(one, BLOCK_M=math.gcd(one.BLOCK_M, size_q), BLOCK_N=math.gcd(one.BLOCK_N, size_kv))
         for one in kernels

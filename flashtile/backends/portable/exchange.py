@@ -1,7 +1,7 @@
-"""Exchange of float32 results over different keys between ranks, and their merge: one kernel on peer memory.
+"""Exchanges and merges the ranks' float32 results over different keys, in one kernel on peer memory.
 
-This is a one-shot exchange of small tensors between GPUs of one host: each rank writes its results into the
-memory of all ranks, and reads those of the others from its own memory.
+This is a one-shot exchange of small tensors between GPUs of one host. Each rank writes its results into the
+memory of all ranks, and reads the results of all ranks from its own memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashtile.backends.portable.decode.combine import Slots, sum_splits
 from flashtile.backends.portable.decode.results import normalised, store_rows
 
 MAX_PROGRAMS = 128
-"""Programs of a launch, at most. They wait for other ranks, so all of them must be resident at once."""
+"""Maximum programs of a launch. They wait for other ranks, so all of them must be resident at once."""
 MAX_ROWS = 8
 
 
@@ -50,13 +50,13 @@ def exchange_kernel(
     """Merge each row over the keys of all ranks, on every rank. Grid: (PROGRAMS,).
 
     out (batch, seqlen, heads, HEAD_DIM_V) float32, lse (batch, seqlen, heads), natural log, of this rank's
-    keys; result as out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
-    the ranks' memories, ``calls`` (PROGRAMS,) int64 counts this memory's calls.
+    keys. result like out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
+    the ranks' memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory.
 
-    The count selects one of two slots and is the value of the flags, so that replays of a graph alternate as
-    well. With two slots one wait per call is enough: a rank reuses a slot only after all ranks have flagged
-    the call in between, which they do after they have read that slot. Program i has the same rows on all
-    ranks and in all calls, so it waits only for the programs i of the other ranks.
+    The count selects one of two slots and is the value of the flags, also in replays of a graph. With two
+    slots one wait per call is enough. A rank reuses a slot only after all ranks have flagged the call in
+    between, and they flag it only after they have read the slot. Program i has the same rows on all ranks and
+    in all calls, so it waits only for the programs i of the other ranks.
     """
     pid = tl.program_id(0)
     call = tl.load(calls + pid) + 1
@@ -74,7 +74,7 @@ def exchange_kernel(
             slot = tl.load(memories + peer).to(tl.pointer_type(tl.float32)) + half + rank * C.SLOT
             store_rows(slot, elements, exists, own, C.HEAD_DIM_V, C.BLOCK_DV)
             tl.store(slot + capacity_words + row, own_lse, mask=exists)
-    # All threads have written before one sets the flag, and the flags are seen before any thread reads.
+    # All threads must have written before one of them sets the flags.
     tl.debug_barrier()
     for peer in range(C.RANKS):
         flags = tl.load(memories + peer).to(tl.pointer_type(tl.int64))
@@ -90,7 +90,7 @@ def exchange_kernel(
                     tl.inline_asm_elementwise(
                         "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
                     )
-    tl.debug_barrier()
+    tl.debug_barrier()  # no thread may read before all flags are seen
     given = flags.to(tl.pointer_type(tl.float32)) + half
     for first in range(pid * C.ROWS, rows, C.PROGRAMS * C.ROWS):
         row = first + tl.arange(0, C.ROWS)
@@ -138,7 +138,11 @@ def exchange(
     dtype: torch.dtype,
     timeout: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out in ``dtype``, lse) of ``exchange_kernel``. The given out and lse are contiguous float32."""
+    """Return (out in ``dtype``, lse (batch, heads, seqlen)) over the keys of all ranks.
+
+    out (batch, seqlen, heads, head_dim) and lse (batch, seqlen, heads) are contiguous and float32.
+    ``timeout`` is in seconds.
+    """
     batch, seqlen, heads, _ = out.shape
     result = torch.empty_like(out, dtype=dtype)
     result_lse = lse.new_empty(batch, heads, seqlen)

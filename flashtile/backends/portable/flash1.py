@@ -1,9 +1,9 @@
 """FlashAttention's forward pass (Dao et al. 2022, arXiv:2205.14135, Algorithm 1) in its own loop order.
 
-Keys are outside and queries inside, so that one program takes a whole head: it keeps a block of keys and
-values on chip and walks all rows, whose output, maximum and sum it reads and writes again each time. The
-output is divided by the sum at every step, and hidden tiles are computed like others. FlashAttention-2
-changed all of these. No call is served by it: ``flashtile bench`` measures what the change is worth.
+The outer loop is over keys and the inner loop over queries, so one program computes a whole head. It keeps a
+block of keys and values on chip and walks all rows, whose output, maximum and sum it reads and writes each
+time. The output is divided by the sum at every step, and hidden tiles are computed like others.
+FlashAttention-2 changed all of this. No public function uses this kernel; ``flashtile bench`` times it.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Flash1Variant:
 
 @triton.jit
 def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
-    """Lines 10 to 12: scores [BLOCK_M, BLOCK_N] and v [BLOCK_N, BLOCK_DV] into a row's out, maximum and sum.
+    """Lines 10 to 12: update out, maximum and sum by scores [BLOCK_M, BLOCK_N] and v [BLOCK_N, BLOCK_DV].
 
-    A tile that a row does not see, and a row that has seen none yet, have the maximum -inf.
+    A row's maximum is -inf over a tile that it does not see, and before it has seen any key.
     """
     tile_max = tl.max(scores, 1)
     new_max = tl.maximum(row_max, tile_max)
@@ -84,10 +84,10 @@ def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths",))
 def flash1_kernel(pointers, strides, lengths, softmax_scale, C: tl.constexpr):
-    """Grid: (heads * batch,). q, k, v (batch, seqlen, heads, head_dim) as given, out contiguous.
+    """Grid: (heads * batch,). q, k, v (batch, seqlen, heads, head_dim) with any strides, out contiguous.
 
     partial [batch, num_heads_q, seqlen_q, HEAD_DIM_V], row_max and row_sum [batch, num_heads_q, seqlen_q],
-    fp32: 0, -inf and 0 (line 2). The last block of keys writes to out what the others write to partial.
+    fp32, begin as 0, -inf and 0 (line 2). The last key block writes its output to out, others to partial.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
@@ -136,11 +136,11 @@ def flash1_kernel(pointers, strides, lengths, softmax_scale, C: tl.constexpr):
                 )
             tl.store(pointers.row_max + first_row + rows, m_rows, mask=inside)
             tl.store(pointers.row_sum + first_row + rows, l_rows, mask=inside)
-        tl.debug_barrier()  # other threads read next what these wrote
+        tl.debug_barrier()  # the next key block reads these rows, perhaps in other threads
 
 
 def config_of(element_bytes: int, block_d: int) -> KernelConfig:
-    """Tiles that compile without spills; not searched on a card."""
+    """Return tiles that compile without spills. They were not tuned on a GPU."""
     if element_bytes == 4:
         return KernelConfig(32, 32, 4, 1)
     return KernelConfig(64, 128, 4, 1) if block_d <= 64 else KernelConfig(64, 64, 8, 1)
@@ -171,7 +171,10 @@ def flash1_variant(
 
 
 class Flash1Launch:
-    """``(q, k, v) -> out`` for tensors of one signature, (batch, seqlen, heads, head_dim) with some keys."""
+    """``(q, k, v) -> out`` for tensors (batch, seqlen, heads, head_dim) of one signature.
+
+    There must be at least one key.
+    """
 
     def __init__(self, causal: bool, softmax_scale: float) -> None:
         self._causal, self._scale = causal, softmax_scale

@@ -13,8 +13,11 @@ BLOCK = 1024
 
 @kernel(do_not_specialize=("seqlen_k",))
 def key_bounds_kernel(padding, bounds, stride_b, stride_k, seqlen_k, BLOCK: tl.constexpr):
-    """Grid: (batch,). bounds [batch, 2]: the first key of ``padding`` [batch, seqlen_k] that takes part, and
-    the one behind the last; a sequence without keys gets bounds that no block lies within."""
+    """Write the bounds [batch, 2] int32 of each sequence's keys. Grid: (batch,).
+
+    They are the first key for which ``padding`` [batch, seqlen_k] is True, and the index after the last one.
+    Without such a key they are an empty range, (2**31 - 1, 0).
+    """
     b = tl.program_id(0)
     first = tl.full([BLOCK], 2**31 - 1, tl.int32)
     end = tl.zeros([BLOCK], tl.int32)

@@ -1,4 +1,4 @@
-"""Merge of two float32 results over different keys, in one pass over out that also rounds it."""
+"""Merges two float32 results over different keys, in one pass over out that also rounds it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def merge_kernel(
     """Merge two partial results over different keys into ``result`` and ``lse``; ``result`` may be ``out``.
 
     Grid: (blocks of ROWS tokens * heads * batch,), heads fastest. out and result (batch, tokens, heads,
-    HEAD_DIM), lse (batch, heads, tokens), natural log; ``more_*`` have the ``more_tokens`` from ``start`` on.
+    HEAD_DIM), lse (batch, heads, tokens), natural log. ``more_*`` hold ``more_tokens`` tokens, the first of
+    which is token ``start`` of out.
     """
     pid = tl.program_id(0)
     head = pid % num_heads
@@ -70,10 +71,11 @@ def merge_kernel(
 def merge(
     out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor, start: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return out over the keys of both, in place if it has ``dtype``; lse is changed in place.
+    """Return out over the keys of both results, rounded to ``dtype``.
 
-    All are contiguous and float32: out (batch, tokens, heads, head_dim) and lse (batch, heads, tokens), and
-    ``more_*`` of the tokens from ``start`` on.
+    lse is updated in place, and so is out if it has this dtype. All arguments are contiguous and float32: out
+    (batch, tokens, heads, head_dim), lse (batch, heads, tokens), and ``more_*`` for a range of tokens that
+    begins at ``start``.
     """
     batch, tokens, heads, head_dim = out.shape
     result = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)

@@ -1,7 +1,7 @@
-"""The next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
+"""Samples the next token of each row of logits in one kernel: temperature, min-p, top-k, top-p and the draw.
 
-What :mod:`flashtile.engine.sampler` says in torch. One program reads its row again and again, from the L2
-cache; the threshold of what top-k and top-p keep is found two bits a pass.
+:mod:`flashtile.engine.sampler` computes the same in torch. One program reads its row several times, mostly
+from the L2 cache. Each pass finds two bits of the lowest score that top-k or top-p keeps.
 """
 
 from dataclasses import dataclass
@@ -38,8 +38,10 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_scores(row, first, C: tl.constexpr):
-    """Return (scores [BLOCK] float32, their keys: uint32 that sort like the scores). Dropped scores are -inf;
-    NaN is never dropped."""
+    """Return (scores [BLOCK] float32, uint32 keys that sort like the scores).
+
+    Scores below ``row.least`` are -inf; NaN is never dropped.
+    """
     column = first + tl.arange(0, C.BLOCK)
     logits = tl.load(row.logits + column, mask=column < row.vocab_size, other=-float("inf"))
     scores = logits.to(tl.float32) / row.temperature
@@ -51,7 +53,7 @@ def load_scores(row, first, C: tl.constexpr):
 
 @triton.jit
 def weights_of(scores, keys, lowest, row_max, BY_MASS: tl.constexpr):
-    """Weight of each score: its unnormalised probability (1 unless BY_MASS), 0 for keys below ``lowest``."""
+    """Return each score's weight: 1, or with BY_MASS its unnormalised probability; 0 below ``lowest``."""
     weights = tl.exp(scores - row_max) if BY_MASS else tl.full(scores.shape, 1.0, tl.float32)
     return tl.where((scores > -float("inf")) & (keys >= lowest), weights, 0.0)
 
@@ -103,11 +105,11 @@ def mix32(x):
 
 @triton.jit
 def gumbel(column, key):
-    """Noise of the tokens ``column`` [BLOCK], of a key uint64."""
+    """Return Gumbel noise for the tokens ``column`` [BLOCK], drawn with a uint64 ``key``."""
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     bits = mix32(mix32(column.to(tl.uint32) ^ low) + high)
     u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1 - 1.0 / 16777216)
-    # log(1 - u) has no digits left where u is small, and there the largest noise comes from.
+    # The largest noise comes from small u, where log(1 - u) would lose all digits.
     series = u * (1 + u * (0.5 + u * (1.0 / 3 + u * 0.25)))
     return -tl.log(tl.where(u < 0.00390625, series, -tl.log(1 - u)))
 
@@ -117,7 +119,7 @@ def sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr,
     logits_stride, vocab_size, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). Logits (rows, vocab_size); the rest (rows,); out int64."""
+    """Sample a token for each row. Grid: (rows,). Logits (rows, vocab_size), the rest (rows,), out int64."""
     BLOCK: tl.constexpr = C.BLOCK
     at = tl.program_id(0)
     temperature = tl.load(temperature_ptr + at)
@@ -154,7 +156,7 @@ def sample_kernel(
         scores, keys = load_scores(row, first, C)
         noisy = scores + tl.where(greedy, 0.0, gumbel(column, key))
         noisy = tl.where(keys >= lowest, noisy, -float("inf"))
-        noisy = tl.where(scores == scores, noisy, float("inf"))  # NaN wins, so that the host sees it
+        noisy = tl.where(scores == scores, noisy, float("inf"))  # NaN wins, so that the caller can detect it
         better = noisy > best
         best = tl.where(better, noisy, best)
         token = tl.where(better, column, token)
@@ -166,11 +168,14 @@ def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seed: Tensor,
     positions: Tensor, filtered: bool,
 ) -> Tensor:  # fmt: skip
-    """(rows,) int64 tokens of logits (rows, vocab_size), whose rows may lie apart.
+    """Sample a token for each row of logits (rows, vocab_size), which may have any strides.
 
     Args:
         temperature, top_p, min_p: (rows,) float32. top_k, seed: (rows,) int64. positions: (rows,) int32.
         filtered: whether a row may have min-p, top-k or top-p.
+
+    Returns:
+        (rows,) int64.
     """
     rows, vocab_size = logits.shape
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)

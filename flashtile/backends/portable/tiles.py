@@ -22,12 +22,12 @@ def block_range(
     HAS_AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Blocks of the other sequence that positions ``start <= i < end`` reach, in three runs.
+    """Return the blocks of the other sequence that positions ``start <= i < end`` reach, in three runs.
 
     Position ``i`` reaches from ``i + offset - back`` to ``i + offset + ahead`` of a sequence of ``length``.
-    Returns block numbers ``first <= full_first <= full_last <= last``: blocks [full_first, full_last) are
-    reached whole by every position and lie within the sequence; the rest of [first, last) needs a mask. Plain
-    integers in, plain integers out: Python calls it as ``block_range.fn``.
+    Returns block numbers ``first <= full_first <= full_last <= last``. Every position reaches all of blocks
+    [full_first, full_last), which lie within the sequence; the rest of [first, last) needs a mask. All
+    arguments and results are integers, so Python can call it as ``block_range.fn``.
     """
     reach_start = 0
     full_start = 0
@@ -75,7 +75,7 @@ def first_token(pointer, strides, b, start):
 
 @triton.jit
 def head_of(pointer, strides, b, start, head, length):
-    """``head`` of the sequence whose ``length`` tokens lie from token ``start`` of batch entry ``b`` on."""
+    """Return the :class:`Matrix` of one head: ``length`` tokens from token ``start`` of batch entry ``b``."""
     base = first_token(pointer, strides, b, start) + head.to(tl.int64) * strides.head
     return Matrix(base, strides.token, length)
 
@@ -85,7 +85,7 @@ def row_block(
     seqlen_q, num_heads_q, HAS_RIGHT: tl.constexpr, BLOCK_M: tl.constexpr,
     SEQUENCES_FIRST: tl.constexpr = False,
 ):  # fmt: skip
-    """(sequence, query head, first row) of a program in a grid of (blocks of rows * heads * batch,)."""
+    """Return (sequence, query head, first row) of a program; grid: (blocks of rows * heads * batch,)."""
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     # Under a causal mask the last rows reach the most keys: start them first.
@@ -98,7 +98,10 @@ def row_block(
 
 @triton.jit
 def sequence_and_head(i, num_blocks, num_heads, SEQUENCES_FIRST: tl.constexpr):
-    """Return (sequence, head) of number ``i`` in a grid of (heads * batch,); blocks are divided out."""
+    """Return (sequence, head) of a program, given its index ``i`` divided by the number of blocks.
+
+    Heads are fastest, or sequences with SEQUENCES_FIRST.
+    """
     if SEQUENCES_FIRST:
         batch = tl.num_programs(0) // (num_blocks * num_heads)
         return i % batch, i // batch
@@ -128,7 +131,7 @@ def store_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the rows of [BLOCK, BLOCK_D] that lie before ``length`` to a contiguous output."""
+    """Write the rows of ``tile`` [BLOCK, BLOCK_D] before row ``length`` to a contiguous output."""
     rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
@@ -139,7 +142,7 @@ def store_tile(
 @triton.jit
 def tanh(x):
     # Near zero 1 - 2 / (1 + e^2x) cancels. A polynomial in x^2, fitted by Chebyshev nodes to |x| < 0.6, is as
-    # exact there as fp32 can be; both stay under 1.7e-7.
+    # exact there as fp32 can be. The errors of both formulas are below 1.7e-7.
     square = x * x
     series = 0.021116216321754266 - square * 0.006276390510260175
     series = -0.05387513883149152 + square * series
@@ -153,7 +156,7 @@ def tanh(x):
 def apply_score_mod(
     scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
 ):
-    """Raw products -> (scores in log2 units, the soft-cap's derivative), with soft-cap and ALiBi.
+    """Apply soft-cap and ALiBi to raw products: return (scores in log2 units, the soft-cap's derivative).
 
     ``distance`` is key minus row position in the orientation of ``scores``.
     """
@@ -167,7 +170,10 @@ def apply_score_mod(
 def cap_and_bias(
     scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr
 ):
-    """:func:`apply_score_mod`, in natural units."""
+    """Apply soft-cap and ALiBi to raw products: return (scores, the soft-cap's derivative).
+
+    The scores are in natural units.
+    """
     scores = scores * softmax_scale
     if HAS_SOFTCAP:
         capped = tanh(scores / softcap)
@@ -203,10 +209,10 @@ def load_slope(alibi_slopes, alibi_stride_b, b, head, HAS_ALIBI: tl.constexpr):
 
 @triton.jit
 def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKED: tl.constexpr):
-    """scores [BLOCK_M, BLOCK_N], row_max [BLOCK_M] -> (probabilities over the new maximum, it, the old one's
-    factor).
+    """Take a step of the online softmax: return (p, new maximum, factor that rescales earlier sums).
 
-    Unless HAS_SCORE_MOD, the scores are raw products and ``scale_log2`` is folded into the exponent.
+    scores and p are [BLOCK_M, BLOCK_N], the rest [BLOCK_M]; p is exp2(scores - new maximum). Unless
+    HAS_SCORE_MOD, the scores are raw products and ``scale_log2`` is folded into the exponent.
     """
     if HAS_SCORE_MOD:
         new_max = tl.maximum(row_max, tl.max(scores, 1))

@@ -224,7 +224,7 @@ class _TextOffset:
 
     Args:
         at: offset of the next token's text.
-        before: the tokens before it.
+        before: the tokens before the next one.
     """
 
     def __init__(

@@ -76,16 +76,17 @@ class Listener:
     """Accepts connections for an application, up to a maximum number at a time.
 
     A connection is idle before its first complete headers and after its last answer. Idle connections are
-    closed after ``idle_timeout`` seconds, unless the client still reads, or earlier if room is needed.
-    Connections with a call in progress are not closed.
+    closed after ``idle_timeout`` seconds, unless the client is still reading the last answer. They are closed
+    earlier to make room for others. Connections with a call in progress are not closed.
 
     Args:
         limits: ``idle_timeout``, ``max_connections`` and ``max_concurrent_requests``.
         files_each: files that a connection needs while its call is answered.
 
     Attributes:
-        max_connections: the limit, lowered to what the process may open files for.
-        max_calls: calls answered at a time, fewer than connections, so that ``/health`` is always served.
+        max_connections: the limit, or fewer if the process may not open enough files for it.
+        max_calls: maximum number of calls answered at a time. It is below ``max_connections``, so that
+            ``/health`` is always served.
         port: port of the first address, after :meth:`open`.
     """
 
@@ -137,7 +138,7 @@ class Listener:
     def answering(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
         """Mark a connection as busy while its call is answered."""
         connection = None if transport is None else self._idle.pop(transport, None)
-        if connection is None:  # its call came before ``_accept`` registered it
+        if connection is None:  # the call came before ``_accept`` registered the connection
             yield
             return
         self._answering[connection.transport] = connection

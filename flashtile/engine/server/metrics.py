@@ -106,8 +106,8 @@ class Metrics:
             "num_preemptions_total": ("Sequences that lost their memory for a while.", stats.num_preemptions),
             "prompt_tokens_total": ("Tokens of prompts that were computed.", stats.prompt_tokens),
             "generation_tokens_total": ("Tokens of answers.", stats.generation_tokens),
-            "prefix_cache_queries_total": ("Tokens of prompts looked up in it.", stats.prefix_queries),
-            "prefix_cache_hits_total": ("Tokens of prompts found in the prefix cache.", stats.prefix_hits),
+            "prefix_cache_queries_total": ("Prompt tokens looked up in the cache.", stats.prefix_queries),
+            "prefix_cache_hits_total": ("Prompt tokens found in the prefix cache.", stats.prefix_hits),
         }
         for kind, numbers in (("gauge", gauges), ("counter", counters)):
             for name, (text, value) in numbers.items():

@@ -92,7 +92,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def check_content_type(request: web.Request) -> None:
-    """Require JSON for calls that change something: a page of another origin needs CORS permission for it."""
+    """Raise ApiError unless the content type is JSON, which other origins cannot send without CORS."""
     if request.content_type != "application/json":
         raise ApiError(
             f"Content-Type must be application/json, got {request.content_type!r:.80}",

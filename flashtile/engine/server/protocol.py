@@ -134,7 +134,7 @@ class ApiCall:
     """Fields that completions and chat completions share.
 
     Attributes:
-        params: sampling parameters. ``max_tokens`` is None if the client left it out.
+        params: sampling or beam search parameters.
         max_tokens_field: the client's name of ``max_tokens``.
         logprobs: how many likeliest tokens to list in addition to the chosen one; None: no log-probabilities.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens.
@@ -317,7 +317,12 @@ def _read_call(
     prompt_logprobs: int | None,
     **own: Any,
 ) -> Call:
-    """Read the fields that both kinds of calls share, and refuse those that nothing has read."""
+    """Read the fields that both kinds of calls share, and refuse fields that were not read.
+
+    Args:
+        kind: class of the result.
+        own: the fields of this class alone, which the caller has read.
+    """
     stream = body.flag("stream")
     options = Body(body.object("stream_options"))
     if options.fields and not stream:
@@ -368,7 +373,7 @@ def _read_sampling(
 def _read_beams(
     body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
 ) -> Params:
-    """Read a beam search, whose number of beams is ``n``. Refuse sampling fields that would change it."""
+    """Read the parameters of a beam search with ``n`` beams. Refuse sampling fields that do not apply."""
     neutral = SamplingParams()
     for name in SAMPLING:
         if name in BEAMS or name == "n" or name not in body:
@@ -382,7 +387,7 @@ def _read_beams(
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
-    # Without the client's max_tokens, Service.set_max_tokens sets it to the room after the prompt.
+    # Service.set_max_tokens lowers this default to the tokens that the model can take after the prompt.
     return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MAX_TOKENS, **given)
 
 

@@ -149,7 +149,10 @@ class Service:
             raise refused(error, ("messages",), "messages") from None
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
-        """Check the client's ``max_tokens`` against the room after the longest prompt, or set it to that."""
+        """Check ``max_tokens`` against the tokens that the model takes after the longest prompt.
+
+        For a chat call without ``max_tokens``, set it to this number, at most what fits into the KV cache.
+        """
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
         room = engine.max_model_len - longest

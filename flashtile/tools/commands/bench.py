@@ -193,7 +193,7 @@ def _bench_others(
     json_path: Path | None,
     out: Console,
 ) -> None:
-    """Measure the workloads of ``kind``, the module of benchmarks of products with a weight or of engines."""
+    """Measure workloads of the module ``kind``, which is ``linear_bench`` or ``engine_bench``."""
     document: dict[str, Any] = {}
     with bad_parameters(), progress_bar(Console(stderr=True)) as progress, stops_early() as stop:
         progress.add_task(f"{kind.NAME}: {len(chosen)} workloads", total=None)
@@ -204,7 +204,7 @@ def _bench_others(
             if json_path is not None:
                 json_path.write_text(json.dumps(so_far, indent=1) + "\n")
             lines = [report.cell_line(cell, [name]) for cell in so_far["cells"] for name in cell["results"]]
-            for line in lines:  # a cell gets its contestants one after the other
+            for line in lines:  # earlier results are passed again: print only new lines
                 if line not in told:
                     told.add(line)
                     say(progress, line)

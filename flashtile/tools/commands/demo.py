@@ -42,7 +42,7 @@ SAMPLE_BYTES = 600
 QUICK = TrainingConfig(sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10)
 TWIN_SHARE = 0.4
 MAX_TWIN_STEPS = 100
-"""Limits of the steps that the comparison run with standard attention makes, as a share and a number.
+"""Limits of the steps of the comparison run with standard attention: a share of all steps, and a number.
 
 Rounding differences grow about tenfold every fifty steps, so curves of a few hundred steps are not
 comparable.

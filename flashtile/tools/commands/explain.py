@@ -40,7 +40,7 @@ from flashtile.tools.commands.options import Device, bad_parameters, console, pa
 
 HERE = "here"
 MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
-"""Limits: sequences, heads and columns; tokens of a sequence; tokens of a sequence whose cost is counted."""
+"""Maxima of sequences, heads and head sizes; of tokens per sequence; of these tokens if costs are counted."""
 MEASURED = (9, 0)
 """Compute capability of the cards on which flashtile has been measured."""
 MODEL_SEQLENS = (2048, 8192, 32768, 131072)
@@ -133,7 +133,7 @@ def explain(
     """Say which kernels a call would get here or on a named card, why, and which backends were refused.
 
     This prints three lines. --verbose adds every field, and --card the costs: bytes, FLOPs and time floors.
-    Only --card here launches anything. The tensors take no memory.
+    Kernels run only with --card here. The tensors take no memory.
     """
     place = parse_device(device)
     if model_name is not None or seqlens is not None:
@@ -159,7 +159,7 @@ def explain(
         shape = (max(1, pages), page_size or seqlen_k, kv_heads, width)
         return torch.empty(shape, dtype=getattr(torch, cache_dtype or dtype), device=place)
 
-    with bad_parameters(), FakeTensorMode():  # in which tensors take no memory
+    with bad_parameters(), FakeTensorMode():  # fake tensors take no memory
         q = tensor(seqlen_q, heads, head_dim)
         shared: dict[str, Any] = {
             "causal": causal,
@@ -272,7 +272,7 @@ def _card(name: str | None, place: torch.device) -> Card | None:
 
 
 def _dtype(asked: str | None, card: Card | None, on_gpu: bool) -> str:
-    """Return the dtype of a call: the requested one, else the best of the card or the CPU."""
+    """Return the requested dtype; by default bfloat16 (float16 on older cards), and float32 on the CPU."""
     of_card = "bfloat16" if card is None or card.capability >= (8, 0) else "float16"
     dtype = asked if asked is not None else of_card if on_gpu else "float32"
     if dtype not in DTYPES:

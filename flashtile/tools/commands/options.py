@@ -22,7 +22,7 @@ from flashtile.hardware import machine
 WIDTH = 160
 """Width in columns of tables that are not printed to a terminal."""
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
-"""Parts of torch's out-of-memory messages: the only common class of its errors is RuntimeError."""
+"""Parts of torch's out-of-memory messages, by which these are told from other RuntimeErrors."""
 
 STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
@@ -42,13 +42,14 @@ class BadArgument(typer.BadParameter):
         for parameter in self.ctx.command.params if self.ctx else ():
             if parameter.param_type_name == "option" and parameter.name and parameter.opts:
                 message = _with_option(message, parameter.name, parameter.opts[0])
-        return re.sub(r" \(give [^()]*=[^()]*\)", "", message)  # a hint that is no option
+        return re.sub(r" \(give [^()]*=[^()]*\)", "", message)  # drop hints about Python's arguments
 
 
 def _with_option(message: str, name: str, option: str) -> str:
     """Replace an argument's name by its option.
 
-    A name of one word, such as ``model``, may be plain English, so only ``NAME must be`` and ``NAME=`` count.
+    A name of one word, such as ``model``, may be plain English. It is replaced only in ``NAME must be`` and
+    ``NAME=``.
     """
     message = re.sub(rf"(?<![\w.-]){name}=(True\b|(?!\w))", option, message)
     message = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", message)

@@ -1,5 +1,4 @@
-"""``flashtile profile``: writes the fastest kernel for each number of rows on this card to the user's
-table."""
+"""``flashtile profile``: finds the fastest kernels of ``flashtile.linear`` on this GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ def profile(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Number of processes that compile.")] = 4,
 ) -> None:
-    """Measure GEMV, flat products and the library's by number of rows, and store the fastest.
+    """Measure GEMV, flat products and the vendor's library by number of rows, and store the fastest.
 
     This takes a minute or two for a model. ``flashtile.linear`` reads the table when it first needs it;
     nothing is measured at run time.
@@ -64,7 +63,7 @@ def profile(
     old: tuple[Row, ...] = ()
     if path.exists():
         with bad_parameters():
-            old = read_table(path)  # raises if it is another file, not to be overwritten
+            old = read_table(path)  # raises for other files, so that they are not overwritten
     if not torch.cuda.is_available():
         raise typer.BadParameter("profile measures a GPU, and torch finds none")
 

@@ -1,4 +1,4 @@
-"""Structures that the attention kernels take and their step functions pass on."""
+"""Structures that the attention kernels take as arguments and pass to their step functions."""
 
 from collections import namedtuple
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class AttentionVariant:
     PRECISION: str
     """Triton's ``input_precision`` of the matrix products."""
     SEQUENCES_FIRST: bool = False
-    """Whether programs of one head are consecutive over the batch, which shares that head's bias."""
+    """Whether consecutive programs take one head of all sequences, because the sequences share its bias."""
     SCORE_MOD: Any = None
     """``score_mod`` as a ``@triton.jit`` function (:mod:`functions`). MASK_MOD is ``mask_mod``;
     ADD_GRADIENTS adds to the gradients of the tensors that ``score_mod`` reads."""
@@ -61,7 +61,7 @@ class AttentionVariant:
     MASK_BLOCK: int = 0
     """Size of a mask block along the side that a program owns (rows or keys); 0 without a block mask."""
     FULL: Any = None
-    """With a block mask: the variant for its full blocks, which have no MASK_MOD."""
+    """With a block mask: the variant for its full blocks, equal to this one but without MASK_MOD."""
     TILES_PER_MASK_BLOCK: int = 1
     """Tiles per mask block along the side that a program loops over."""
     FORM: str = ""
@@ -74,7 +74,8 @@ class AttentionVariant:
 OPTIONAL = (*OptionalTensors._fields, "key_bounds", "captured", "lists")
 """Optional pointers that all kernels take after their own; None where a call does not use one.
 
-``key_bounds`` [batch, 2] holds the first key that padding leaves each sequence, and the end of its last.
+``key_bounds`` [batch, 2] holds, for each sequence, the first key that is not padding and the index after the
+last such key.
 ``captured`` holds the tensors that a user's functions read, ``lists`` the block mask: see
 :mod:`function_pointers`.
 """
@@ -130,7 +131,7 @@ class AttentionLengths(NamedTuple):
     attention_chunk: Any
     """Positions per chunk; 0 without chunks."""
     drop_threshold: Any
-    """Dropout's threshold: a probability whose 15 random bits are below it is dropped."""
+    """Dropout drops a probability if its 15 random bits are below this threshold."""
 
 
 class AttentionNumbers(NamedTuple):
@@ -152,7 +153,7 @@ class AttentionCall(NamedTuple):
     lengths: AttentionLengths
     numbers: AttentionNumbers
     seed: Any
-    """Seed of dropout's generator, with ``rng_offset``; 0 without dropout."""
+    """State of dropout's generator, together with ``rng_offset``. Both are 0 without dropout."""
     rng_offset: Any
 
 
@@ -192,4 +193,4 @@ class ScoreIndices(NamedTuple):
     positions: Any
     """Positions of the rows among the keys."""
     distance: Any
-    """Key minus the row's own position, in the tile's shape."""
+    """Key minus the row's position among the keys, in the tile's shape."""

@@ -1,9 +1,9 @@
-"""The gradient of an additive bias, dS = P * (dP - delta), summed over what the bias is broadcast along.
+"""The gradient of an additive bias: dS = P * (dP - delta), summed over the bias's broadcast dimensions.
 
-One program owns BLOCK_M by BLOCK_N elements of the bias and walks the sequences, query heads and, if the bias
-is the same for all rows, blocks of rows that share them. It recomputes P and dP, two products more than the
-gradients of q, k and v take. In return each sum has one order, without atomics and without dS in memory. Its
-part of the bias is loaded once.
+One program owns BLOCK_M by BLOCK_N elements of the bias. It walks the sequences, query heads and, if the bias
+is the same for all rows, blocks of rows that share these elements. It loads them once, and recomputes P and
+dP, which takes two products more than the gradients of q, k and v alone. In return each sum has one fixed
+order, and neither atomics nor dS in memory are needed.
 """
 
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delt
 
 
 class BiasSizes(NamedTuple):
-    """Sequences of the call; sequences, heads and rows of the bias, 1 where it is broadcast."""
+    """Batch size of the call, and the bias's numbers of sequences, heads and rows, 1 where it broadcasts."""
 
     batch: Any
     bias_batch: Any
@@ -70,7 +70,7 @@ def is_reached(row_start, key_start, sequence, call, C: tl.constexpr):
 
 @triton.jit
 def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call, C: tl.constexpr):
-    """Return dS [BLOCK_M, BLOCK_N] of one head; ``bias`` is a tile."""
+    """Return dS [BLOCK_M, BLOCK_N] of one head. ``bias``: the tile of the bias, [BLOCK_M, BLOCK_N]."""
     head_kv = head // call.lengths.group_size
     block = block_at(row_start, sequence, head, call, C)
     rows = row_start + tl.arange(0, C.BLOCK_M)
@@ -106,10 +106,10 @@ def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call,
 @kernel(do_not_specialize=("pointers", "sizes", "padded_rows", "lengths"))
 def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.constexpr):
     """Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,). dbias [bias_batch, bias_heads,
-    bias_rows, seqlen_k] contiguous. The others as in the kernel of dQ."""
+    bias_rows, seqlen_k] contiguous. Other arguments as in ``dq_kernel``."""
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape
     BLOCK_N: tl.constexpr = C.BLOCK_N
     key_blocks = tl.cdiv(lengths.seqlen_k, BLOCK_N)
     row_blocks = tl.cdiv(sizes.bias_rows, BLOCK_M)
@@ -118,14 +118,14 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
     own_block = (pid // key_blocks) % row_blocks
     own_head = (pid // (key_blocks * row_blocks)) % sizes.bias_heads
     own_sequence = pid // (key_blocks * row_blocks * sizes.bias_heads)
-    # What the bias has of its own is this program's; what it is broadcast along, all of it.
+    # The program sums over all sequences, heads and row blocks that share its elements of the bias.
     sequences = sizes.batch // sizes.bias_batch
     heads = lengths.num_heads_q // sizes.bias_heads
     blocks = 1
     if not C.BIAS_HAS_ROWS:
         blocks = tl.cdiv(lengths.seqlen_q, BLOCK_M)
 
-    # One loop over sequences and heads where sequences are alike: of its rounds several are loaded at once.
+    # If all sequences have the same length, one loop covers sequences and heads, so its loads pipeline.
     ALIKE: tl.constexpr = not C.VARLEN and pointers.seqused_q is None and pointers.seqused_k is None
     rounds = heads
     if ALIKE:
@@ -142,7 +142,7 @@ def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.
         first = find_sequence(own_sequence + i, call, C)
         for m in range(blocks):
             row_start = (own_block + m) * BLOCK_M
-            # A loop without rounds rather than a branch: the accumulator stays where it is.
+            # A loop of zero rounds instead of a branch: the accumulator stays in its registers.
             for n in range(tl.where(is_reached(row_start, key_start, first, call, C), rounds, 0)):
                 b = own_sequence + i + n // heads
                 sequence = AttentionSequence(b, first.start_q, first.start_k, first.len_q, first.len_k)

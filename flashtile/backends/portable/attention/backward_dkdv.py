@@ -1,9 +1,9 @@
 """dK and dV of FlashAttention-2's backward pass (Dao 2023, arXiv:2307.08691, Algorithm 2) in portable Triton.
 
-One program owns BLOCK_N keys of one key/value head and walks the rows that reach them, of every query head of
-its group (so GQA sums in registers), recomputing probabilities transposed: S^T = K Q^T, P^T = exp(S^T - lse),
-dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q. No atomics: one program sums each
-gradient, in one order.
+One program owns BLOCK_N keys of one key/value head. It walks the rows of every query head of its group that
+reach these keys, so the gradients of GQA are summed in registers. It recomputes probabilities transposed:
+S^T = K Q^T, P^T = exp(S^T - lse), dV += P^T dO, dP^T = V dO^T, dS^T = P^T * (dP^T - delta), dK += dS^T Q.
+There are no atomics: one program sums each gradient, in one order.
 """
 
 import triton
@@ -38,8 +38,11 @@ DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta 
 
 @triton.jit
 def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
-    """Load a statistic of the rows from ``start`` on; rows of a block list may lie past the last one."""
-    if listed is None:  # the start is added to the pointer: with Triton 3.6 a sum of rows spills
+    """Load neg_lse or neg_delta of BLOCK_M rows from ``start`` on.
+
+    Listed blocks may extend past the statistics; rows from ``length`` on then get ``other``.
+    """
+    if listed is None:  # with Triton 3.6, adding the start to the rows instead of the pointer spills
         return tl.load(pointer + start + tl.arange(0, C.BLOCK_M))
     else:
         rows = start + tl.arange(0, C.BLOCK_M)
@@ -50,11 +53,11 @@ def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
 def dkdv_blocks(
     state, inputs, first, last, listed, block, call, WINDOWED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Row blocks ``first`` to ``last`` (exclusive) of one query head into dk, dv of the keys of ``block``.
+    """Add row blocks ``first`` to ``last`` (exclusive) of one query head to dk, dv of the keys of ``block``.
 
-    Of the inputs k and v are tiles; q and dout are matrices in memory, neg_lse and neg_delta the addresses of
-    their first row's. Rows past the end load as zeros that no key reaches, so only the window needs a mask
-    (WINDOWED).
+    ``inputs``: tiles of k and v, a :class:`Matrix` for each of q and dout, and pointers to neg_lse and
+    neg_delta of the first row. Rows past the end have neg_lse -inf and so probability 0. So scores are
+    masked only for a window or a general mask (WINDOWED).
     """
     dk, dv = state
     k, v, q, dout, neg_lse, neg_delta = inputs
@@ -74,7 +77,7 @@ def dkdv_blocks(
             p = tl.exp2(scores * call.numbers.scale_log2 + neg_lse_rows[None, :])
         if WINDOWED:
             p = tl.where(visible_scores(at, call, C), p, 0.0)
-        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
+        if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
             p = tl.where(neg_lse_rows[None, :] == -float("inf"), 0.0, p)
         dout_tile = load_tile(dout, start, C.BLOCK_M, C.HEAD_DIM_V, C.BLOCK_DV, not C.EVEN_M, False)
         kept_p = p
@@ -83,7 +86,7 @@ def dkdv_blocks(
             kept_p = kept_or_zero(p, kept, call)
         kept_p = kept_p.to(dout_tile.dtype)
         dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
-        # Loaded late: it lies along the columns, so each thread holds many values of it.
+        # Loaded late: it broadcasts along columns, so each thread holds many of its values.
         neg_delta_rows = load_statistics(neg_delta, start, q.length, 0.0, listed, C)
         dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
         if C.HAS_DROPOUT:
@@ -100,8 +103,8 @@ def dkdv_blocks(
 @kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
 def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
     """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
-    contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Keys that are not used are not
-    written. The lists of a block mask are those of blocks of keys."""
+    contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Rows of dk and dv of unused keys
+    are not written. Block lists are by key block."""
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
     sequence, head_kv, start = own_keys(call, C)
@@ -114,7 +117,7 @@ def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexp
     dout_row = pointers.dout + own_row(sequence, call, C) * C.HEAD_DIM_V
     key = row_of_token(sequence.b, sequence.start_k, num_heads_kv, lengths.seqlen_k, C.VARLEN) + head_kv
 
-    BLOCK_N: tl.constexpr = C.BLOCK_N  # a shape is made of constants, not of their fields
+    BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_N, C.WIDE)

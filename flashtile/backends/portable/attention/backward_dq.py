@@ -2,7 +2,7 @@
 
 One program owns BLOCK_M rows of one query head and walks the keys that they reach, as the forward pass does:
 S = Q K^T, P = exp(S - lse), dP = dO V^T, dS = P * (dP - delta), dQ += dS K. Recomputing S and dP here and in
-``backward_dkdv`` costs seven products instead of five, and buys gradients without atomics.
+``backward_dkdv`` takes seven products instead of five, but the gradients need no atomics.
 """
 
 import triton
@@ -40,9 +40,10 @@ DqPointers = attention_pointers("DqPointers", "q k v dout neg_lse neg_delta dq")
 def dq_blocks(
     dq, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Key blocks ``first`` to ``last`` (exclusive) into dq of the rows of ``block``.
+    """Add key blocks ``first`` to ``last`` (exclusive) to dq of the rows of ``block``.
 
-    Of the inputs q and dout are tiles, neg_lse and neg_delta [BLOCK_M]; k and v are matrices in memory.
+    ``inputs``: tiles of q and dout, neg_lse and neg_delta [BLOCK_M], and a :class:`Matrix` for each of k and
+    v.
     """
     q, dout, neg_lse, neg_delta, k, v = inputs
     PAST_END: tl.constexpr = MASKED and not C.EVEN_N
@@ -66,7 +67,7 @@ def dq_blocks(
             if PAST_END:
                 seen = seen & (keys < k.length)[None, :]
             p = tl.where(seen, p, 0.0)
-        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
+        if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
             p = tl.where(neg_lse[:, None] == -float("inf"), 0.0, p)
         if C.HAS_DROPOUT:
             kept = dropout_mask(block, block.start, start, call, False, C)
@@ -85,8 +86,8 @@ def dq_blocks(
 @kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
 def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
     """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; neg_lse
-    and neg_delta as ``common.preprocess`` lays them out. With C.ADD_GRADIENTS it adds to the gradients of
-    captured tensors, fp32, as well."""
+    and neg_delta as ``common.preprocess`` lays them out. With C.ADD_GRADIENTS it also adds to the
+    gradients of captured tensors, fp32."""
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
     sequence, head, head_kv, start = own_rows(call, C)
@@ -98,7 +99,7 @@ def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr)
     row = own_row(sequence, call, C) + head
     block = block_at(start, sequence, head, call, C)
 
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape
     BLOCK_D: tl.constexpr = C.BLOCK_D
     q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
     dout = Matrix(pointers.dout + row * C.HEAD_DIM_V, lengths.num_heads_q * C.HEAD_DIM_V, sequence.len_q)

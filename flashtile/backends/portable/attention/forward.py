@@ -1,8 +1,8 @@
 """FlashAttention-2's forward pass (Dao 2023, arXiv:2307.08691, Algorithm 1) in portable Triton.
 
-One program owns BLOCK_M rows of one query head and walks the keys that they reach in blocks of BLOCK_N:
-blocks at the window's edges or the sequence's end with a mask, the blocks between them without. The
-accumulator stays unscaled until the end and only the log-sum-exp is kept for the backward pass.
+One program owns BLOCK_M rows of one query head and walks the keys that they reach in blocks of BLOCK_N.
+Unless the mask is general, only blocks at the window's edges or the sequence's end are masked. The
+accumulator stays unscaled until the end, and only the log-sum-exp is kept for the backward pass.
 """
 
 import triton
@@ -38,9 +38,9 @@ ForwardPointers = attention_pointers("ForwardPointers", "q k v out lse")
 def attend_blocks(
     state, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Key blocks ``first`` to ``last`` (exclusive) into each row's running accumulator, maximum and sum.
+    """Add key blocks ``first`` to ``last`` (exclusive) to the rows' running accumulator, maximum and sum.
 
-    The inputs are q [BLOCK_M, BLOCK_D], the rows of ``block``, and k and v, matrices in memory.
+    ``inputs``: the tile of q [BLOCK_M, BLOCK_D] of ``block``, and a :class:`Matrix` for each of k and v.
     """
     acc, row_max, row_sum = state
     q, k, v = inputs
@@ -75,7 +75,7 @@ def attend_blocks(
 
 @kernel(do_not_specialize=("pointers", "lengths"))
 def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of rows * heads * batch,). q, k, v as given; out and lse contiguous.
+    """Grid: (blocks of rows * heads * batch,). q, k, v have any strides; out and lse are contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V],
     without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
@@ -91,7 +91,7 @@ def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     v = values_of(sequence, head_kv, call)
     block = block_at(start, sequence, head, call, C)
 
-    BLOCK_M: tl.constexpr = C.BLOCK_M  # a shape is made of constants, not of their fields
+    BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     q_tile = load_tile(q, start, C.BLOCK_M, C.HEAD_DIM, C.BLOCK_D, not C.EVEN_M, C.WIDE)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)

@@ -27,12 +27,14 @@ Captured: Any = namedtuple(  # type: ignore[misc]
 )
 """Contiguous tensors that functions read, their fp32 gradients, and the sizes of all their dimensions.
 
-The last sizes hold integer constants of the programs. Unused fields are None and 0."""
+The last sizes hold integer constants of the programs. Unused tensors are None, unused sizes 0."""
 
 
 class Lists(NamedTuple):
-    """Block lists of a block mask, by blocks of rows or of keys. ``batch`` and ``heads`` are the mask's own
-    sizes: 1 if all sequences or heads share it."""
+    """Lists of a block mask: the key blocks of each row block, or the row blocks of each key block.
+
+    ``batch`` and ``heads`` are the mask's own sizes: 1 if all sequences or heads share it.
+    """
 
     num_blocks: Any
     indices: Any
@@ -46,7 +48,7 @@ kv_lists_of = operator.attrgetter("kv_num_blocks", "kv_indices", "full_kv_num_bl
 q_lists_of = operator.attrgetter("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 _captured_of = operator.attrgetter(*CAPTURED)
 _PLAIN = len(OptionalTensors._fields)
-"""Number of tensors that a call without functions may have. They come first."""
+"""Number of optional tensors of a call without score or mask functions. They come first."""
 _NO_GRADIENTS = (None,) * MAX_CAPTURED
 
 
@@ -57,7 +59,7 @@ def captured_of(extras: Any) -> list[Tensor | None]:
 def with_functions(
     plain: AttentionVariant, problem: Problem, config: KernelConfig, owns_keys: bool
 ) -> AttentionVariant:
-    """A kernel's variant with the functions of ``problem``; ``owns_keys`` if its programs own keys."""
+    """Add the score and mask functions of ``problem`` to a variant. ``owns_keys``: programs own keys."""
     mods = problem.mods
     assert mods is not None
     score = functions.score_function(mods)
@@ -82,7 +84,7 @@ def with_functions(
 
 
 class FunctionPointers:
-    """``(kernel, extras, captured)``: the last tensors of a kernel's call, of calls of one signature."""
+    """``(kernel, extras, captured) -> last arguments of the kernel``, for calls of one signature."""
 
     def __init__(self, problem: Problem, extras: Any) -> None:
         mods = problem.mods
@@ -101,7 +103,11 @@ class FunctionPointers:
         gradients: Sequence[Tensor | None] = _NO_GRADIENTS,
         owns_keys: bool = False,
     ) -> tuple[Any, ...]:
-        """``captured`` are the tensors that :func:`captured_of` gives, which outlive the launch."""
+        """Return the kernel's last arguments.
+
+        ``captured``: the tensors of :func:`captured_of`, which the caller keeps alive until the launch.
+        ``owns_keys``: whether the kernel's programs own keys.
+        """
         tensors: Sequence[Any] = (*captured, *gradients)
         lists: Sequence[Any] = ()
         if self._list_sizes:
@@ -112,7 +118,7 @@ class FunctionPointers:
         return (*extras[:_PLAIN], None, Captured(*tensors, *self._sizes), listed)
 
     def new_gradients(self, captured: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Zeros in fp32 for the captured tensors that want a gradient."""
+        """Return fp32 zeros for each captured tensor that requires a gradient, and None for the others."""
         return [
             tensor.new_zeros(tensor.shape, dtype=torch.float32)
             if tensor is not None and i in self._mods.learned
@@ -123,7 +129,7 @@ class FunctionPointers:
     def cast(
         self, gradients: Sequence[Tensor | None], captured: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Each gradient in the dtype of its tensor."""
+        """Convert each gradient to the dtype of its tensor."""
         return [
             None if gradient is None or tensor is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, captured, strict=True)

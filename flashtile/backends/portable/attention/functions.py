@@ -1,11 +1,11 @@
 """Programs of scores and masks as ``@triton.jit`` functions, which the attention kernels call on whole tiles.
 
-Each function is a text of its own. Its name holds a digest of the text and of the steps that it calls, and a
-kernel's key holds the name: the same program finds the same compiled kernel, in this process and in Triton's
-cache on disk. Python finds the text of a function that has no file in ``linecache``.
+Each function is generated as source text. Its name contains a digest of the text and of the steps that it
+calls, and a kernel's cache key contains the name. So the same program finds the same compiled kernel, in this
+process and in Triton's cache on disk. ``linecache`` holds the text, because the functions have no file.
 
-Gluon kernels call the same functions, which take the layouts of the tiles that they are given. Only a tile
-that a function makes itself would need one, so that for Gluon (``gluon=True``) it makes none.
+Gluon kernels call the same functions, whose results take the layouts of their arguments. A tile that a
+function creates would need a layout of its own, so functions for Gluon (``gluon=True``) create none.
 
 Numbers that are added or compared are arguments of the kernel (``Mods.numbers``), so that a window of another
 length needs no new compilation. With ``fixed`` they are literals, for kernels without registers to spare.
@@ -46,7 +46,7 @@ def element(index, size):
 
 @triton.jit
 def floor_div(a, b):
-    """Rounded down; Triton's own division of ints rounds towards zero."""
+    """Divide and round down. Triton's own division of ints rounds towards zero."""
     if (a + b).dtype.is_floating():
         return tl.floor(a / b)
     else:
@@ -56,13 +56,13 @@ def floor_div(a, b):
 
 @triton.jit
 def floor_mod(a, b):
-    """With the sign of ``b``."""
+    """Return the remainder of :func:`floor_div`, which has the sign of ``b``."""
     return a - floor_div(a, b) * b
 
 
 @triton.jit
 def floor_div_by_positive(a, b):
-    """:func:`floor_div` of ints, with fewer instructions."""
+    """Return :func:`floor_div` of ints for a positive ``b``, in fewer instructions."""
     quotient = a // b
     return tl.where(a < quotient * b, quotient - 1, quotient)
 
@@ -75,7 +75,7 @@ def floor_mod_by_positive(a, b):
 
 @triton.jit
 def power(a, b):
-    """``a ** b`` of floats, with torch's results for negative bases (whole exponents) and for 0 ** 0."""
+    """Return ``a ** b`` of floats. Negative bases (with whole exponents) and 0 ** 0 give torch's results."""
     size = tl.exp2(tl.log2(tl.abs(a)) * b)
     is_whole = b == tl.floor(b)
     is_odd = is_whole & (b * 0.5 != tl.floor(b * 0.5))
@@ -93,7 +93,7 @@ _STEPS = {
     "floor_mod": floor_mod, "floor_mod_by_positive": floor_mod_by_positive, "power": power, "sign": sign,
     "tanh": tanh,
 }  # fmt: skip
-"""Operations that Triton lacks, or computes in another way than torch."""
+"""Operations that Triton lacks, or computes differently from torch."""
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">",
@@ -113,7 +113,10 @@ _kept: BoundedCache = BoundedCache(4 * 2**20)
 
 
 def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
-    """``(scores, b, head, rows, keys, captured) -> (scores, their derivative)`` of ``score_mod``."""
+    """Return ``score_mod`` as a function; None without one.
+
+    The function is ``(scores, b, head, rows, keys, captured) -> (new scores, their derivative by scores)``.
+    """
     program = mods.score_program
     if program is None:
         return None
@@ -155,8 +158,11 @@ def mask_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
 
 
 def gradient_function(mods: Mods) -> Any:
-    """``(ds, scores, b, head, rows, keys, captured)``: add to the gradients of captured tensors what ``ds``,
-    the derivative by the modified scores [rows, keys], gives to each element that ``score_mod`` read."""
+    """Return a function that adds to gradients of captured tensors; None if no tensor needs a gradient.
+
+    The function is ``(ds, scores, b, head, rows, keys, captured)``, where ``ds`` [rows, keys] is the gradient
+    of the modified scores. It adds to the gradient of each element that ``score_mod`` read.
+    """
     program = mods.score_program
     if program is None or not mods.learned:
         return None
@@ -207,7 +213,7 @@ class _Writer:
         return str(operand) if isinstance(operand, Name) else f"({operand!r})"
 
     def spread(self, operand: Any) -> str:
-        """A float of the scores' shape."""
+        """Return the text of an operand as floats of the scores' shape."""
         whole = "score" in depends_on(self.program)[operand] if isinstance(operand, Name) else False
         text = self.operand(operand)
         if whole:
@@ -230,13 +236,13 @@ class _Writer:
         return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
 
     def _wide_call(self, line: Line) -> str:
-        """On ints of 64 bits."""
+        """Return the text of an operation on 64-bit ints."""
         operands = []
         for operand in line.operands:
             text = self.operand(operand)
             if isinstance(operand, Name) and self.program.kinds[operand] == "int":
                 text = f"{text}.to(tl.int64)"
-            elif line.operation == "where" and type(operand) is int:  # alone it may be taken for unsigned
+            elif line.operation == "where" and type(operand) is int:  # Triton may take a literal as unsigned
                 text = f"({self.operand(line.operands[0])}.to(tl.int64) * 0 + {text})"
             operands.append(text)
         return self._text(line, operands)
@@ -257,17 +263,17 @@ class _Writer:
         }[operation]
 
     def _number(self, line: Line, operand: Any) -> str:
-        """The kernel's argument that a number is; "" if it is none."""
+        """Return the text of the kernel's argument that holds a number; "" if no argument does."""
         if operand not in self.numbers or not is_variable(self.program, line, operand):
             return ""
         return f"captured.size_{MAX_SIZES - 1 - self.numbers.index(operand)}"
 
     def _by_number(self, operation: str, x: Any, number: Any) -> str | None:
-        """A division by a number, where there are cheaper instructions for it; else None."""
+        """Return the text of a division by a constant, if it has cheaper instructions; else None."""
         if not isinstance(x, Name) or isinstance(number, Name) or number <= 0:
             return None
         text, kind = self.operand(x), self.program.kinds[x]
-        if operation == "div":  # a score is rounded anyway; what a condition may compare is not
+        if operation == "div":  # a score may be rounded; what a condition compares may not
             of_score = kind == "float" and "score" in depends_on(self.program)[x]
             return f"{text} * ({1 / number!r})" if of_score and 1e-30 < number < 1e30 else None
         if kind != "int" or type(number) is not int:
@@ -293,7 +299,7 @@ class _Writer:
         for i, (index, size) in enumerate(zip(indices, sizes, strict=True)):
             at = f"{name}_{i}"
             self.write(f"{at} = element({self.operand(index)}, {size})")
-            # Strides are those of a contiguous tensor: 64 bits, but along its last dimension.
+            # The tensor is contiguous: the last dimension has stride 1, the others may need 64 bits.
             later = " * ".join(sizes[i + 1 :])
             pointer += f" + {at}.to(tl.int64) * ({later})" if later else f" + {at}"
         return pointer
@@ -304,7 +310,7 @@ class _Writer:
 
 
 def _function(name: str, parameters: str, body: str) -> Any:
-    """The ``@triton.jit`` function of a text, one for each."""
+    """Return the ``@triton.jit`` function of a text. Equal texts share one function."""
     key = (name, parameters, body)
     made = _kept.get(key)
     if made is not None:

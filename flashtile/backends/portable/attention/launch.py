@@ -56,7 +56,7 @@ def attention_variant(
     mask: Tensor | None,
     bias: Tensor | None,
 ) -> AttentionVariant:
-    """Return the constants of a kernel without functions.
+    """Return the constants of a kernel, without those of ``score_mod`` and ``mask_mod``.
 
     ``wide``: whether offsets within a tile of q, k or v need 64 bits; ``aligned``: whether tiles of k and v
     are loaded asynchronously (:func:`is_aligned`).
@@ -64,8 +64,9 @@ def attention_variant(
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if not aligned:
-        # Tiles of k and v that cannot be loaded asynchronously share one address. Where their widths differ,
-        # Triton 3.6 on sm_90 then multiplies by what lies outside it (docs/measured/compilers.md).
+        # Tiles of k and v that cannot be loaded asynchronously share one address in shared memory. If their
+        # widths differ, Triton 3.6 on sm_90 then reads out of range for the second product
+        # (benchmarks/results/experiments/compilers.json).
         block_d = block_dv = max(block_d, block_dv)
     return AttentionVariant(
         VARLEN=problem.varlen,
@@ -133,7 +134,7 @@ def _lengths(problem: Problem, alibi_slopes: Tensor | None) -> AttentionLengths:
         total_k=problem.total_k,
         window_left=left,
         window_right=right,
-        # No position lies after the last key, so longer chunks are equivalent to one of that length.
+        # No position lies after the last key, so a chunk longer than seqlen_k acts like one of seqlen_k.
         attention_chunk=min(problem.attention_chunk, max(problem.seqlen_k, 1)),
         drop_threshold=threshold(problem.dropout_p),
     )
@@ -205,7 +206,7 @@ def dbias_kernel_of(
 
 
 def optional_pointers(extras: OptionalTensors, key_bounds: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Return the optional tensors, which come last in each kernel's arguments, without functions."""
+    """Return a kernel's last arguments, its optional tensors, without score and mask functions."""
     return (*extras, key_bounds, None, None)
 
 
@@ -241,7 +242,7 @@ class PortableForwardLaunch:
                 out = self._new_out(q)
             if lse is None:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        else:  # tokens that no sequence has or uses are written by no program
+        else:  # no program writes tokens outside all sequences or unused ones
             out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
             if lse is None:
                 lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -275,8 +276,10 @@ class PortableForwardLaunch:
 
 
 class PortableBackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature; with
-    functions those of captured tensors follow."""
+    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature.
+
+    With ``score_mod`` or ``mask_mod``, gradients of captured tensors follow.
+    """
 
     def __init__(self, problem: Problem, config: Config) -> None:
         self._problem = problem

@@ -34,7 +34,7 @@ def find_sequence(b, call, C: tl.constexpr):
 
 @triton.jit
 def own_rows(call, C: tl.constexpr):
-    """(sequence, query head, its key/value head, first row) of a program.
+    """Return (sequence, query head, its key/value head, first row) of a program.
 
     Grid: (blocks of rows * query heads * batch,).
     """
@@ -48,7 +48,7 @@ def own_rows(call, C: tl.constexpr):
 
 @triton.jit
 def own_keys(call, C: tl.constexpr):
-    """(sequence, key/value head, first key) of a program.
+    """Return (sequence, key/value head, first key) of a program.
 
     Grid: (blocks of keys * key/value heads * batch,).
     """
@@ -62,14 +62,14 @@ def own_keys(call, C: tl.constexpr):
 
 @triton.jit
 def block_at(start, sequence, head, call, C: tl.constexpr):
-    """The rows or keys from ``start`` on, under query head ``head``."""
+    """Return the :class:`Block` of the rows or keys from ``start`` on, for query head ``head``."""
     slope = load_slope(call.pointers.alibi_slopes, call.lengths.alibi_stride, sequence.b, head, C.HAS_ALIBI)
     return Block(sequence.b, head, start, sequence.len_k - sequence.len_q, slope)
 
 
 @triton.jit
 def queries_of(sequence, head, call):
-    """The queries of ``head``, in memory."""
+    """Return the :class:`Matrix` of the sequence's queries of ``head``."""
     return head_of(call.pointers.q, call.strides.q, sequence.b, sequence.start_q, head, sequence.len_q)
 
 
@@ -85,14 +85,14 @@ def values_of(sequence, head_kv, call):
 
 @triton.jit
 def own_row(sequence, call, C: tl.constexpr):
-    """Index of the sequence's first row, for head 0, in contiguous tensors shaped like q."""
+    """Return the index of the sequence's first row, for head 0, in contiguous tensors shaped like q."""
     lengths = call.lengths
     return row_of_token(sequence.b, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q, C.VARLEN)
 
 
 @triton.jit
 def statistics_of(sequence, head, padded_rows, call, C: tl.constexpr):
-    """Offset of the rows of ``head`` in the statistics that ``common.preprocess`` wrote."""
+    """Return the offset of the rows of ``head`` in the statistics that ``common.preprocess`` wrote."""
     return statistics_offset(
         sequence.b, head, sequence.start_q, call.lengths.num_heads_q, padded_rows, C.VARLEN
     )  # fmt: skip
@@ -121,9 +121,9 @@ def clip_to_padding(first, last, call, b, BLOCK: tl.constexpr):
 
 @triton.jit
 def reached_keys(start, sequence, call, C: tl.constexpr):
-    """Blocks of keys that the rows from ``start`` on reach, as :func:`block_range` numbers them.
+    """Return the key blocks that the rows from ``start`` on reach, in the runs of :func:`block_range`.
 
-    If C.MASKS_EVERY_BLOCK they are one run, the last, which takes a mask throughout.
+    If C.MASKS_EVERY_BLOCK, the third run covers all of these blocks, and :func:`walk` uses no other.
     """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
@@ -142,9 +142,10 @@ def reached_keys(start, sequence, call, C: tl.constexpr):
 
 @triton.jit
 def reaching_rows(start, sequence, call, C: tl.constexpr):
-    """Blocks of rows that reach the keys from ``start`` on; the last run is as long as it can be.
+    """Return the row blocks that reach the keys from ``start`` on, in the runs of :func:`block_range`.
 
     Seen from the keys, the window is mirrored: a key reaches window_right rows back and window_left ahead.
+    If C.MASKS_EVERY_BLOCK, the third run covers all of these blocks, and :func:`walk` uses no other.
     """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
@@ -159,18 +160,18 @@ def reaching_rows(start, sequence, call, C: tl.constexpr):
             first = max(first, (chunk_start - offset) // C.BLOCK_M)
             last = min(last, (max(chunk_end - offset, 0) + C.BLOCK_M - 1) // C.BLOCK_M)
         full_last = first
-        if call.pointers.key_bounds is not None:  # a block without a key that takes part has nothing to do
+        if call.pointers.key_bounds is not None:  # no row visits a block of padding
             own = start // C.BLOCK_N
             first_keys, last_keys = clip_to_padding(own, own + 1, call, sequence.b, C.BLOCK_N)
             last = first if first_keys >= last_keys else last
-    elif not C.HAS_LEFT:  # rows past the end load as zeros that no key reaches
+    elif not C.HAS_LEFT:  # rows past the end have probability 0, so they need no mask
         full_last = last
     return first, full_first, full_last, last
 
 
 @triton.jit
 def listed_blocks(block, call, IS_FULL: tl.constexpr, OWNS_KEYS: tl.constexpr, C: tl.constexpr):
-    """Return (number of blocks to visit, clamped to the list's length; list) for ``block``."""
+    """Return (number of tiles that ``block`` visits, clamped to the list's length; pointer to the list)."""
     lists, lengths = call.pointers.lists, call.lengths
     if OWNS_KEYS:
         num_own = tl.cdiv(lengths.seqlen_k, C.MASK_BLOCK)
@@ -189,7 +190,7 @@ def listed_blocks(block, call, IS_FULL: tl.constexpr, OWNS_KEYS: tl.constexpr, C
 
 @triton.jit
 def walked_block(listed, i, length, BLOCK: tl.constexpr, C: tl.constexpr):
-    """Number of the ``i``-th block to visit in the other sequence: ``i`` itself, or taken from a list."""
+    """Return the index of the ``i``-th tile to visit: ``i`` itself, or an entry of the list ``listed``."""
     if listed is None:
         return i
     else:
@@ -202,17 +203,17 @@ def walked_block(listed, i, length, BLOCK: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def walk(STEP: tl.constexpr, state, inputs, reached, block, call, OWNS_KEYS: tl.constexpr, C: tl.constexpr):
-    """``state`` after ``STEP`` has taken all blocks that ``block`` visits, in runs.
+    """Apply ``STEP`` to all tiles that ``block`` visits, and return the final ``state``.
 
-    ``STEP(state, inputs, first, last, listed, block, call, MASKED, C)`` takes blocks ``first`` to ``last``
-    (exclusive) of those that are ``reached``, or of a block mask's list. ``reached`` come in three runs: one
-    edge of the window, blocks within it, the other edge or the end of the sequence. Of a block mask, full
-    blocks come first, with a variant that has no MASK_MOD.
+    ``STEP(state, inputs, first, last, listed, block, call, MASKED, C)`` processes tiles ``first`` to ``last``
+    (exclusive), either of the range ``reached`` or of a block mask's list ``listed``. The range has three
+    runs: one edge of the window; tiles within it; the other edge or the end of the sequence. A block mask's
+    full blocks are processed first, by a variant without MASK_MOD.
     """
     FIRST_EDGE: tl.constexpr = C.HAS_RIGHT if OWNS_KEYS else C.HAS_LEFT
     LAST_EDGE: tl.constexpr = C.HAS_LEFT if OWNS_KEYS else (C.HAS_RIGHT or not C.EVEN_N)
     if C.MASK_BLOCK > 0:
-        FULL: tl.constexpr = C.FULL  # which is no constant to Triton 3.6 as a field
+        FULL: tl.constexpr = C.FULL  # Triton 3.6 does not treat the field as a constant
         count, listed = listed_blocks(block, call, True, OWNS_KEYS, C)
         state = STEP(state, inputs, 0, count, listed, block, call, FIRST_EDGE or LAST_EDGE, FULL)
         count, listed = listed_blocks(block, call, False, OWNS_KEYS, C)

@@ -29,9 +29,10 @@ def score_indices(block, rows, keys, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
-    """Raw products -> (scores in log2 units, their derivative by the scaled product).
+    """Turn raw products into modified scores, and return (scores, derivative).
 
-    ``at``: the :class:`ScoreIndices` of the tile. ``bias``: its tile of the bias, if loaded already. All
+    The scores are in log2 units. The derivative is that of scores in natural units by scaled products.
+    ``at``: the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; None loads it here. All
     kernels of the forward and backward pass modify their scores here and nowhere else.
     """
     numbers, pointers = call.numbers, call.pointers
@@ -53,7 +54,10 @@ def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
 
 @triton.jit
 def add_gradients(ds, scores, at, block, call, C: tl.constexpr):
-    """Add to gradients of captured tensors; ``ds`` is that of the scores, ``scores`` are raw products."""
+    """Add a tile's terms to the gradients of captured tensors.
+
+    ``ds``: the gradient of the modified scores. ``scores``: raw products.
+    """
     scores, _ = cap_and_bias(
         scores, at.distance, block.slope, call.numbers.softmax_scale, call.numbers.softcap, C.HAS_SOFTCAP,
         C.HAS_ALIBI,
@@ -63,13 +67,13 @@ def add_gradients(ds, scores, at, block, call, C: tl.constexpr):
 
 @triton.jit
 def visible_scores(at, call, C: tl.constexpr):
-    """Return which scores of a tile are visible; those past the sequence's end may be either."""
+    """Return which scores of a tile are visible. The result is arbitrary for keys past the sequence's end."""
     pointers, strides, lengths = call.pointers, call.strides, call.lengths
     seen = visible(at.distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
     if C.HAS_CHUNK:
         first = (
             at.positions - at.positions % lengths.attention_chunk
-        )  # any value where the position is not a key's
+        )  # arbitrary for negative positions, which see no key
         seen = seen & (at.positions >= 0) & (at.keys >= first)
         seen = seen & (at.keys - first < lengths.attention_chunk)
     if C.HAS_MASK:
@@ -116,8 +120,10 @@ def load_state(rng_state, C: tl.constexpr):
 
 @triton.jit
 def units_of(start, PER_SIXTEEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Return, for ``BLOCK`` positions from ``start`` (a multiple of 16), the index of the random words each
-    uses (PER_SIXTEEN of them per 16 positions), and the position modulo 16."""
+    """Return (index of the random words of each position, the position modulo 16), both [BLOCK].
+
+    The positions begin at ``start``, a multiple of 16. Every 16 positions have PER_SIXTEEN indices.
+    """
     i = tl.arange(0, BLOCK)
     number = start // 16 * PER_SIXTEEN + i // 16 * PER_SIXTEEN + i % 8 * PER_SIXTEEN // 8
     return number.to(tl.uint32), i % 16
@@ -125,7 +131,7 @@ def units_of(start, PER_SIXTEEN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def random_bits(key, word, other, second):
-    """Return the first or second word of Philox-2x32-7 of a key and a counter."""
+    """Return a word of Philox-2x32-7 for the counter (``word``, ``other``): the second where ``second``."""
     for _ in tl.static_range(7):
         product = word.to(tl.uint64) * MULTIPLIER
         word, other = (product >> 32).to(tl.uint32) ^ key ^ other, product.to(tl.uint32)
@@ -137,9 +143,10 @@ def random_bits(key, word, other, second):
 def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
     """Return which probabilities dropout keeps, [BLOCK_M, BLOCK_N], transposed with KEYS_FIRST.
 
-    ``flashtile.dropout`` defines how they follow from the state. The random words are computed for each
-    probability. One thread holds all eight probabilities that share words, in the layout of a matrix product,
-    and four of them in the layout of its transpose. So the compiler can compute shared words once.
+    ``flashtile.dropout`` defines them for a state of the generator. The code computes random
+    words for every probability, although eight probabilities share their words. In the layout of a matrix
+    product one thread holds all eight, in the layout of its transpose four of them. So the compiler can
+    compute shared words once.
     """
     # The key depends only on the sequence and head, so it is computed once.
     head = (block.b * call.lengths.num_heads_q + block.head).to(tl.uint32)
@@ -152,7 +159,7 @@ def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C:
         rows, row, keys, column = rows[None, :], row[None, :], keys[:, None], column[:, None]
     else:
         rows, row, keys, column = rows[:, None], row[:, None], keys[None, :], column[None, :]
-    # A random number starts at the sign bit; without FINE_DROPOUT the lower bits do not matter.
+    # Shift each random number up to the sign bit. Without FINE_DROPOUT only its upper 7 bits matter.
     to_sign = tl.where(column < 8, 17, 25) - column % 2 * 16
     number = random_bits(key, rows, keys, row >= 8) << to_sign
     if C.FINE_DROPOUT:
@@ -165,6 +172,6 @@ def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C:
 @triton.jit
 def kept_or_zero(p, kept, call):
     """Set probabilities that dropout does not keep to 0."""
-    # The compiler must not know that this is 0, or it would round first and then unpack the rounded pairs.
+    # With a literal 0, the compiler would round P first and then unpack the rounded pairs.
     zero = call.numbers.keep_scale * 0.0
     return tl.where(kept, p, zero)

@@ -1,4 +1,4 @@
-"""Decoding in Triton: attention over a cache, parts combined, appending to the cache, copying its blocks."""
+"""Decoding in Triton: attention over a cache, combining of partial results, appends, copies of blocks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Append of new keys and values to the cache, in place and in one launch, together with rotary embedding of
-the keys (and of the queries of the same call) and quantisation to FP8.
+"""Appends new keys and values to the cache in place. The same launch applies rotary embedding to the keys,
+and to the queries of the call, and quantises to FP8.
 
 Rotary embedding (Su et al. 2021, arXiv:2104.09864) rotates pairs of columns in float32 and rounds once. Pairs
 are adjacent columns if interleaved, else ROTARY_DIM / 2 apart. A program owns ROWS tokens of one head.
@@ -28,10 +28,11 @@ class AppendVariant:
     PAGE_SIZE: int
     """Tokens per page; 0 for a dense cache."""
     DESCALE: str
-    """"none", "head", or "block": of each page, or of each row of a dense cache."""
+    """Scales of the cache: "none", "head" (one per head), "block" (per head of each page, or of each row of a
+    dense cache) or "sequence" (per head of each sequence)."""
     QUANTISED: bool
     E4M3_BITS: bool
-    """Whether the cache takes the bits of e4m3, encoded in software."""
+    """Whether e4m3 is encoded in software, and the cache viewed as uint8."""
     ROTARY_DIM: int
     INTERLEAVED: bool
     HAS_ROTARY_SEQLENS: bool
@@ -43,7 +44,7 @@ class AppendVariant:
     BLOCK_DV: int
     ROWS: int
     SEQUENCES: int = 128
-    """Number of ends of packed sequences that are read at a time."""
+    """Number of entries of ``cu_seqlens`` that are read at a time."""
 
 
 class AppendPointers(NamedTuple):
@@ -96,7 +97,7 @@ class AppendLengths(NamedTuple):
 
     table_stride: Any
     k_descale_stride: Any
-    """From the scales of one page or sequence to the next."""
+    """Elements from the scales of one page or sequence to those of the next."""
     v_descale_stride: Any
     seqlen_new: Any
     """New tokens of the longest sequence."""
@@ -145,7 +146,7 @@ def load_rotated(base, row_offsets, exists, positions, pointers, rotary_rows, C:
 
 @triton.jit
 def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
-    """Round to ``dtype``, that of the new tokens, then quantise if the cache is in FP8."""
+    """Round x to the new tokens' ``dtype``, then quantise it if the cache is in FP8."""
     x = x.to(dtype)
     if C.QUANTISED:
         x = x.to(tl.float32) / scale
@@ -161,7 +162,7 @@ def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.const
     memory, whether the token exists).
 
     The sequence and its first row are scalars, or one number per token if VARLEN: packed tokens are divided
-    regardless of sequences, so that no program is idle where lengths are unequal.
+    regardless of sequences, so that unequal lengths leave no program idle.
     """
     ROWS: tl.constexpr = C.ROWS
     head = program % heads
@@ -188,7 +189,7 @@ def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.const
 
 @triton.jit
 def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
-    """Return each token's (page or row of a dense cache, offset in it, whether both are valid), int64."""
+    """Return each token's (page or row of a dense cache, offset in it, whether both are valid)."""
     ROWS: tl.constexpr = C.ROWS
     if C.HAS_SLOTS:
         size = lengths.capacity if C.PAGE_SIZE == 0 else C.PAGE_SIZE
@@ -285,10 +286,10 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
 def append_kernel(pointers, strides, lengths, C: tl.constexpr):
     """Append new tokens and rotate queries. Grid: (programs of new tokens + programs of queries,).
 
-    Each part has (blocks of ROWS tokens * heads) programs per sequence, or for all packed tokens together.
+    Each kind has (blocks of ROWS tokens * heads) programs per sequence, or for all packed tokens together.
 
-    k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS (one sequence of
-    total_new); q likewise, q_out as q and contiguous.
+    k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS. With HAS_SLOTS they are
+    one sequence of total_new tokens. q likewise; q_out like q, contiguous.
     """
     program = tl.program_id(0)
     if program < lengths.new_programs:

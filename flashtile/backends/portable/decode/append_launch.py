@@ -36,7 +36,7 @@ class AppendLaunch:
     def __init__(self, problem: AppendProblem) -> None:
         self._problem = problem
         self._as_bits = problem.cache_dtype == FP8 and not converts_e4m3(problem.device)
-        # (times, tokens): packed sequences are divided as one.
+        # (sequences, tokens of each): packed sequences are divided as one.
         new = (1, problem.total_new) if problem.varlen else (problem.batch, problem.seqlen_new)
         queries = (1, problem.total_q) if problem.varlen_q else (problem.batch, problem.seqlen_q)
         self._rows = min(APPEND_ROWS, triton.next_power_of_2(max(new[1], queries[1], 1)))
@@ -121,7 +121,7 @@ class CopyLaunch:
         problem = self._problem
         if problem.num_pairs == 0 or 0 in k_cache.shape[:-1]:
             return
-        if problem.dtype == FP8:  # bytes are moved as they are, on GPUs without FP8, too
+        if problem.dtype == FP8:  # bytes are copied, also on GPUs without FP8
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         if self._kernel is None:
             self._kernel = self._prepare(k_cache, v_cache, block_pairs, tensors)

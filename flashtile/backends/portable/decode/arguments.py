@@ -1,4 +1,7 @@
-"""Arguments and constants of the kernel that attends to a cache."""
+"""Arguments and constants of the kernel that attends to a cache.
+
+:mod:`schedule` defines *n_block* and *work tile*.
+"""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,14 +22,15 @@ class DecodeVariant(Layout):
     HAS_TREE: bool
     HAS_PRIOR: bool
     HAS_QV: bool
-    """Whether ``qv``, queries multiplied by the values, is added to the scores; not with a cache in e4m3."""
+    """Whether scores include the products of ``qv`` with the values. Not with a cache in e4m3."""
     HAS_SCORE_MOD: bool
     """Whether scores are more than raw products times a positive scale (which keeps their maximum)."""
     SOFTMAX_MAX: str
-    """Whether the caller gives a unified maximum (:mod:`unified_max`): "none", "number" or "head" (one
-    each)."""
+    """Kind of unified maximum (:mod:`unified_max`): "none", "number" (one for all heads) or "head" (one for
+    each query head)."""
     DESCALE: str
-    """"none", "head", or "block": of each page, or of each row of a dense cache."""
+    """Scales of the cache: "none", "head" (one per head), "block" (per head of each page, or of each row of a
+    dense cache) or "sequence" (per head of each sequence)."""
     E4M3: bool
     """Whether the cache is in FP8; products are then in float16, unless queries are in float32."""
     E4M3_BITS: bool
@@ -34,6 +38,7 @@ class DecodeVariant(Layout):
     E4M3_PAIRS: bool
     """Whether the cache is viewed as pairs of elements; even and odd columns are multiplied separately."""
     BALANCED: bool
+    """Whether programs share all n_blocks equally (stream-K, :mod:`schedule`)."""
     SPLIT: bool
     """Whether a work tile may have several splits; always True if BALANCED."""
     HEAD_DIM: int
@@ -43,10 +48,11 @@ class DecodeVariant(Layout):
     WIDE: bool
     """Whether offsets into the cache need 64 bits."""
     PDL: bool
-    """Programmatic dependent launch: the combining kernel starts before this one has ended."""
+    """Programmatic dependent launch: the combining kernel may start before this one has ended."""
     PREFETCH: int
-    """n_blocks before the end of a work tile at which the next work tile's first n_blocks are prefetched to
-    the L2 cache, or after the last work tile the dependent kernels are launched. 0: neither happens."""
+    """How many n_blocks before the end of a work tile the next work tile's first n_blocks are prefetched to
+    the L2 cache. In a program's last work tile, dependent kernels are launched at this point instead. 0: no
+    prefetch; dependent kernels are launched at the start."""
     PRECISION: str
 
     @property
@@ -62,8 +68,10 @@ class DecodeVariant(Layout):
 
     @property
     def sums_late(self) -> bool:
-        """Whether the columns of a row are summed only after the last n_block: if they lie in several warps,
-        each sum is an exchange between warps."""
+        """Whether a row's exponentials are summed over columns only after the last n_block.
+
+        In tiles of few rows, several warps share a row and would have to exchange sums in each n_block.
+        """
         return self.BLOCK_M < 64
 
 
@@ -111,8 +119,8 @@ class DecodeStrides(NamedTuple):
 
 
 class OuterStrides(NamedTuple):
-    """Strides between sequences (for scales of an FP8 cache: pages or sequences), in elements; 0 where all
-    share one. The kernel is not specialized on their values, since no wide load depends on them."""
+    """Strides between sequences (for scales of an FP8 cache: pages or sequences), in elements; 0 if all
+    share one entry. The kernel is not specialized on their values, since no wide load depends on them."""
 
     table_stride: Any
     alibi_stride: Any

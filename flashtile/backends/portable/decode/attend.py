@@ -1,10 +1,10 @@
 """Attention of few query rows over a cache: Flash-Decoding (Dao, Haziza, Massa, Sizov 2023) in portable
 Triton.
 
-Time is bound by the bytes of the cache, which are read once: all query heads of a key/value head, and all
-query tokens, form one tile of rows. A program walks its share of the n_blocks (:mod:`schedule`) with an
-online softmax. It writes a work tile that it computes completely to ``out``. For any other work tile it
-leaves a normalised partial result, with its log-sum-exp in base 2, for :mod:`combine`.
+Its time is bound by reading the cache. The cache is read only once, because all query heads of a key/value
+head and all query tokens form one tile of rows. A program walks its share of the n_blocks (:mod:`schedule`)
+with an online softmax. If it computes a whole work tile, it writes the result to ``out``. Otherwise it leaves
+a normalised partial result, with its log-sum-exp in base 2, for :mod:`combine`.
 
 The cache is dense or in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180; :mod:`cache`). The loop
 over its n_blocks is in :mod:`steps`.
@@ -40,7 +40,7 @@ from flashtile.backends.portable.tiles import sink_step
 
 @triton.jit
 def rows_of(work, lengths, C: tl.constexpr):
-    """Return (indices within the work tile, :class:`Rows`) of its rows."""
+    """Return (indices 0 to BLOCK_M - 1 of a work tile's rows, their :class:`Rows`)."""
     b, m = sequence_of(work.m_block, lengths, C)
     b = b.to(tl.int64)
     index = tl.arange(0, C.BLOCK_M)
@@ -91,11 +91,13 @@ def load_scales(head_kv, b, pointers, outer, C: tl.constexpr):
 
 @triton.jit
 def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl.constexpr):
-    """Normalise the sums of a part; write them to ``out`` if it is ``whole``, else to partial result
-    ``slot``."""
+    """Normalise the sums of a part of a work tile and write them.
+
+    They go to ``out`` if the part is the ``whole`` work tile, else to partial result ``slot``.
+    """
     pointers, lengths, splits = call.pointers, call.lengths, call.splits
     # A sink and results over other keys are added once: here, or where parts are combined.
-    if C.HAS_PRIOR:  # noqa: SIM102 - one is known to the compiler, the other is not
+    if C.HAS_PRIOR:  # noqa: SIM102 - HAS_PRIOR is a constant, ``whole`` is not
         if whole:
             acc, row_max, row_sum = with_prior(
                 acc, row_max, row_sum, pointers.prior_out, pointers.prior_lse, rows, lengths, C
@@ -119,9 +121,11 @@ def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl
 def attend_work_tile(
     work, first, count, slot, whole, next_work_tile, next_first, more, call, C: tl.constexpr
 ):
-    """Attend to ``count`` n_blocks from ``first`` on; write to ``out`` if they are the ``whole`` work tile,
-    else to partial result ``slot``. After it comes ``next_work_tile`` from n_block ``next_first`` on, if
-    there is ``more``.
+    """Attend to ``count`` n_blocks of a work tile from ``first`` on.
+
+    The result goes to ``out`` if they are the ``whole`` work tile, else to partial result ``slot``. If there
+    is ``more``, the program's next work is ``next_work_tile`` from n_block ``next_first`` on, whose first
+    n_blocks are prefetched.
     """
     pointers, lengths = call.pointers, call.lengths
     sequence = work.sequence
@@ -167,7 +171,7 @@ def attend_work_tile(
         row_max = shift + tl.zeros_like(row_sum)
         OPERAND: tl.constexpr = dtype if C.DESCALE == "block" else q.dtype
         if is_in_range(acc, row_sum, rows.exists, count * C.BLOCK_N, OPERAND) == 0:
-            # Computed again: few calls need it, so it should hold no register through the first loop.
+            # Set up again: this is rare, and kept values would occupy registers in the first loop.
             again = cache_of(work, first, call, C)
             faults = find_faults(again, first, last, work.keys, C)
             acc, row_max, row_sum = attend_n_blocks(
@@ -182,7 +186,7 @@ def attend_work_tile(
 
 @triton.jit
 def prefetch_first(program, call, C: tl.constexpr):
-    """Prefetch the first n_blocks of a program, by lengths and tables that an earlier kernel may still write.
+    """Prefetch a program's first n_blocks, by lengths and tables that an earlier kernel may still be writing.
 
     This is only a guess. All reads stay within the tensors for any contents, and the values read only select
     which part of the cache is prefetched to the L2 cache. Since all writes go through L2, no stale data
@@ -217,15 +221,16 @@ def attend_balanced(program, call, C: tl.constexpr):
         tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C
     )
     end = share_start(team + 1, teams, total)
-    # There is no check before the first work tile, so that the loop's other values are computed while the
-    # lengths are loaded.
+    # The loop begins without a check, so that values which need no lengths are computed while the lengths are
+    # loaded.
     more = tl.full([], True, tl.int1)
     while more:
         work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
         count = min(work.n_blocks - nth, end - position)
         position += count
         more = position < end
-        # With one team of heads, it is known at once which lengths the next work tile has.
+        # If a team covers all heads, each of its work tiles is in another m_block. The next m_block is then
+        # known before the lengths are loaded.
         finished = (position >= m_block_end) | C.ONE_TEAM
         m_block += finished.to(tl.int32)
         m_block_start = tl.where(finished, m_block_end, m_block_start)
@@ -236,7 +241,7 @@ def attend_balanced(program, call, C: tl.constexpr):
             )
             next_first = next_work.keys.first // C.BLOCK_N + next_first
         if count > 0:
-            # A work tile's first part is the last work of its program, any other part the first.
+            # A program has two slots: for a part that continues a work tile, and for a part that begins one.
             slot = 2 * program + (nth == 0).to(tl.int32)
             attend_work_tile(
                 work, work.keys.first // C.BLOCK_N + nth, count, slot, count == work.n_blocks, next_work,
@@ -246,10 +251,10 @@ def attend_balanced(program, call, C: tl.constexpr):
 
 @triton.jit
 def attend_split(program, call, C: tl.constexpr):
-    """Do the work of a program of any other grid: one split of a work tile, chosen by its own length only.
+    """Do the work of a program of an unbalanced grid: one split of a work tile.
 
-    The m_blocks of a sequence run concurrently and share keys in the L2 cache; the last ones see the most
-    keys.
+    The split depends only on the length of the tile's sequence. The m_blocks of a sequence run concurrently
+    and share keys in the L2 cache; the last ones start first, because they see the most keys.
     """
     lengths, splits = call.lengths, call.splits
     m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
@@ -278,18 +283,18 @@ def attend_split(program, call, C: tl.constexpr):
 def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits, C: tl.constexpr):
     """Grid: (teams * HEADS_PER_TEAM,) if BALANCED, else (m_blocks * splits * heads_kv * batch,).
 
-    q (batch, seqlen_q, heads_q, HEAD_DIM), without the batch when VARLEN; caches (rows, capacity, heads_kv,
-    ...) or (num_blocks, PAGE_SIZE, heads_kv, ...); out like q with HEAD_DIM_V and lse (batch, heads_q,
-    seqlen_q) or (heads_q, total_q), contiguous; partial results float32, (slots, partial_rows, HEAD_DIM_V)
-    and behind them (slots, partial_rows) log-sum-exps.
+    q (batch, seqlen_q, heads_q, HEAD_DIM), without the batch when VARLEN. Caches (rows, capacity, heads_kv,
+    ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out like q with HEAD_DIM_V and lse (batch, heads_q,
+    seqlen_q) or (heads_q, total_q), contiguous. Partial results float32: (slots, partial_rows, HEAD_DIM_V),
+    then log-sum-exps (slots, partial_rows).
     """
     call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, splits)
     program = tl.program_id(0)
     if C.PREFETCH != 0:
         prefetch_first(program, call, C)
     if C.PDL:
-        # It may be here before the kernel that it follows has ended: nothing is read until then, but to guess
-        # what is worth fetching. Nor may what depends on this kernel start before: it reads lengths at once.
+        # The kernel may reach this point before its predecessor has ended. Until then it reads data only to
+        # guess what to prefetch. Its dependents must not start before it, because they read lengths at once.
         tl.extra.cuda.gdc_wait()
         if C.PREFETCH == 0:
             tl.extra.cuda.gdc_launch_dependents()

@@ -23,21 +23,21 @@ class Cache(NamedTuple):
     row: Any
     """The sequence's row of a dense cache."""
     block_table: Any
-    """Pointer to the sequence's row."""
+    """Pointer to the sequence's row of the block table."""
     pages: Any
     """Pages of the first two n_blocks, as :func:`load_pages` returns them."""
     k_descale: Any
-    """Pointer to the head's factor in the first page."""
+    """Pointer to the head's scale in the first page."""
     v_descale: Any
     num_blocks: Any
     """Pages, or rows of a dense cache."""
     fault: Any
-    """int32, 0 if the sequence lies within the cache; its pages are not checked yet."""
+    """int32, 0 if the sequence's row and lengths are valid. :func:`find_faults` and the loop check pages."""
 
 
 @triton.jit
 def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """The :class:`Cache` of a work tile whose n_blocks are attended to from ``n`` on. EARLY as for
+    """Return the :class:`Cache` of a work tile whose n_blocks are attended to from ``n`` on. EARLY as for
     :func:`schedule.load_sequence`."""
     pointers, strides, outer = call.pointers, call.strides, call.outer
     b, _ = sequence_of(work.m_block, call.lengths, C)
@@ -118,12 +118,13 @@ def in_cache(pages, num_blocks):
 
 @triton.jit
 def find_faults(cache, first, last, keys, C: tl.constexpr):
-    """int32, one number or [BLOCK_N], all 0 if the sequence is in the cache, and with faults_ahead also the
-    pages of its ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
+    """Return int32, a scalar or [BLOCK_N], which is all 0 if the sequence lies within the cache.
+
+    With C.faults_ahead, this includes the pages of ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
     """
     faults = cache.fault
     if C.faults_ahead:
-        # Tiles of more rows have no registers for more.
+        # Loads per round; taller tiles have registers for only one.
         ROUNDS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
         BLOCK_N: tl.constexpr = C.BLOCK_N
         start = first * BLOCK_N
@@ -134,7 +135,7 @@ def find_faults(cache, first, last, keys, C: tl.constexpr):
         end_column = tl.where(start < end, (end + C.PAGE_SIZE - 1) // C.PAGE_SIZE, column)
         outside = tl.zeros([BLOCK_N], tl.int32)
         while column < end_column:
-            # Rounds of loads that are on their way together.
+            # The loads of a round are in flight together.
             columns = column + tl.arange(0, ROUNDS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             pages = tl.load(cache.block_table + columns, mask=columns < end_column, other=0)
             outside |= tl.max((pages != in_cache(pages, cache.num_blocks)).to(tl.int32), 0)
@@ -145,7 +146,7 @@ def find_faults(cache, first, last, keys, C: tl.constexpr):
 
 @triton.jit
 def is_seen(positions, keys, C: tl.constexpr):
-    """Whether positions are among the keys that at least one row of a work tile sees."""
+    """Return which positions are among ``keys``, the keys that at least one row of a work tile sees."""
     seen = positions < keys.end
     if C.HAS_LEFT or C.HAS_LEFTPAD:
         seen = seen & (positions >= keys.first)
@@ -154,7 +155,10 @@ def is_seen(positions, keys, C: tl.constexpr):
 
 @triton.jit
 def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
-    """(pointers into k and v, offsets [BLOCK_N] of their rows) of the n_block of keys from ``start`` on."""
+    """Return (k, v, k_offsets, v_offsets) of the n_block of keys from ``start`` on.
+
+    k and v are pointers; k_offsets and v_offsets [BLOCK_N] lead from them to the rows, in elements.
+    """
     k = cache.k
     v = cache.v
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
@@ -191,8 +195,10 @@ def load_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 
 @triton.jit
 def prefetch_n_block(cache, page, n, keys, strides, C: tl.constexpr):
-    """Prefetch the keys and values of n_block ``n``. ``page`` is its row of a dense cache, or the result of
-    :func:`load_pages`."""
+    """Prefetch the keys and values of n_block ``n``.
+
+    ``page``: the sequence's row of a dense cache, or the result of :func:`load_pages`.
+    """
     PER_ELEMENT: tl.constexpr = 2 if C.E4M3_PAIRS else 1
     start = not_hoisted(n) * C.BLOCK_N
     seen = is_seen(start + tl.arange(0, C.BLOCK_N), keys, C)
@@ -224,8 +230,10 @@ def prefetch_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def not_hoisted(number):
-    """int32 as it is, but the compiler moves nothing that is made of it out of a loop, where it would hold
-    registers."""
+    """Return an int32 unchanged, so that the compiler hoists no computation with it out of a loop.
+
+    Hoisted results would occupy registers during the loop.
+    """
     return tl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [number], dtype=tl.int32, is_pure=False, pack=1
     )

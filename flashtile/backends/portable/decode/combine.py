@@ -1,6 +1,7 @@
-"""Partial results of one softmax into one: the second half of Flash-Decoding.
+"""Combines partial results of one softmax over different keys: the second half of Flash-Decoding.
 
-Deterministic: a row is summed by one program, in the order of the keys.
+It is deterministic: one program sums a row, in the order of the keys. :mod:`schedule` defines *work tile* and
+*team*.
 """
 
 from dataclasses import dataclass
@@ -33,11 +34,11 @@ from flashtile.backends.portable.tiles import sink_step
 
 @dataclass(frozen=True)
 class CombineVariant(Layout):
-    """The combining kernel's one constant."""
+    """Constants of the combining kernel, passed as one argument."""
 
     BALANCED: bool
     BY_WORK_TILE: bool
-    """Whether there is a program for each work tile, else for each boundary between two programs."""
+    """Whether programs belong to work tiles; otherwise to boundaries between the shares of two teams."""
     HAS_SINK: bool
     HAS_PRIOR: bool
     PDL: bool
@@ -46,7 +47,7 @@ class CombineVariant(Layout):
     ROWS: int
     """Rows of a program."""
     SPLITS: int
-    """Splits that it loads at a time."""
+    """Splits that a program loads at a time."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Parts(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the splits of a row lie: i in slot ``start + i * step``, the first ``first_extra`` later."""
+    """Slots of a row's splits: slot ``start + i * step`` for split i, plus ``first_extra`` for split 0."""
 
     start: Any
     step: Any
@@ -135,9 +136,11 @@ class GivenSizes(NamedTuple):
 
 @triton.jit
 def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr, C: tl.constexpr):
-    """Return (acc [ROWS, BLOCK_DV], maximum, sum [ROWS]) over the partial results at ``out_rows`` and
-    ``lse_rows``, pointers [ROWS] to slot 0. SPLITS results are loaded at a time. Log-sum-exps are in base 2
-    unless NATURAL, and -inf without keys (if NATURAL, also +inf).
+    """Sum partial results: return (acc [ROWS, BLOCK_DV], maximum [ROWS], sum [ROWS]).
+
+    ``out_rows`` and ``lse_rows`` [ROWS] point to each row's results in slot 0. SPLITS results are loaded at a
+    time. Log-sum-exps are in base 2 unless NATURAL. They are -inf without keys; with NATURAL, +inf means the
+    same.
     """
     ROWS: tl.constexpr = C.ROWS
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
@@ -159,7 +162,7 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
         out = tl.load(pointers, mask=in_row, other=0.0).to(tl.float32)  # [SPLITS, ROWS, BLOCK_DV]
         if NATURAL:
             lse = tl.where(lse == float("inf"), -float("inf"), lse * LOG2_E)
-        # An empty part may hold anything.
+        # The out of an empty part is arbitrary.
         out = tl.where((lse == -float("inf"))[:, :, None], 0.0, out)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -201,8 +204,12 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
 
 @triton.jit
 def balanced_parts(unit, teams, pointers, lengths, C: tl.constexpr):
-    """The :class:`Parts` that ``teams`` teams left: of work tile ``unit``, or unless BY_WORK_TILE of the one
-    that holds the first n_block of a program of the next team, none if an earlier boundary has them."""
+    """Return the :class:`Parts` of one work tile, which a balanced grid of ``teams`` teams left.
+
+    If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is a boundary: between the share of a
+    program and that of its counterpart in the next team. The work tile is the one that the boundary divides.
+    The count is 0 if the boundary divides none, or if an earlier boundary divides the same tile.
+    """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     if C.BY_WORK_TILE:
         m_block = unit // lengths.num_heads_kv
@@ -221,7 +228,7 @@ def balanced_parts(unit, teams, pointers, lengths, C: tl.constexpr):
     first_position = m_block_start + head_kv // HEADS * n_blocks
     first_team = share_of(first_position, teams, total)
     splits = share_of(first_position + tl.maximum(n_blocks, 1) - 1, teams, total) - first_team + 1
-    # Of a work tile over several boundaries, the first one's program combines it.
+    # If several boundaries divide a work tile, the first one's program combines it.
     if n_blocks == 0 or (not C.BY_WORK_TILE and first_team != unit // HEADS):
         splits = 0
     start = 2 * (first_team * HEADS + head_kv % HEADS)
@@ -230,7 +237,7 @@ def balanced_parts(unit, teams, pointers, lengths, C: tl.constexpr):
 
 @triton.jit
 def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
-    """The :class:`Parts` of work tile ``unit``, whose splits depend on its own length only."""
+    """Return the :class:`Parts` of work tile ``unit``, whose splits depend on its own length only."""
     m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
     m = m_blocks - 1 - unit % m_blocks
     head_kv = unit // m_blocks % lengths.num_heads_kv
@@ -248,10 +255,10 @@ def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths", "splits", "teams", "row_blocks"))
 def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr):
-    """Combine the parts that ``decode_kernel`` left, in a balanced grid of ``teams`` teams or in splits.
+    """Combine the partial results of ``decode_kernel``; ``teams`` is 0 unless its grid was balanced.
 
-    Grid: (row blocks * work tiles,), or unless BY_WORK_TILE (row blocks * boundaries between those teams'
-    programs,), which are fewer where the batch is large. A row block is ROWS rows of a work tile.
+    Grid: (row blocks * work tiles,). Unless BY_WORK_TILE it is (row blocks * boundaries between programs of
+    adjacent teams,), which is smaller for large batches. A row block is ROWS rows of a work tile.
     """
     if C.PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -95,11 +95,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "unified max, features": _FEATURES | {"softmax_max_by_head": True},
     "features": _FEATURES,
 }
-"""Variants by name. Every tile is compiled for pages of 16; those of 16-bit heads of 128 for all variants."""
+"""Variants by name. Every tile is compiled for pages of 16. With 16-bit heads of 128, NARROW tiles are
+compiled for all variants, others for ``_WIDE_VARIANTS``."""
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 
 _LATENT_SPILLS = {("hopper", config.WIDE): 556, ("ampere", config.WIDE): 116}
-"""Bytes of spills with queries for the values, by family and rows. They are accepted, not timed."""
+"""Accepted bytes of spills with ``qv``, by family and BLOCK_M. These kernels were not timed."""
 
 _TYPES = {
     torch.bfloat16: "*bf16",
@@ -112,7 +113,7 @@ _TYPES = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield each row of the table that serves ``arch``, variants of one, and the other kernels of a call."""
+    """Yield the rows of the table that serve ``arch``, variants of some, and the other decoding kernels."""
     capability = architecture(arch).capability
     table_family = family_of_capability(*divmod(capability, 10))
     for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):
@@ -265,7 +266,7 @@ def _exchange_case() -> CompileCase:
 
 
 def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) -> CompileCase:
-    """Append with rotary embedding of the keys and of as many queries, packed or not."""
+    """Return an append with rotary embedding of the keys and of equally many query tokens, packed or not."""
     bf16, int32, heads = torch.bfloat16, torch.int32, 8
     cache = meta(1024, 16, heads, 128, dtype=dtype)
     rows = (8 * APPEND_ROWS,) if packed else (8, APPEND_ROWS)
@@ -304,7 +305,7 @@ def _plain_case(
     compiled_for: Any,
     num_warps: int = NUM_WARPS,
 ) -> CompileCase:
-    """A kernel without products."""
+    """Return the case of a kernel without matrix products."""
     return CompileCase(
         name=name,
         kernel=kernel,

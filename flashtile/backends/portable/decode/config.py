@@ -1,8 +1,8 @@
-"""Configurations of the decoding kernels: data, chosen by architecture, element size of the cache and head
-size.
+"""Configurations of the decoding kernels, by architecture, element size of the cache and head size.
 
-Decoding is bound by the bytes of the cache. What counts is how many of them are on their way at a time:
-tiles times stages times programs of a multiprocessor, within its shared memory.
+Decoding is bound by reading the cache. Its speed depends on the bytes in flight per multiprocessor: tile
+times stages times programs, which must fit into shared memory. :mod:`schedule` defines *m_block*, *n_block*
+and *work tile*.
 """
 
 from __future__ import annotations
@@ -15,21 +15,25 @@ from flashtile.backends.portable.config import family, precision_of
 from flashtile.problems.decode import DecodeProblem
 
 NARROW, WIDE, TALL = 16, 64, 128
-"""Row blocks: the least that tensor cores take, one for groups of more rows than that, and one for so many
-that the products cost more than the bytes: 64 tokens, or sequences that share a prefix."""
+"""Values of BLOCK_M. NARROW is the minimum of the tensor cores, and WIDE serves groups with more rows.
+
+TALL serves so many rows that products take longer than reading: 64 tokens, or sequences that share a prefix.
+"""
 
 BALANCED_M_BLOCKS = 16
-"""Up to so many m_blocks a sequence, the grid may be balanced. More are a prefill: work enough for any
-grid."""
+"""Maximum m_blocks per sequence of a balanced grid. More are a prefill, with enough work for any grid."""
 
 WHOLE_BYTES = 192 * 1024
-"""Bytes of keys and values: about what a program reads in the time that partial results take to be left and
-combined. Work tiles of no more are left whole."""
+"""Bytes of keys and values that a program reads in about the time of writing and combining partial results.
+Narrow work tiles of up to this size gain nothing from a balanced grid."""
 MAX_WHOLE_BYTES = 512 * 1024
-"""The most of a work tile that is left whole. Programs that share all n_blocks prefetch the next one's keys
-and read the heads of a token next to each other, which is worth more with more bytes."""
+"""Work tiles with more bytes get a balanced grid even if all multiprocessors are busy without it.
+
+Programs of a balanced grid prefetch the next work tile's keys and read adjacent heads at about the same time,
+which saves more if there are more bytes.
+"""
 MAX_UNEVEN_BYTES = 256 * 1024
-"""The most where lengths may differ, or keys lie in pages."""
+"""Used instead of MAX_WHOLE_BYTES if lengths may differ or keys lie in pages."""
 
 HEAD_DIMS = (64, 128, 256, 512)
 """Padded head sizes of the table; smaller heads take the first."""
@@ -41,7 +45,7 @@ class DecodeConfig:
 
     tile: KernelConfig
     programs_per_sm: int
-    """Programs of a balanced grid, which has as many programs as run at a time."""
+    """Programs per multiprocessor of a balanced grid, which run concurrently."""
     precision: str
 
     def balances(
@@ -50,29 +54,33 @@ class DecodeConfig:
         """Whether programs share all n_blocks equally.
 
         Args:
-            m_blocks: of a sequence at most.
-            tile_bytes: of a work tile at most, by :func:`bytes_to_read`.
-            even: all work tiles have as many, and they do not lie in pages.
+            m_blocks: maximum number per sequence.
+            work_tiles: maximum number in the batch.
+            tile_bytes: maximum of a work tile, by :func:`bytes_to_read`.
+            even: whether all work tiles have equally many bytes, and the cache has no pages.
         """
         if m_blocks > BALANCED_M_BLOCKS:
             return False
         most = MAX_WHOLE_BYTES if even else MAX_UNEVEN_BYTES
         if self.tile.BLOCK_M > NARROW or tile_bytes > most:
             return True
-        # A program on each multiprocessor keeps the memory busy; in a last round of fewer, some wait.
+        # One program per multiprocessor keeps memory busy. Without balancing, some idle in the last round.
         last_round = work_tiles % (multiprocessors * self.programs_per_sm) or multiprocessors
         idle = max(0, multiprocessors - last_round)
         return tile_bytes * idle > WHOLE_BYTES * multiprocessors
 
 
 def operand_bytes(problem: DecodeProblem) -> int:
-    """Bytes of an element of the cache, as the products take it."""
+    """Return the table's element size: 4 bytes if products are in float32, else that of the cache."""
     return 4 if problem.dtype.itemsize == 4 else problem.cache_dtype.itemsize
 
 
 def bytes_to_read(keys: int, columns: int, element_bytes: int) -> float:
-    """Bytes of so many keys and values, as far as they take time to read: FP8 is converted, which takes as
-    long as 16 bits, and in float32 the products take longer."""
+    """Return the bytes of ``keys`` keys and values, as a measure of the time to read them.
+
+    FP8 counts as 16 bits, because reading and converting it takes as long. float32 counts as infinitely many
+    bytes, because products take longer than reading.
+    """
     return math.inf if element_bytes == 4 else keys * columns * max(element_bytes, 2)
 
 
@@ -81,7 +89,7 @@ def _row(BLOCK_N: int, num_warps: int, num_stages: int, programs_per_sm: int, *s
 
 
 # (family, bytes of a cache element, BLOCK_M, padded head_dim) ->
-# (BLOCK_N, num_warps, num_stages, programs_per_sm[, spill budget, the same with every feature])
+# (BLOCK_N, num_warps, num_stages, programs_per_sm[, spill_budget[, features_spill_budget]])
 _TABLE: dict[tuple[str, int, int, int], tuple] = {
     ("hopper", 2, NARROW, 64): _row(128, 4, 3, 2),
     ("hopper", 2, NARROW, 128): _row(64, 4, 3, 2),
@@ -152,7 +160,7 @@ _TABLE: dict[tuple[str, int, int, int], tuple] = {
 
 
 def row_blocks(table_family: str, element_bytes: int, width: int) -> tuple[int, ...]:
-    """The row blocks that there are for a cache of elements of this size and heads of a padded width."""
+    """Return the values of BLOCK_M in the table for this element size and padded head size, in order."""
     width = max(width, HEAD_DIMS[0])
     blocks = (NARROW, WIDE, TALL)
     return tuple(block for block in blocks if (table_family, element_bytes, block, width) in _TABLE)

@@ -1,7 +1,7 @@
-"""Blocks of the cache copied to others: all pairs of a step, all layers, keys and values, in one launch.
+"""Copies blocks of the cache: all pairs of a step, for all layers, keys and values, in one launch.
 
-Copy-on-write (Kwon et al. 2023, arXiv:2309.06180, section 4.4) makes such pairs when sequences that share a
-block go different ways. Bytes are moved as they are.
+Copy-on-write (Kwon et al. 2023, arXiv:2309.06180, section 4.4) makes pairs of source and destination when
+sequences that share a block diverge. Bytes are copied unchanged.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from flashtile.backends.common.kernel_cache import kernel
 
 @dataclass(frozen=True)
 class CopyVariant:
-    """The kernel's one constant."""
+    """Constants of the kernel, passed as one argument."""
 
     HAS_DESCALES: bool
     HEAD_DIM: int
@@ -23,7 +23,7 @@ class CopyVariant:
     BLOCK_D: int
     BLOCK_DV: int
     BLOCK_HEADS: int
-    """The power of two that holds the heads."""
+    """Number of heads, rounded up to a power of two."""
     BLOCK: int
     """Rows that a program copies."""
 
@@ -52,7 +52,7 @@ class CopyStrides(NamedTuple):
 
 
 class CopyLengths(NamedTuple):
-    """Integers of a launch. Their values lead to no new compilation."""
+    """Integers of a launch. Kernels are not specialized on their values."""
 
     pair_stride: Any
     pair_column_stride: Any
@@ -65,7 +65,7 @@ class CopyLengths(NamedTuple):
     page_size: Any
     num_heads: Any
     parts: Any
-    """Programs of a pair and layer."""
+    """Programs per pair and layer."""
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def copy_rows(
     base, source, destination, stride_s, stride_h, first, lengths, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows ``first`` to ``first + BLOCK`` of the (page_size * heads) rows of a block."""
+    """Copy rows ``first`` to ``first + BLOCK`` of the (page_size * heads) rows of a block."""
     row = first + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     offsets = (row // lengths.num_heads).to(tl.int64) * stride_s
@@ -86,7 +86,7 @@ def copy_rows(
 
 @triton.jit
 def copy_scales(base, source, destination, num_heads, BLOCK_HEADS: tl.constexpr):
-    """One factor a head."""
+    """Copy the scales of a block, one per head."""
     heads = tl.arange(0, BLOCK_HEADS)
     inside = heads < num_heads
     scale = tl.load(base + heads + source, mask=inside)
@@ -98,7 +98,7 @@ def copy_kernel(pointers, strides, lengths, C: tl.constexpr):
     """Grid: (parts of BLOCK rows * layers * pairs,).
 
     Caches (layers, num_blocks, page_size, heads, HEAD_DIM), pairs (n, 2) of source and destination; a pair
-    with a block that is not in the cache is left out.
+    with a block outside of the cache is skipped.
     """
     program = tl.program_id(0)
     part = program % lengths.parts

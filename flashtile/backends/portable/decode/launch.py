@@ -1,7 +1,7 @@
-"""Launchers of attention over a cache and of its combination: from tensors to kernel arguments.
+"""Launchers of attention over a cache and of combining: conversion of tensors to kernel arguments.
 
-Each is for tensors of one signature; grids, sizes of partial results and constants are worked out at its
-first call.
+Each is for tensors of one signature. Grids, sizes of partial results and constants are computed at its first
+call.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DecodeLaunch:
         if attend is None:
             k_cache, v_cache = self._operands(k_cache, v_cache)
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
-            return_lse = self._stores_lse  # the first call compiles, for which Triton needs tensors
+            return_lse = self._stores_lse  # the first call compiles: Triton needs tensors, not addresses
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
         if self._varlen:
             out, lse = self._cleared(q, out, lse)
@@ -123,22 +123,21 @@ class DecodeLaunch:
 
     @property
     def takes_addresses(self) -> bool:
-        """Whether it is compiled, and looks at nothing of q and the caches but where they begin, if it is
-        given ``out``."""
+        """Whether the launch is compiled and, given ``out``, uses only addresses of q and the caches."""
         return self._attend is not None and not self._varlen
 
     def with_cache_length(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
     ) -> DecodeLaunch | None:
-        """This launch for dense caches of another length, by the kernels that it has. None if they do not
-        serve, or if there are none yet.
+        """Return a launch for dense caches of another length that uses the compiled kernels of this one.
 
-        The tensors are right, and differ from those of this launch in that length and their strides alone.
+        None if the kernels do not serve that length or are not compiled yet. The tensors must be valid, and
+        differ from those of this launch only in the length and the strides of the caches.
         """
         attend, combine, scalars = self._attend, self._combine, self._scalars
         if attend is None or scalars is None or self._problem.tma_obstacle is not None:
             return None
-        problem = copy.copy(self._problem)  # as replace() does it, in a fifth of its 20 us
+        problem = copy.copy(self._problem)  # a fifth of the 20 us that replace() takes
         object.__setattr__(problem, "capacity", k_cache.shape[1])
         caches = self._operands(k_cache, v_cache)
         if self._decided(problem, *caches) != self._by_capacity:
@@ -173,7 +172,7 @@ class DecodeLaunch:
         return plan.as_operands(k_cache, v_cache, self._config)
 
     def _cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) for tokens that no program writes: outside all sequences, or without keys."""
+        """Return (out, lse) filled with 0 and -inf, because some tokens are written by no program."""
         out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
         if lse is None:
             return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -234,7 +233,10 @@ class DecodeLaunch:
     def _prepare_combine(
         self, scalars: DecodeScalars, work_tiles: int, programs: int, teams: int, options: dict[str, Any]
     ) -> CachedLaunch:
-        """The kernel for what ``programs`` leave of so many work tiles, balanced if there are teams."""
+        """Return the kernel that combines the partial results of ``programs`` programs.
+
+        ``teams``: number of teams of a balanced grid; 0 for other grids.
+        """
         problem, config = self._problem, self._config
         tile = plan.combine_tile(problem, config, triton.cdiv(programs, work_tiles) if teams else None)
         by_work_tile = not teams or work_tiles < programs

@@ -1,4 +1,7 @@
-"""Plan of a call over a cache: operands, grids, variants and tiles of its kernels."""
+"""Plan of a call over a cache: operands, grids, variants and tiles of its kernels.
+
+:mod:`schedule` defines *m_block*, *n_block*, *work tile* and *team*.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,24 @@ from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
 MAX_SCAN_BLOCK = 1024
 MAX_HEADS_PER_TEAM = 8
-"""With 256 bytes per token, this many heads fill two pages of DRAM."""
+"""With 256 bytes per token and head, this many heads fill two pages of DRAM."""
 
 COMBINE_TILE = 4096
-"""Elements of partial results that four warps of a combining program load at a time. Its registers must fit
-on a multiprocessor together with two attention programs, since it waits there for their end."""
+"""Elements of partial results that four warps of a combining program load at a time. The program waits on a
+multiprocessor for two attention programs to end, so its registers must fit next to theirs."""
 MIN_SPLITS = 8
 """Fewest splits that a combining program loads at a time: with unequal lengths, some work tiles have many."""
 MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
-"""n_blocks to prefetch: as many as are in flight, so that prefetched blocks follow without a gap."""
+"""Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""
 FEW_N_BLOCKS = 4
-"""n_blocks per multiprocessor up to which one program runs on each, if work tiles are as few. The programs of
-the next call then fit next to them. With more n_blocks, two programs keep more bytes in flight."""
+"""A grid has one program per multiprocessor if there are at most this many n_blocks and at most one work tile
+per multiprocessor. The programs of the next call then fit next to them. With more n_blocks, two programs per
+multiprocessor keep more bytes in flight."""
 MAX_BLOCK_N = 256
 MIN_UNIFIED_N_BLOCKS = 8
-"""n_blocks of the longest sequence: with fewer, the check of a work tile costs more than a unified maximum
-saves."""
+"""Minimum n_blocks of the longest sequence for a unified maximum: with fewer, the check of a work tile costs
+more than it saves."""
 
 
 def has_dependent_launch(device: torch.device) -> bool:
@@ -51,8 +55,9 @@ def converts_e4m3(device: torch.device) -> bool:
 def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple[Tensor, Tensor]:
     """View the caches in the dtype that the kernel is compiled for.
 
-    FP8 is viewed as pairs of elements where rows consist of pairs and products take operands from registers.
-    Tiles with more rows take operands from shared memory, to which converted elements are written anyway.
+    FP8 caches are viewed as pairs of elements if rows consist of pairs and tiles are NARROW. The products of
+    these tiles take operands from registers. Products of taller tiles take operands from shared memory, to
+    which converted elements are written anyway.
     """
     if k_cache.dtype != FP8:
         return k_cache, v_cache
@@ -66,7 +71,7 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
 def has_pairs(cache: Tensor) -> bool:
     """Whether each row of an FP8 cache is a row of aligned pairs.
 
-    A signature knows of an address only whether it is a multiple of 16, so that is what is required here.
+    The address must be a multiple of 16, because this is all that a signature tells about it.
     """
     return not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
 
@@ -77,8 +82,7 @@ def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
 
 
 def is_balanced(problem: DecodeProblem, config: DecodeConfig) -> bool:
-    """Whether programs share all n_blocks equally; else the splits of a work tile depend on its own length
-    only."""
+    """Whether programs share all n_blocks equally. Else a work tile's splits depend on its length only."""
     if problem.num_splits != 0 or problem.split_size != 0:
         return False
     m_blocks = m_blocks_of(problem, config)
@@ -97,7 +101,7 @@ def keys_seen(problem: DecodeProblem) -> int:
 
 
 def layout(problem: DecodeProblem, config: DecodeConfig) -> dict[str, Any]:
-    """The fields of :class:`schedule.Layout`, by name."""
+    """Return the fields of :class:`schedule.Layout`, by name."""
     left, right = effective_window(problem)
     m_blocks = problem.batch * m_blocks_of(problem, config)
     scan = min(MAX_SCAN_BLOCK, max(16, triton.next_power_of_2(m_blocks))) if m_blocks > 1 else 1
@@ -133,7 +137,8 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
 def heads_per_team(problem: DecodeProblem, config: DecodeConfig) -> int:
     """Return the number of adjacent key/value heads per team, a divisor of all heads.
 
-    With few rows, only reading matters. With more, a grid of whole teams would leave programs idle.
+    In tiles of few rows, reading adjacent heads together saves time. With more rows, a team is one head,
+    because a grid of whole teams would leave programs idle.
     """
     if not is_balanced(problem, config) or config.tile.BLOCK_M > NARROW:
         return 1
@@ -197,7 +202,7 @@ def decode_variant(
     e4m3 = problem.cache_dtype == FP8
     bound_by_bytes = balanced and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
-    if pairs:  # halves of a row are still as wide as a product must be
+    if pairs:  # half a row must still be wide enough for a product
         block_d, block_dv = max(block_d, MIN_PAIRED_WIDTH), max(block_dv, MIN_PAIRED_WIDTH)
     if not aligned:  # as in flashtile.backends.portable.attention.launch
         block_d = block_dv = max(block_d, block_dv)
@@ -239,12 +244,13 @@ class CombineTile(NamedTuple):
 
 
 def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | None) -> CombineTile:
-    """How parts are combined.
+    """Return the tile of the combining kernel.
 
-    ``programs``: of a balanced grid, for each work tile. A few splits leave room for all rows of a work tile,
-    so that few programs do the work, and these are there before attention ends; many are loaded by twice as
-    many warps, since a second round would wait for memory once more. None: the tile must depend on nothing
-    that another batch could change, since the order of its sums does.
+    ``programs``: programs per work tile of a balanced grid. If they are few, a tile has room for all rows of
+    a work tile. Few combining programs then do the work, and all are resident before attention ends. If they
+    are many, twice as many warps load their results, because a second round would wait for memory again.
+
+    None, for other grids: the tile decides the order of sums, so it must not depend on the rest of the batch.
     """
     width = padded(problem.head_dim_v)
     if programs is None:
@@ -275,7 +281,7 @@ def combine_variant(
 
 
 def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether tiles of k and v may differ in width."""
+    """Whether tiles of k and v may differ in width, because Triton loads them asynchronously."""
     return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
 
 

@@ -1,4 +1,4 @@
-"""Normalisation and stores of results, complete or combined."""
+"""Normalisation and stores of results, for the attention kernel and the combining kernel."""
 
 from typing import Any, NamedTuple
 
@@ -36,13 +36,17 @@ class Splits(NamedTuple):
 
 @triton.jit
 def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl.constexpr):
-    """Add the results of attention over other keys, with packed tokens, to (acc, maximum, sum)."""
+    """Add the results of attention over other keys to (acc, maximum, sum).
+
+    prior_out (tokens, heads, HEAD_DIM_V), prior_lse (heads, tokens), natural log. Tokens are packed even if q
+    is (batch, seqlen_q, ...).
+    """
     tokens = packed_tokens(rows, lengths, C)
     lse_rows = rows.heads.to(tl.int64) * lengths.total_q + tokens
     lse = tl.load(prior_lse + lse_rows, mask=rows.exists, other=-float("inf")) * LOG2_E
     columns = tl.arange(0, C.BLOCK_DV)
     offsets = (tokens * (lengths.num_heads_kv * lengths.group_size) + rows.heads) * C.HEAD_DIM_V
-    # Where there was no key, out is not initialised.
+    # prior_out is not initialised for rows without keys.
     inside = (rows.exists & (lse != -float("inf")))[:, None] & (columns < C.HEAD_DIM_V)[None, :]
     out = tl.load(prior_out + offsets[:, None] + columns[None, :], mask=inside, other=0.0)
     new_max = tl.maximum(row_max, lse)
@@ -63,7 +67,7 @@ def packed_tokens(rows, lengths, C: tl.constexpr):
 
 @triton.jit
 def normalised(acc, row_max, row_sum):
-    """(out, lse in base 2): 0 and -inf for rows without keys."""
+    """Return (out, lse in base 2): 0 and -inf for rows without keys."""
     empty = row_sum == 0.0
     total = tl.where(empty, 1.0, row_sum)
     return acc / total[:, None], tl.where(empty, -float("inf"), row_max + tl.log2(total))
@@ -71,7 +75,7 @@ def normalised(acc, row_max, row_sum):
 
 @triton.jit
 def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Write rows [rows, BLOCK_D], those that exist, at ``row_offsets`` [rows] in elements."""
+    """Write the rows of ``tile`` [rows, BLOCK_D] that exist, each at its ``row_offsets`` in elements."""
     columns = tl.arange(0, BLOCK_D)
     inside = exists[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(base + row_offsets[:, None] + columns[None, :], tile.to(base.dtype.element_ty), mask=inside)

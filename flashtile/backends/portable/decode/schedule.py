@@ -1,18 +1,20 @@
 """Work partitioning of decoding: which program attends to which keys, computed on the device.
 
 Query rows are packed: row ``r`` of a sequence is token ``r // group_size``, query head ``r % group_size``
-of its group, so that all query heads of a key/value head form one tile. BLOCK_M rows of a sequence are an
-*m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered through the batch. A *work tile* is an m_block and
-a key/value head.
+of its group. So all query heads of a key/value head form one tile. BLOCK_M rows of a sequence are an
+*m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered consecutively through the batch. A *work tile* is
+an m_block and a key/value head.
 
-If BALANCED, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads,
-whose keys are adjacent in memory and are read at about the same time. The n_blocks of all work tiles are
-flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
+If BALANCED, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads.
+Keys of these heads are adjacent in memory and are read at about the same time. The n_blocks of all work tiles
+are flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
 equal, contiguous share of that sequence for any lengths, as stream-K does for matrix products (Osama et al.
-2023, arXiv:2301.03598). So one long sequence among short ones takes only the time of its bytes. A share may
-begin and end within work tiles, so a program leaves at most two partial results: for a tile that an earlier
-team began and for a tile that a later team continues. If not BALANCED, each work tile is cut into splits that
-depend on its own length only, so that its result is independent of the rest of the batch.
+2023, arXiv:2301.03598). So a long sequence among short ones is divided over many teams. A share may begin and
+end within work tiles. So a program leaves at most two partial results: one for a tile that an earlier team
+began, and one for a tile that a later team continues.
+
+If not BALANCED, each work tile is cut into splits that depend on its own length only. So its result is
+independent of the rest of the batch.
 
 Lengths are read from device memory by every program: no host synchronisation, and one captured CUDA graph
 serves growing sequences. They are int32 tensors in ``pointers``, None where a call does not use one:
@@ -119,7 +121,7 @@ def sequence_of(m_block, lengths, C: tl.constexpr):
 
 @triton.jit
 def heads_of_rows(row, head_kv, lengths, C: tl.constexpr):
-    """(token, query head) of packed rows."""
+    """Return (token, query head) of packed rows."""
     if C.ONE_TOKEN:
         return row * 0, head_kv * lengths.group_size + row
     else:
@@ -183,7 +185,7 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
         end = tl.minimum(end, last_token + offset + lengths.window_right + 1)
     first = tl.maximum(first, 0)
     if C.HAS_LEFT or C.HAS_LEFTPAD:
-        end = tl.where(first < end, end, 0)  # where no key is seen, no page holds one
+        end = tl.where(first < end, end, 0)  # no page is loaded for an empty range
     n_blocks = tl.maximum((end + C.BLOCK_N - 1) // C.BLOCK_N - first // C.BLOCK_N, 1)
     return num_rows, KeyRange(first, end), tl.where(num_rows > 0, n_blocks, 0)
 
@@ -201,13 +203,16 @@ def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.const
 
 @triton.jit
 def share_start(team, teams, total):
-    """First n_block of ``team``'s share of ``total``; the first ``total % teams`` teams take one more."""
+    """Return the first n_block of ``team``'s share of ``total``.
+
+    The first ``total % teams`` teams take one n_block more than the others.
+    """
     return team * (total // teams) + min(team, total % teams)
 
 
 @triton.jit
 def share_of(position, teams, total):
-    """The team that takes the n_block at ``position``: the inverse of :func:`share_start`."""
+    """Return the team that takes the n_block at ``position``: the inverse of :func:`share_start`."""
     each = total // teams
     more = total % teams
     if position < more * (each + 1):
@@ -232,7 +237,11 @@ def locate_m_block(m_block, pointers, lengths, C: tl.constexpr):
 
 @triton.jit
 def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths, C: tl.constexpr):
-    """Continue the search for the m_block that holds ``position`` among ``m_blocks``."""
+    """Continue the search for the m_block that holds ``position`` with ``m_blocks`` [SCAN_BLOCK].
+
+    ``n_blocks``: their numbers of n_blocks; ``counted``: the number before them. Returns the number of the
+    m_block, and the position of its first n_block, as far as they are known.
+    """
     ends = counted + tl.cumsum(n_blocks, 0)
     before = (ends <= position) & (m_blocks < lengths.m_blocks)
     m_block += tl.sum(before.to(tl.int32))
@@ -242,8 +251,11 @@ def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths,
 
 @triton.jit
 def balanced_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Where ``team`` begins: (all n_blocks, position of its first, the m_block that holds it, position of
-    that m_block's first). ``index``: 0 to SCAN_BLOCK, in any layout."""
+    """Return where ``team`` begins: (number of all n_blocks, position of its first n_block, the m_block that
+    contains it, position of that m_block's first n_block).
+
+    ``index``: the integers from 0 to SCAN_BLOCK (exclusive), in any layout.
+    """
     m_block = team * 0
     m_block_start = team * 0
     if C.ONE_SCAN:
@@ -271,16 +283,17 @@ def work_tile_at(
     program, position, m_block, m_block_start, pointers, lengths, C: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """(work tile, which of its n_blocks is at ``position``, position behind the m_block's last n_block) for a
-    program; the m_block's first n_block is at ``m_block_start``.
+    """Return a program's (work tile, index of the n_block at ``position`` in it, position after the m_block).
+
+    The m_block's first n_block is at position ``m_block_start``.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     m_block = tl.minimum(m_block, lengths.m_blocks - 1)
     b, m = sequence_of(m_block, lengths, C)
     sequence = load_sequence(b, True, pointers, lengths, C, EARLY)
     num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
-    # Behind a program's last work tile, and by lengths that change while they are read, it would lie before
-    # the first, whose entry of the block table is the first there is.
+    # After a program's last work tile, or if lengths change while they are read, the difference may be
+    # negative. It would address memory before the block table.
     nth = tl.maximum(position - m_block_start, 0)
     m_block_end = m_block_start + n_blocks
     head_kv = program % HEADS

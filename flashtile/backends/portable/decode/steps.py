@@ -1,4 +1,7 @@
-"""Steps of attention over a cache: products with its keys and values, scores, the online softmax."""
+"""Steps of attention over a cache: products with its keys and values, scores, the online softmax.
+
+:mod:`schedule` defines *n_block* and *work tile*.
+"""
 
 from typing import Any, NamedTuple
 
@@ -50,7 +53,7 @@ def as_float16(q):
     """
     q = q.to(tl.float32)
     largest = tl.max(tl.abs(q), 1)
-    # Keep only the exponent: the largest power of two that is not larger.
+    # Keep only the exponent: the largest power of two up to ``largest``.
     scale = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     scale = tl.where(scale == 0.0, 1.0, scale)
     return (q / scale[:, None]).to(tl.float16), scale
@@ -66,7 +69,7 @@ def as_dtype(tile, dtype: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def multiply_keys(q, q_odd, base, offsets, seen, C: tl.constexpr):
-    """Raw products [BLOCK_M, BLOCK_N] of queries with the keys at ``offsets``."""
+    """Return the raw products [BLOCK_M, BLOCK_N] of queries with the keys at ``offsets``."""
     if C.E4M3_PAIRS:
         pairs = load_rows(base, offsets, seen, C.HEAD_DIM // 2, C.BLOCK_D // 2)
         even, odd = split_pairs(pairs, C.E4M3_BITS)
@@ -85,8 +88,10 @@ def add_values(
     acc, acc_odd, p, base, offsets, seen, page_scale, dtype: tl.constexpr, scaled_dtype: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """acc + p V for the values at ``offsets``, multiplied in ``dtype``, or by the scales of their pages in
-    ``scaled_dtype``.
+    """Return (acc + p V, acc_odd + p V_odd) for the values at ``offsets``.
+
+    Operands are in ``dtype``, or in ``scaled_dtype`` if values are multiplied by the scales of their pages.
+    V_odd are the odd columns if E4M3_PAIRS; otherwise ``acc_odd`` is unused.
     """
     SCALED: tl.constexpr = C.DESCALE == "block"
     operand: tl.constexpr = scaled_dtype if SCALED else dtype
@@ -105,7 +110,7 @@ def add_values(
 
 @triton.jit
 def score_keys(products, positions, seen, rows, lengths, numbers, C: tl.constexpr):
-    """Raw products [BLOCK_M, BLOCK_N] -> scores, -inf where masked; in log2 units if HAS_SCORE_MOD."""
+    """Turn raw products [BLOCK_M, BLOCK_N] into scores, -inf where masked; in log2 units if HAS_SCORE_MOD."""
     scores = products
     distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
     if C.HAS_SCORE_MOD:
@@ -138,7 +143,7 @@ def start_sums(q, faults, C: tl.constexpr):
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    # A sum that begins as NaN stays NaN.
+    # With a fault the sum begins as NaN, and stays NaN.
     row_sum = 0.0
     if C.faults_ahead:
         row_sum = tl.where(faults == 0, 0.0, float("nan"))
@@ -153,8 +158,11 @@ def start_sums(q, faults, C: tl.constexpr):
 
 @triton.jit
 def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C: tl.constexpr):
-    """Prefetch the next work tile's first n_blocks, PREFETCH n_blocks before the end and one later. After the
-    last work tile, launch the dependent kernels instead."""
+    """Prefetch the next work tile's first two n_blocks, one of them in each of two rounds ``n``.
+
+    The rounds are ``last - PREFETCH`` and the next one. In a program's last work tile, they launch the
+    dependent kernels instead.
+    """
     i = n - tl.maximum(first, last - PREFETCH)
     if (i == 0) | (i == 1):
         if next_work.exists:
@@ -168,7 +176,7 @@ def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C:
 
 @triton.jit
 def load_page_scales(cache, page, outer, C: tl.constexpr):
-    """(k's, v's) scale of the n_block's page, or [1, BLOCK_N] and [BLOCK_N, 1] of its keys' pages."""
+    """Load the scales of k and v: scalars if an n_block is in one page, else [1, BLOCK_N], [BLOCK_N, 1]."""
     k_scale = tl.load(cache.k_descale + page.to(tl.int64) * outer.k_descale_stride)
     v_scale = tl.load(cache.v_descale + page.to(tl.int64) * outer.v_descale_stride)
     if C.PAGE_SIZE != 0 and not C.one_page:
@@ -182,21 +190,22 @@ def attend_n_blocks(
     q, first, last, keys, cache, faults, next_work, rows, call, dtype: tl.constexpr, C: tl.constexpr,
     PREFETCH: tl.constexpr, qv, shift=None,
 ):  # fmt: skip
-    """(acc [BLOCK_M, BLOCK_DV], row_max, row_sum [BLOCK_M]) over those of ``keys`` in n_blocks ``first`` to
-    ``last`` (exclusive). Sums are NaN if there are ``faults``, as :func:`find_faults` has them, or if a page
-    is not in the cache.
+    """Attend to ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
 
-    ``dtype``, that of the call's queries, is what values scaled by their page are rounded to. If there is a
-    ``shift``, it is subtracted from scores, and not their maximum. ``qv`` [BLOCK_M, BLOCK_DV] multiplies
-    values.
+    Returns (acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M], row_sum [BLOCK_M]). Sums are NaN if ``faults`` of
+    :func:`find_faults` are not 0, or if a page is not in the cache.
+
+    ``dtype``: dtype of the call's queries, to which values scaled by their pages are rounded. ``shift``, if
+    given, is subtracted from scores instead of their maximum. ``qv`` [BLOCK_M, BLOCK_DV]: queries for the
+    values, if C.HAS_QV.
     """
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
     operand: tl.constexpr = q.dtype
     q, q_odd, acc_odd, acc, row_max, row_sum = start_sums(q, faults, C)
-    # Entries are on their way while the keys of two n_blocks are: n_blocks then follow each other without a
-    # chain of two latencies.
+    # Block-table entries are loaded two n_blocks ahead of their keys, so that the latencies of both loads do
+    # not add up.
     current, upcoming = cache.pages
     if PAGE_SIZE != 0:
         given = current

@@ -1,4 +1,4 @@
-"""The unified maximum of FlashDecoding++ (Hong et al. 2023, arXiv:2311.01282, section 3), on the card.
+"""The unified maximum of FlashDecoding++ (Hong et al. 2023, arXiv:2311.01282, section 3), on GPUs.
 
 The number subtracted from scores need not be their maximum. Any number phi gives the same quotient, as long
 as no sum overflows or is so small that it has lost bits. With phi given, no maximum is computed and nothing
@@ -12,7 +12,7 @@ import triton.language as tl
 from flashtile.backends.common.tiles import LOG2_E
 
 MIN_SUM = tl.constexpr(2.0**-32)
-"""Least accepted sum of a row's exponentials: a term that exp2 flushes to zero is below 2^-94 of it."""
+"""Least accepted sum of a row's exponentials: terms that exp2 flushes to zero are below 2^-94 of it."""
 MAX_SUM = tl.constexpr(2.0**120)
 MIN_MEAN_FLOAT16 = tl.constexpr(2.0**-10)
 """Least accepted mean of the exponentials if they are rounded to float16, which has fewer bits below 2^-14.
@@ -34,13 +34,13 @@ def load_shift(number, pointer, heads, exists, C: tl.constexpr):
 
 @triton.jit
 def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.constexpr):
-    """exp2 of scores, in log2 units unless they are raw products, minus ``shift``."""
+    """Return exp2(scores - shift). Scores are in log2 units, or raw products unless C.HAS_SCORE_MOD."""
     if C.SOFTMAX_MAX == "head":
         shift = shift[:, None]
     if not C.HAS_SCORE_MOD:
         scores = scores * scale_log2
     if dtype == tl.float32:
-        # A score near zero would lose bits in the difference to a large shift.
+        # In the difference, a score near zero would lose bits to a large shift.
         p = tl.exp2(scores) * tl.exp2(-shift)
     else:
         p = tl.exp2(scores - shift)
@@ -49,10 +49,10 @@ def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.c
 
 @triton.jit
 def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
-    """Whether acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] over ``keys`` keys are as exact as online ones,
-    as one scalar.
+    """Return one bool: whether acc and row_sum are as exact as with the online softmax, for all rows.
 
-    A row with a sum of 0 is not: it may have seen no key, or its terms may have been flushed to zero.
+    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are over ``keys`` keys. A row_sum of 0 is out of range: the
+    row may have seen no key, or its terms may have been flushed to zero.
     """
     least = MIN_SUM
     most = MAX_SUM
@@ -61,7 +61,7 @@ def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
     elif operand == tl.float32:
         least = 1 / MAX_FLOAT32
         most = MAX_FLOAT32
-    sums = (row_sum >= least) & (row_sum <= most)  # not of NaN
+    sums = (row_sum >= least) & (row_sum <= most)  # False for NaN
     size = tl.abs(acc)
     size = tl.where(size <= MAX_SUM, size, float("inf"))
     largest = tl.max(tl.max(tl.where(exists[:, None], size, 0.0), 1), 0)
@@ -71,8 +71,10 @@ def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
 
 @triton.jit
 def as_online(acc, row_max, row_sum):
-    """Return (acc, row_max, row_sum) normalised as after one key of the online softmax, since a sink or other
-    keys that are added later may be far from phi."""
+    """Return (acc, row_max, row_sum) rescaled to row_sum 1, as the online softmax has them after one key.
+
+    A sink or other keys can then be added, even if their scores are far from phi.
+    """
     empty = row_sum == 0.0
     total = tl.where(empty, 1.0, row_sum)
     new_max = tl.where(empty, -float("inf"), row_max + tl.log2(total))

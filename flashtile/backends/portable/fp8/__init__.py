@@ -21,7 +21,7 @@ def reason_against(problem: Fp8Problem | QuantizeProblem, explicit: bool) -> str
 
 
 def is_native(device: torch.device | Target) -> bool:
-    """Whether kernels for the device use FP8 instructions; the numbers are the same without."""
+    """Whether kernels for the device use FP8 instructions. Otherwise they emulate FP8."""
     return capability(device) >= NATIVE_CAPABILITY
 
 

@@ -2,10 +2,11 @@
 
 The loop is that of :mod:`flashtile.backends.portable.attention.forward`. Operands of the products are e4m3. A
 tile of scores is multiplied by the scales of its rows and keys and by the softmax scale; P is scaled by 2**8
-and rounded to e4m3. With scales per block, the accumulator is in units of the current block's scale of v: the
-correction for the new maximum includes the ratio of both scales, and P uses all of e4m3's range.
+and rounded to e4m3. With scales per block, the accumulator is in units of the current block's scale of v. Its
+correction for a new maximum includes the ratio of the previous unit to the current one, and P uses all of
+e4m3's range.
 
-Where v is stored transposed, k's rows are read in v's key order, so that P's columns need no permutation.
+If v is stored transposed, k's rows are read in v's key order, so that P's columns need no permutation.
 """
 
 from dataclasses import dataclass
@@ -93,8 +94,10 @@ class Fp8Strides(NamedTuple):
 
 
 class Fp8ScaleStrides(NamedTuple):
-    """Elements from the scales of one sequence and head to the next. Their values lead to no new
-    compilation."""
+    """Elements from the scales of one sequence and head to those of the next.
+
+    The kernel is not specialized on their values.
+    """
 
     q_scale_stride_b: Any
     q_scale_stride_h: Any
@@ -146,7 +149,7 @@ class Fp8Operands(NamedTuple):
 
 
 class Fp8Accumulator(NamedTuple):
-    """Running results of the rows. acc is in units of ``v_unit``; ``v_largest``: the largest unit so far."""
+    """Running results of the rows. acc is in units of ``v_unit``; ``v_largest``: v's largest scale so far."""
 
     acc: Any
     row_max: Any
@@ -166,7 +169,7 @@ def as_operand(tile, NATIVE: tl.constexpr):
 
 @triton.jit
 def round_p(p, NATIVE: tl.constexpr):
-    """Round float32 up to 448 to the nearest e4m3, as an operand of the product."""
+    """Round float32 numbers of at most 448 to the nearest e4m3, as an operand of the product."""
     if NATIVE:
         return p.to(tl.float8e4nv)
     else:
@@ -183,7 +186,7 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """[rows, BLOCK_D] of e4m3; zeros from ``length`` and HEAD_DIM on."""
+    """Load ``rows`` [rows, BLOCK_D] as operands; zeros from row ``length`` and from column HEAD_DIM on."""
     columns = tl.arange(0, BLOCK_D)
     inside = (rows < length)[:, None]
     if HEAD_DIM < BLOCK_D:
@@ -204,9 +207,10 @@ def load_columns(
     MASKED: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """[keys, BLOCK_D] of a v stored transposed, [HEAD_DIM, columns], from column ``start`` on.
+    """Load a tile [keys, BLOCK_D] of v, stored transposed as [HEAD_DIM, columns], from column ``start`` on.
 
-    It is 0 behind the last key, but what ``seqused_k`` leaves out is not (if MASKED).
+    Columns after the last key are stored as 0, but those of keys that ``seqused_k`` excludes are not. MASKED
+    replaces them by 0.
     """
     features = tl.arange(0, BLOCK_D)
     places = start + tl.arange(0, keys.shape[0])
@@ -234,7 +238,7 @@ def load_scale(base, offset):
 def attend_blocks(
     state, first, last, operands, strides, lengths, numbers, MASKED: tl.constexpr, C: tl.constexpr
 ):
-    """Key blocks ``first`` to ``last`` (exclusive) into the :class:`Fp8Accumulator`."""
+    """Add key blocks ``first`` to ``last`` (exclusive) to ``state``, an :class:`Fp8Accumulator`."""
     acc, row_max, row_sum, v_unit, v_largest = state
     for n in range(first, last):
         start = n * C.BLOCK_N
@@ -268,7 +272,7 @@ def attend_blocks(
             v_scale = tl.load(operands.v_scale_base + scale_block)
             v_largest = tl.maximum(v_largest, v_scale)
             unit = tl.maximum(v_scale, v_largest * SMALLEST_RATIO)
-            p = p * (v_scale / unit)  # 1, unless blocks lie apart as no data do
+            p = p * (v_scale / unit)  # the factor is 1 if scales differ by less than LARGEST_RATIO
             alpha = alpha * (v_unit / unit)
             v_unit = unit
         if C.TRANSPOSED:
@@ -312,11 +316,11 @@ def store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointe
 
 @kernel(do_not_specialize=("scale_strides", "lengths"))
 def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of rows * heads * batch,). q, k, v e4m3 (bits unless NATIVE), out and lse contiguous.
+    """Grid: (blocks of rows * heads * batch,). q, k, v in e4m3 (uint8 unless NATIVE), out and lse contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], without the batch
-    when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, v.token] ([heads_kv, ...] when
-    VARLEN). Scales are those of ``flashtile.problems.fp8.Scales``; those of blocks have a stride of 1.
+    when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, columns] ([heads_kv, ...] when
+    VARLEN). Scales are laid out as ``flashtile.problems.fp8.Scales`` says.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
@@ -337,7 +341,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
     k_base = pointers.k + b64 * strides.k_batch + start_k * strides.k_token
     k_base += head64 * strides.k_head
     v_base = pointers.v + b64 * strides.v_batch + head64 * strides.v_head
-    # The numbers of a sequence's first blocks, where sequences share one numbering.
+    # Numbers of the sequence's first blocks: packed sequences share one numbering.
     first_q = tl.zeros([], tl.int64)
     first_k = tl.zeros([], tl.int64)
     if C.VARLEN:
@@ -386,7 +390,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         row_start, min(row_start + BLOCK_M, len_q), offset, len_k, lengths.window_left, lengths.window_right,
         C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    # The window's left edge, whole blocks, its right edge or the end of the sequence.
+    # Three runs: the window's left edge; blocks within it; its right edge or the end of the sequence.
     for RUN in tl.static_range(3):
         if RUN != 0 or C.HAS_LEFT:
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)

@@ -79,7 +79,7 @@ _ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Quantisation of each role, and attention with each row of the table that serves ``arch``."""
+    """Yield quantisation of each role, and attention with each row of the table that serves ``arch``."""
     capability = divmod(architecture(arch).capability, 10)
     native = capability >= NATIVE_CAPABILITY
     for name, quantized in _QUANTIZED.items():
@@ -115,7 +115,7 @@ def _quantized(problem: QuantizeProblem) -> tuple[Tensor, QuantizeTensors]:
 
 
 def _attended(problem: Fp8Problem) -> tuple[Tensor, Tensor, Tensor, AttendTensors]:
-    """Return the tensors of attention over quantised ones, contiguous on "meta"."""
+    """Return the tensors of attention over quantised q, k and v, contiguous on "meta"."""
     q, k, v, extras = inputs_of(problem)
     first = () if problem.varlen else (problem.batch,)
     scales = []

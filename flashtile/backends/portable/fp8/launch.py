@@ -27,7 +27,7 @@ K = KernelConfig
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """Tile of the kernel, and whether products are of FP8 or, emulated, of float16, which holds e4m3."""
+    """Tile of the kernel, and whether products take FP8 operands; else float16, in which e4m3 is exact."""
 
     tile: KernelConfig
     native: bool
@@ -92,7 +92,7 @@ class Fp8AttendLaunch:
         problem = self._problem
         out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
         lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        if problem.varlen:  # tokens that belong to no sequence are written by no program
+        if problem.varlen:  # no program writes tokens outside all sequences
             out.zero_()
             lse.fill_(-torch.inf)
         blocks = triton.cdiv(problem.seqlen_q, self._config.tile.BLOCK_M)
@@ -135,14 +135,14 @@ class Fp8AttendLaunch:
         )
 
     def _strides_of_v(self, v: Tensor) -> TokenStrides:
-        """Strides of a batch, a row and a head, or for v transposed of a batch, a feature and a head."""
+        """Return v's strides between batch entries, rows (features if it is transposed) and heads."""
         if not self._problem.v_transposed:
             return token_strides(v)
         batch = 0 if self._problem.varlen else v.stride(0)
         return TokenStrides(batch, token=v.stride(-2), head=v.stride(-3))
 
     def _strides_of_scale(self, scale: Tensor | None) -> tuple[int, int]:
-        """Strides of a batch and a head."""
+        """Return the strides of a scale between batch entries and heads."""
         if scale is None:
             return 0, 0
         if self._problem.block_scales:

@@ -1,11 +1,12 @@
 """Quantisation to e4m3 in one pass over memory: rotary embedding, Hadamard transform, scale, transpose.
 
-FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608), section 3.3: a scale for each block of rows of a head
-("block quantisation"), and q and k times one random orthogonal matrix, signs times a Hadamard matrix, which
-spreads outliers over all columns and leaves q k^T as it is ("incoherent processing").
+FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, section 3.3) has two methods. *Block quantisation*: each
+block of rows of a head has a scale. *Incoherent processing*: q and k are multiplied by one random orthogonal
+matrix, which consists of random signs and a Hadamard matrix. This spreads outliers over all columns and
+leaves q k^T unchanged.
 
-One program owns one block of one head. Every sum of the transform has one order and nothing is fused, so that
-the result is the same to the bit as that of :mod:`flashtile.reference.fp8`.
+One program owns one block of one head. Every sum of the transform has one order, and no product is fused with
+a sum. So the result equals that of :mod:`flashtile.reference.fp8` to the bit.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ HEADROOM = tl.constexpr(2.0**-8)
 """Factor that keeps a sum of 256 numbers finite, however large they are."""
 
 ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
-"""One pass with a scale per block, or the two passes of a scale for several blocks."""
+"""Passes of the kernel. A scale per block takes one pass. A scale for several blocks takes two: one for the
+largest magnitude, one that quantises."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class QuantizeVariant:
     PASS: int
     VARLEN: bool
     TRANSPOSED: bool
-    """Whether values are stored transposed."""
+    """Whether the result is stored transposed (for v)."""
     TRANSFORM_STAGES: int
     """log2 of the columns that the Hadamard transform mixes, 0 for no transform."""
     ROTARY_DIM: int
@@ -47,7 +49,7 @@ class QuantizeVariant:
     BLOCK_D: int
     BLOCK_M: int
     NATIVE: bool
-    """Whether the GPU converts to e4m3, else bits are encoded in software."""
+    """Whether the GPU converts to e4m3; otherwise its bits are encoded in software."""
 
 
 class QuantizePointers(NamedTuple):
@@ -65,7 +67,7 @@ class QuantizePointers(NamedTuple):
 
 
 class QuantizeStrides(NamedTuple):
-    """Strides of x and of the values, in elements.
+    """Strides of x and of the result, in elements.
 
     The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
     """
@@ -74,7 +76,7 @@ class QuantizeStrides(NamedTuple):
     x_token: Any
     x_head: Any
     columns: Any
-    """Stride between features of transposed values."""
+    """Stride between features of a transposed result."""
 
 
 class QuantizeScaleStrides(NamedTuple):
@@ -85,7 +87,7 @@ class QuantizeScaleStrides(NamedTuple):
 
 
 class QuantizeLengths(NamedTuple):
-    """Sizes of x. Their values lead to no new compilation, nor do those of :class:`QuantizeNumbers`."""
+    """Sizes of x. The kernel is not specialized on them, nor on :class:`QuantizeNumbers`."""
 
     num_heads: Any
     seqlen: Any
@@ -113,8 +115,11 @@ def key_of_column(column):
 
 @triton.jit
 def sign_of_column(column, seed):
-    """-1.0 or 1.0: bits of MurmurHash3's 32-bit finaliser (Appleby 2011), 32 columns from one word, each of
-    which becomes the sign bit of 1.0."""
+    """Return -1.0 or 1.0 for each column, as ``flashtile.problems.fp8_layout.hadamard_signs``.
+
+    MurmurHash3's 32-bit finaliser (Appleby 2011) gives a word for 32 columns. Each of its bits becomes the
+    sign bit of 1.0.
+    """
     h = (column >> 5).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
     h = (h ^ (h >> 13)) * 0xC2B2AE35
@@ -127,7 +132,7 @@ def swap_columns(x, APART: tl.constexpr):
     """Swap columns of x [rows, columns] whose indices differ only in the bit ``APART``, without rounding."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
-    # The sum of a pair minus one is the other, as integers: a reduction, which exchanges registers of a warp.
+    # As integers, the sum of a pair minus one element is the other. The sum exchanges registers of a warp.
     pairs = x.to(tl.int32, bitcast=True).reshape([ROWS, COLUMNS // (2 * APART), 2, APART])
     others = tl.sum(pairs, 2, keep_dims=True) - pairs
     return others.reshape([ROWS, COLUMNS]).to(tl.float32, bitcast=True)
@@ -135,7 +140,7 @@ def swap_columns(x, APART: tl.constexpr):
 
 @triton.jit
 def hadamard(x, STAGES: tl.constexpr):
-    """x [rows, 2**STAGES] times the Hadamard matrix (Sylvester's), unscaled: sums and differences."""
+    """Multiply x [rows, 2**STAGES] by Sylvester's Hadamard matrix, unscaled, by sums and differences."""
     column = tl.arange(0, 1 << STAGES)
     for stage in tl.static_range(STAGES):
         sign = tl.where((column & (1 << stage)) == 0, 1.0, -1.0)
@@ -145,9 +150,9 @@ def hadamard(x, STAGES: tl.constexpr):
 
 @triton.jit
 def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Rotary embedding of x [rows, columns], whose pairs are columns 2i and 2i + 1, by ``position``.
+    """Apply rotary embedding to x [rows, columns], whose pairs are columns 2i and 2i + 1, by ``position``.
 
-    inside [rows, 1].
+    ``inside`` [rows, 1]: whether a row is rotated.
     """
     ROWS: tl.constexpr = x.shape[0]
     PAIRS: tl.constexpr = x.shape[1] // 2
@@ -157,7 +162,7 @@ def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr)
     cos = tl.load(cos_ptr + angle, mask=rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=rotated, other=0.0).to(tl.float32)
     a, b = tl.split(x.reshape([ROWS, PAIRS, 2]))
-    # A pair that is not rotated stays, even where 0 times its other number would be NaN.
+    # Pairs that are not rotated are kept as they are, because 0 times infinity would be NaN.
     first = tl.where(rotated, a * cos - b * sin, a)
     second = tl.where(rotated, b * cos + a * sin, b)
     return tl.join(first, second).reshape([ROWS, 2 * PAIRS])
@@ -165,9 +170,9 @@ def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr)
 
 @triton.jit
 def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Rotary embedding of x, which lies at ``x_ptrs``, whose pairs are columns i and i + HALF.
+    """Apply rotary embedding to x, loaded from ``x_ptrs``, whose pairs are columns i and i + HALF.
 
-    The other element of each pair is loaded again from the cache, since another thread holds it.
+    The other element of each pair is loaded again, because another thread holds it.
     """
     rotated = inside & (column < 2 * HALF)[None, :]
     first = column < HALF
@@ -185,8 +190,10 @@ def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: t
 
 @triton.jit
 def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Rotary embedding by halves where all columns are rotated; ``x_rows`` points to the first number of each
-    row. One thread has both numbers of a pair."""
+    """Load rows and rotate all of their columns by halves, so that one thread has both elements of a pair.
+
+    ``x_rows``: pointers to the first element of each row.
+    """
     ROWS: tl.constexpr = position.shape[0]
     pair = tl.arange(0, HALF)[None, :]
     angle = position[:, None] * HALF + pair
@@ -200,10 +207,9 @@ def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(x):
-    """The largest magnitude in x, as float32; not finite if one of them is infinite.
+    """Return the largest magnitude in x as float32. It is not finite if x contains an infinity.
 
-    Those of 16 bits are compared as the integers that their bits are, so that they stay in 16 bits: as
-    float32, a block of them would take twice the registers.
+    16-bit elements are compared by their bits, as integers. As float32, a block takes twice the registers.
     """
     if x.dtype == tl.float32:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
@@ -220,7 +226,7 @@ def finite_or_nan(x):
 
 
 class Place(NamedTuple):
-    """Where a block lies: its sequence, its number there, and the sequence's first row and length."""
+    """Where a block lies: its sequence and its index there; the sequence's first row and length."""
 
     b: Any
     block: Any
@@ -232,7 +238,10 @@ class Place(NamedTuple):
 def store_block(
     x, row, column, head, place, pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr
 ):  # fmt: skip
-    """The scale of one head's block, and its numbers x times that in e4m3."""
+    """Write the scale of one head's block, and the block x scaled to the range of e4m3.
+
+    In the pass LARGEST_ONLY, only update the largest magnitude.
+    """
     b64 = place.b.to(tl.int64)
     head64 = head.to(tl.int64)
     scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
@@ -241,7 +250,7 @@ def store_block(
         x = finite_or_nan(x)
     else:
         largest = largest_magnitude(x)
-        # e4m3 has no infinity: what is not finite becomes NaN, and counts for no scale.
+        # e4m3 has no infinity: infinities become NaN, and NaN does not affect the scale.
         if not (largest < float("inf")):
             x = finite_or_nan(x)
             largest = largest_magnitude(tl.where(x == x, x, 0.0))
@@ -275,13 +284,13 @@ def store_block(
 
 @kernel(do_not_specialize=("lengths", "scale_strides", "numbers"))
 def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr):
-    """Grid: (heads * blocks * batch,), heads fastest, for they are neighbours in memory.
+    """Grid: (heads * blocks * batch,), heads fastest, because they are adjacent in memory.
 
-    x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN; values like x with STORED_HEAD_DIM
-    columns, or TRANSPOSED [batch, num_heads, HEAD_DIM, columns]; e4m3, or its bits unless NATIVE. scales and
-    largest have strides of a batch (VARLEN: of a sequence) and a head, and in ONE_PASS of 1 for a block, in
-    which sequences of VARLEN are packed. seqused, cos, sin [rotary_rows, ROTARY_DIM / 2] and
-    rotary_offsets [batch] may be None.
+    x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN. ``quantized`` is like x with
+    STORED_HEAD_DIM columns, or TRANSPOSED [batch, num_heads, HEAD_DIM, columns], in e4m3, or in its bits
+    unless NATIVE. ``scale_strides`` are the strides of scales and largest. In ONE_PASS a head has contiguous
+    scales, one per block; when VARLEN, blocks are numbered as in ``fp8_layout``. seqused, cos, sin
+    [rotary_rows, ROTARY_DIM / 2] and rotary_offsets [batch] may be None.
     """
     num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
     pid = tl.program_id(0)
@@ -297,7 +306,7 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
         scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
         largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
         scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
-        tl.store(pointers.scales + scale_at, scale, mask=block == 0)  # a sequence without rows has one, too
+        tl.store(pointers.scales + scale_at, scale, mask=block == 0)  # also without rows
     if block * C.BLOCK_M >= length:
         return
 

@@ -28,23 +28,23 @@ from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST, hada
 ELEMENTS_PER_THREAD = 32
 """Elements of a tile that a thread holds in registers."""
 REGISTERS = 64
-"""Registers per thread: enough for those elements, and few enough for two to four programs per
+"""Registers per thread: enough for ELEMENTS_PER_THREAD elements, and few enough for two to four programs per
 multiprocessor, so that one loads while another computes."""
 ROTARY_REGISTERS = 128
-"""Registers per thread with rotary embedding, whose angles need some; not with ``rotates_halves``."""
+"""Registers per thread with rotary embedding, whose angles need some, unless :func:`rotates_halves`."""
 MAX_WARPS = 16
-"""Most warps of a program at which each thread can have that many registers."""
+"""Maximum warps of a program for which each thread can have ROTARY_REGISTERS registers."""
 
 
 def rotates_halves(problem: QuantizeProblem) -> bool:
-    """``QuantizeVariant.HALVES``, for blocks that fit into so few threads that two programs share an SM."""
+    """Return ``QuantizeVariant.HALVES``: only for blocks so small that two programs fit on an SM."""
     columns = padded(problem.stored_head_dim)
     by_halves = problem.rotary_dim == columns and not problem.rotary_interleaved
     return by_halves and problem.rows * columns <= MAX_WARPS * 32 * ELEMENTS_PER_THREAD
 
 
 def quantize_variant(problem: QuantizeProblem, native: bool, number: int) -> QuantizeVariant:
-    """Return the constants of the kernel; ``number``: the pass."""
+    """Return the constants of the kernel for pass ``number``."""
     stored = problem.stored_head_dim
     return QuantizeVariant(
         PASS=number,
@@ -68,13 +68,13 @@ def num_warps(problem: QuantizeProblem) -> int:
 
 
 def spill_budget(problem: QuantizeProblem) -> int:
-    """Bytes of register spills accepted: the largest tile and its angles fill the register file."""
+    """Return the accepted bytes of register spills: 0 unless a tile and its angles fill the registers."""
     fills = problem.rotary_dim and num_warps(problem) == MAX_WARPS and not rotates_halves(problem)
     return 200 if fills else 0
 
 
 def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
-    """Options that a launch gives the compiler: bits are the CPU's, so that no product joins a sum."""
+    """Return the compiler's options. Without FMA fusion, results equal the CPU's to the bit."""
     options = {"num_warps": num_warps(problem), "enable_fp_fusion": False}
     if torch.version.hip is None:  # AMD's compiler has no such option
         few = not problem.rotary_dim or rotates_halves(problem)

@@ -41,7 +41,7 @@ def plain_problem(rows: int, capability: tuple[int, int]) -> LinearProblem:
 
 
 def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
-    """Return the problem with each epilogue, by the name of the case."""
+    """Return variants of the problem, one for each epilogue, by the name of the case."""
     return {
         "norm swiglu": replace(problem, epilogue=SWIGLU, norm=True, bias=True, residual=True),
         "norm qkv": replace(problem, epilogue=QKV, norm=True, heads=_HEADS),

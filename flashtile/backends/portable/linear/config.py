@@ -1,8 +1,11 @@
 """Choice of the product for a problem: from the measured table if it has the shape, else by rules.
 
-A row of the table names a kernel, its tile and its time for some numbers of rows of x. Tiles are those of the
-card that was measured; another card takes the kind of product from the nearest row and its tile from
+A row of the table names a kernel, its tile and its time for some numbers of rows of x. Tiles hold for the
+card that was measured. Another card takes the kind of product from the nearest row and its tile from
 :data:`DEFAULTS`.
+
+A *place* is an output column of the product, or a pair of columns that the epilogue joins: gate and up, or
+two columns that rotary embedding rotates.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ GEMV_INSTEAD_ROWS = 2
 MAX_FLAT_ROWS = 64
 """Most rows of a flat product: with more, two blocks of rows would read W twice."""
 KERNEL_US = 2.5
-"""Time of an additional kernel around the library's product, minus the cost of a fused epilogue: measured on
-H200 for O with a residual at 64 rows of Llama-3-8B, and for gate and up at 32 and 64."""
+"""Microseconds of an additional kernel next to the library's product, minus the cost of a fused epilogue.
+
+Measured on an H200 with Llama-3-8B: the output projection with a residual at 64 rows, gate and up at 32 and
+64.
+"""
 KERNELS_BEFORE_NORM = 6
 """Number of torch kernels that prepare a result for a norm."""
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -41,7 +47,7 @@ class LinearConfig:
     num_stages: int = 1
     splits: int = 1
     ahead: int = 0
-    """Blocks of W to prefetch before the previous kernel has ended, where that is allowed."""
+    """Blocks of W to prefetch before the previous kernel has ended, if ``problem.prefetch``."""
     whole_waves: bool = False
     """Whether tiles are shrunk so that every multiprocessor gets the same number of programs."""
 
@@ -94,14 +100,16 @@ def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
 
 
 def needs_end(problem: LinearProblem) -> bool:
-    """Whether a kernel follows the library's product, which adds a bias or a residual itself."""
+    """Whether an epilogue kernel follows the library's product, which adds one bias or residual itself."""
     behind = problem.epilogue != PLAIN or problem.x_scale or problem.scales != "none"
     return behind or (problem.residual and problem.bias)
 
 
 def kernels_around(problem: LinearProblem) -> int:
-    """Number of kernels that the library's product needs in addition, for steps that a flat kernel fuses. A
-    residual that the product adds itself is copied first."""
+    """Return the number of kernels next to the library's product, for steps that a flat kernel fuses.
+
+    A residual that the product adds itself counts as one, because it is copied first.
+    """
     return problem.norm + (needs_end(problem) or problem.residual) + KERNELS_BEFORE_NORM * problem.next_norm
 
 

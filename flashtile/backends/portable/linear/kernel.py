@@ -2,9 +2,10 @@
 al. 2023, arXiv:2311.01282, section 4).
 
 A program multiplies BLOCK_N rows of W over all of K or a split of it. *Flat* (DOT): rows of W are the first
-operand of the tensor cores; M, padded to 8 or 16 instead of 64, is the second. *GEMV*: products on the CUDA
-cores, kept by column and summed at the end. The last program to arrive adds the splits of a tile in a fixed
-order, so that sums are reproducible.
+operand of the tensor cores. Rows of x are the second, so M is padded to at least 8 instead of 64. *GEMV*:
+products are computed on the CUDA cores, and summed over columns of K only at the end. The last program to
+arrive adds the splits of a tile in a fixed order, so that sums are reproducible. A *place* is an output
+column, or a pair of them (:mod:`flashtile.backends.common.linear_epilogue`).
 """
 
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class ProductVariant:
     AHEAD: int
     """Blocks of W to prefetch before the previous kernel has ended."""
     UNIT: int
-    """Divisor of the number of places in a tile, so that epilogues load and store vectors."""
+    """A tile's number of places is a multiple of this, so that epilogues load and store vectors."""
 
 
 class Shares(NamedTuple):
@@ -100,7 +101,10 @@ def block_scales(pointers, row, mine, k_start, shares):
 
 @triton.jit
 def multiply_flat(row, mine, m, first, last, pointers, depth, shares, M, C: tl.constexpr, E: tl.constexpr):
-    """Return (sums [BLOCK_N, BLOCK_M], squares of x summed [BLOCK_M]) over K blocks ``first`` to ``last``."""
+    """Return (sums [BLOCK_N, BLOCK_M], sums of squares of x [BLOCK_M]) over K blocks ``first`` to ``last``.
+
+    ``last`` is exclusive. The squares are 0 unless E.NORM.
+    """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_K: tl.constexpr = C.BLOCK_K
@@ -155,14 +159,17 @@ def multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C: tl.c
 
 @triton.jit
 def edge_of(tile, tiles, places, C: tl.constexpr):
-    """Return the first place of a tile; tiles have equally many places, or one UNIT less."""
+    """Return the first place of a tile. Numbers of places per tile differ by at most one UNIT."""
     return (places.to(tl.int64) // C.UNIT * tile // tiles).to(tl.int32) * C.UNIT
 
 
 @triton.jit
 def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.constexpr, E: tl.constexpr):
-    """Apply the epilogue to a tile. ``arrived`` counts the tiles of each block of rows of x; ``to``: their
-    :class:`Destinations`."""
+    """Apply the epilogue to the sums of a tile.
+
+    ``to``: the :class:`Destinations` of its rows. ``arrived``: counters of finished tiles, one for each block
+    of rows of x.
+    """
     STEP: tl.constexpr = C.BLOCK_N // C.HALVES
     BLOCK_M: tl.constexpr = C.BLOCK_M
     factor = factor[None, :]
@@ -179,8 +186,11 @@ def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.c
 
 @triton.jit
 def leave_factor(square, m, tile, tiles, arrived, call, BLOCK_M: tl.constexpr):
-    """Leave the sums of squares of a tile's places; the last tile of these rows of x to arrive adds up all,
-    in their order."""
+    """Store the sums of squares of a tile's places, for the norm that follows.
+
+    A block of rows of x has ``tiles`` tiles. The last of them to arrive adds all sums in a fixed order, and
+    stores the norm's factor.
+    """
     PARTS: tl.constexpr = 4096 // BLOCK_M
     index = tl.arange(0, BLOCK_M)
     squares = call.pointers.squares + tile // tiles * tiles * BLOCK_M
@@ -225,8 +235,8 @@ def product_kernel(
 ):
     """Grid: (tiles of places * blocks of BLOCK_M rows of x * splits of K,), splits fastest.
 
-    ``partial`` has room for the sums of every split of every tile; ``arrived`` is a 0 for every tile, and
-    behind them for every block of rows, before and after.
+    ``partial`` has room for the sums of every split of every tile. ``arrived`` holds a counter for each tile,
+    then one for each block of rows. All are 0 before and after the kernel.
     """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -294,8 +304,8 @@ def epilogue_kernel(
 ):  # fmt: skip
     """Apply the epilogue after the library's product. Grid: (blocks of places * blocks of rows,).
 
-    The kernel is specialized on ``places``: 16 bytes are loaded and stored at a time only if it is known to
-    be a multiple of 16, since their eight elements must share a mask.
+    The kernel is specialized on ``places``. 16 bytes are loaded and stored at a time only if ``places`` is
+    known to be a multiple of 16, since their eight elements must share a mask.
     """
     call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
     blocks = tl.cdiv(places, BLOCK_P)

@@ -1,4 +1,4 @@
-"""Attention weights from q, k and lse in Triton: every one, sums over rows, or the top of each row."""
+"""Attention weights from q, k and lse in Triton: all weights, sums over rows, or the largest of each row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashtile.problems.attention import WeightsProblem
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
 
 LARGEST_TILE = 128 * 1024
-"""Bytes of a tile of keys with which the kernel fits the GPUs that take such heads."""
+"""Maximum bytes of a tile of k. The kernel then fits into shared memory on GPUs that serve the head size."""
 
 
 def reason_against(problem: WeightsProblem, explicit: bool) -> str | None:
@@ -21,7 +21,10 @@ def reason_against(problem: WeightsProblem, explicit: bool) -> str | None:
 
 
 def reason_of_top(problem: WeightsProblem) -> str | None:
-    """Why the keys of a tile, at least as many as are kept of a row, do not fit; None if they do."""
+    """Why a tile of k does not fit into shared memory; None if it does.
+
+    With the form "top", a tile has at least as many keys as a row keeps weights.
+    """
     if problem.form != "top" or problem.mods is not None:
         return None
     tile = padded(problem.head_dim) * padded(problem.top) * problem.dtype.itemsize
@@ -40,7 +43,7 @@ def configure_weights(problem: WeightsProblem):
 
 
 def prepare_weights(problem: WeightsProblem, config):
-    """A launch ``(q, k, lse, extras) -> (weights, indices)``, indices None but for the top of each row."""
+    """Return a launch ``(q, k, lse, extras) -> (weights, indices)``; indices only with the form "top"."""
     from flashtile.backends.portable.weights.launch import WeightsLaunch
 
     return WeightsLaunch(problem, config)

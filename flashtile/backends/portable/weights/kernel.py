@@ -1,4 +1,4 @@
-"""Attention weights: all of them, their sums over rows, or the top of each row."""
+"""Attention weights: all of them, their sums over rows, or the largest of each row (its *top*)."""
 
 import triton
 import triton.language as tl
@@ -42,10 +42,10 @@ def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
 
 @triton.jit
 def join_top(best, p, seen, key_start, C: tl.constexpr):
-    """``best`` [BLOCK_M, BLOCK_TOP], the top of each row, and those of a tile: the top of both.
+    """Return the top of each row among ``best`` [BLOCK_M, BLOCK_TOP] and the weights of a tile.
 
-    A number holds the bits of a weight, which rise as it does, above those of its key, of which the first
-    wins among equals. -1 is none.
+    An entry is an int64. Its upper half holds the bits of a weight, which sort like weights. Its lower
+    half is 0x7FFFFFFF minus the key, so the first key wins among equal weights. -1 is an empty entry.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_TOP: tl.constexpr = C.BLOCK_TOP
@@ -66,10 +66,10 @@ def join_top(best, p, seen, key_start, C: tl.constexpr):
 def weigh_keys(
     best, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Blocks of keys ``first`` to ``last`` (exclusive) for the rows of ``block``: their tiles of weights
-    written, or the top of each row.
+    """Process key blocks ``first`` to ``last`` (exclusive) for the rows of ``block``.
 
-    The last of the inputs is the address of the sequence's first row in what keeps all weights.
+    Their weights are written or, with FORM "top", joined to ``best``, which is returned. The last of
+    ``inputs`` points to the weights [seqlen_q, seqlen_k] of this sequence and head.
     """
     q_tile, shifts, k, sequence, weights = inputs
     for n in range(first, last):
@@ -95,7 +95,7 @@ def weigh_keys(
 def sum_rows(
     sums, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Blocks of rows ``first`` to ``last`` (exclusive) into the sums of the keys of ``block``."""
+    """Add the weights of row blocks ``first`` to ``last`` (exclusive) to ``sums`` [BLOCK_N]."""
     q, k_tile, lse, sequence = inputs
     for m in range(first, last):
         start = walked_block(listed, m, q.length, C.BLOCK_M, C) * C.BLOCK_M
@@ -112,7 +112,7 @@ def sum_rows(
 
 @triton.jit
 def store_top(weights, indices, first, best, row_start, len_q, C: tl.constexpr):
-    """``first`` is the place of the sequence's first row among all rows."""
+    """Write the top of each row. ``first``: index of row 0 of this sequence and head among all rows."""
     rows = row_start + tl.arange(0, C.BLOCK_M)[:, None]
     columns = tl.arange(0, C.BLOCK_TOP)[None, :]
     place = (first + rows) * C.TOP + columns
@@ -128,7 +128,7 @@ WeightsPointers = attention_pointers("WeightsPointers", "q k lse weights indices
 
 @triton.jit
 def column_sums(call, C: tl.constexpr):
-    """Sums over rows for BLOCK_N keys. Grid: (blocks of keys * heads * batch,)."""
+    """Compute the sums over rows for BLOCK_N keys. Grid: (blocks of keys * heads * batch,)."""
     pointers, lengths = call.pointers, call.lengths
     b, head, start = row_block(lengths.seqlen_k, lengths.num_heads_q, False, C.BLOCK_N)
     sequence = find_sequence(b, call, C)
@@ -138,7 +138,7 @@ def column_sums(call, C: tl.constexpr):
         block = block_at(start, sequence, head, call, C)
         row, key = first_places(sequence, head, call, C)
         k_tile = load_tile(k, start, C.BLOCK_N, C.HEAD_DIM, C.BLOCK_D, True, C.WIDE)
-        BLOCK_N: tl.constexpr = C.BLOCK_N  # a shape is made of constants, not of their fields
+        BLOCK_N: tl.constexpr = C.BLOCK_N  # Triton does not accept a field of C in a shape
         sums = tl.zeros([BLOCK_N], tl.float32)
         reaching = reaching_rows(start, sequence, call, C)
         inputs = (q, k_tile, pointers.lse + row, sequence)
@@ -149,7 +149,7 @@ def column_sums(call, C: tl.constexpr):
 
 @triton.jit
 def row_weights(call, C: tl.constexpr):
-    """All weights of BLOCK_M rows, or their top. Grid: (blocks of rows * heads * batch,)."""
+    """Compute all weights of BLOCK_M rows, or their top. Grid: (blocks of rows * heads * batch,)."""
     pointers, lengths = call.pointers, call.lengths
     sequence, head, head_kv, start = own_rows(call, C)
     if start < sequence.len_q:
@@ -173,7 +173,10 @@ def row_weights(call, C: tl.constexpr):
 
 @triton.jit
 def first_places(sequence, head, call, C: tl.constexpr):
-    """Where the rows, and the keys, of ``head`` start in tensors of heads by rows, or by keys."""
+    """Return the indices of (row 0, key 0) of the sequence and head in (batch, heads, seqlen) tensors.
+
+    With VARLEN the tensors are (heads, total).
+    """
     lengths, b = call.lengths, sequence.b
     row = row_of_head(
         b, head, sequence.start_q, lengths.num_heads_q, lengths.seqlen_q, lengths.total_q, C.VARLEN
@@ -188,9 +191,9 @@ def first_places(sequence, head, call, C: tl.constexpr):
 def weights_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     """Grid: (blocks of rows * heads * batch,), for "columns" (blocks of keys * heads * batch,).
 
-    q and k as in the forward kernel; lse, weights and indices contiguous. Only what a program owns or meets
-    within the window is written: weights come full of zeros, and indices of -1. The lists of a block mask are
-    those of what a program owns.
+    q and k as in the forward kernel; lse, weights and indices contiguous. Elements outside of the visited
+    blocks are not written: the caller fills weights with 0 and indices with -1. Block lists are by key
+    block for "columns", else by row block.
     """
     call = AttentionCall(pointers, strides, lengths, numbers, 0, 0)
     if C.FORM == "columns":

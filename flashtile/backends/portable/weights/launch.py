@@ -1,4 +1,4 @@
-"""From tensors to the arguments of the kernels of attention weights."""
+"""Launcher of the kernel of attention weights: conversion of tensors to its arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashtile.backends.portable.weights.kernel import WeightsPointers, weights_
 from flashtile.problems.attention import WeightsProblem
 
 KEYS_A_THREAD = 16
-"""Keys per thread in a tile whose rows are sorted for their top weights. Each is a 64-bit number."""
+"""Maximum entries per thread of a tile whose rows are sorted for their top weights. Each has 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def choose(problem: WeightsProblem) -> WeightsConfig:
 
 
 def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
-    """The tile for a problem whose forward pass has ``config``."""
+    """Return the configuration for a problem whose forward pass has ``config``."""
     tile = replace(config.forward, spill_budget=0, features_spill_budget=0)
     if problem.form == "top":
         keys = max(tile.BLOCK_N, padded(problem.top)) if problem.mods is None else tile.BLOCK_N
@@ -43,7 +43,7 @@ def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
 
 
 def constants_of(problem: WeightsProblem) -> dict[str, Any]:
-    """Constants other than those of attention itself. All blocks take a mask, in one run."""
+    """Return the constants that only this kernel sets. All blocks are masked, in one run."""
     block_top = padded(problem.top) if problem.top else 0
     return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "MASKS_EVERY_BLOCK": True}
 
@@ -78,7 +78,7 @@ class WeightsLaunch:
         if self._functions is None:
             optional = optional_pointers(extras)
         else:
-            captured = captured_of(extras)  # which lives until the launch
+            captured = captured_of(extras)  # kept alive until the launch
             optional = self._functions(kernel, extras, captured, owns_keys=by_keys)
         kernel(q.device, q, k, lse, weights, indices, *optional)
         return weights, indices

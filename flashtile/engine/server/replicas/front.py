@@ -1,7 +1,7 @@
 """The front of the replicas: a proxy that passes each call to one of them and streams its answer back.
 
-If a replica ends or hangs before the first byte of its answer, another one gets the call. A stream that has
-begun ends with an error, as after a failure of the engine.
+If a replica ends or hangs before the first byte of its answer, another replica gets the call. After the first
+byte, the stream ends with an error event.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class RequestBody:
         if self._ended:
             return b"".join(self._kept) or None, {}
         length = self.request.headers.get("Content-Length")
-        is_coded = "Content-Encoding" in self.request.headers  # decoded here, so the length changes
+        is_coded = "Content-Encoding" in self.request.headers  # aiohttp decodes it, so the length changes
         return self._chunks(), {} if length is None or is_coded else {"Content-Length": length}
 
     async def head(self) -> bytes:
@@ -269,7 +269,7 @@ class Front:
                 with replica.while_it_answers():
                     return web.Response(body=await found.read(), status=found.status, headers=kept)
             response = web.StreamResponse(status=found.status, headers=kept)
-            # Without a first byte another replica can still answer.
+            # Wait for the first byte, because until then another replica can still answer.
             with replica.while_it_answers():
                 chunk = await found.content.readany()
             await response.prepare(request)
@@ -284,7 +284,7 @@ class Front:
             return response
 
     async def _call_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
-        """Make a call of every replica, and return (replica, body) of those that answer.
+        """Pass the call on to every replica that is up, and return (replica, body) of those that answer.
 
         Raises:
             ApiError: no replica answers.
@@ -382,7 +382,7 @@ def serve_replicas(
     shutdown_timeout: float,
     on_start: Callable[[int], None],
 ) -> int:
-    """Serve until SIGTERM or SIGINT, which are passed on to the replicas. A second signal aborts their calls.
+    """Serve until SIGTERM or SIGINT, which ends the replicas by SIGTERM. A second signal aborts their calls.
 
     Args:
         shutdown_timeout: seconds for calls to finish after the signal. Replicas that do not end soon

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
-"""Seconds before a replica is restarted, doubled after each failure."""
+"""Seconds before a replica is restarted: the first pause, which doubles at each failure, and its maximum."""
 MAX_FAILURES = 3
 """A replica is given up after this many starts in a row that end before it serves."""
 BAD_ARGUMENTS = 2
@@ -91,7 +91,7 @@ class Replica:
         return self.url is not None
 
     def signal(self, number: int) -> None:
-        """Send a signal that ends the process. It is not restarted."""
+        """Send a signal that ends the process, which is then not restarted."""
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             _send(self._process, number)
@@ -138,7 +138,7 @@ class Replica:
             self.exit_code = code = await self._serve_once()
             if self._stopping.is_set():
                 return
-            if code != BAD_ARGUMENTS:  # the process has printed its own message then
+            if code != BAD_ARGUMENTS:  # after bad arguments, the process has printed its own message
                 logger.error("replica %d has ended with code %d", self.number, code)
             if time.monotonic() - begun > MAX_PAUSE:
                 pause = FIRST_PAUSE
@@ -156,7 +156,7 @@ class Replica:
         self._process = process = await asyncio.create_subprocess_exec(
             *self.command, env={**self.environment, ORPHAN: "1"}, stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, limit=2**20,
-            start_new_session=True,  # keeps the terminal's SIGINT from replicas; the front passes it on
+            start_new_session=True,  # keeps the terminal's SIGINT from replicas; the front ends them
         )  # fmt: skip
         if self._stopping.is_set():
             _send(process, signal.SIGTERM)
@@ -183,8 +183,8 @@ class Replica:
 def _send(process: asyncio.subprocess.Process, number: int) -> None:
     """Send a signal to a process, if it has not ended.
 
-    Before Python 3.13, asyncio's own ``send_signal`` may take the exit code of a process that has just ended
-    away from the thread that waits for it, which then reports 255.
+    asyncio's own ``send_signal`` is not used: before Python 3.13 it may fetch the exit code of a process that
+    has just ended. The thread that waits for the process then reports 255.
     """
     with contextlib.suppress(ProcessLookupError):
         os.kill(process.pid, number)

@@ -1,4 +1,4 @@
-"""Routing of calls: to the replica that has computed the same prefix, unless that one is too busy."""
+"""Routing of calls: to the replica that has computed the same prefix, unless that replica is too busy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 PIECE = 256
 """Bytes of the prompt's JSON text in a piece. Prefixes are compared in whole pieces."""
 SLACK = 8
-"""How many calls more than the idlest replica a replica may have to be preferred for its prefixes."""
+"""A replica that knows the prefix is chosen if it has at most this many calls more than the idlest one."""
 REMEMBERED = 2**16
 """Number of remembered prefixes; the least recently used ones are dropped."""
 
@@ -63,10 +63,10 @@ class Routing:
 
 
 def prompt_of(head: bytes) -> bytes:
-    """Return the beginning of the prompt of a call, from the first bytes of its body, which are not parsed.
+    """Return the part of a body's first bytes ``head`` from its prompt or messages on, b"" if there are none.
 
-    A client writes the same prompt in the same way each time. For a body in an unusual form, only the choice
-    of a replica is worse.
+    The JSON is not parsed, because a client writes the same prompt in the same way each time. If it does not,
+    only the choice of a replica is worse.
     """
     starts = [start for name in (b'"messages"', b'"prompt"') if (start := head.find(name)) >= 0]
     return head[min(starts) :] if starts else b""

@@ -198,13 +198,8 @@ COPY = _Writing(
     describe=CopyProblem.from_tensors,
 )
 
-<<<<<<< HEAD
 _append_and_decode = launch_cache()
-"""Pairs of launches by one look-up, because a decoding step is mostly limited by host time."""
-=======
-_append_and_decode: BoundedCache = BoundedCache(CACHE_BYTES)
 """Launches of (append, attention) by one look-up: a decoding step is mostly limited by host time."""
->>>>>>> main
 _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
 """Names of all tensors of :func:`append_and_decode` that might require a gradient."""
 

@@ -1,4 +1,4 @@
-"""Reports which kernel a product would get, by which measurement, and how near it is to reading the weight."""
+"""Reports which kernel a product would get, by which measurement, and how close that is to the floor."""
 
 from __future__ import annotations
 

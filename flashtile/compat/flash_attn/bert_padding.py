@@ -90,7 +90,8 @@ def unpad_input_for_concatenated_sequences(
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask_in_length: (batch, seqlen) int. Each row lists its sequences' lengths, then zeros.
+        attention_mask_in_length: (batch, seqlen) int. Each row lists the lengths of its sequences, followed
+            by zeros.
 
     Returns:
         (tokens (total, ...), indices (total,) into the flattened batch, cu_seqlens (sequences + 1,) int32,

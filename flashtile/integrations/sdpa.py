@@ -1,8 +1,8 @@
 """Two ways to compute ``torch.nn.functional.scaled_dot_product_attention`` by flashtile.
 
 :class:`sdpa` replaces the function in ``torch.nn.functional``, for every call in the process that looks it up
-there. :func:`register` adds flashtile to torch's registry of flash attention implementations. These replace
-torch's flash backend, below autograd.
+there. :func:`register` adds flashtile to torch's registry of flash attention implementations. An activated
+implementation replaces the kernels of torch's flash backend, below autograd.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
 
     Masks of padded keys, causal masks and combinations of both are recognised, as booleans or as floats of 0
     and -inf. Scores that they hide cost no work. Recognising a mask synchronises with the device in every
-    call, except for a boolean (batch, 1, 1, seqlen_k) on a GPU. All other masks are read element by element,
-    as booleans or as a bias with its gradient. So is every mask within a CUDA graph, a compiled graph or a
-    transform.
+    call, except for a boolean (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other masks element by
+    element, as booleans or as a bias with its gradient. Within a CUDA graph, a compiled graph or a transform
+    they read every mask in this way.
 
     ``nn.MultiheadAttention`` is served as well, except on torch's fast path of inference
     (``torch.backends.mha.set_fastpath_enabled(False)`` disables that).
@@ -187,9 +187,9 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern | None:
         """Return the pattern of a mask, or None if no pattern is recognised or the mask cannot be read.
 
-        Successive layers share a mask. A known pattern is reused only if the mask has the same elements.
-        Address and version do not suffice, because some writes change neither (numpy, ``.data``, kernels,
-        graph replays).
+        Successive layers share a mask, so the last pattern is reused if the mask has the same elements. Equal
+        address and version of the tensor do not suffice, because some writes change neither (numpy,
+        ``.data``, kernels, graph replays).
         """
         check_dense("attn_mask", mask)
         _check_broadcast(mask, query, seqlen_k)
@@ -223,8 +223,10 @@ class _Looked(NamedTuple):
 
 
 def _heads_second(tensor: Tensor) -> Tensor:
-    """Convert (..., heads, seqlen, head_dim) to (batch, seqlen, heads, head_dim). Missing dimensions get
-    size 1."""
+    """Convert (..., heads, seqlen, head_dim) to (batch, seqlen, heads, head_dim).
+
+    Missing dimensions get size 1, and additional ones are flattened into the batch.
+    """
     if tensor.dim() < 2:
         raise ValueError(f"query, key and value must have 2 dimensions or more, got {tuple(tensor.shape)}")
     if tensor.dim() < 4:
@@ -251,7 +253,7 @@ def _check_broadcast(mask: Tensor, query: Tensor, seqlen_k: int) -> None:
 def _masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return (keys, values, options of attention) for torch's causal mask, aligned at the upper left.
 
-    Keys and values after the last visible one are cut off.
+    Keys and values after the last visible key are cut off.
     """
     beyond = q.shape[1] - k.shape[1]
     if not is_causal or beyond == 0:

@@ -85,7 +85,10 @@ def _is_float(operand: Any) -> bool:
 def _inside(
     line: Line, tensor: Tensor, indices: list[Any], kind: str, check: bool | None
 ) -> tuple[Tensor, ...]:
-    """Return indices within the tensor. Negative indices count from the end, as in torch."""
+    """Return the indices, clamped to the tensor. Negative indices count from the end, as in torch.
+
+    With ``check``, as in :func:`evaluate`, an index outside the tensor raises ValueError.
+    """
     inside = []
     for index, size in zip(indices, tensor.shape, strict=True):
         index = torch.as_tensor(index, device=tensor.device)

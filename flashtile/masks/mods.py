@@ -22,7 +22,7 @@ def _global(module: str, name: str) -> Any:
 
 
 class Mod:
-    """Base of :class:`MaskMod` and :class:`ScoreMod`, which wrap a function. A call calls that function."""
+    """Base of :class:`MaskMod` and :class:`ScoreMod`: callable objects that wrap a function."""
 
     kind = ""
     """"mask_mod" or "score_mod"."""
@@ -42,7 +42,7 @@ class Mod:
             return self.recipe
         place: Any = tuple(getattr(self.function, name, None) for name in ("__module__", "__qualname__"))
         try:
-            is_global = _global(*place) is self  # decorated: the function's name is the mod's
+            is_global = _global(*place) is self  # decorated: the function's global name refers to this object
         except (AttributeError, ImportError, TypeError, ValueError):
             is_global = False
         return (_global, place) if is_global else (type(self), (self.function, self.name))
@@ -162,13 +162,13 @@ def score_mod(function: Callable[..., Any]) -> ScoreMod:
 
 
 def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
-    """Wrap a ``@triton.jit`` function as a mod, traced and differentiated like a torch function.
+    """Wrap a ``@triton.jit`` function in a ScoreMod or MaskMod, to be traced like a torch function.
 
     Args:
         kind: "score_mod" or "mask_mod".
         function: function of the arguments of that kind, followed by a pointer for each of ``tensors``.
             ``tl.load`` reads elements in the order of a contiguous tensor. The function may use operations of
-            ``tl`` on scalars. Globals are read only in this call, because Triton does not allow them to
+            ``tl`` on scalars. Its globals are read once, in this call, because Triton does not allow them to
             change.
         tensors: captured tensors; those of a ``score_mod`` get gradients.
 
@@ -199,7 +199,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
 
 
 def traced(kind: str, function: Callable[..., Any]) -> Trace:
-    """Return the program of a function, cached by the rules of :mod:`flashtile.masks.traces`."""
+    """Return the trace of a function, cached by the rules of :mod:`flashtile.masks.traces`."""
     if isinstance(function, Mod):
         if function.kind != kind:
             raise TypeError(f"{kind} must be a {kind} or a function, got {function!r}")

@@ -1,4 +1,4 @@
-"""Cache of the programs of functions. A program is reused while tracing again would give the same program.
+"""Cache of traced functions. A trace is reused as long as tracing again would give the same program.
 
 The rule: everything that a function reads from outside is compared at every call, or its trace is not cached.
 Without a cached trace the function is run on symbols again, which takes about 100 us of host time. The cache
@@ -15,9 +15,10 @@ inside it, or a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item(
 CPU). A tensor that is indexed with batch, head or positions is captured instead: kernels read it at run time.
 
 Two things show what a function reads. :func:`_guards_of` walks everything that its code can name. While the
-function runs, the recorder sees which properties of tensors it reads. Under ``torch.compile`` nothing is
-cached: Dynamo inlines the trace and guards what it reads. There a 0-dim tensor is captured, and making a
-number from a tensor's data breaks the graph.
+function runs, the recorder sees which properties of tensors it reads.
+
+Under ``torch.compile`` nothing is cached: Dynamo inlines the trace and guards what it reads. A 0-dim tensor
+is then captured, and making a number from a tensor's data breaks the graph.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ _KNOWN = {
 }
 """Callables that need no inspection.
 
-Calls of torch's functions are recorded if an argument is a symbol. If all are tensors, the recorder notes
-that the function reads data.
+Calls of torch's functions with a symbol among their arguments are recorded. For calls with only tensors the
+recorder notes that the function reads data.
 """
 
 _MISSING = object()
@@ -144,12 +145,12 @@ class _Kept(NamedTuple):
     guards: _Guards
     trace: Trace
 
-    def __reduce__(self) -> Any:  # copied attributes belong to another function
+    def __reduce__(self) -> Any:  # a copy would belong to another function, so it becomes None
         return type(None), ()
 
 
 def kept(kind: str, function: Callable[..., Any]) -> Trace:
-    """Return the program of a function, from the cache if tracing again would give the same program."""
+    """Return the trace of a function, from the cache if tracing again would give the same program."""
     if torch.compiler.is_dynamo_compiling():
         return trace(kind, function)
     own = getattr(function, "__dict__", None)
@@ -198,7 +199,7 @@ class _Walk:
         if kind in (tuple, torch.Size):
             return all(map(self.may_read, value))
         if hasattr(value, "__dict__"):
-            # A function's __dict__ will hold its trace.
+            # A function's __dict__ will hold its trace, so it is not guarded as empty.
             full = vars(value) or kind is types.FunctionType
             (self.spaces if full else self.guards.empty).append(vars(value))
         if kind in PLAIN_TENSORS or kind is types.ModuleType:

@@ -81,7 +81,7 @@ class Padding:
 
 
 class _Known:
-    """What was read from a tensor: valid for one forward pass of one model, in which each layer uses it once.
+    """Facts read from a tensor, valid for one forward pass, in which each layer of one model uses it once.
 
     A tensor's version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing
     elements would make every layer wait for the device. However, nothing writes to the tensor between the

@@ -53,7 +53,7 @@ def locate(
 
 
 def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> Tensor:
-    """Return the scales of the tokens of some sequences, which are stored in some pages or rows.
+    """Return the scales of tokens, given their sequences and the pages or rows that hold them.
 
     Args:
         descale: (heads_kv,), (pages or rows, heads_kv) or (batch, 1, heads_kv).
@@ -80,7 +80,7 @@ def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Te
         return token, slots // k_cache.shape[1], slots % k_cache.shape[1]
     assert tensors.cache_seqlens is not None
     before = tensors.cache_seqlens.long()
-    if tensors.cu_seqlens_k_new is None:  # decoding steps: needs no sequence and index of each token
+    if tensors.cu_seqlens_k_new is None:  # faster than new_tokens(), for decoding steps
         batch, seqlen = k.shape[:2]
         position = before.unsqueeze(1)  # (batch, seqlen)
         if seqlen != 1:

@@ -288,7 +288,7 @@ def flash_attn_func(
     """
     if unknown:
         refuse_unknown("flash_attn_func", unknown)
-    _check_own(return_attn_probs, return_lse)
+    _check_flags(return_attn_probs, return_lse)
     options = make_options(
         None, None, softmax_scale, causal, window_size, softcap, deterministic, backend, dropout_p
     )
@@ -467,7 +467,7 @@ def flash_attn_varlen_func(
     """
     if unknown:
         refuse_unknown("flash_attn_varlen_func", unknown)
-    _check_own(return_attn_probs, return_lse)
+    _check_flags(return_attn_probs, return_lse)
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
         dropout_p,
@@ -692,7 +692,7 @@ def _with_state(
     return extras if rng_state is None else extras._replace(rng_state=rng_state)
 
 
-def _check_own(return_attn_probs: bool, return_lse: bool) -> None:
+def _check_flags(return_attn_probs: bool, return_lse: bool) -> None:
     """Raise TypeError unless both flags are bools."""
     if type(return_attn_probs) is not bool or type(return_lse) is not bool:
         check_flag("return_attn_probs", return_attn_probs)

@@ -118,8 +118,8 @@ def as_booleans(name: str, mask: Tensor) -> Tensor | None:
     return taking_part if bool((taking_part | (mask == -torch.inf)).all()) else None
 
 
-def as_cells(mask: Tensor) -> dict[str, Any]:
-    """Pass a mask that broadcasts to the scores as ``mask`` or ``bias`` of :func:`flashtile.attention`."""
+def as_mask_or_bias(mask: Tensor) -> dict[str, Any]:
+    """Return a mask as keyword of :func:`flashtile.attention`: ``mask`` if it is bool, otherwise ``bias``."""
     return {"mask" if mask.dtype == torch.bool else "bias": mask}
 
 

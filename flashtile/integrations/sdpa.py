@@ -17,7 +17,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
 
 from flashtile.api.attention import attention
-from flashtile.api.padding import MaskPattern, as_booleans, as_cells, attend, can_look, recognise
+from flashtile.api.padding import MaskPattern, as_booleans, as_mask_or_bias, attend, can_look, recognise
 from flashtile.checks.arguments import ERRORS, check_backend, check_dense, renamed
 from flashtile.dropout import draw_state
 from flashtile.operators.gradients import attention_backward
@@ -179,7 +179,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         else:
             pattern = self._pattern(attn_mask, query, k.shape[1])
             if pattern is None:
-                out = attention(q, k, v, **as_cells(attn_mask), **options)
+                out = attention(q, k, v, **as_mask_or_bias(attn_mask), **options)
             else:
                 out, _ = attend(q, k, v, pattern, **options)
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])

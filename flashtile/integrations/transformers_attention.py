@@ -24,7 +24,7 @@ from torch import Tensor
 
 from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_with_kvcache
-from flashtile.api.padding import as_cells
+from flashtile.api.padding import as_mask_or_bias
 from flashtile.caches import BoundedCache
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import make_options
@@ -339,10 +339,10 @@ def _with_scores(
     elif not of_scores:
         found = _under_keys(q, k, v, mask, options)
     else:
-        cells = as_cells(mask[..., : k.shape[1]])
-        if bias is not None and "bias" in cells:
-            cells["bias"] = bias + cells["bias"]
-        found = attention(q, k, v, **options | EVERYWHERE | cells)
+        given = as_mask_or_bias(mask[..., : k.shape[1]])
+        if bias is not None and "bias" in given:
+            given["bias"] = bias + given["bias"]
+        found = attention(q, k, v, **options | EVERYWHERE | given)
     return found if wanted else (found, None)
 
 

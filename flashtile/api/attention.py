@@ -123,8 +123,8 @@ def attention(
             its own chunk (as in Llama 4 and FlashAttention-3). ``causal`` hides the later keys of the chunk.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
-            Slopes that require grad are computed by the kernels for score_mod, so they can be combined only
-            with arguments that score_mod can be combined with.
+            Slopes may require grad. The kernels for score_mod then compute ALiBi, so the call may have only
+            arguments that can be combined with score_mod.
         sink: (heads_q,) float32 or q's dtype, learnable: one logit per head that joins the softmax of every
             row, like a key without a value. It is not scaled and never masked (attention sinks, Xiao et al.
             2023, arXiv:2309.17453, in the form of gpt-oss). -inf means no sink.
@@ -448,15 +448,15 @@ def flash_attn_varlen_func(
 
     Args:
         block_table: (batch, max_blocks) int32, for a paged KV cache: k and v are then (num_blocks, page_size,
-            heads_kv, head_dim), any page size from 1, and entry i of a row is the page of the sequence's keys
-            from ``i * page_size`` on. Only the lengths of ``cu_seqlens_k`` are then used, or ``seqused_k`` in
-            their place if it is given. There is no backward pass.
+            heads_kv, head_dim), page_size is at least 1, and entry i of a row is the page of the sequence's
+            keys from ``i * page_size`` on. Only the lengths of ``cu_seqlens_k`` are then used, or
+            ``seqused_k`` in their place if it is given. There is no backward pass.
         q_descale, k_descale, v_descale: as for :func:`attention`; cannot be combined with ``block_table``.
         qv: as for :func:`attention`. With ``block_table`` the pages are not copied, head_dim and head_dim_v
             may each be up to 512, and there is no backward pass.
 
     Raises:
-        NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; as :func:`attention`.
+        NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; also as :func:`attention`.
 
     Examples:
         >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7

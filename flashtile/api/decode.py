@@ -92,14 +92,14 @@ def flash_attn_with_kvcache(
             Over a cache of float8_e4m3fn q may also be float8_e4m3fn; it is computed as bfloat16, and the
             result is bfloat16.
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), or with ``block_table``
-            (num_blocks, page_size, heads_kv, head_dim), any page size from 1. The dtype of q, or
+            (num_blocks, page_size, heads_kv, head_dim) with page_size at least 1. The dtype of q, or
             float8_e4m3fn. heads_q must be a multiple of heads_kv.
         v_cache: shaped as k_cache, except that its head_dim may differ. Every head_dim is from 1 to 512.
         k, v: (batch, seqlen_new, heads_kv, head_dim), or (total_new, heads_kv, head_dim) with
             ``cu_seqlens_k_new``: written into the caches **in place** from position ``cache_seqlens`` on.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32; need k. Rotary embedding
-            of the new keys, from position ``cache_seqlens`` on, and of the queries: each at its own position
-            if causal or windowed, otherwise all at ``cache_seqlens``. rotary_dim is even and at most
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32, only with k. Rotary
+            embedding of the new keys, from position ``cache_seqlens`` on, and of the queries: each at its own
+            position if causal or windowed, otherwise all at ``cache_seqlens``. rotary_dim is even and at most
             head_dim; the other columns of a head are not rotated.
         cache_seqlens: tokens in the cache before k is appended, as an int or (batch,) int32; None: the whole
             capacity.
@@ -113,8 +113,8 @@ def flash_attn_with_kvcache(
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
         num_splits: number of parts that the keys of a sequence are split into; 0 chooses for speed. With
-            ``num_splits=1``, or with ``split_size``, a sequence's result does not depend on the other
-            sequences in the batch, to the bit.
+            ``num_splits=1``, or with ``split_size``, a sequence's result is bitwise independent of the other
+            sequences in the batch.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
         cu_seqlens_q, max_seqlen_q: (batch + 1,) int32 offsets of each sequence's queries (int64 is cast), and
             the largest number of queries in a sequence.

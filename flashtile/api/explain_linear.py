@@ -48,7 +48,7 @@ class Explanation:
 
     @property
     def floor_share(self) -> float | None:
-        """Share of the measured time that the floor takes: 1 means as fast as the weight can be read."""
+        """``floor_us / measured_us``: 1 means as fast as the weight can be read. None without a time."""
         if self.measured_us is None or self.floor_us is None:
             return None
         return self.floor_us / self.measured_us

@@ -118,7 +118,7 @@ def linear_before_norm(
 ) -> BeforeNorm:
     """Compute :func:`linear` and, in the same kernel, the inputs of an RMSNorm of the result.
 
-    ``linear(found.scaled, w, x_scale=found.factor)`` then equals
+    For the result ``found``, ``linear(found.scaled, w, x_scale=found.factor)`` equals
     ``linear(found.y, w, norm_weight=next_norm_weight)``. In the latter, every program that reads an element
     of y multiplies it by the norm's weight; ``scaled`` holds these products, computed once.
 

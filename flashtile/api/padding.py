@@ -1,4 +1,4 @@
-"""Padded batches: packs their tokens, and computes attention under the masks that padding makes."""
+"""Padded batches: packs their tokens, recognises padding masks, and computes attention under them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class MaskPattern(NamedTuple):
 
 
 def can_look(mask: Tensor) -> bool:
-    """Whether the values of a mask may decide how it is computed.
+    """Whether the host may read a mask to choose how attention is computed.
 
     False in a compiled graph, under a dispatch mode or transform, for tensors without data, and during the
     capture of a CUDA graph.
@@ -168,7 +168,7 @@ def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of :func:`flashtile.attention` under a mask, without work on padded keys.
+    """Return (out, lse) of :func:`flashtile.attention` under a recognised mask, without work on padded keys.
 
     Args:
         q, k, v: (batch, seqlen, heads, head_dim).

@@ -41,7 +41,7 @@ from flashtile.reference.decode import sequence
 PART = 64
 """Keys per part of a row: the smallest number of keys whose range a kernel checks together."""
 PAYS = 0.02
-"""Largest share of parts out of range, which are computed twice, for which a fixed maximum is useful."""
+"""Largest useful share of parts out of range. Each such part is computed twice."""
 _BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}
 """(below, above) by the dtype of probabilities: exp(score - phi) must lie in [2^-below, 2^above]."""
 _BITS_OTHERWISE = (32.0, 120.0)
@@ -102,8 +102,8 @@ def profile_scores(
             ``scaled_dot_product_attention`` in it is profiled.
         softmax_scale, causal, softcap: for q and k, as for :func:`flashtile.attention`. A model's calls have
             their own.
-        dtype: dtype of the queries that will be decoded; torch.float16 also for an FP8 cache, because float16
-            allows only a narrower range. None: that of q.
+        dtype: dtype of the queries that will be decoded, or torch.float16 for an FP8 cache, because its
+            products are computed in float16. float16 allows a narrower range of scores. None: that of q.
         max_rows: number of queries profiled in each sequence, evenly spaced from first to last.
 
     Returns:
@@ -250,7 +250,7 @@ class _Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if function is FORWARD.operator:
             (q, k, _), extras, options = FORWARD.split(arguments)
-            # Scores that functions change are not profiled.
+            # Calls with score or mask functions are not profiled.
             given = () if isinstance(extras, ModifiedExtras) else _sequences(q, k, extras)
             for q_rows, k_rows in given:
                 right = 0 if options.causal else options.window_right
@@ -283,8 +283,8 @@ class _Functions(TorchFunctionMode):
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
             given = dict(zip(names, arguments, strict=False)) | keywords
             q, k = (given[name].flatten(0, -4).transpose(1, 2) for name in ("query", "key"))
-            # SDPA aligns causal masks to the top left and takes any attn_mask, so this profiles all visible
-            # scores, and hidden ones if the mask is not a square causal one.
+            # Only square causal masks are applied here, because SDPA aligns others to the top left. With any
+            # other mask, hidden scores are profiled as well.
             right = 0 if given.get("is_causal") and q.shape[1] == k.shape[1] else UNLIMITED
             for q_rows, k_rows in zip(q, k, strict=True):
                 self._parts.add(q_rows, k_rows, given.get("scale"), 0.0, UNLIMITED, right)

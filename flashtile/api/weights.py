@@ -92,7 +92,7 @@ def attention_weights(
     Args:
         q, k: as for :func:`flashtile.attention`.
         lse: the log-sum-exp of that call (``return_lse=True``).
-        form: "full" for every weight; "columns" for the sum over all rows of a head that each key receives,
+        form: "full" for every weight; "columns" for the sum of each key's weights over all rows of a head,
             which cache eviction policies use (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to 128
             for that many of the largest in each row. The memory of the last two grows only linearly with the
             sequence lengths.
@@ -140,7 +140,7 @@ def attention_weights(
 
 
 def check_form(name: str, form: Form) -> tuple[str, int]:
-    """Parse ``form``, called ``name`` in errors, into (form, weights per row); True is "full"."""
+    """Parse ``form``, called ``name`` in errors, into (form, weights per row). True means "full"."""
     if form is True or (isinstance(form, str) and form == "full"):
         return "full", 0
     if isinstance(form, str) and form == "columns":

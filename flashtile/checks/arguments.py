@@ -28,7 +28,7 @@ ERRORS = (TypeError, ValueError, NotImplementedError)
 
 
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """Return ``error`` with a message that names arguments as the function that the user called does.
+    """Return ``error`` with its argument names replaced by those of the function that the user called.
 
     Words in quotes are values, and lines after the first show the user's code. Both stay unchanged.
 
@@ -206,10 +206,10 @@ MAX_HEADS = 128
 
 
 def looks_transposed(q: Tensor, k: Tensor) -> bool:
-    """Whether q and k are probably laid out (batch, heads, seqlen, head_dim), judged by valid shapes.
+    """Whether q and k, whose shapes are valid, are probably laid out (batch, heads, seqlen, head_dim).
 
-    This is the case if their third dimensions are equal and larger than q's second, and one of two is true:
-    they exceed ``MAX_HEADS``, or the second dimensions of q and k would be grouped heads.
+    Their third dimensions, which should be heads, must be equal and larger than q's second. In addition they
+    exceed ``MAX_HEADS``, or q's second dimension is a multiple of k's, as numbers of grouped heads are.
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():
@@ -300,8 +300,8 @@ def check_broadcast(
 ) -> None:
     """Check a tensor that broadcasts to the scores (batch, heads_q, seqlen_q, seqlen_k).
 
-    It must have four dimensions. Each must have the scores' size or 1, and the last the scores' size. Users
-    may omit leading dimensions or pass 1 as the last; public functions expand such tensors before this check.
+    It must have four dimensions of size 1 or the size of the scores; the last must have the latter. Users may
+    omit leading dimensions or pass 1 as the last; public functions expand such tensors before this check.
     """
     of_rows, of_keys = ("max_seqlen_q", "max_seqlen_k") if packed else ("seqlen_q", "seqlen_k")
     pairs = zip(tensor.shape[:-1], scores[:-1], strict=False)
@@ -364,8 +364,8 @@ def check_rotary(
 def check_int(name: str, value: int, least: int, most: int, least_said: str | None = None) -> None:
     """Raise ValueError unless ``value`` is from ``least`` to ``most``.
 
-    ``least_said`` replaces ``least`` in the message. A number that is read from a tensor under tracing
-    (``.item()``) is checked when the graph runs.
+    ``least_said`` replaces ``least`` in the message. A SymInt, for example from ``.item()`` in a compiled
+    function, is checked when the graph runs.
     """
     if isinstance(value, torch.SymInt):
         torch._check(value >= least, lambda: f"{name} must be from {least_said or least} to {most}")

@@ -87,7 +87,7 @@ def check_call(
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
-    """Raise TypeError for a tensor that is not dense, NotImplementedError for slopes that require grad."""
+    """Raise TypeError for a tensor that is not dense, NotImplementedError for slopes that need a gradient."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
     for name, extra in zip(OptionalTensors._fields, extras, strict=True):

@@ -44,7 +44,7 @@ def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, opti
 
 
 def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
-    """Raise ValueError unless each entry of ``used`` is from 0 to its sequence's entry of ``lengths``.
+    """Raise ValueError unless each entry of ``used`` is from 0 to the length of its sequence.
 
     ``noun`` says in the message what is counted.
     """

@@ -175,8 +175,8 @@ def flash_attn_with_kvcache(
     """Call :func:`flashtile.flash_attn_with_kvcache` with ``page_table`` as its ``block_table``.
 
     Args:
-        cache_batch_idx: (batch,) int32: the row of each sequence in ``page_table``, or without one in the
-            dense cache.
+        cache_batch_idx: (batch,) int32: the row of each sequence, in ``page_table`` if it is given, otherwise
+            in the dense cache.
         q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also with
             ``page_table``. None: 1.
     """

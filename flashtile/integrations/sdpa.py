@@ -33,7 +33,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     Arguments have torch's meaning: ``is_causal`` is aligned at the upper left, a boolean mask is True for
     visible keys, and heads are grouped only with ``enable_gqa``.
 
-    Masks of padded keys, causal masks and combinations of both are recognised, as booleans or as floats of 0
+    Key padding masks, causal masks and combinations of both are recognised, as booleans or as floats of 0
     and -inf. Scores that they hide cost no work. Recognising a mask synchronises with the device in every
     call, except for a boolean (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other masks element by
     element, as booleans or as a bias with its gradient. Within a CUDA graph, a compiled graph or a transform

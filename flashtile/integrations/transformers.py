@@ -43,8 +43,8 @@ _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling 
 def register(as_flash_attention: bool = False) -> None:
     """Register ``attn_implementation="flashtile"`` in Transformers. A second call changes nothing.
 
-    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. Supported
-    are padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the
+    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. It
+    supports padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the
     position bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``. For ``generate_batch`` on a
     GPU, use the name ``"flashtile_2"``, which attends to the pages in place.
 
@@ -129,7 +129,7 @@ def unregister() -> None:
 
 
 def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Callable[..., Tensor]:
-    """Wrap a function of flashtile: its ``sink`` becomes ``s_aux``, and its signature lacks ``hidden``."""
+    """Wrap a function: ``sink`` is renamed to ``s_aux``, and its signature omits the names in ``hidden``."""
 
     @functools.wraps(function)
     def call(*arguments: Any, s_aux: Tensor | None = None, **named: Any) -> Any:
@@ -150,7 +150,7 @@ def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Cal
 dense = _under_transformers_names(flash_attn_func)
 varlen = _under_transformers_names(flash_attn_varlen_func)
 with_kvcache = _under_transformers_names(flash_attn_with_kvcache, "max_seqlen_q")
-"""Without ``max_seqlen_q``: continuous batching decodes over pages with one query per sequence."""
+"""Has no ``max_seqlen_q``, because continuous batching decodes one query per sequence over pages."""
 
 
 class _Loader:
@@ -175,10 +175,10 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
 
     A ``literal`` name is checked as "flashtile", because Transformers would require FlashAttention's package.
 
-    Models with sinks list their compatible flash implementations and would replace any other name by one of
-    the list, so flashtile's names are added to it. A model that supports no flash implementation is refused,
-    because terms that it adds to its scores could be lost. Models in ``BIASED`` and ``WITH_OWN_MASKS`` are
-    accepted, because they pass these terms and masks to the attention function.
+    Models with sinks list their compatible flash implementations, and Transformers replaces any other name by
+    one of the list, so flashtile's names are added to it. A model that supports no flash implementation is
+    refused, because terms that it adds to its scores could be lost. Models in ``BIASED`` and
+    ``WITH_OWN_MASKS`` are accepted, because they pass these terms and masks to the attention function.
     """
 
     @functools.wraps(check)

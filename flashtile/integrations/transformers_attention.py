@@ -227,7 +227,7 @@ def _options_of_step(
 
 
 def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether a call is a decoding step: few queries over more keys, without features of training."""
+    """Whether a call is a decoding step: few queries over more keys, without gradients or dropout."""
     return (
         q.shape[1] <= FEW_QUERIES
         and q.shape[1] < k.shape[1]
@@ -239,7 +239,7 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, module: Any) -> Tensor:
-    """Compute attention under a mask of keys (batch, seqlen_k), True for keys that are not padding.
+    """Compute attention under a padding mask (batch, seqlen_k) that is True for keys that are not padding.
 
     The mask may be shorter than a static cache, whose later keys are not written yet. Queries are the last
     tokens. If queries and keys are equal in number, and the call has causality or a window, it is
@@ -307,7 +307,7 @@ def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any
 
 
 def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
-    """Compute attention under any mask of keys (batch, seqlen_k).
+    """Compute attention under any padding mask ``keys`` (batch, seqlen_k).
 
     Causality and windows count positions, padding included, as in eager attention.
     """
@@ -317,12 +317,12 @@ def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options)
 def _with_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with a mask of scores or a position bias, or return attention weights.
+    """Compute attention with a mask of scores, a position bias or attention weights.
 
     Returns out (batch, seqlen_q, heads, head_dim), and weights (batch, heads, seqlen_q, keys) if
     ``output_attentions`` is set, otherwise None.
 
-    A mask of four dimensions already includes causality and windows.
+    A mask (batch, heads or 1, seqlen_q, keys) already includes causality and windows.
     """
     of_scores = mask is not None and mask.dim() == 4
     _refuse_packed(None if of_scores else others.get("position_ids"), len(q), others)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Runs(NamedTuple):
-    """A padded batch described as packed sequences: runs of tokens, and runs of padding without keys."""
+    """A padded batch described as packed sequences: runs of tokens, and runs of padding that use no keys."""
 
     cu_seqlens: Tensor  # (runs + 1,) int32
     seqused_k: Tensor  # (runs,) int32, 0 for padding
@@ -86,7 +86,7 @@ class _Known:
     A tensor's version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing
     elements would make every layer wait for the device. However, nothing writes to the tensor between the
     layers of a forward pass. So the tensor is read again if its version has changed, if a layer or another
-    model uses it again, or if masks were created since, because a pass begins with that.
+    model uses it again, or if masks were created since, because models create masks when a pass begins.
 
     Args:
         found: what was read.

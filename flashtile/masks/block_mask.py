@@ -100,9 +100,9 @@ def create_block_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Create the block mask of a mask function, evaluated on the device, with FlexAttention's argument names.
+    """Create the block mask of a mask function, with FlexAttention's argument names.
 
-    Every element of the mask is evaluated once, in chunks, on a GPU without synchronising.
+    Every element of the mask is evaluated once on ``device``, in chunks. On a GPU this does not synchronise.
 
     Args:
         mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)``, as for :func:`flashtile.masks.mask_mod`.

@@ -32,7 +32,7 @@ def evaluate(
         kind: kind of the function, for error messages.
         check: whether a read outside of a tensor raises. False reads the nearest element instead. None checks
             only on the CPU, because on a GPU the check synchronises.
-        differentiable: whether results have derivatives by ``tensors``.
+        differentiable: whether gradients of the results flow to ``tensors``.
 
     Returns:
         The program's results: tensors, or numbers for results that do not depend on an input.

@@ -128,7 +128,7 @@ def mask_mod(function: Callable[..., Any]) -> MaskMod:
             a query head.
 
     Raises:
-        TypeError: the function does not compile; the message shows its line.
+        TypeError: the function does not compile; the message shows the line that fails.
 
     Examples:
         >>> @flashtile.masks.mask_mod
@@ -148,7 +148,7 @@ def score_mod(function: Callable[..., Any]) -> ScoreMod:
         function: ``function(score, batch, head, q_idx, kv_idx)`` from a float and four ints to a float.
 
     Raises:
-        TypeError: the function does not compile; the message shows its line.
+        TypeError: the function does not compile; the message shows the line that fails.
 
     Examples:
         >>> @flashtile.masks.score_mod

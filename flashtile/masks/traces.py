@@ -4,7 +4,7 @@ The rule: everything that a function reads from outside is compared at every cal
 Without a cached trace the function is run on symbols again, which takes about 100 us of host time. The cache
 compares
 
-* its code and defaults, and those of the functions that it calls;
+* the function's code and defaults, and those of the functions that it calls;
 * closure cells, globals, attributes of modules, functions and tensors, and a partial's arguments, where they
   hold numbers, strings, dtypes, tensors, tuples of these, functions, or predefined masks;
 * properties of tensors that the function read: shape, strides, dtype, device, ``requires_grad``.
@@ -93,7 +93,7 @@ def called_as(attribute: str) -> Callable[[type], type]:
 
 
 class _Guards:
-    """Everything that a function can read, with its state when the function was traced."""
+    """State, at the time of the trace, of everything that a function can read."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = weakref.ref(owner)
@@ -113,7 +113,7 @@ class _Guards:
         """Properties of tensors, as in ``Trace.properties``."""
 
     def hold(self) -> bool:
-        """Whether everything is unchanged."""
+        """Whether everything that the function can read is unchanged."""
         for reference, code, defaults, keywords in self.functions:
             function = reference()
             if (
@@ -186,9 +186,9 @@ class _Walk:
         self.guards = guards
         self.seen: dict[int, Any] = {}
         self.attributes: dict[str, None] = {}
-        """Attribute names that are read anywhere, of any object."""
+        """Names of the attributes that the code reads, on any object."""
         self.spaces: list[dict[str, Any]] = []
-        """Where attributes can be: ``vars`` of modules, functions, partials, predefined masks and tensors."""
+        """``vars`` of the reachable modules, functions, partials, predefined masks and tensors."""
 
     def may_read(self, value: Any) -> bool:
         """Guard everything reachable from ``value``. Return False if that is not possible."""
@@ -270,8 +270,8 @@ class _Names(NamedTuple):
 def _names_in(code: types.CodeType) -> _Names | None:
     """Return the names of globals and attributes that code reads.
 
-    Returns None if the code imports, defines a class, matches attributes by a pattern, or reads Python's own
-    attributes (``__dict__``), through which everything can be reached.
+    Returns None if the code imports, defines a class, uses a class pattern of a ``match`` statement, or reads
+    Python's own attributes (``__dict__``), through which everything can be reached.
     """
     names: set[str] = set()
     attributes: set[str] = set()

@@ -547,7 +547,7 @@ class Symbol:
         return recorder.__torch_function__(func, types, args, kwargs)
 
     device = None
-    """Device of the tensors that the kernel gets, which is unknown here."""
+    """Always None, because the device of the call is unknown when the function is traced."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:

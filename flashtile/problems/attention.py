@@ -15,7 +15,7 @@ from flashtile.problems.masks import Mods
 class Options(NamedTuple):
     """The arguments of a call that are not tensors, hashable because they are part of a launch's cache key.
 
-    :func:`flashtile.checks.conversions.make_options` ensures exactly these types.
+    :func:`flashtile.checks.conversions.make_options` ensures that the fields have exactly the declared types.
     """
 
     max_seqlen_q: int | None = None
@@ -66,10 +66,10 @@ NO_EXTRAS = OptionalTensors()
 class Problem(Results):
     """Description of an attention call. Lengths are in tokens; a window side of -1 is unlimited.
 
-    A bool field with the name of an argument says whether the call has it. ``causal`` is folded
-    into the window (``window_right = 0``). Masks are aligned to the bottom right: query row ``i`` of a
-    sequence sees keys from ``i + seqlen_k - seqlen_q - window_left`` to
-    ``i + seqlen_k - seqlen_q + window_right``, both included.
+    Bool fields such as ``alibi`` say whether the call has that argument. ``causal`` is folded into the window
+    (``window_right = 0``). Masks are aligned to the bottom right: query row ``i`` of a sequence sees keys
+    from ``i + seqlen_k - seqlen_q - window_left`` to ``i + seqlen_k - seqlen_q + window_right``, both
+    included.
     """
 
     batch: int

@@ -49,7 +49,7 @@ class CacheTensors(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """The arguments of an attention call over a cache that are not tensors, of exactly these types."""
+    """The arguments of attention over a cache that are not tensors, with exactly the declared types."""
 
     max_seqlen_q: int | None = None
     seqlen_new: int = 0
@@ -91,7 +91,7 @@ class AppendTensors(NamedTuple):
 
 
 class AppendOptions(NamedTuple):
-    """The arguments of an append that are not tensors, of exactly these types."""
+    """The arguments of an append that are not tensors, with exactly the declared types."""
 
     max_seqlen_k_new: int | None = None
     max_seqlen_q: int | None = None
@@ -130,7 +130,7 @@ class CopyOptions(NamedTuple):
 class DecodeProblem(Results):
     """Description of attention of each sequence's last tokens, the queries, over its keys in a cache.
 
-    Lengths are in tokens. A bool field with the name of an argument says whether the call has it.
+    Lengths are in tokens. Bool fields such as ``alibi`` say whether the call has that argument.
 
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
     ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``,

@@ -118,7 +118,7 @@ class QuantizeProblem:
 
     @property
     def transformed(self) -> bool:
-        """Whether the Hadamard transform is applied, with the signs of ``seed``."""
+        """Whether the Hadamard transform is applied, with signs from ``seed``."""
         return self.seed is not None
 
     @property

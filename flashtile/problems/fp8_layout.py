@@ -26,9 +26,9 @@ KEY_GROUP = 32
 """Number of keys within which V^T is permuted (:func:`key_order`)."""
 
 SMALLEST_LARGEST = 2.0**-100
-"""Replaces smaller largest magnitudes of blocks, so scales are positive and their inverses finite."""
+"""Lower bound for the largest magnitude of a block, so that scales are positive and inverses finite."""
 LARGEST_RATIO = 2.0**64
-"""An accumulator of P V is in units of at least the largest scale of v so far divided by this ratio."""
+"""Largest ratio of v's scales in one accumulator; P is scaled down for a block with a smaller scale."""
 P_EXPONENT = 8
 """Probabilities are multiplied by 2**8 before rounding. The products are at most 256, within e4m3's range."""
 
@@ -76,7 +76,7 @@ def key_order(num_keys: int, device: torch.device | str | None = None) -> Tensor
 
 
 HEADROOM = 2.0**-8
-"""Factor on the transform's input: a sum of 256 numbers of float32's largest magnitude stays finite."""
+"""Factor on the transform's input, with which 256 of float32's largest numbers have a finite sum."""
 
 
 def hadamard_signs(columns: int, seed: int, device: torch.device | str | None = None) -> Tensor:

@@ -118,7 +118,7 @@ class Builder:
             simpler = of.simplify(*operands) if of.simplify is not None else None
             if simpler is None and not any(isinstance(operand, Name) for operand in operands):
                 simpler = of.number(*operands)
-            if simpler is not None:  # 1.0 * i is i, but must be a float
+            if simpler is not None:  # 1.0 * i simplifies to the int i, but the result must be a float
                 return simpler if self.kind(simpler) == kind else self.emit(kind, simpler)
         if any(type(operand) is int and not -(2**63) <= operand < 2**63 for operand in operands):
             raise TypeError("an int must fit 64 bits")
@@ -166,7 +166,7 @@ def soft_cap_of(program: Program) -> float:
 def composed(first: Program, second: Program) -> Program:
     """Return the program that applies ``second`` to the score that ``first`` returns.
 
-    Both number captured tensors in the same list.
+    Both refer to the same list of captured tensors.
     """
     builder = Builder(first.lines)
     known: dict[Operand, Operand] = {Name("score"): first.results[0]}
@@ -242,7 +242,7 @@ _DIVISIONS = frozenset(("div", "floordiv", "mod"))
 
 
 def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
-    """Whether a result is finite for finite scores, or -inf that the last line, a where, selects.
+    """Whether a result is finite for finite scores, or -inf if the last line is a where that selects it.
 
     Args:
         loads_are: whether the elements of captured tensors are assumed to be finite.

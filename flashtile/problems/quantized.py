@@ -15,9 +15,10 @@ class Quantized:
     """q, k or v in e4m3: made by :func:`flashtile.fp8.quantize`, read by :func:`flashtile.fp8.attention`.
 
     Args:
-        values: float8_e4m3fn. q and k have the given shape, with zero columns up to a multiple of 16
-            (transformed: a power of 2). v is transposed, (batch, heads, head_dim, columns) or (heads,
-            head_dim, columns), with keys in the order of :func:`flashtile.problems.fp8_layout.key_order`.
+        values: float8_e4m3fn. q and k have the shape of the original tensor, with zero columns added up to a
+            multiple of 16, or to a power of 2 if they are transformed. v is transposed, (batch, heads,
+            head_dim, columns) or (heads, head_dim, columns), with keys in the order of
+            :func:`flashtile.problems.fp8_layout.key_order`.
         scales: float32 factors of the values. Method "block": (batch, heads, blocks), or (heads, blocks) for
             packed sequences; "head": (batch, heads); "tensor": (1, 1).
         role: "q", "k" or "v".

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class Explanation:
     """The choices for the operations of a call, in the order in which the operations run.
 
-    ``operations`` names them: "forward", "backward" and "weights" of attention, "append_kvcache" and "decode"
-    over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
-    ``reasons_against`` are those of ``main``, the operation that computes the result. ``str()`` gives three
-    lines: the kernels, why these, and which preferred backends were refused. ``details`` has every field.
+    ``operations`` lists their names: "forward", "backward" and "weights" of attention, "append_kvcache" and
+    "decode" over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
+    ``reasons_against`` belong to ``main``, the operation that computes the result. ``str()`` gives three
+    lines: the kernels, why they were chosen, and which preferred backends were refused. ``details`` has every
+    field.
     """
 
     choices: tuple[Choice, ...]

@@ -407,7 +407,7 @@ def check_backend(backend: Any) -> None:
 def is_choice(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether ``value`` is one of ``allowed``.
 
-    Values of other types are not compared, because ``==`` of an array compares elements.
+    Values of other types are not compared, because ``==`` of an array returns an array.
     """
     return isinstance(value, tuple(map(type, allowed))) and value in allowed
 

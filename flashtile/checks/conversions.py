@@ -273,7 +273,7 @@ def dense_tree(tree_mask: Tensor) -> Tensor:
 
 
 def cast_for_autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
-    """Under autocast, cast queries and new keys to the cache's dtype, or to autocast's for an FP8 cache."""
+    """Under autocast, cast ``tensors`` to the cache's dtype, or to autocast's dtype for an FP8 cache."""
     if not isinstance(k_cache, Tensor) or k_cache.device.type not in ("cuda", "cpu"):
         return list(tensors)
     device_type = k_cache.device.type

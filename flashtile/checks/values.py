@@ -197,7 +197,7 @@ def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -
 def check_copy_values(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise ValueError for blocks outside the pool, or blocks that are written twice or read and written."""
+    """Raise ValueError for blocks outside the pool, written twice, or both read and written."""
     num_blocks = k_cache.shape[-4]
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].unbind(1)
     for name, blocks in (("sources", sources), ("destinations", destinations)):

@@ -239,7 +239,7 @@ def _heads_second(tensor: Tensor) -> Tensor:
 def _check_broadcast(mask: Tensor, query: Tensor, seqlen_k: int) -> None:
     """Check that ``mask`` broadcasts to the scores.
 
-    If the scores have more than 4 dimensions, all but the last two of the mask must be 1.
+    If the scores have more than 4 dimensions, the mask's dimensions before the last two must have size 1.
     """
     scores = (*query.shape[:-1], seqlen_k)
     allowed = scores if len(scores) <= 4 else (1, *scores[-2:])

@@ -31,7 +31,7 @@ LISTS = (
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
 BACKWARD_LISTS = 4
-"""Number of trailing lists that only the backward pass reads."""
+"""Number of lists at the end of ``LISTS`` that only the backward pass reads."""
 
 
 @dataclass(frozen=True, eq=False)

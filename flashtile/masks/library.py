@@ -24,7 +24,7 @@ _M = TypeVar("_M", bound=Mod)
 
 
 def _ready(make: Callable[_P, _M]) -> Callable[_P, _M]:
-    """Decorate ``make`` so that pickle can store the objects it returns, as the call of ``make``."""
+    """Decorate ``make``: pickle then stores an object that it returns as the call that created it."""
 
     @functools.wraps(make)
     def made(*arguments: _P.args, **keywords: _P.kwargs) -> _M:
@@ -42,7 +42,7 @@ def _length(name: str, value: Any, least: int = -MAX_LENGTH) -> int:
 
 
 def _table(name: str, tensor: Any, ranks: tuple[int, ...], layout: str, of_floats: bool) -> Tensor:
-    """Return a captured tensor after a check of its kind of dtype and its number of dimensions."""
+    """Return a captured tensor if its dtype is of the right kind and its rank is in ``ranks``, else raise."""
     check_dense(name, tensor)
     if not (tensor.is_floating_point() if of_floats else tensor.dtype in WHOLE):
         raise TypeError(

@@ -596,7 +596,7 @@ for _name in (
 
 
 def _as_run(function: Any) -> Any:
-    """Return ``function`` for symbols: a ``@triton.jit`` function is replaced by its equivalent on torch."""
+    """Return the function to run on symbols: a ``@triton.jit`` function becomes its torch equivalent."""
     if isinstance(function, types.FunctionType) or not hasattr(function, "fn"):
         return function
     return in_torch(function)

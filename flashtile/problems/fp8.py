@@ -48,7 +48,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class AttendTensors(NamedTuple):
-    """The optional tensors of an attention call in FP8: scales, and those of ``OptionalTensors``."""
+    """The optional tensors of an attention call in FP8: scales, and the first of ``OptionalTensors``."""
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None

@@ -43,7 +43,7 @@ def num_blocks(length: int, rows: int) -> int:
 
 
 def num_blocks_varlen(total: int, batch: int, rows: int) -> int:
-    """Return an upper bound of the block numbers of ``batch`` packed sequences with ``total`` rows."""
+    """Return the exclusive upper bound of block numbers in ``batch`` packed sequences of ``total`` rows."""
     return total // rows + batch
 
 

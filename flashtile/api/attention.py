@@ -334,8 +334,8 @@ def flash_attn_kvpacked_func(
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
 
     Returns:
-        out, (batch, seqlen_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
-        ``return_attn_probs``. lse is (batch, heads_q, seqlen_q).
+        out, (batch, seqlen_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
+        ``return_attn_probs``, as :func:`flash_attn_func`. lse is (batch, heads_q, seqlen_q).
 
     Raises:
         TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
@@ -385,8 +385,8 @@ def flash_attn_qkvpacked_func(
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
 
     Returns:
-        out, (batch, seqlen, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
-        ``return_attn_probs``. lse is (batch, heads, seqlen).
+        out, (batch, seqlen, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
+        ``return_attn_probs``, as :func:`flash_attn_func`. lse is (batch, heads, seqlen).
 
     Raises:
         TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
@@ -527,8 +527,8 @@ def flash_attn_varlen_kvpacked_func(
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
 
     Returns:
-        out, (total_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
-        ``return_attn_probs``. lse is (heads_q, total_q).
+        out, (total_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
+        ``return_attn_probs``, as :func:`flash_attn_func`. lse is (heads_q, total_q).
 
     Raises:
         TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
@@ -584,8 +584,8 @@ def flash_attn_varlen_qkvpacked_func(
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
 
     Returns:
-        out, (total, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
-        ``return_attn_probs``. lse is (heads, total).
+        out, (total, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
+        ``return_attn_probs``, as :func:`flash_attn_func`. lse is (heads, total).
 
     Raises:
         TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.

@@ -171,8 +171,8 @@ def attention(
 
     Args:
         q, k, v: as for :func:`flashtile.attention`, float16 or bfloat16, or results of :func:`quantize`.
-        method, hadamard, seed: how tensors are quantised, as for :func:`quantize`. None takes the settings of
-            the tensors that are already quantised, otherwise "block", True and 0.
+        method, hadamard, seed: how tensors are quantised, as for :func:`quantize`. None means the settings of
+            the tensors that are already quantised or, if there are none, "block", True and 0.
         rotary_cos, rotary_sin, rotary_interleaved: rotary embedding as for :func:`quantize`, for q and k that
             are not quantised yet. Keys start at position 0, and queries are aligned to the bottom right, as
             masks are.

@@ -219,7 +219,10 @@ def _capacity_words(k_cache: Tensor, tensors: CacheTensors | AppendTensors) -> s
 
 
 def check_between(name: str, values: Tensor | None, least: int, most: int, words: str) -> None:
-    """Raise ValueError unless all values are from ``least`` to ``most``, which ``words`` explains."""
+    """Raise ValueError unless ``values`` is None or all are from ``least`` to ``most``.
+
+    ``words`` explains ``most`` in the message.
+    """
     if values is None or not values.numel() or _within(values, least, most):
         return
     wrong = ((values < least) | (values > most)).nonzero()

@@ -173,7 +173,7 @@ class _Loader:
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:
     """Wrap Transformers' function that chooses an implementation, so that models accept flashtile's names.
 
-    A ``literal`` name is checked as "flashtile", because Transformers would require FlashAttention's package.
+    A ``literal`` name is checked as "flashtile"; under its own name Transformers requires flash-attn.
 
     Models with sinks list their compatible flash implementations, and Transformers replaces any other name by
     one of the list, so flashtile's names are added to it. A model that supports no flash implementation is

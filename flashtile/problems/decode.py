@@ -232,7 +232,7 @@ class AppendProblem(NamedTuple):
     """Description of an append: keys and values are rotated, quantised, written. Lengths are in tokens."""
 
     batch: int
-    seqlen_new: int  # an upper bound of each sequence's new tokens if varlen
+    seqlen_new: int  # number of new tokens per sequence; an upper bound if varlen
     total_new: int
     num_heads_kv: int
     head_dim: int
@@ -251,7 +251,7 @@ class AppendProblem(NamedTuple):
     rotary_interleaved: bool = True
     rotary_rows: int = 0
     rotary_seqlens: bool = False
-    seqlen_q: int = 0  # queries to rotate in the same launch
+    seqlen_q: int = 0  # number of queries per sequence to rotate in the same launch; the longest if varlen_q
     total_q: int = 0
     num_heads_q: int = 0
     varlen_q: bool = False

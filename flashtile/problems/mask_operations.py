@@ -62,7 +62,10 @@ def _always(kind: str) -> Callable[..., str]:
 
 
 def _only(symbol: str, *allowed: str) -> Callable[[str], str]:
-    """Return the ``kind`` function of a unary operation: the operand's kind, which must be ``allowed``."""
+    """Return a ``kind`` function for unary operations that returns the operand's kind if it is allowed.
+
+    For any other kind it raises TypeError; ``symbol`` names the operation in the message.
+    """
 
     def kind_of(kind: str) -> str:
         if kind not in allowed:

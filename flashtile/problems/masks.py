@@ -50,7 +50,7 @@ class Mods:
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the programs that kernels receive as arguments of their launch."""
+        """The ints in the programs that kernels receive as launch arguments."""
         programs = (program for program in (self.score_program, self.mask_program) if program is not None)
         found = dict.fromkeys(number for program in programs for number in variables(program))
         return tuple(found)[: MAX_SIZES - sum(self.ranks)]

@@ -86,7 +86,7 @@ class _Known:
     A tensor's version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing
     elements would make every layer wait for the device. However, nothing writes to the tensor between the
     layers of a forward pass. So the tensor is read again if its version has changed, if a layer or another
-    model uses it again, or if masks were created since, because models create masks when a pass begins.
+    model uses it again, or if a new pass has begun. Models create masks when a pass begins.
 
     Args:
         found: what was read.

@@ -9,10 +9,14 @@ compares
   hold numbers, strings, dtypes, tensors, tuples of these, functions, or predefined masks;
 * properties of tensors that the function read: shape, strides, dtype, device, ``requires_grad``.
 
-A trace is not cached if the function read anything else: an element of a list or a dict, an attribute of an
-object or a class, the result of a function that is not known to depend only on its arguments, an import
-inside it, or a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the
-CPU). A tensor that is indexed with batch, head or positions is captured instead: kernels read it at run time.
+A trace is not cached if the function read anything else:
+
+* an element of a list or a dict, or an attribute of an object or a class;
+* the result of a function that is not known to depend only on its arguments;
+* an import inside the function;
+* a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the CPU).
+
+A tensor that is indexed with batch, head or positions is captured instead: kernels read it at run time.
 
 Two things show what a function reads. :func:`_guards_of` walks everything that its code can name. While the
 function runs, the recorder sees which properties of tensors it reads.

@@ -206,9 +206,9 @@ class Load(NamedTuple):
 def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tuple[Program, tuple[Load, ...]]:
     """Return (program, loads), where the new program also computes derivatives.
 
-    The results of the new program are the original result, its derivative with respect to the score and, for
-    each load from one of ``tensors``, its derivative with respect to the element, followed by the element's
-    indices.
+    The first results of the new program are the original result and its derivative with respect to the score.
+    For each load from one of ``tensors``, the derivative with respect to the element and the element's
+    indices follow.
     """
     builder = Builder(program.lines)
     (result,) = program.results

@@ -53,7 +53,7 @@ def attend(
         given = _with_slopes(given, slopes, k.shape[1] - q.shape[1])
         extras = extras._replace(alibi_slopes=None)
     if given.captured and torch.compiler.is_compiling():
-        # In torch a 0-dim CPU tensor may meet tensors on any device, but kernels need it on q's device.
+        # torch combines a 0-dim CPU tensor with tensors on any device, but kernels need it on q's device.
         captured = tuple([t if t.dim() else t.to(q.device) for t in given.captured])
         given = given._replace(captured=captured)
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:

@@ -165,8 +165,8 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
-    """Trace a function, and cache the trace in its attributes if everything that it read is guarded."""
-    guards = _guards_of(function)  # before it runs, because it may change what it reads
+    """Trace a function, and cache the trace in the function's attributes if all that it read is guarded."""
+    guards = _guards_of(function)  # before the function runs, because running may change what it reads
     made = trace(kind, function)
     if guards is not None and made.properties is not None:
         guards.tensors = tuple((tensor, tensor.ndim, tensor.dtype) for tensor in made.tensors)

@@ -3,8 +3,8 @@
 Every function computes ``softmax(mask(softcap(q k^T * softmax_scale) + alibi)) v`` exactly, without ever
 storing the score matrix (Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
 
-Results are annotated ``Tensor | Any``. A call that returns only out gives a Tensor, which a type checker
-accepts as one. A call that also returns other results gives a tuple, which needs no cast.
+Results are annotated ``Tensor | Any``, so type checkers accept the result as a Tensor, or as a tuple of
+several results, without a cast.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def attention(
         seqused_q: (batch,) int32 on the device of q: the number of queries in use in each sequence. Out and
             gradients of the other queries are 0, their lse is -inf, and masks are aligned to the used length.
         seqused_k: (batch,) int32 on the device of q: the number of keys in use in each sequence. The other
-            keys are not read, their gradients are 0, and masks are aligned to the used length. Values are
-            checked when those of cu_seqlens are; the kernels clamp them.
+            keys are not read, their gradients are 0, and masks are aligned to the used length. Like offsets,
+            values are checked on the CPU, and on a GPU only under ``FLASHTILE_DEBUG=1``; kernels clamp them.
         dropout_p: the probability with which an attention weight is dropped, from 0 to below 1. The remaining
             weights are divided by ``1 - dropout_p``. dropout_p is first rounded to a multiple of 1/128 if
             that changes it by at most 2 %, otherwise to a multiple of 2^-15. lse is computed before dropout.
@@ -123,18 +123,18 @@ def attention(
             its own chunk (as in Llama 4 and FlashAttention-3). ``causal`` hides the later keys of the chunk.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
         alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
-            The slopes can be learned in calls that could also have a score_mod; kernels for score_mod then
-            compute them.
+            Slopes may require grad. The kernels for score_mod then compute ALiBi, so the call may have only
+            arguments that can be combined with score_mod.
         sink: (heads_q,) float32 or q's dtype, learnable: one logit per head that joins the softmax of every
             row, like a key without a value. It is not scaled and never masked (attention sinks, Xiao et al.
             2023, arXiv:2309.17453, in the form of gpt-oss). -inf means no sink.
         mask: bool, broadcastable to (batch, heads_q, seqlen_q, seqlen_k), any strides: True for a key that
-            takes part. It is combined with the masks above. Broadcast dimensions are never written out. With
-            cu_seqlens the lengths are max_seqlen_q and max_seqlen_k, counted from each sequence's first
-            token.
+            takes part. It is combined with the masks above. Broadcast dimensions are never materialised. With
+            cu_seqlens the last two dimensions are max_seqlen_q and max_seqlen_k, and entry (i, j) belongs to
+            query i and key j of a sequence.
         key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
             query and head. Keys before the first and after the last one that takes part cost nothing. causal
-            and window_size count from the padded lengths. Cannot be combined with cu_seqlens.
+            and window_size are aligned to the padded lengths. Cannot be combined with cu_seqlens.
         bias: float32 or q's dtype, learnable, broadcast as ``mask``: added to the scores after scale and
             softcap. -inf hides a key. Its gradient is summed in float32 over the broadcast dimensions, in a
             fixed order.
@@ -142,28 +142,28 @@ def attention(
             replaces the score, after softcap and alibi_slopes and before masks. Captured tensors get
             gradients.
         mask_mod: FlexAttention's ``mask_mod(batch, head, q_idx, kv_idx)``, True for a key that takes part. It
-            is combined with causal and window_size. See :mod:`flashtile.masks` for both; positions count from
-            0.
-        block_mask: the blocks that ``mask_mod`` leaves to compute, from
-            :func:`flashtile.masks.create_block_mask` or FlexAttention's own, in place of ``mask_mod``: empty
-            blocks cost nothing.
-        deterministic: make gradients bitwise reproducible from run to run. They always are, except on Hopper
-            GPUs with head sizes up to 128, where key blocks add to dq in the order in which they finish.
+            is combined with causal and window_size. q_idx and kv_idx are indices within the sequence from 0;
+            they are not aligned to the bottom right. See :mod:`flashtile.masks` for both functions.
+        block_mask: a block mask of :func:`flashtile.masks.create_block_mask` or of FlexAttention, in place of
+            ``mask_mod``, which it contains. Blocks that it hides completely cost nothing.
+        deterministic: make gradients bitwise reproducible from run to run. Without it they are also
+            reproducible, except on Hopper GPUs with head sizes up to 128, where key blocks add to dq in the
+            order in which they finish.
             ``torch.use_deterministic_algorithms(True)`` has the same effect.
         q_descale, k_descale, v_descale: FlashAttention-3's scales, only for q, k and v of float8_e4m3fn:
             (batch, heads_kv) float32, at least 0, any strides. Each stored number is multiplied by its scale;
-            None means 1. out is then bfloat16, and there is no backward pass (:mod:`flashtile.fp8` also
-            quantises).
+            None means 1. out is then bfloat16, and there is no backward pass. :func:`flashtile.fp8.attention`
+            also quantises 16-bit inputs.
         qv: shaped as q, but with the head_dim of v; learnable. Scores are then ``q k^T + qv v^T``: multi-head
             latent attention with absorbed projections (DeepSeek-V2, Liu et al. 2024, arXiv:2405.04434,
             section 2.1). ``softmax_scale=None`` then means ``(head_dim + head_dim_v) ** -0.5``, and the two
-            head sizes may add up to 576. q and qv are copied into one tensor, and so are k and v. Over a
-            cache :func:`flashtile.flash_attn_with_kvcache` does this without copying keys.
+            head sizes may add up to 576. q and qv are copied into one tensor, and so are k and v.
+            :func:`flashtile.flash_attn_with_kvcache` computes the same over a cache without copying keys.
         return_lse: also return the log-sum-exp of the scores of each row.
         return_attn_weights: also return the probabilities, before dropout, from a second pass over q and k:
             True or "full" for all of them, "columns" for their sums over the rows of a head, or an int from 1
-            to 128 for that many of the largest in each row. The last two never take memory of seqlen_q *
-            seqlen_k. The weights have no gradient. See :func:`flashtile.attention_weights`.
+            to 128 for that many of the largest in each row. The last two forms never take memory of size
+            seqlen_q * seqlen_k. The weights have no gradient. See :func:`flashtile.attention_weights`.
         out, lse: tensors that receive the results and are returned. Each has exactly the result's shape and
             dtype, a last stride of 1, and shares no memory with another argument. The call then has no
             gradients. GPU kernels write directly into contiguous memory that starts at a multiple of 16
@@ -274,8 +274,8 @@ def flash_attn_func(
     Returns:
         out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. S_dmask is
         FlashAttention-2's debugging output of dropout, None without dropout: the (batch, heads_q, seqlen_q,
-        seqlen_k) probabilities before dropout, negative where they were dropped. It takes memory for every
-        score.
+        seqlen_k) probabilities before dropout, negative where they were dropped. It needs memory for
+        every probability.
 
     Raises:
         NotImplementedError: as :func:`attention`.
@@ -288,7 +288,7 @@ def flash_attn_func(
     """
     if unknown:
         refuse_unknown("flash_attn_func", unknown)
-    _check_own(return_attn_probs, return_lse)
+    _check_flags(return_attn_probs, return_lse)
     options = make_options(
         None, None, softmax_scale, causal, window_size, softcap, deterministic, backend, dropout_p
     )
@@ -334,8 +334,8 @@ def flash_attn_kvpacked_func(
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
 
     Returns:
-        out, (batch, seqlen_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
-        ``return_attn_probs``. lse is (batch, heads_q, seqlen_q).
+        out, (batch, seqlen_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
+        ``return_attn_probs``, as :func:`flash_attn_func`. lse is (batch, heads_q, seqlen_q).
 
     Raises:
         TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
@@ -385,8 +385,8 @@ def flash_attn_qkvpacked_func(
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_func`.
 
     Returns:
-        out, (batch, seqlen, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
-        ``return_attn_probs``. lse is (batch, heads, seqlen).
+        out, (batch, seqlen, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
+        ``return_attn_probs``, as :func:`flash_attn_func`. lse is (batch, heads, seqlen).
 
     Raises:
         TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
@@ -448,15 +448,15 @@ def flash_attn_varlen_func(
 
     Args:
         block_table: (batch, max_blocks) int32, for a paged KV cache: k and v are then (num_blocks, page_size,
-            heads_kv, head_dim), any page size from 1, and entry i of a row is the page of the sequence's keys
-            from ``i * page_size`` on. ``cu_seqlens_k`` is then used only for the lengths (``seqused_k`` takes
-            its place where it is given). There is no backward pass.
+            heads_kv, head_dim), page_size is at least 1, and entry i of a row is the page of the sequence's
+            keys from ``i * page_size`` on. Only the lengths of ``cu_seqlens_k`` are then used, or
+            ``seqused_k`` in their place if it is given. There is no backward pass.
         q_descale, k_descale, v_descale: as for :func:`attention`; cannot be combined with ``block_table``.
         qv: as for :func:`attention`. With ``block_table`` the pages are not copied, head_dim and head_dim_v
             may each be up to 512, and there is no backward pass.
 
     Raises:
-        NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; as :func:`attention`.
+        NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; also as :func:`attention`.
 
     Examples:
         >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
@@ -467,7 +467,7 @@ def flash_attn_varlen_func(
     """
     if unknown:
         refuse_unknown("flash_attn_varlen_func", unknown)
-    _check_own(return_attn_probs, return_lse)
+    _check_flags(return_attn_probs, return_lse)
     options = make_options(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend,
         dropout_p,
@@ -522,13 +522,13 @@ def flash_attn_varlen_kvpacked_func(
         q: (total_q, heads_q, head_dim).
         kv: (total_k, 2, heads_kv, head_dim): keys, then values.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
-        max_seqlen_q, max_seqlen_k: the longest sequence (or more).
+        max_seqlen_q, max_seqlen_k: length of the longest sequence (or more).
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
 
     Returns:
-        out, (total_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
-        ``return_attn_probs``. lse is (heads_q, total_q).
+        out, (total_q, heads_q, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
+        ``return_attn_probs``, as :func:`flash_attn_func`. lse is (heads_q, total_q).
 
     Raises:
         TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
@@ -579,13 +579,13 @@ def flash_attn_varlen_qkvpacked_func(
     Args:
         qkv: (total, 3, heads, head_dim): queries, keys, values.
         cu_seqlens: (batch + 1,) int32 offsets of each sequence, as for :func:`attention`.
-        max_seqlen: the longest sequence (or more).
+        max_seqlen: length of the longest sequence (or more).
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs, sink, return_lse, backend: as for :func:`flash_attn_varlen_func`.
 
     Returns:
-        out, (total, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, None) with
-        ``return_attn_probs``. lse is (heads, total).
+        out, (total, heads, head_dim); (out, lse) with ``return_lse``; (out, lse, S_dmask) with
+        ``return_attn_probs``, as :func:`flash_attn_func`. lse is (heads, total).
 
     Raises:
         TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
@@ -631,7 +631,7 @@ def _call(
         return _attend(with_unit_stride(q), with_unit_stride(k), with_unit_stride(v), *others)
     try:
         return _attend(q, k, v, *others)
-    except ValueError:  # strides are looked at only after a failure, so that valid calls do not pay for it
+    except ValueError:  # strides are checked only after a failure, to save host time in valid calls
         copied = with_unit_stride(q), with_unit_stride(k), with_unit_stride(v)
         if copied[0] is q and copied[1] is k and copied[2] is v:
             raise
@@ -669,7 +669,7 @@ def _attend(
 def _check_with_functions(
     q: Tensor, descales: tuple[Tensor | None, Tensor | None, Tensor | None], buffers: tuple
 ) -> None:
-    """Refuse what the public functions accept but calls with score or mask functions cannot have."""
+    """Raise for FP8 inputs, descales, ``out`` or ``lse`` in a call with score or mask functions."""
     if isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError(
             f"q must be float16 or wider with score_mod, mask_mod or block_mask, got {q.dtype}"
@@ -683,17 +683,17 @@ def _check_with_functions(
 def _with_state(
     extras: OptionalTensors, options: Options, q: Tensor, rng_state: Tensor | None = None
 ) -> OptionalTensors:
-    """Add a state for dropout to ``extras``, drawn here if none is given.
+    """Add dropout's random state to ``extras``; None draws one from torch's generator.
 
-    A wrong dropout_p is refused later.
+    For an invalid dropout_p nothing is drawn, and a later check raises.
     """
     if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
         rng_state = draw_state(q)
     return extras if rng_state is None else extras._replace(rng_state=rng_state)
 
 
-def _check_own(return_attn_probs: bool, return_lse: bool) -> None:
-    """Check the arguments that only the public functions have."""
+def _check_flags(return_attn_probs: bool, return_lse: bool) -> None:
+    """Raise TypeError unless both flags are bools."""
     if type(return_attn_probs) is not bool or type(return_lse) is not bool:
         check_flag("return_attn_probs", return_attn_probs)
         check_flag("return_lse", return_lse)

@@ -56,10 +56,10 @@ def flash_attn_with_shared_prefix(
         block_table: (batch, max_blocks) int32, for whole sequences: the rows of a group start with the same
             pages.
         cache_seqlens: (batch,) int32 tokens of each whole sequence, prefix and queries included.
-        prefix_seqlens: tokens that the sequences of a group share, as an int or (num_groups,) int32. They
-            need not fill their last page. With ``causal`` every query must come after them.
+        prefix_seqlens: number of tokens that the sequences of a group share, as an int or (num_groups,)
+            int32. A prefix may end within a page. With ``causal`` every query must come after it.
         cu_prefix_groups: (num_groups + 1,) int32: group g is sequences ``cu_prefix_groups[g]`` to
-            ``cu_prefix_groups[g + 1]``; every sequence is in a group. None: all are in one.
+            ``cu_prefix_groups[g + 1]``; every sequence is in a group. None: all sequences are in one group.
         softmax_scale, causal, softcap, sink: as for :func:`flash_attn_with_kvcache`. Windows and ALiBi are
             not supported, because they treat the prefix differently in each sequence.
         k_descale, v_descale, num_splits, split_size, return_softmax_lse, out, lse, backend, debug_checks: as
@@ -142,7 +142,7 @@ def flash_attn_with_shared_prefix(
             of_sequences = of_groups[group.clamp(max=of_groups.shape[0] - 1)]
         tokens = batch * seqlen_q
         own = own._replace(
-            cache_leftpad=of_sequences,  # hides the prefix's keys; the others keep their positions
+            cache_leftpad=of_sequences,  # hides the prefix; the other keys keep their positions
             prior_out=prefix_out.view(tokens, heads, -1) if prefix_out.numel() else prefix_out.flatten(0, -3),
             prior_lse=prefix_lse.view(heads, tokens),
         )
@@ -166,7 +166,7 @@ def _check(q: Tensor, block_table: Tensor, cache_seqlens: Tensor) -> None:
 def _prefixes(q: Tensor, prefix_seqlens: Any, cu_prefix_groups: Any) -> tuple[Tensor, Tensor | None]:
     """Return the prefix length of each group, (num_groups,), and of each sequence, (batch,), both int32.
 
-    The second is None where it depends on the values of ``cu_prefix_groups``.
+    The second is None if it depends on the values of ``cu_prefix_groups``.
     """
     groups, batch = 1, q.shape[0]
     if cu_prefix_groups is not None:

@@ -92,32 +92,34 @@ def flash_attn_with_kvcache(
             Over a cache of float8_e4m3fn q may also be float8_e4m3fn; it is computed as bfloat16, and the
             result is bfloat16.
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), or with ``block_table``
-            (num_blocks, page_size, heads_kv, head_dim), any page size from 1. The dtype of q, or
+            (num_blocks, page_size, heads_kv, head_dim) with page_size at least 1. The dtype of q, or
             float8_e4m3fn. heads_q must be a multiple of heads_kv.
         v_cache: shaped as k_cache, except that its head_dim may differ. Every head_dim is from 1 to 512.
         k, v: (batch, seqlen_new, heads_kv, head_dim), or (total_new, heads_kv, head_dim) with
             ``cu_seqlens_k_new``: written into the caches **in place** from position ``cache_seqlens`` on.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32; need k. Rotary embedding
-            of the new keys, from position ``cache_seqlens`` on, and of the queries: each at its own position
-            if causal or windowed, otherwise all at ``cache_seqlens``. rotary_dim is even and at most
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32, only with k. Rotary
+            embedding of the new keys, from position ``cache_seqlens`` on, and of the queries: each at its own
+            position if causal or windowed, otherwise all at ``cache_seqlens``. rotary_dim is even and at most
             head_dim; the other columns of a head are not rotated.
         cache_seqlens: tokens in the cache before k is appended, as an int or (batch,) int32; None: the whole
             capacity.
         cache_batch_idx: (batch,) int32, the row of a dense cache that holds each sequence; None: row b holds
             sequence b.
-        cache_leftpad: (batch,) int32: the positions before it hold no key. Positions still count from 0.
+        cache_leftpad: (batch,) int32: number of positions at the start of each sequence that hold no key.
+            Positions still count from 0.
         block_table: (batch, max_blocks) int32: entry i of a row is the page of the sequence's positions from
             ``i * page_size`` on. Entries beyond the sequence's length are never read.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flashtile.attention`.
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
-        num_splits: number of parts that the keys of a sequence are split into; 0 chooses for speed. 1, and
-            ``split_size``, give results that are bitwise independent of the other sequences in the batch.
+        num_splits: number of parts that the keys of a sequence are split into; 0 chooses for speed. With
+            ``num_splits=1``, or with ``split_size``, a sequence's result is bitwise independent of the other
+            sequences in the batch.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
         cu_seqlens_q, max_seqlen_q: (batch + 1,) int32 offsets of each sequence's queries (int64 is cast), and
             the largest number of queries in a sequence.
         cu_seqlens_k_new, max_seqlen_k_new: the same for k and v; max_seqlen_k_new may be left out.
-        rotary_seqlens: (batch,) int32: rotary positions start there instead of at ``cache_seqlens``.
+        rotary_seqlens: (batch,) int32: first rotary position of each sequence, instead of ``cache_seqlens``.
         sink: (heads_q,), float32 or the dtype of q: the logit of a virtual key without a value, which only
             enters the softmax.
         q_descale: FlashAttention-3's float32 scales for queries of float8_e4m3fn, (heads_kv,) or (batch,
@@ -146,6 +148,7 @@ def flash_attn_with_kvcache(
         backend: the backend to require, as for :func:`flashtile.attention`.
         debug_checks: also check lengths, block table and write positions on a GPU, which synchronises
             (``FLASHTILE_DEBUG=1`` does the same). On the CPU they are always checked.
+
     Returns:
         out, shaped as q with the head_dim of v_cache. With ``return_softmax_lse``: (out, lse), lse in natural
         log, float32 (float64 for float64 inputs), (batch, heads_q, seqlen_q) or (heads_q, total_q). For a row
@@ -350,7 +353,7 @@ def flash_attn_combine(
         lse_partial: (num_splits, batch, seqlen, heads) or (num_splits, total, heads), natural log, float32
             (float64 if out_partial is float64), any strides. -inf (or FlashAttention-2's +inf) marks a part
             without keys, whose out is ignored.
-        out: tensor that receives the result, in its shape and dtype; None: new memory.
+        out: tensor that receives the result, of the result's shape and dtype; None: new memory.
         out_dtype: dtype of the result; None: that of ``out``, or of out_partial.
         backend: the backend to require.
 

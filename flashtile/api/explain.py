@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 class Explanation:
     """The choices for the operations of a call, in the order in which the operations run.
 
-    ``operations`` names them: "forward", "backward" and "weights" of attention, "append_kvcache" and "decode"
-    over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
-    ``reasons_against`` are those of ``main``, the operation that computes the result. ``str()`` gives three
-    lines: the kernels, why these, and which preferred backends were refused. ``details`` has every field.
+    ``operations`` lists their names: "forward", "backward" and "weights" of attention, "append_kvcache" and
+    "decode" over a cache, "fp8_quantize" and "fp8_attend". ``backend``, ``config``, ``problem`` and
+    ``reasons_against`` belong to ``main``, the operation that computes the result. ``str()`` gives three
+    lines: the kernels, why they were chosen, and which preferred backends were refused. ``details`` has every
+    field.
     """
 
     choices: tuple[Choice, ...]
@@ -98,7 +99,7 @@ def _why(choice: Choice) -> str:
 
 
 def _refusals(choices: tuple[Choice, ...]) -> list[str]:
-    """Return the reasons against every backend that is preferred to the chosen one, with its operations."""
+    """Return the reasons against each backend preferred to the chosen one, with the operations concerned."""
     found: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
         preferred = PREFERENCE[: PREFERENCE.index(choice.backend)] if choice.backend else PREFERENCE
@@ -116,14 +117,14 @@ def _refusals(choices: tuple[Choice, ...]) -> list[str]:
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
     """Say which backend and configuration a call would get, and why not the others.
 
-    ``explain(q, k, v, causal=True)`` is about :func:`flashtile.attention`, forward and backward. To ask about
-    another function, pass it first: ``explain(flash_attn_with_kvcache, q, k_cache, v_cache)``. Nothing is
-    launched and no data is read, so meta and fake tensors also work.
+    ``explain(q, k, v, causal=True)`` explains :func:`flashtile.attention`, forward and backward. For another
+    function, pass it first: ``explain(flash_attn_with_kvcache, q, k_cache, v_cache)``. Nothing is launched
+    and no data is read, so meta and fake tensors also work.
 
     Args:
         arguments, keywords: those of the call, after its function.
         card: one of :data:`flashtile.io_model.CARDS`, to explain the call on that card instead of on the
-            device of its tensors. Memory is then assumed to be aligned for its kernels.
+            device of its tensors. The tensors are then assumed to be aligned for that card's kernels.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as the call, for arguments that no backend could take.

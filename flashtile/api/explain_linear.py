@@ -1,4 +1,4 @@
-"""Reports which kernel a product would get, the measurement that decided, and how near it is to the floor."""
+"""Reports which kernel a product would get, by which measurement, and the time to read its weight."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class Explanation:
 
     Args:
         choice: backend, configuration, and the reason against each other backend.
-        found: the row of the measured table that decides, and why this one; None if no row has these dtypes.
+        found: the row of the measured table that decides, and why this row; None if no row has these dtypes.
         measured_us: time of the chosen kind of product in that row, without a fused epilogue; None without a
             row.
-        floor_us: time to read that row's weight at the measured bandwidth of its card.
+        floor_us: time to read that row's weight at the measured bandwidth of its card: the floor of
+            ``measured_us``. None without a row.
     """
 
     choice: Choice
@@ -47,7 +48,7 @@ class Explanation:
 
     @property
     def floor_share(self) -> float | None:
-        """Share of the measured time that the floor takes: 1 means as fast as the weight can be read."""
+        """``floor_us / measured_us``: 1 means as fast as the weight can be read. None without a time."""
         if self.measured_us is None or self.floor_us is None:
             return None
         return self.floor_us / self.measured_us
@@ -71,15 +72,15 @@ class Explanation:
 
 
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
-    """Say which product a call would get, from which row of the table, and at what share of the floor.
+    """Say which kernel a product would get, by which row of the measured table, and its speed in that row.
 
-    ``explain(x, weight)`` is about :func:`flashtile.linear.linear`. To ask about another function, pass it
-    first: ``explain(flashtile.linear.linear_qkv, x, ...)``. Nothing is launched: meta and fake tensors also
-    work.
+    ``explain(x, weight)`` explains :func:`flashtile.linear.linear`. For another function, pass it first:
+    ``explain(flashtile.linear.linear_qkv, x, ...)``. Nothing is launched, so meta and fake tensors also work.
 
     Args:
-        arguments, keywords: those of the call.
-        card: one of :data:`flashtile.io_model.CARDS`, to explain the call on that card.
+        arguments, keywords: those of the call, after its function.
+        card: one of :data:`flashtile.io_model.CARDS`, to explain the call on that card instead of on the
+            device of its tensors.
 
     Examples:
         >>> x, weight = torch.empty(1, 4096).bfloat16(), torch.empty(4096, 4096).bfloat16()

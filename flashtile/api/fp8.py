@@ -46,8 +46,8 @@ def quantize(
 ) -> Quantized:
     """Quantise one of q, k and v to e4m3 (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3).
 
-    Memory is read once where each block has its own scale, and twice otherwise. Quantised keys and values can
-    be used in any number of calls. There is no gradient.
+    x is read once with method "block", and twice with the others. Quantised keys and values can be used in
+    any number of calls. There is no gradient.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``; float16 or
@@ -59,10 +59,10 @@ def quantize(
             rows of a head of q, or 128 keys of a head of k or v; "head": a head of a sequence; "tensor": all
             of x.
         hadamard: multiply q and k by a random orthogonal matrix first, which spreads outliers over the
-            columns and leaves q k^T unchanged. q and k of a call must agree in it. Values are not
-            transformed.
-        seed: seed of that matrix's signs, from 0 to 2**31 - 1: the same numbers on every device and in every
-            run.
+            columns and leaves q k^T unchanged. q and k of a call must have the same ``hadamard`` and
+            ``seed``. Values are not transformed.
+        seed: seed of the matrix's random signs, from 0 to 2**31 - 1. A seed gives the same signs on every
+            device and in every run.
         cu_seqlens, max_seqlen: (batch + 1,) int32 offsets of the sequences, and the length of the longest (or
             more).
         seqused: (batch,) int32: the number of rows in use in each sequence; the others become 0.
@@ -171,13 +171,13 @@ def attention(
 
     Args:
         q, k, v: as for :func:`flashtile.attention`, float16 or bfloat16, or results of :func:`quantize`.
-        method, hadamard, seed: how tensors are quantised, as for :func:`quantize`. None takes the settings of
-            the tensors that are already quantised, otherwise "block", True and 0.
-        rotary_cos, rotary_sin, rotary_interleaved: rotary embedding of q and k, for those not quantised yet,
-            as for :func:`quantize`. Keys start at position 0, and queries are aligned to the bottom right, as
+        method, hadamard, seed: how tensors are quantised, as for :func:`quantize`. None means the settings of
+            the tensors that are already quantised or, if there are none, "block", True and 0.
+        rotary_cos, rotary_sin, rotary_interleaved: rotary embedding as for :func:`quantize`, for q and k that
+            are not quantised yet. Keys start at position 0, and queries are aligned to the bottom right, as
             masks are.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
-            :func:`flashtile.attention`; a quantised tensor brings its own.
+            :func:`flashtile.attention`. For None, those with which a tensor was quantised are used.
         softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, backend: as for
             :func:`flashtile.attention`.
         sink: (heads_q,), float16, bfloat16 or float32.
@@ -186,8 +186,8 @@ def attention(
         out in the dtype of q, or (out, lse), as :func:`flashtile.attention`.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed. A q,
-            k or v that requires a gradient is a NotImplementedError.
+        TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
+        NotImplementedError: also if q, k or v requires a gradient.
 
     Examples:
         >>> q = torch.randn(1, 256, 8, 64, dtype=torch.bfloat16)
@@ -323,7 +323,7 @@ def _query_offset(
 
 
 def scales_of(x: Quantized) -> Tensor:
-    """Return the scales in the shape that kernels take: per block, or (batch, heads)."""
+    """Return the scales in the shape that kernels take: one per block, or (batch, heads)."""
     if x.method != "tensor":
         return x.scales
     batch = x.shape[0] if x.cu_seqlens is None else x.cu_seqlens.shape[0] - 1

@@ -50,10 +50,10 @@ def linear(
 ) -> Tensor:
     """``torch.nn.functional.linear`` for few rows of x, fused with the operations around it in a transformer.
 
-    With few rows and a large weight, the time is that of reading the weight. FlashDecoding++ (Hong et al.
-    2023, arXiv:2311.01282) chooses by the number of rows between a product on the CUDA cores (GEMV), a flat
-    one on the tensor cores and the library's; :func:`explain` says which one a call gets. The operations run
-    in this order: ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``, the product, ``weight_scale``,
+    With few rows and a large weight, reading the weight dominates the time. As in FlashDecoding++ (Hong et
+    al. 2023, arXiv:2311.01282), the number of rows decides between a GEMV on the CUDA cores, a flat GEMM on
+    the tensor cores and the library's GEMM; :func:`explain` says which one a call gets. The operations run in
+    this order: ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``, the product, ``weight_scale``,
     ``x_scale``, ``bias``, ``activation``, ``residual``. Sums are in float32, in the same order in every run,
     and rounded once at the end. Forward only.
 
@@ -64,8 +64,8 @@ def linear(
         bias: (N,) in the dtype of x.
         weight_scale: float32 scales of a weight in float8_e4m3fn: (N,) for its rows, or (N / 128, K / 128),
             rounded up, for its blocks.
-        norm_weight: (K,) in the dtype of x: apply RMSNorm to x. Its factor per row is applied after the
-            product.
+        norm_weight: (K,) in the dtype of x: apply RMSNorm to x. The norm's factor of each row is applied
+            after the product.
         norm_eps: epsilon of the RMSNorm.
         x_scale: (rows of x,) float32, a factor for each row. Cannot be combined with ``norm_weight``.
         activation: "silu_and_mul" is SwiGLU: silu of the first half of the columns times the second half; the
@@ -118,9 +118,9 @@ def linear_before_norm(
 ) -> BeforeNorm:
     """Compute :func:`linear` and, in the same kernel, the inputs of an RMSNorm of the result.
 
-    A product that normalises its x multiplies every element by the norm's weight in every program that reads
-    it. Here the preceding product has done so once: ``linear(found.scaled, w, x_scale=found.factor)`` is
-    ``linear(found.y, w, norm_weight=next_norm_weight)``.
+    For the result ``found``, ``linear(found.scaled, w, x_scale=found.factor)`` equals
+    ``linear(found.y, w, norm_weight=next_norm_weight)``. In the latter, every program that reads an element
+    of y multiplies it by the norm's weight; ``scaled`` holds these products, computed once.
 
     Args:
         next_norm_weight: (N,) in the dtype of x.

@@ -24,7 +24,7 @@ ALLOWED_EXTRAS = ("alibi_slopes", "sink")
 
 _DEFAULTS = Options()[OPTIONS_OF_ALL:]
 _EVERYTHING = (True,)
-"""The results of a mask that hides nothing."""
+"""``Program.results`` of a mask function that hides nothing."""
 
 
 def attend(
@@ -37,7 +37,7 @@ def attend(
     mask_mod: Any,
     block_mask: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of a call that has at least one of the functions.
+    """Return (out, lse) of a call with score or mask functions, a block mask, or learnable ALiBi slopes.
 
     Raises:
         TypeError: a function does not compile, or ``block_mask`` is not a block mask.
@@ -53,7 +53,7 @@ def attend(
         given = _with_slopes(given, slopes, k.shape[1] - q.shape[1])
         extras = extras._replace(alibi_slopes=None)
     if given.captured and torch.compiler.is_compiling():
-        # A graph captures a number in a CPU tensor, which may be combined with tensors on any device.
+        # torch combines a 0-dim CPU tensor with tensors on any device, but kernels need it on q's device.
         captured = tuple([t if t.dim() else t.to(q.device) for t in given.captured])
         given = given._replace(captured=captured)
     if given.soft_cap and not options.softcap and extras.alibi_slopes is None:
@@ -63,7 +63,10 @@ def attend(
 
 
 def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
-    """Raise ValueError for more tokens than a mask is defined for. q and k are fully checked later."""
+    """Raise ValueError if q or k has more tokens than ``mask_mod`` is defined for (``most_tokens``).
+
+    Other properties of q and k are checked later.
+    """
     if not isinstance(mask_mod, MaskMod) or mask_mod.most_tokens is None:
         return
     if isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4:
@@ -77,7 +80,7 @@ def learns_slopes(extras: OptionalTensors) -> bool:
 
 
 def takes_functions(extras: OptionalTensors, options: Options) -> bool:
-    """Whether a call could also have a ``score_mod``."""
+    """Whether a ``score_mod`` could be added to a call with these arguments."""
     if transforming():
         return False
     try:
@@ -88,7 +91,7 @@ def takes_functions(extras: OptionalTensors, options: Options) -> bool:
 
 
 def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
-    """Put ALiBi in front of ``score_mod``, with its slopes as the last captured tensor."""
+    """Return functions that apply ALiBi before ``score_mod``; the slopes become the last captured tensor."""
     captured = *given.captured, slopes
     if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
         raise ValueError(
@@ -122,14 +125,14 @@ def check_with_functions(extras: OptionalTensors, options: Options) -> None:
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()
-"""Functions of calls with a block mask.
+"""Functions of each block mask, cached without a score_mod.
 
-Only calls with no other function, or with a score_mod that captures no tensor, are cached: captured tensors
-would otherwise be kept alive.
+A call whose score_mod captures tensors does not use the cache.
 """
 
 
 def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
+    """Trace the given functions, and return them in the form that operators take. None means not given."""
     blocks: BlockMask | None = None
     if block_mask is not None:
         if mask_mod is not None:

@@ -52,7 +52,7 @@ def merge_states(
     # All weights of an empty row are 0; a sum of 1 keeps its values and gradients finite.
     total = sum(weights[1:], weights[0]).masked_fill(empty, 1.0)
     lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
-    # out first in each product, so that the result has its memory layout.
+    # Out is the first factor of each product, which gives the result out's memory layout.
     parts = [
         out.masked_fill(_over_heads(part == -torch.inf), 0.0) * _over_heads(weight / total)
         for out, part, weight in zip(outs, lses, weights, strict=True)
@@ -103,8 +103,9 @@ def merge_into(
     """Merge two results of attention as :func:`merge_states` does, and return the merged out in ``dtype``.
 
     out and lse are changed in place. All tensors are contiguous and float32 (float64), with -inf for rows
-    without keys: out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen). ``more_*`` holds the rows
-    from ``start`` on. On a GPU one kernel merges and rounds.
+    without keys: out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen). ``more_out`` and
+    ``more_lse`` may have fewer rows: their first row belongs to row ``start`` of out. On a GPU one kernel
+    merges and rounds.
     """
     if out.is_cuda and out.dtype == torch.float32:
         from flashtile.backends.portable.merging import merge

@@ -1,4 +1,4 @@
-"""Padded batches: packs their tokens, and computes attention under the masks that padding makes."""
+"""Padded batches: packs their tokens, recognises padding masks, and computes attention under them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Packed(NamedTuple):
 def unpad(padded: Tensor, mask: Tensor) -> Packed:
     """Pack the tokens of ``padded`` (batch, seqlen, ...) for which ``mask`` (batch, seqlen) is true.
 
-    Waits for the device, to count them.
+    Waits for the device, because the host needs the number of tokens.
 
     Examples:
         >>> from flashtile.api.padding import pad, unpad
@@ -90,9 +90,10 @@ class MaskPattern(NamedTuple):
 
 
 def can_look(mask: Tensor) -> bool:
-    """Whether the values of a mask may decide how it is computed.
+    """Whether the host may read a mask to choose how attention is computed.
 
-    False inside a graph, under a mode or transform, for tensors without data and during CUDA graph capture.
+    False in a compiled graph, under a dispatch mode or transform, for tensors without data, and during the
+    capture of a CUDA graph.
     """
     if torch.compiler.is_compiling() or not is_plain((mask,)):
         return False
@@ -100,13 +101,13 @@ def can_look(mask: Tensor) -> bool:
 
 
 def as_booleans(name: str, mask: Tensor) -> Tensor | None:
-    """Convert a boolean or additive mask to one that is True for what takes part.
+    """Convert a boolean or additive mask of scores to one that is True where a query sees a key.
 
-    An additive mask holds 0 there and -inf elsewhere. The result is None for other values, or if
-    :func:`can_look` forbids reading them. Reading waits for the device.
+    An additive mask is 0 where a query sees a key and -inf elsewhere. The result is None for other values, or
+    if :func:`can_look` forbids reading them. Reading waits for the device.
 
     Raises:
-        TypeError: the mask is neither boolean nor of floats that attention computes with.
+        TypeError: the mask is neither bool nor of a float dtype that attention supports.
     """
     check_dtype(name, mask, (torch.bool, *DTYPES))
     if mask.dtype == torch.bool:
@@ -117,20 +118,20 @@ def as_booleans(name: str, mask: Tensor) -> Tensor | None:
     return taking_part if bool((taking_part | (mask == -torch.inf)).all()) else None
 
 
-def as_cells(mask: Tensor) -> dict[str, Any]:
-    """Pass a mask that broadcasts to the scores as ``mask`` or ``bias`` of :func:`flashtile.attention`."""
+def as_mask_or_bias(mask: Tensor) -> dict[str, Any]:
+    """Return a mask as keyword of :func:`flashtile.attention`: ``mask`` if it is bool, otherwise ``bias``."""
     return {"mask" if mask.dtype == torch.bool else "bias": mask}
 
 
 def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPattern | None:
-    """Recognise padding, a causal mask, or both in a boolean ``mask`` that is True for what takes part.
+    """Recognise padding, a causal mask, or both in a boolean ``mask`` that is True where a query sees a key.
 
-    Padding may be at any keys; a causal mask is aligned to the bottom right; both together are recognised
-    where padding is on one side. None for other patterns, or if :func:`can_look` forbids reading the mask.
-    Waits for the device.
+    A causal mask must be aligned to the bottom right. Padding may be at any keys, but with a causal mask only
+    on one side. Returns None for other patterns, or if :func:`can_look` forbids reading the mask. Waits for
+    the device.
 
     Args:
-        mask: broadcasts to (batch, heads, seqlen_q, seqlen_k) in any of its dimensions.
+        mask: bool of up to 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k).
     """
     if not can_look(mask):
         return None
@@ -167,7 +168,7 @@ def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of :func:`flashtile.attention` under a mask, without work on padded keys.
+    """Return (out, lse) of :func:`flashtile.attention` under a recognised mask, without work on padded keys.
 
     Args:
         q, k, v: (batch, seqlen, heads, head_dim).

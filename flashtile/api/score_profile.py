@@ -39,27 +39,28 @@ from flashtile.reference.attention import visible
 from flashtile.reference.decode import sequence
 
 PART = 64
-"""Keys per part: the smallest number whose exponentials a kernel checks together."""
+"""Keys per part of a row: the smallest number of keys whose range a kernel checks together."""
 PAYS = 0.02
-"""Largest share of parts out of range for which a fixed maximum is useful: each is computed twice."""
+"""Largest useful share of parts out of range. Each such part is computed twice."""
 _BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}
-"""Allowed difference of scores from phi, (below, above) in powers of two, by the dtype of probabilities."""
+"""(below, above) by the dtype of probabilities: exp(score - phi) must lie in [2^-below, 2^above]."""
 _BITS_OTHERWISE = (32.0, 120.0)
 _SLACK = 16.0
-"""Margin in nats left below the scores where the range allows it, so that phi is near the scores."""
+"""Largest margin, in nats, between the lower end of the range and the lowest mean of a part in range."""
 
 
 @dataclass(frozen=True)
 class ScoreProfile:
-    """Result of :func:`profile_scores`. ``str()`` gives a sentence."""
+    """Result of :func:`profile_scores`. ``str()`` gives a one-sentence summary."""
 
     softmax_max: float
-    """phi: one number for all heads."""
+    """One ``softmax_max`` for all heads."""
     by_head: Tensor
-    """(heads_q,) float32: phi for each head."""
+    """A ``softmax_max`` for each head, (heads_q,) float32."""
     least: float
-    """The smallest score that a query sees."""
+    """The smallest visible score."""
     most: float
+    """The largest visible score."""
     outside: float
     """Share of parts (64 keys of a row) out of range with ``softmax_max``: they are computed twice."""
     outside_by_head: float
@@ -96,21 +97,22 @@ def profile_scores(
 
     Args:
         model_or_q: q, (batch, seqlen_q, heads_q, head_dim), followed by one more argument, k (batch,
-            seqlen_k, heads_kv, head_dim), both already rotated. Or a function, such as a module. It is called
-            with all other arguments, and each call of flashtile's attention or PyTorch's
+            seqlen_k, heads_kv, head_dim), both after rotary embedding. Or a function, such as a module. It is
+            called with ``arguments`` and ``keywords``, and each call of flashtile's attention or PyTorch's
             ``scaled_dot_product_attention`` in it is profiled.
         softmax_scale, causal, softcap: for q and k, as for :func:`flashtile.attention`. A model's calls have
             their own.
-        dtype: dtype of the queries that will be decoded; torch.float16 also for an FP8 cache, because float16
-            allows only a narrower range. None: that of q.
+        dtype: dtype of the queries that will be decoded, or torch.float16 for an FP8 cache, because its
+            products are computed in float16. float16 allows a narrower range of scores. None: that of q.
         max_rows: number of queries profiled in each sequence, evenly spaced from first to last.
 
     Returns:
-        :class:`ScoreProfile`: phi for all heads and for each, the range, and the share of parts outside.
+        :class:`ScoreProfile`: ``softmax_max`` for all heads and for each head, the range of the scores, and
+        the share of parts out of range.
 
     Raises:
-        TypeError, ValueError: q and k are not such tensors, another argument has the wrong type or value, or
-            the model computes no attention.
+        TypeError, ValueError: q or k does not have this layout, another argument has the wrong type or value,
+            or the model computes no attention.
 
     Examples:
         >>> q, k = torch.randn(2, 1, 512, 4, 64, dtype=torch.bfloat16).unbind()
@@ -248,7 +250,7 @@ class _Dispatched(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         if function is FORWARD.operator:
             (q, k, _), extras, options = FORWARD.split(arguments)
-            # Scores that functions change are not profiled.
+            # Calls with score or mask functions are not profiled.
             given = () if isinstance(extras, ModifiedExtras) else _sequences(q, k, extras)
             for q_rows, k_rows in given:
                 right = 0 if options.causal else options.window_right
@@ -281,8 +283,8 @@ class _Functions(TorchFunctionMode):
             names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
             given = dict(zip(names, arguments, strict=False)) | keywords
             q, k = (given[name].flatten(0, -4).transpose(1, 2) for name in ("query", "key"))
-            # SDPA aligns causal masks to the top left and takes any attn_mask: profile at least all visible
-            # scores.
+            # Only square causal masks are applied here, because SDPA aligns others to the top left. With any
+            # other mask, hidden scores are profiled as well.
             right = 0 if given.get("is_causal") and q.shape[1] == k.shape[1] else UNLIMITED
             for q_rows, k_rows in zip(q, k, strict=True):
                 self._parts.add(q_rows, k_rows, given.get("scale"), 0.0, UNLIMITED, right)

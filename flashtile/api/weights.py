@@ -92,9 +92,10 @@ def attention_weights(
     Args:
         q, k: as for :func:`flashtile.attention`.
         lse: the log-sum-exp of that call (``return_lse=True``).
-        form: "full" for every weight; "columns" for the sum over all rows of a head that each key receives,
+        form: "full" for every weight; "columns" for the sum of each key's weights over all rows of a head,
             which cache eviction policies use (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to 128
-            for that many of the largest in each row. The last two take memory in proportion to the lengths.
+            for that many of the largest in each row. The memory of the last two grows only linearly with the
+            sequence lengths.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: those of the call that
             gave lse.
         softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: those of that call.
@@ -139,7 +140,7 @@ def attention_weights(
 
 
 def check_form(name: str, form: Form) -> tuple[str, int]:
-    """Parse ``form``, called ``name`` in errors, into (form, weights per row); True is "full"."""
+    """Parse ``form``, called ``name`` in errors, into (form, weights per row). True means "full"."""
     if form is True or (isinstance(form, str) and form == "full"):
         return "full", 0
     if isinstance(form, str) and form == "columns":
@@ -217,7 +218,7 @@ def _fake(q: Tensor, k: Tensor, lse: Tensor, extras: Any, options: Any) -> tuple
 
 
 def _with_keys_as_values(check: Callable[..., None]) -> Callable[..., None]:
-    """Return ``check`` of attention as one of the weights, which have lse in the place of v."""
+    """Adapt a check for the tensors q, k and v to q, k and lse, by passing k as v."""
     return lambda q, k, lse, extras, options: check(q, k, k, extras, options)
 
 

@@ -1,4 +1,4 @@
-"""Checks of single tensors and numbers, which the other modules combine to the checks of a call.
+"""Checks of single tensors and numbers, which the other modules combine into the checks of a call.
 
 Each check raises an error that names the argument, its value and what is allowed.
 """
@@ -28,9 +28,12 @@ ERRORS = (TypeError, ValueError, NotImplementedError)
 
 
 def renamed(error: Exception, names: dict[str, str]) -> Exception:
-    """Return ``error`` with its arguments renamed to those of the outer function that the user called.
+    """Return ``error`` with its argument names replaced by those of the function that the user called.
 
-    Quoted words are values, and lines after the first quote the user's code, so both stay unchanged.
+    Words in quotes are values, and lines after the first show the user's code. Both stay unchanged.
+
+    Args:
+        names: maps argument names in the message to the user's names.
     """
     words = "|".join(map(re.escape, names))
     first, *code = str(error).splitlines(keepends=True)
@@ -55,9 +58,10 @@ def as_int(name: str, value: Any) -> Any:
 
 
 def as_float(name: str, value: Any, allowed: str) -> Any:
-    """Convert a real number to a float, for example an int or a numpy float.
+    """Convert a real number to a float, for example an int or a numpy float. Symbolic numbers stay unchanged.
 
-    Raise TypeError for any other value, bools included. ``allowed`` describes allowed values in the message.
+    Raise TypeError for any other value, bools included, and ValueError for an int too large for a float.
+    ``allowed`` describes allowed values in the message.
     """
     if isinstance(value, (torch.SymFloat, torch.SymInt)):
         return value
@@ -72,7 +76,7 @@ def as_float(name: str, value: Any, allowed: str) -> Any:
 def as_device(name: str, value: Any) -> torch.device:
     """Return the device that ``value`` names, with its index; ValueError if torch has no such device."""
     try:
-        if value is not None:  # for None torch takes its default
+        if value is not None:  # torch would replace None by its default device
             return torch.empty(0, device=value).device
         first = "there is no default device"
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
@@ -198,11 +202,15 @@ TRANSPOSED = (
     "transpose(1, 2) on them and on the result (FLASHTILE_LAYOUT_HINTS=0 turns this hint off)"
 )
 MAX_HEADS = 128
-"""Largest number of heads that large models have. Larger sizes that exceed seqlen are probably tokens."""
+"""Largest number of heads that large models have."""
 
 
 def looks_transposed(q: Tensor, k: Tensor) -> bool:
-    """Whether the shapes show that tensors are laid out (batch, heads, seqlen, head_dim)."""
+    """Whether q and k, whose shapes are valid, are probably laid out (batch, heads, seqlen, head_dim).
+
+    Their third dimensions, which should be heads, must be equal and larger than q's second. In addition they
+    exceed ``MAX_HEADS``, or q's second dimension is a multiple of k's, as numbers of grouped heads are.
+    """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():
         return False  # comparing a symbol would add a guard to the graph
@@ -249,7 +257,7 @@ def check_longest(name: str, longest: Any) -> None:
 
 
 def check_int32(name: str, tensor: Any, shape: tuple[int, ...], layout: str, first: Tensor) -> None:
-    """Check that ``tensor`` is None, or int32 of this shape."""
+    """Check that ``tensor`` is None, or contiguous int32 of this shape on the device of ``first``."""
     if tensor is None:
         return
     check_dense(name, tensor)
@@ -271,7 +279,10 @@ def check_floats(
     dtypes: tuple[torch.dtype, ...] = (torch.float32,),
     any_strides: bool = False,
 ) -> None:
-    """Check that ``tensor`` is None, or has one of these dtypes and shapes."""
+    """Check that ``tensor`` is None, or has one of these dtypes and shapes and the device of ``first``.
+
+    Its last stride must be 1 unless ``any_strides``. ``layout`` names the dimensions in messages.
+    """
     if tensor is None:
         return
     check_dense(name, tensor)
@@ -289,8 +300,8 @@ def check_broadcast(
 ) -> None:
     """Check a tensor that broadcasts to the scores (batch, heads_q, seqlen_q, seqlen_k).
 
-    It must have four dimensions, each that of the scores or 1, and the last must be that of the keys. Users
-    may omit leading dimensions or give one key; the public functions expand such tensors before this check.
+    It must have four dimensions of size 1 or the size of the scores; the last must have the latter. Users may
+    omit leading dimensions or pass 1 as the last; public functions expand such tensors before this check.
     """
     of_rows, of_keys = ("max_seqlen_q", "max_seqlen_k") if packed else ("seqlen_q", "seqlen_k")
     pairs = zip(tensor.shape[:-1], scores[:-1], strict=False)
@@ -314,7 +325,7 @@ def check_sink(sink: Any, q: Tensor, dtypes: tuple[torch.dtype, ...] | None = No
 
 
 def check_pair(name_a: str, a: Any, name_b: str, b: Any) -> None:
-    """Check that both or neither are given."""
+    """Check that both values or neither are given."""
     if (a is None) != (b is None):
         missing, given = (name_a, name_b) if a is None else (name_b, name_a)
         raise ValueError(f"{missing} must be given with {given}, got None")
@@ -353,8 +364,8 @@ def check_rotary(
 def check_int(name: str, value: int, least: int, most: int, least_said: str | None = None) -> None:
     """Raise ValueError unless ``value`` is from ``least`` to ``most``.
 
-    ``least_said`` replaces ``least`` in the message. A number that is read from a tensor under tracing
-    (``.item()``) is checked when the graph runs.
+    ``least_said`` replaces ``least`` in the message. A SymInt, for example from ``.item()`` in a compiled
+    function, is checked when the graph runs.
     """
     if isinstance(value, torch.SymInt):
         torch._check(value >= least, lambda: f"{name} must be from {least_said or least} to {most}")
@@ -396,7 +407,7 @@ def check_backend(backend: Any) -> None:
 def is_choice(value: Any, allowed: tuple[Any, ...]) -> bool:
     """Whether ``value`` is one of ``allowed``.
 
-    Values of other types are not compared, because ``==`` of an array compares elements.
+    Values of other types are not compared, because ``==`` of an array returns an array.
     """
     return isinstance(value, tuple(map(type, allowed))) and value in allowed
 

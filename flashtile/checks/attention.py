@@ -68,7 +68,7 @@ def check_call(
         raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
     check_groups(q, k, "k")
     if not packed and looks_transposed(q, k):
-        # Not counted here, because Python shows a warning once per calling line.
+        # Repetitions need no suppression, because Python shows a warning once per calling line.
         warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
     if packed:
         _check_packed(cu_seqlens_q, cu_seqlens_k, q, options)
@@ -87,7 +87,7 @@ def check_call(
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
-    """Raise unless all tensors are dense and every required gradient can be computed."""
+    """Raise TypeError for a tensor that is not dense, NotImplementedError for slopes that need a gradient."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
     for name, extra in zip(OptionalTensors._fields, extras, strict=True):

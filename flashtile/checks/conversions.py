@@ -1,7 +1,7 @@
 """Conversions of arguments to the exact types by which calls are described and cached.
 
 In Python ``True == 1 == 1.0``, and all three have the same hash. So each option is converted to its type
-before any look-up.
+before it becomes part of a cache key.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
 def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
     """Convert a mask that only hides padded keys: return (mask, key_padding_mask), one of which is None.
 
-    key_padding_mask (batch, seqlen_k) is returned if all rows and heads see the same keys. An invalid mask is
-    returned unchanged, so that errors name ``mask``.
+    A bool mask (batch or 1, 1, 1, seqlen_k) becomes a key_padding_mask (batch, seqlen_k). Any other mask,
+    also an invalid one, is returned unchanged, so that errors name ``mask``.
     """
     if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (mask, q, k)):
         return mask, None
@@ -149,7 +149,7 @@ def as_scores(scores: Any, seqlen_k: Any) -> Any:
 
 
 def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
-    """Return the number of keys that a mask or bias of the call must have; None if the call is invalid."""
+    """Return seqlen_k of the scores, the last dimension of a mask or bias; None if the call is invalid."""
     if cu_seqlens_k is not None:
         return options.max_seqlen_k
     return k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else None
@@ -192,7 +192,7 @@ def as_seconds(name: str, value: Any) -> float:
 def refuse_descales(
     q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
 ) -> None:
-    """Raise ValueError if a scale is given. ``allowed`` says in the message which calls accept scales."""
+    """Raise ValueError if a scale is given. The message ends with ``allowed``: which calls accept scales."""
     if q_descale is k_descale is v_descale is None:
         return
     given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
@@ -203,7 +203,7 @@ def refuse_descales(
 def refuse_beyond(extras: OptionalTensors, options: Options, where: str) -> None:
     """Raise NotImplementedError for an option or tensor that only :func:`flashtile.attention` supports.
 
-    ``where`` says in the message which call does not support it.
+    In the message, ``where`` names the kind of call that does not support it.
     """
     for name in Options._fields[OPTIONS_OF_ALL:]:
         if getattr(options, name) != Options._field_defaults[name]:
@@ -257,7 +257,7 @@ def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None
 
 
 def contiguous_qv(qv: Tensor | None) -> Tensor | None:
-    """Return a contiguous ``qv``, as operations over a cache need it."""
+    """Return ``qv``, copied if it is not contiguous, which operations over a cache require."""
     if qv is None:
         return None
     check_dense("qv", qv)
@@ -273,7 +273,7 @@ def dense_tree(tree_mask: Tensor) -> Tensor:
 
 
 def cast_for_autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
-    """Under autocast, cast queries and new keys to the cache's dtype, or to autocast's for an FP8 cache."""
+    """Under autocast, cast ``tensors`` to the cache's dtype, or to autocast's dtype for an FP8 cache."""
     if not isinstance(k_cache, Tensor) or k_cache.device.type not in ("cuda", "cpu"):
         return list(tensors)
     device_type = k_cache.device.type

@@ -211,7 +211,7 @@ def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
 def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
     """Raise for keys and values that would be written to the same memory.
 
-    Checked on every call, because launches are cached by signature, which has no addresses.
+    This runs at every call, because launches are cached by signature, which has no addresses.
     """
     if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
         raise ValueError(SHARED_MEMORY)

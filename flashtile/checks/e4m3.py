@@ -1,7 +1,7 @@
-"""Conversion of queries and new keys in float8_e4m3fn over an FP8 cache, as in FlashAttention-3's interface.
+"""Converts queries and new keys of float8_e4m3fn to bfloat16, for calls over an FP8 cache.
 
-bfloat16 represents every e4m3 number exactly, so the call is computed in bfloat16. The scales of q are
-multiplied into those of the keys, without rounding.
+FlashAttention-3's interface accepts such calls. bfloat16 represents every e4m3 number exactly. The scales of
+q are multiplied into those of the keys in float32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class Widened(NamedTuple):
     Attributes:
         q: queries in bfloat16.
         k, v: new keys and values in bfloat16, if they were e4m3; otherwise unchanged.
-        descales: scales of the cache's keys and values when they are read.
-        new_descales: scales of k and v when they are written.
+        descales: scales of the cache's keys and values for reading, with q_descale multiplied into the keys'.
+        new_descales: scales of k and v for writing. (None, None) if k and v were e4m3: they are stored
+            unchanged.
     """
 
     q: Tensor

@@ -89,7 +89,7 @@ def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: Quan
 
 
 def check_inputs(q: Any, k: Any, v: Any) -> None:
-    """Raise unless q, k and v, quantised or not, match each other. :func:`check_quantize` checks the rest."""
+    """Raise unless q, k and v, quantised or not, have matching shapes, dtypes, devices and roles."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Quantized):
             if x.role != name:
@@ -120,7 +120,10 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
 def check_sequences(
     q: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None
 ) -> None:
-    """Raise for offsets or lengths that do not match the sequences of q. Called before they are used."""
+    """Raise for offsets or lengths whose number of sequences, dtype or device does not match q.
+
+    :func:`flashtile.fp8.attention` calls this before it computes rotary positions from them.
+    """
     batch = q.shape[0]
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         check_pair("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k", cu_seqlens_k)
@@ -132,7 +135,7 @@ def check_sequences(
 def check_attend(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions) -> None:
     """Raise for an attention call in e4m3 that no backend could compute, as :func:`check_quantize` does."""
     extras = tensors.extras
-    rows = k if options.v_transposed else v  # one row per value
+    rows = k if options.v_transposed else v  # check_call needs one row per key, which a transposed v lacks
     check_call(q, k, rows, extras._replace(sink=None), options.shared, (E4M3,), MAX_HEAD_DIM)
     batch = q.shape[0] if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
     heads_q, heads_kv = q.shape[-2], k.shape[-2]
@@ -164,13 +167,14 @@ def check_attend(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, option
 
 
 def _blocks(rows: Tensor, block: int, batch: int, packed: bool) -> int:
+    """Return the number of blocks of ``block`` rows in one sequence, or in all sequences if ``packed``."""
     if packed:
         return layout.num_blocks_varlen(rows.shape[0], batch, block)
     return layout.num_blocks(rows.shape[1], block)
 
 
 def check_quantize_values(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
-    """Raise ValueError for lengths that do not fit x."""
+    """Raise ValueError for values of ``cu_seqlens`` or ``seqused`` that do not fit x."""
     lengths = [x.shape[1]] * x.shape[0] if tensors.cu_seqlens is None else []
     if tensors.cu_seqlens is not None:
         assert options.max_seqlen is not None
@@ -183,7 +187,7 @@ def check_quantize_values(x: Tensor, tensors: QuantizeTensors, options: Quantize
 def check_attend_values(
     q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions
 ) -> None:
-    """Raise ValueError for negative scales, and for lengths that do not fit the tensors."""
+    """Raise ValueError for negative scales, and for offsets or lengths that do not fit the tensors."""
     for name, descale in zip(("q_descale", "k_descale", "v_descale"), tensors.scales, strict=True):
         if descale is not None and bool((descale < 0).any()):
             raise ValueError(f"{name} must be at least 0, got {float(descale.min())}")

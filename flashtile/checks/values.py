@@ -27,7 +27,7 @@ from flashtile.problems.decode import (
 
 
 def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
-    """Raise ValueError for lengths that do not fit the tensors."""
+    """Raise ValueError for values of ``cu_seqlens_*`` or ``seqused_*`` that do not fit the tensors."""
     cu_seqlens_q, cu_seqlens_k, seqused_k, *_ = extras
     if cu_seqlens_q is not None:
         assert cu_seqlens_k is not None
@@ -44,7 +44,10 @@ def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, opti
 
 
 def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
-    """Raise ValueError if a sequence uses more tokens than it has."""
+    """Raise ValueError unless each entry of ``used`` is from 0 to the length of its sequence.
+
+    ``noun`` says in the message what is counted.
+    """
     for b, (count, length) in enumerate(zip(used.tolist(), lengths, strict=True)):
         if not 0 <= count <= length:
             raise ValueError(f"{name} must be from 0 to the {length} {noun} of sequence {b}, got {count}")
@@ -162,11 +165,13 @@ def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -
     """Raise ValueError for block lists that name a block twice, or a block that does not exist.
 
     Args:
-        kind: "kv" for lists of key blocks, "q" for lists of query blocks.
+        kind: "kv" for lists of the key blocks of each query block, "q" for lists of the query blocks of each
+            key block.
         lists: counts and indices of partial blocks, then counts and indices of full blocks.
 
     Returns:
-        (2, batch or 1, heads or 1, own blocks, other blocks) bool: blocks listed as partial, and as full.
+        (2, batch or 1, heads or 1, query blocks, key blocks) bool, or (..., key blocks, query blocks) for
+        "q": [0] is True for blocks listed as partial, [1] for blocks listed as full.
     """
     found = []
     for name, num_blocks, indices in ((kind, *lists[:2]), (f"full_{kind}", *lists[2:])):
@@ -192,7 +197,7 @@ def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -
 def check_copy_values(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise ValueError for blocks outside the pool, or blocks that are written twice or read and written."""
+    """Raise ValueError for blocks outside the pool, written twice, or both read and written."""
     num_blocks = k_cache.shape[-4]
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].unbind(1)
     for name, blocks in (("sources", sources), ("destinations", destinations)):
@@ -214,6 +219,10 @@ def _capacity_words(k_cache: Tensor, tensors: CacheTensors | AppendTensors) -> s
 
 
 def check_between(name: str, values: Tensor | None, least: int, most: int, words: str) -> None:
+    """Raise ValueError unless ``values`` is None or all are from ``least`` to ``most``.
+
+    ``words`` explains ``most`` in the message.
+    """
     if values is None or not values.numel() or _within(values, least, most):
         return
     wrong = ((values < least) | (values > most)).nonzero()
@@ -231,7 +240,7 @@ def _check_rows(k_cache: Tensor, cache_batch_idx: Tensor | None) -> None:
 
 
 def _check_table(k_cache: Tensor, block_table: Tensor, lengths: Tensor) -> None:
-    """Check the block numbers within each sequence's length; entries beyond it may have any value."""
+    """Check the block numbers up to each sequence's length; later entries may have any value."""
     num_blocks, page_size = k_cache.shape[:2]
     if not block_table.numel() or _within(block_table, 0, num_blocks - 1):
         return
@@ -267,6 +276,7 @@ def _check_angles(k: Tensor, lengths: Tensor, tensors: AppendTensors, options: A
 
 
 def _check_writers(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> None:
+    """Raise ValueError if two new tokens would be written to one position."""
     _, rows, offsets = destinations(k_cache, k, tensors)
     again = _first_repeated(rows * k_cache.shape[1] + offsets)
     if again is None:
@@ -283,6 +293,7 @@ def _check_writers(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> None:
 
 
 def _first_repeated(values: Tensor) -> int | None:
+    """Return the smallest value that occurs more than once, or None."""
     numbers = values.tolist()
     if len(set(numbers)) == len(numbers):
         return None

@@ -21,10 +21,10 @@ def install_as_flash_attn() -> None:
     """Make ``import flash_attn`` and ``import flash_attn_interface`` find flashtile in this process.
 
     Code written for FlashAttention then runs unchanged: ``from flash_attn import flash_attn_func``,
-    ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``, FlashAttention-3's ``flash_attn_interface``,
-    and the functions below autograd that context parallelism calls, ``_flash_attn_forward`` and
-    ``_flash_attn_backward``. Call this before that code is imported. A second call changes nothing. An
-    installed flash-attn package is hidden, provided that none of its modules was imported before.
+    ``flash_attn.bert_padding``, ``flash_attn.layers.rotary`` and FlashAttention-3's ``flash_attn_interface``.
+    So do libraries for context parallelism, which call ``_flash_attn_forward`` and ``_flash_attn_backward``.
+    Call this before that code is imported. A second call changes nothing. An installed flash-attn package is
+    hidden, provided that none of its modules was imported before.
 
     ``importlib.metadata`` still finds no flash-attn package. For code that looks its version up there, such
     as Transformers, use :func:`flashtile.integrations.transformers.register`.
@@ -52,7 +52,7 @@ def install_as_flash_attn() -> None:
 
 
 def uninstall_as_flash_attn() -> None:
-    """Remove the module names again. Objects that were imported under them stay usable."""
+    """Undo :func:`install_as_flash_attn`. Objects that were imported under these names stay usable."""
     for name in MODULES:
         module = sys.modules.get(name)
         if module is not None and module.__name__ == f"{_PACKAGE}.{name}":

@@ -175,7 +175,8 @@ def flash_attn_with_kvcache(
     """Call :func:`flashtile.flash_attn_with_kvcache` with ``page_table`` as its ``block_table``.
 
     Args:
-        cache_batch_idx: (batch,) int32. With ``page_table``, the row of ``page_table`` of each sequence.
+        cache_batch_idx: (batch,) int32: the row of each sequence, in ``page_table`` if it is given, otherwise
+            in the dense cache.
         q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also with
             ``page_table``. None: 1.
     """
@@ -207,13 +208,13 @@ def get_scheduler_metadata(
     *others: Any,
     **named: Any,
 ) -> Tensor:
-    """Return an empty ``scheduler_metadata``, because flashtile's kernels read lengths on the device."""
+    """Return (0,) int32: flashtile's kernels need no metadata, because they read lengths on the device."""
     check_dense("cache_seqlens", cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def _chosen_rows(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
-    """Return the sequences' rows of ``page_table``."""
+    """Return (batch, max_blocks) int32: the rows ``cache_batch_idx`` of ``page_table``."""
     check_dense("page_table", page_table)
     check_dense("cache_batch_idx", cache_batch_idx)
     check_int32("cache_batch_idx", cache_batch_idx, (cache_batch_idx.numel(),), "(batch,)", page_table)
@@ -224,7 +225,10 @@ def _chosen_rows(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
 
 
 def _of_sequences(k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[Any, Any]:
-    """Convert descales (batch, heads_kv) to contiguous (batch, 1, heads_kv). If one is None, it becomes 1."""
+    """Convert descales (batch, heads_kv) to contiguous (batch, 1, heads_kv).
+
+    If only one of them is None, it becomes ones.
+    """
     given = []
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
         if descale is not None:

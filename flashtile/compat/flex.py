@@ -27,7 +27,7 @@ def flex_attention(
     *,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute ``torch.nn.attention.flex_attention.flex_attention`` by flashtile's kernels.
+    """Compute ``torch.nn.attention.flex_attention.flex_attention`` with flashtile's kernels.
 
     ``torch.compile`` is not needed.
 
@@ -37,7 +37,7 @@ def flex_attention(
         value: as key; its head_dim may differ.
         score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)``; None leaves scores unchanged.
         block_mask: made by FlexAttention's or :func:`flashtile.masks.create_block_mask`; None hides nothing.
-        scale: factor of the scores; None is ``head_dim ** -0.5``.
+        scale: factor of the scores; None means ``head_dim ** -0.5``.
         enable_gqa: allow more query heads than key/value heads, as a multiple.
         return_lse: also return the natural log-sum-exp, (batch, heads, seqlen_q) float32.
         kernel_options: must be None or empty.

@@ -1,8 +1,8 @@
 """Two ways to compute ``torch.nn.functional.scaled_dot_product_attention`` by flashtile.
 
 :class:`sdpa` replaces the function in ``torch.nn.functional``, for every call in the process that looks it up
-there. :func:`register` adds flashtile to torch's registry of flash attention implementations. These replace
-torch's flash backend, below autograd.
+there. :func:`register` adds flashtile to torch's registry of flash attention implementations. An activated
+implementation replaces the kernels of torch's flash backend, below autograd.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
 
 from flashtile.api.attention import attention
-from flashtile.api.padding import MaskPattern, as_booleans, as_cells, attend, can_look, recognise
+from flashtile.api.padding import MaskPattern, as_booleans, as_mask_or_bias, attend, can_look, recognise
 from flashtile.checks.arguments import ERRORS, check_backend, check_dense, renamed
 from flashtile.dropout import draw_state
 from flashtile.operators.gradients import attention_backward
@@ -33,11 +33,11 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     Arguments have torch's meaning: ``is_causal`` is aligned at the upper left, a boolean mask is True for
     visible keys, and heads are grouped only with ``enable_gqa``.
 
-    Masks of padded keys, causal masks and combinations of both are recognised, as booleans or as floats of 0
+    Key padding masks, causal masks and combinations of both are recognised, as booleans or as floats of 0
     and -inf. Scores that they hide cost no work. Recognising a mask synchronises with the device in every
-    call, except for a boolean (batch, 1, 1, seqlen_k) on a GPU. All other masks are read element by element,
-    as booleans or as a bias with its gradient. So is every mask within a CUDA graph, a compiled graph or a
-    transform.
+    call, except for a boolean (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other masks element by
+    element, as booleans or as a bias with its gradient. Within a CUDA graph, a compiled graph or a transform
+    they read every mask in this way.
 
     ``nn.MultiheadAttention`` is served as well, except on torch's fast path of inference
     (``torch.backends.mha.set_fastpath_enabled(False)`` disables that).
@@ -179,7 +179,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         else:
             pattern = self._pattern(attn_mask, query, k.shape[1])
             if pattern is None:
-                out = attention(q, k, v, **as_cells(attn_mask), **options)
+                out = attention(q, k, v, **as_mask_or_bias(attn_mask), **options)
             else:
                 out, _ = attend(q, k, v, pattern, **options)
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
@@ -187,9 +187,9 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern | None:
         """Return the pattern of a mask, or None if no pattern is recognised or the mask cannot be read.
 
-        Successive layers share a mask. A known pattern is reused only if the mask has the same elements.
-        Address and version do not suffice, because some writes change neither (numpy, ``.data``, kernels,
-        graph replays).
+        Successive layers share a mask, so the last pattern is reused if the mask has the same elements. Equal
+        address and version of the tensor do not suffice, because some writes change neither (numpy,
+        ``.data``, kernels, graph replays).
         """
         check_dense("attn_mask", mask)
         _check_broadcast(mask, query, seqlen_k)
@@ -223,8 +223,10 @@ class _Looked(NamedTuple):
 
 
 def _heads_second(tensor: Tensor) -> Tensor:
-    """Convert (..., heads, seqlen, head_dim) to (batch, seqlen, heads, head_dim). Missing dimensions get
-    size 1."""
+    """Convert (..., heads, seqlen, head_dim) to (batch, seqlen, heads, head_dim).
+
+    Missing dimensions get size 1, and additional ones are flattened into the batch.
+    """
     if tensor.dim() < 2:
         raise ValueError(f"query, key and value must have 2 dimensions or more, got {tuple(tensor.shape)}")
     if tensor.dim() < 4:
@@ -237,7 +239,7 @@ def _heads_second(tensor: Tensor) -> Tensor:
 def _check_broadcast(mask: Tensor, query: Tensor, seqlen_k: int) -> None:
     """Check that ``mask`` broadcasts to the scores.
 
-    If the scores have more than 4 dimensions, all but the last two of the mask must be 1.
+    If the scores have more than 4 dimensions, the mask's dimensions before the last two must have size 1.
     """
     scores = (*query.shape[:-1], seqlen_k)
     allowed = scores if len(scores) <= 4 else (1, *scores[-2:])
@@ -251,7 +253,7 @@ def _check_broadcast(mask: Tensor, query: Tensor, seqlen_k: int) -> None:
 def _masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor, dict[str, Any]]:
     """Return (keys, values, options of attention) for torch's causal mask, aligned at the upper left.
 
-    Keys and values after the last visible one are cut off.
+    Keys and values after the last visible key are cut off.
     """
     beyond = q.shape[1] - k.shape[1]
     if not is_causal or beyond == 0:

@@ -32,7 +32,7 @@ BIASED = ("t5", "mt5", "umt5")
 """Model types whose position bias is the only reason why they support no flash implementation."""
 
 WITH_OWN_MASKS = ("gemma3", "paligemma")
-"""Model types that Transformers 5.24 marks as without flash attention, because it drops their masks."""
+"""Model types that Transformers 5.24 excludes from flash attention, because its code drops their masks."""
 
 WINDOWLESS = ("gpt_neo",)
 """Model types whose code for flash implementations ignores the model's windows. They are refused."""
@@ -43,18 +43,19 @@ _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling 
 def register(as_flash_attention: bool = False) -> None:
     """Register ``attn_implementation="flashtile"`` in Transformers. A second call changes nothing.
 
-    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. Supported
-    are padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the
+    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. It
+    supports padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the
     position bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``. For ``generate_batch`` on a
     GPU, use the name ``"flashtile_2"``, which attends to the pages in place.
 
     Args:
         as_flash_attention: also serve the names ``"flash_attention_2"`` and ``"flash_attention_3"`` that code
-            or ``config.json`` may contain, on any device. The model's config keeps its name. An installed
+            or ``config.json`` may contain, on any device. The model's config keeps that name. An installed
             flash-attn package is not used then. To change this setting, call :func:`unregister` first.
 
-    Selecting the name raises a ValueError for a model that supports no flash implementation, except for
-    :data:`BIASED` and :data:`WITH_OWN_MASKS` model types, and for :data:`WINDOWLESS` model types.
+    Selecting the name raises a ValueError for :data:`WINDOWLESS` model types. It also does so for models that
+    support no flash implementation, unless their type is in :data:`BIASED` or :data:`WITH_OWN_MASKS`.
+
     ``output_attentions=True`` raises a NotImplementedError with packed sequences. Otherwise a second pass
     over queries and keys computes the weights, before dropout. They have no gradient, and weights of padded
     queries are undefined. A mask (batch, heads or 1, seqlen_q, seqlen_k) made by the model or its user is
@@ -128,7 +129,7 @@ def unregister() -> None:
 
 
 def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Callable[..., Tensor]:
-    """Wrap a function of flashtile: its ``sink`` becomes ``s_aux``, and its signature lacks ``hidden``."""
+    """Wrap a function: ``sink`` is renamed to ``s_aux``, and its signature omits the names in ``hidden``."""
 
     @functools.wraps(function)
     def call(*arguments: Any, s_aux: Tensor | None = None, **named: Any) -> Any:
@@ -149,7 +150,7 @@ def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Cal
 dense = _under_transformers_names(flash_attn_func)
 varlen = _under_transformers_names(flash_attn_varlen_func)
 with_kvcache = _under_transformers_names(flash_attn_with_kvcache, "max_seqlen_q")
-"""For continuous batching, in which every sequence has one query."""
+"""Has no ``max_seqlen_q``, because continuous batching decodes one query per sequence over pages."""
 
 
 class _Loader:
@@ -172,12 +173,12 @@ class _Loader:
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:
     """Wrap Transformers' function that chooses an implementation, so that models accept flashtile's names.
 
-    A ``literal`` name is checked as "flashtile", because Transformers would require FlashAttention's package.
+    A ``literal`` name is checked as "flashtile"; under its own name Transformers requires flash-attn.
 
-    Models with sinks list their compatible flash implementations, and fall back to one of the list, so
-    flashtile's names are added to it. A model that supports no flash implementation is refused, because terms
-    that it adds to its scores could be lost. Models in ``BIASED`` and ``WITH_OWN_MASKS`` pass their terms and
-    masks to attention.
+    Models with sinks list their compatible flash implementations, and Transformers replaces any other name by
+    one of the list, so flashtile's names are added to it. A model that supports no flash implementation is
+    refused, because terms that it adds to its scores could be lost. Models in ``BIASED`` and
+    ``WITH_OWN_MASKS`` are accepted, because they pass these terms and masks to the attention function.
     """
 
     @functools.wraps(check)

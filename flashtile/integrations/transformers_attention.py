@@ -1,13 +1,14 @@
 """The attention function that Transformers' models call in every layer.
 
-Masks become arguments of flashtile's functions, so tokens are not unpadded and padded again. No layer waits
-for the device: :mod:`flashtile.integrations.transformers_masks` reads a mask once per forward pass.
+Masks become arguments of flashtile's functions, so tokens are not unpadded and padded again. At most one
+layer waits for the device, because :mod:`flashtile.integrations.transformers_masks` reads a mask once per
+forward pass.
 
-The time of a decoding step (one query per sequence) is dominated by the host, so there is a fast path. The
+The host dominates the time of a decoding step (one query per sequence), so such steps have a fast path. All
 layers of a step call attention with tensors of equal shapes and strides. The first layer takes the general
-path. The others look up the first layer's launch by the arguments that Transformers passes. They pass these
-tensors to the launch without a transpose, because a compiled kernel needs only addresses, which a transpose
-does not change.
+path and stores its launch. The others find this launch by the arguments that Transformers passes. They pass
+Transformers' tensors to the launch without a transpose, because a compiled kernel needs only addresses, which
+a transpose does not change.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from flashtile.api.attention import attention
 from flashtile.api.decode import flash_attn_with_kvcache
-from flashtile.api.padding import as_cells
+from flashtile.api.padding import as_mask_or_bias
 from flashtile.checks.arguments import renamed
 from flashtile.checks.conversions import make_options
 from flashtile.integrations.transformers_masks import Padding, packing_of, padding_of
@@ -45,7 +46,7 @@ Options = dict[str, Any]
 FEW_QUERIES = 16
 """Largest number of queries per sequence for which a call over a cache is computed as a decoding step.
 
-A decoding step splits the keys among programs.
+The decoding kernels divide the keys of a sequence among programs.
 """
 
 
@@ -54,10 +55,11 @@ _launches = launch_cache()
 
 
 def serving(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the attention function for Transformers. It calls ``original`` in compiled models and over pages.
+    """Return the attention function for Transformers.
 
-    The function takes query, key and value (batch, heads, seqlen, head_dim). It returns out (batch, seqlen,
-    heads, head_dim) and weights (batch, heads, seqlen, keys) or None.
+    It calls ``original`` in compiled models and over pages. It takes query, key and value (batch,
+    heads, seqlen, head_dim). It returns out (batch, seqlen, heads, head_dim) and weights (batch, heads,
+    seqlen, keys) or None.
     """
 
     @functools.wraps(original)
@@ -76,7 +78,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if not others.get("output_attentions") and not torch.compiler.is_compiling():
-            # Some models do not pass the flag to their attention.
+            # Some models do not pass output_attentions to their attention.
             others["output_attentions"] = _collects_weights()
         step = None
         if attention_mask is None and query.shape[2] == 1:
@@ -88,7 +90,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
                 return out, None
         of_scores = attention_mask is not None and attention_mask.dim() == 4
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
-        # Transformers' own code unpads, after which a window would count tokens instead of positions.
+        # Transformers' own code unpads first, so its window would count tokens without padding.
         by_place = attention_mask is not None and sliding_window is not None
         compiled = torch.compiler.is_compiling() and not by_place
         if not with_scores and (others.get("cache") is not None or compiled):
@@ -224,7 +226,7 @@ def _options_of_step(
 
 
 def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether a call is a decoding step: few queries over more keys, without features of training."""
+    """Whether a call is a decoding step: few queries over more keys, without gradients or dropout."""
     return (
         q.shape[1] <= FEW_QUERIES
         and q.shape[1] < k.shape[1]
@@ -236,11 +238,11 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, module: Any) -> Tensor:
-    """Compute attention under a mask of keys (batch, seqlen_k), True for keys that are not padding.
+    """Compute attention under a padding mask (batch, seqlen_k) that is True for keys that are not padding.
 
     The mask may be shorter than a static cache, whose later keys are not written yet. Queries are the last
-    tokens. Queries are padded as keys are if there are as many of both, and causality or a window shows that
-    both are from the same text. In cross-attention the padding may differ.
+    tokens. If queries and keys are equal in number, and the call has causality or a window, it is
+    self-attention, so queries have the padding of the keys. In cross-attention the padding may differ.
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]
@@ -284,7 +286,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any] | None:
     """Return the arguments of ``attention`` for packed sequences, or None if nothing is packed.
 
-    They come from the caller, or from position_ids that restart.
+    The lengths come from the caller, or from position_ids that restart within the row.
     """
     of_q, of_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     most_q, most_k = others.get("max_length_q"), others.get("max_length_k")
@@ -304,7 +306,7 @@ def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any
 
 
 def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
-    """Compute attention under any mask of keys (batch, seqlen_k).
+    """Compute attention under any padding mask ``keys`` (batch, seqlen_k).
 
     Causality and windows count positions, padding included, as in eager attention.
     """
@@ -314,12 +316,12 @@ def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options)
 def _with_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with a mask of scores or a position bias, or return attention weights.
+    """Compute attention with a mask of scores, a position bias or attention weights.
 
     Returns out (batch, seqlen_q, heads, head_dim), and weights (batch, heads, seqlen_q, keys) if
     ``output_attentions`` is set, otherwise None.
 
-    A mask of four dimensions already includes causality and windows.
+    A mask (batch, heads or 1, seqlen_q, keys) already includes causality and windows.
     """
     of_scores = mask is not None and mask.dim() == 4
     _refuse_packed(None if of_scores else others.get("position_ids"), len(q), others)
@@ -336,10 +338,10 @@ def _with_scores(
     elif not of_scores:
         found = _under_keys(q, k, v, mask, options)
     else:
-        cells = as_cells(mask[..., : k.shape[1]])
-        if bias is not None and "bias" in cells:
-            cells["bias"] = bias + cells["bias"]
-        found = attention(q, k, v, **options | EVERYWHERE | cells)
+        given = as_mask_or_bias(mask[..., : k.shape[1]])
+        if bias is not None and "bias" in given:
+            given["bias"] = bias + given["bias"]
+        found = attention(q, k, v, **options | EVERYWHERE | given)
     return found if wanted else (found, None)
 
 
@@ -369,7 +371,7 @@ def _collector() -> Any:
 
 
 def _is_causal(module: Any) -> bool:
-    """Whether a module attends causally. In Transformers 5.17, UMT5's decoder does not say that it does."""
+    """Whether a module attends causally. In Transformers 5.17 UMT5's causal decoder has is_causal=False."""
     biased_decoder = getattr(module, "is_decoder", False) and getattr(
         module, "has_relative_attention_bias", False
     )

@@ -1,4 +1,4 @@
-"""Contents of Transformers' masks of keys and of its positions, read once for all layers of a model."""
+"""Reads Transformers' padding masks and position ids, once per forward pass for all layers of a model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Runs(NamedTuple):
-    """A padded batch described as packed sequences: runs of tokens, and runs of padding without keys."""
+    """A padded batch described as packed sequences: runs of tokens, and runs of padding that use no keys."""
 
     cu_seqlens: Tensor  # (runs + 1,) int32
     seqused_k: Tensor  # (runs,) int32, 0 for padding
 
 
 class Padding:
-    """Contents of a mask of keys, (batch, seqlen), True for keys that are not padding.
+    """Summary of a padding mask (batch, seqlen) that is True for keys that are not padding.
 
-    The constructor waits for the device; the methods do not. The mask itself is not stored, because this
-    object is kept alive by the mask.
+    The constructor waits for the device; the methods do not. The mask itself is not stored: it is the weak
+    key of a dictionary whose value is this object, and a reference from the value would keep the key alive.
 
     Attributes:
         whole: whether there is no padding.
@@ -43,7 +43,7 @@ class Padding:
         if self.whole:
             return
         ends = self._starts + self._lengths
-        self.on_left = bool((ends == keys.shape[1]).all())  # then there is no padding in between
+        self.on_left = bool((ends == keys.shape[1]).all())  # implies that the keys are contiguous
         if self.on_left:
             self.solid = True
         else:
@@ -66,8 +66,8 @@ class Padding:
     def runs(self) -> Runs:
         """Three runs per sequence: the padding before its tokens, the tokens, and the padding after them.
 
-        Queries of padding see no key, so their results and gradients are 0 and cost hardly any work. Tokens
-        need not be packed and unpacked.
+        Queries of padding see no key, so their results and gradients are 0 and cost hardly any work. No token
+        needs to be moved.
         """
         batch, seqlen = self._shape
         begin = torch.arange(batch) * seqlen
@@ -81,12 +81,16 @@ class Padding:
 
 
 class _Known:
-    """The contents of a tensor, valid for one forward pass of one model, in which each layer uses them once.
+    """Facts read from a tensor, valid for one forward pass, in which each layer of one model uses it once.
 
     A tensor's version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing
     elements would make every layer wait for the device. However, nothing writes to the tensor between the
-    layers of a forward pass. So the tensor is read again in three cases: a layer uses it a second time,
-    another model uses it, or a new pass begins, which the creation of masks shows.
+    layers of a forward pass. So the tensor is read again if its version has changed, if a layer or another
+    model uses it again, or if a new pass has begun. Models create masks when a pass begins.
+
+    Args:
+        found: what was read.
+        in_pass: number of the forward pass (``_passes.count``) for which it is valid; None: for any pass.
     """
 
     def __init__(self, tensor: Tensor, found: Any, in_pass: int | None) -> None:
@@ -95,7 +99,7 @@ class _Known:
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def holds(self, tensor: Tensor, module: Any) -> bool:
-        """Whether ``module``, a layer's attention, may use the contents. Records that it has used them."""
+        """Whether ``module``, a layer's attention, may use ``found``. If so, records that it has."""
         config = getattr(module, "config", None)
         current = self._in_pass is None or self._in_pass == _passes.count
         if not current or module in self._asked or self._version != _version(tensor):
@@ -113,17 +117,17 @@ def _version(tensor: Tensor) -> int:
 
 class _Passes(threading.local):
     count = 0
-    """Masks made in this thread, which models do at the start of a forward pass."""
+    """Number of masks created in this thread. Models create them at the start of a forward pass."""
 
 
 _passes = _Passes()
 
 _read: Any = WeakTensorKeyDictionary()
-"""Results by tensor, kept as long as the tensor lives."""
+"""Maps a tensor, held weakly, to the :class:`_Known` that was read from it."""
 
 
 def padding_of(mask: Tensor, module: Any) -> Padding:
-    """Return the contents of a mask of keys (batch, seqlen), which is read once per forward pass.
+    """Return the summary of a padding mask (batch, seqlen), which is read once per forward pass.
 
     Args:
         mask: the same tensor in all layers.
@@ -168,11 +172,12 @@ def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
 
 
 def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Wrap Transformers' function that makes the mask of a forward pass, and read that mask once.
+    """Wrap Transformers' function that makes the mask of a forward pass, so that each mask is read once.
 
-    The wrapped function returns None without padding, otherwise a mask of keys. A static cache always gets a
-    mask, whose length is the number of written keys. If a model adds rules to causality and windows, the
-    result is a mask of scores. For example, Gemma 3's image tokens all see each other.
+    The wrapped function returns None without padding, otherwise a padding mask (batch, keys). For a static
+    cache with unwritten keys it returns a mask as long as the written keys. If a model has other rules than
+    causality and windows, the result is a mask of scores (batch, 1, queries, keys). For example, Gemma 3's
+    image tokens all see each other.
     """
 
     @functools.wraps(original)
@@ -191,7 +196,7 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
                 attention_mask = torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
         if attention_mask is None or torch.compiler.is_compiling() or attention_mask.dim() != 2:
             return original(kv_length=kv_length, attention_mask=attention_mask, **named)
-        # A sliding cache has the last keys. Copy them, so that the caller cannot change the mask.
+        # A sliding cache holds only the last keys. A copy is safe from later writes by the caller.
         keys = attention_mask[:, -kv_length:].clone()
         padding = Padding(keys)
         if padding.whole and keys.shape[1] == kv_length:
@@ -207,9 +212,9 @@ def _says_more(
 ) -> bool:
     """Whether a mask has other rules than causality, windows and packed sequences.
 
-    A model adds such rules as a mask function or as blocks. With ``use_bidirectional_attention`` the
-    attention module itself is not causal. Then a function for bidirectional attention adds no rule, and a
-    causal mask does.
+    A model adds such rules as a mask function (``use_vmap``) or as blocks (``or_masks``). If the model's
+    config has ``use_bidirectional_attention``, its attention modules are not causal: a function that makes
+    the mask bidirectional then adds no rule, but a causal mask without one does.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:

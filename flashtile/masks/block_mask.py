@@ -24,14 +24,14 @@ from flashtile.masks.mods import traced
 from flashtile.problems.common import MAX_LENGTH
 
 ELEMENTS_AT_ONCE = 2**24
-"""Number of a mask's elements that are evaluated at once to find its blocks."""
+"""Approximate number of a mask's elements that are evaluated at once to find its blocks."""
 
 LISTS = (
     "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
 BACKWARD_LISTS = 4
-"""Number of trailing lists that only the backward pass reads."""
+"""Number of lists at the end of ``LISTS`` that only the backward pass reads."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +41,10 @@ class BlockMask:
     All lists are int32 on one device. ``kv_*`` lists hold the key blocks of each query block, ``q_*`` lists
     the query blocks of each key block. ``full_*`` lists hold full blocks, the others partial ones.
 
-    * ``*_num_blocks`` (batch or 1, heads or 1, blocks): number of listed blocks of the other sequence.
-    * ``*_indices`` (batch or 1, heads or 1, blocks, blocks of the other sequence): indices of these blocks,
-      of which only the first ``*_num_blocks`` are valid.
+    * ``*kv_num_blocks`` (batch or 1, heads or 1, query blocks) and ``*q_num_blocks`` (..., key blocks):
+      number of blocks in each list.
+    * ``*kv_indices`` (batch or 1, heads or 1, query blocks, key blocks) and ``*q_indices`` (..., key blocks,
+      query blocks): indices of the listed blocks, of which only the first ``*_num_blocks`` are valid.
     """
 
     seq_lengths: tuple[int, int]
@@ -99,9 +100,9 @@ def create_block_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Create the block mask of a mask function, evaluated on the device, with FlexAttention's argument names.
+    """Create the block mask of a mask function, with FlexAttention's argument names.
 
-    Every element of the mask is evaluated once, in chunks, without synchronising.
+    Every element of the mask is evaluated once on ``device``, in chunks. On a GPU this does not synchronise.
 
     Args:
         mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)``, as for :func:`flashtile.masks.mask_mod`.
@@ -109,7 +110,7 @@ def create_block_mask(
             for all.
         Q_LEN, KV_LEN: numbers of queries and keys.
         device: device of the lists. None: the device of the captured tensors, or the CPU if there are none.
-        BLOCK_SIZE: (queries, keys) of a block, or one int for both; multiples of 16.
+        BLOCK_SIZE: number of queries and of keys in a block, or one int for both; multiples of 16.
 
     Raises:
         TypeError: ``mask_mod`` does not compile.
@@ -198,13 +199,13 @@ def _any(seen: Tensor, blocks_q: int, blocks_kv: int, sizes: tuple[int, int]) ->
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (counts, indices) of the True blocks in (batch, heads, own blocks, other blocks)."""
+    """Return (counts, indices), both int32, of the True blocks along the last dimension."""
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
 
 
 def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """Convert lists of a block mask to bool (batch, heads, own blocks, other blocks), True if listed."""
+    """Convert lists of a block mask to bool, True for listed blocks, in the shape of ``indices``."""
     within = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     places = indices.long().clamp(0, max(indices.shape[-1] - 1, 0))
     counts = torch.zeros_like(indices).scatter_add_(-1, places, within.to(indices.dtype))
@@ -251,7 +252,7 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
         BLOCK_SIZE=tuple(block_mask.BLOCK_SIZE),
         mask_mod=as_mask_mod(block_mask.mask_mod),
     )
-    # A copy would not see later writes to its original.
+    # A result with copied lists is not cached, because it would miss later writes to the originals.
     if keeps and all(contiguous[name] is tensor for name, tensor in lists.items()):
         _of_flex[block_mask] = attributes, made
     return made

@@ -32,7 +32,7 @@ def evaluate(
         kind: kind of the function, for error messages.
         check: whether a read outside of a tensor raises. False reads the nearest element instead. None checks
             only on the CPU, because on a GPU the check synchronises.
-        differentiable: whether results have derivatives by ``tensors``.
+        differentiable: whether gradients of the results flow to ``tensors``.
 
     Returns:
         The program's results: tensors, or numbers for results that do not depend on an input.
@@ -85,7 +85,10 @@ def _is_float(operand: Any) -> bool:
 def _inside(
     line: Line, tensor: Tensor, indices: list[Any], kind: str, check: bool | None
 ) -> tuple[Tensor, ...]:
-    """Return indices within the tensor. Negative indices count from the end, as in torch."""
+    """Return the indices, clamped to the tensor. Negative indices count from the end, as in torch.
+
+    With ``check``, as in :func:`evaluate`, an index outside the tensor raises ValueError.
+    """
     inside = []
     for index, size in zip(indices, tensor.shape, strict=True):
         index = torch.as_tensor(index, device=tensor.device)

@@ -24,7 +24,7 @@ _M = TypeVar("_M", bound=Mod)
 
 
 def _ready(make: Callable[_P, _M]) -> Callable[_P, _M]:
-    """Make the functions that ``make`` returns picklable: pickle stores the call of ``make``."""
+    """Decorate ``make``: pickle then stores an object that it returns as the call that created it."""
 
     @functools.wraps(make)
     def made(*arguments: _P.args, **keywords: _P.kwargs) -> _M:
@@ -42,7 +42,7 @@ def _length(name: str, value: Any, least: int = -MAX_LENGTH) -> int:
 
 
 def _table(name: str, tensor: Any, ranks: tuple[int, ...], layout: str, of_floats: bool) -> Tensor:
-    """Check a captured tensor of floats or of ints."""
+    """Return a captured tensor if its dtype is of the right kind and its rank is in ``ranks``, else raise."""
     check_dense(name, tensor)
     if not (tensor.is_floating_point() if of_floats else tensor.dtype in WHOLE):
         raise TypeError(
@@ -97,7 +97,7 @@ def prefix_lm(length: int | Tensor, offset: int = 0) -> MaskMod:
     From Raffel et al. 2020 (arXiv:1910.10683), section 3.2.1.
 
     Args:
-        length: length of the prefix, an int, or (batch,) ints for a length of each sequence.
+        length: length of the prefix, an int for all sequences or (batch,) ints.
 
     Examples:
         >>> from flashtile import masks
@@ -158,7 +158,7 @@ def padding(lengths: Tensor) -> MaskMod:
 
 @_ready
 def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
-    """Mask of every ``dilation``-th key, ``size`` of them before and after the query's own.
+    """Mask of every ``dilation``-th key: the query's own, ``size`` keys before it and ``size`` after it.
 
     From Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
 

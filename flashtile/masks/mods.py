@@ -22,7 +22,7 @@ def _global(module: str, name: str) -> Any:
 
 
 class Mod:
-    """Base of :class:`MaskMod` and :class:`ScoreMod`, which wrap a function. A call calls that function."""
+    """Base of :class:`MaskMod` and :class:`ScoreMod`: callable objects that wrap a function."""
 
     kind = ""
     """"mask_mod" or "score_mod"."""
@@ -42,7 +42,7 @@ class Mod:
             return self.recipe
         place: Any = tuple(getattr(self.function, name, None) for name in ("__module__", "__qualname__"))
         try:
-            is_global = _global(*place) is self  # decorated: the function's name is the mod's
+            is_global = _global(*place) is self  # decorated: the function's global name refers to this object
         except (AttributeError, ImportError, TypeError, ValueError):
             is_global = False
         return (_global, place) if is_global else (type(self), (self.function, self.name))
@@ -128,7 +128,7 @@ def mask_mod(function: Callable[..., Any]) -> MaskMod:
             a query head.
 
     Raises:
-        TypeError: the function does not compile; the message shows its line.
+        TypeError: the function does not compile; the message shows the line that fails.
 
     Examples:
         >>> @flashtile.masks.mask_mod
@@ -148,7 +148,7 @@ def score_mod(function: Callable[..., Any]) -> ScoreMod:
         function: ``function(score, batch, head, q_idx, kv_idx)`` from a float and four ints to a float.
 
     Raises:
-        TypeError: the function does not compile; the message shows its line.
+        TypeError: the function does not compile; the message shows the line that fails.
 
     Examples:
         >>> @flashtile.masks.score_mod
@@ -162,13 +162,13 @@ def score_mod(function: Callable[..., Any]) -> ScoreMod:
 
 
 def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
-    """Wrap a ``@triton.jit`` function as a mod, traced and differentiated like a torch function.
+    """Wrap a ``@triton.jit`` function in a ScoreMod or MaskMod, to be traced like a torch function.
 
     Args:
         kind: "score_mod" or "mask_mod".
         function: function of the arguments of that kind, followed by a pointer for each of ``tensors``.
             ``tl.load`` reads elements in the order of a contiguous tensor. The function may use operations of
-            ``tl`` on scalars. Globals are read only in this call, because Triton does not allow them to
+            ``tl`` on scalars. Its globals are read once, in this call, because Triton does not allow them to
             change.
         tensors: captured tensors; those of a ``score_mod`` get gradients.
 
@@ -191,7 +191,8 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
     of_kind: type[Mod] = ScoreMod if kind == "score_mod" else MaskMod
 
     def call(*arguments: Any) -> Any:
-        # Flattened at each call: a copy would miss later writes, and a view a later requires_grad_().
+        # Flattened at each call, because a flattened copy would not see later writes to the tensor, and a
+        # flattened view would not see a later requires_grad_().
         flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
         return python(*arguments, *map(Pointer, flat))
 
@@ -199,7 +200,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
 
 
 def traced(kind: str, function: Callable[..., Any]) -> Trace:
-    """Return the program of a function, cached by the rules of :mod:`flashtile.masks.traces`."""
+    """Return the trace of a function, cached by the rules of :mod:`flashtile.masks.traces`."""
     if isinstance(function, Mod):
         if function.kind != kind:
             raise TypeError(f"{kind} must be a {kind} or a function, got {function!r}")

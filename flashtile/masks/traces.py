@@ -1,23 +1,28 @@
-"""Cache of the programs of functions. A program is reused while tracing again would give the same program.
+"""Cache of traced functions. A trace is reused as long as tracing again would give the same program.
 
 The rule: everything that a function reads from outside is compared at every call, or its trace is not cached.
 Without a cached trace the function is run on symbols again, which takes about 100 us of host time. The cache
 compares
 
-* its code and defaults, and those of the functions that it calls;
+* the function's code and defaults, and those of the functions that it calls;
 * closure cells, globals, attributes of modules, functions and tensors, and a partial's arguments, where they
   hold numbers, strings, dtypes, tensors, tuples of these, functions, or predefined masks;
 * properties of tensors that the function read: shape, strides, dtype, device, ``requires_grad``.
 
-A trace is not cached if the function read anything else: an element of a list or a dict, an attribute of an
-object or a class, the result of a function that is not known to depend only on its arguments, an import
-inside it, or a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the
-CPU). A tensor that is indexed with batch, head or positions is captured instead: kernels read it at run time.
+A trace is not cached if the function read anything else:
+
+* an element of a list or a dict, or an attribute of an object or a class;
+* the result of a function that is not known to depend only on its arguments;
+* an import inside the function;
+* a tensor's data as a number (``lengths[0]``, ``int(t)``, ``t.item()``, a 0-dim tensor on the CPU).
+
+A tensor that is indexed with batch, head or positions is captured instead: kernels read it at run time.
 
 Two things show what a function reads. :func:`_guards_of` walks everything that its code can name. While the
-function runs, the recorder sees which properties of tensors it reads. Under ``torch.compile`` nothing is
-cached: Dynamo inlines the trace and guards what it reads. There a 0-dim tensor is captured, and making a
-number from a tensor's data breaks the graph.
+function runs, the recorder sees which properties of tensors it reads.
+
+Under ``torch.compile`` nothing is cached: Dynamo inlines the trace and guards what it reads. A 0-dim tensor
+is then captured, and making a number from a tensor's data breaks the graph.
 """
 
 from __future__ import annotations
@@ -66,8 +71,8 @@ _KNOWN = {
 }
 """Callables that need no inspection.
 
-Calls of torch's functions are recorded if an argument is a symbol. If all are tensors, the recorder notes
-that the function reads data.
+Calls of torch's functions with a symbol among their arguments are recorded. For calls with only tensors the
+recorder notes that the function reads data.
 """
 
 _MISSING = object()
@@ -92,7 +97,7 @@ def called_as(attribute: str) -> Callable[[type], type]:
 
 
 class _Guards:
-    """Everything that a function can read, with its state when the function was traced."""
+    """State, at the time of the trace, of everything that a function can read."""
 
     def __init__(self, owner: Any) -> None:
         self.owner = weakref.ref(owner)
@@ -112,7 +117,7 @@ class _Guards:
         """Properties of tensors, as in ``Trace.properties``."""
 
     def hold(self) -> bool:
-        """Whether everything is unchanged."""
+        """Whether everything that the function can read is unchanged."""
         for reference, code, defaults, keywords in self.functions:
             function = reference()
             if (
@@ -144,12 +149,12 @@ class _Kept(NamedTuple):
     guards: _Guards
     trace: Trace
 
-    def __reduce__(self) -> Any:  # copied attributes belong to another function
+    def __reduce__(self) -> Any:  # a copy would belong to another function, so it becomes None
         return type(None), ()
 
 
 def kept(kind: str, function: Callable[..., Any]) -> Trace:
-    """Return the program of a function, from the cache if tracing again would give the same program."""
+    """Return the trace of a function, from the cache if tracing again would give the same program."""
     if torch.compiler.is_dynamo_compiling():
         return trace(kind, function)
     own = getattr(function, "__dict__", None)
@@ -160,8 +165,8 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
-    """Trace a function, and cache the trace in its attributes if everything that it read is guarded."""
-    guards = _guards_of(function)  # before it runs, because it may change what it reads
+    """Trace a function, and cache the trace in the function's attributes if all that it read is guarded."""
+    guards = _guards_of(function)  # before the function runs, because running may change what it reads
     made = trace(kind, function)
     if guards is not None and made.properties is not None:
         guards.tensors = tuple((tensor, tensor.ndim, tensor.dtype) for tensor in made.tensors)
@@ -185,9 +190,9 @@ class _Walk:
         self.guards = guards
         self.seen: dict[int, Any] = {}
         self.attributes: dict[str, None] = {}
-        """Attribute names that are read anywhere, of any object."""
+        """Names of the attributes that the code reads, on any object."""
         self.spaces: list[dict[str, Any]] = []
-        """Where attributes can be: ``vars`` of modules, functions, partials, predefined masks and tensors."""
+        """``vars`` of the reachable modules, functions, partials, predefined masks and tensors."""
 
     def may_read(self, value: Any) -> bool:
         """Guard everything reachable from ``value``. Return False if that is not possible."""
@@ -198,7 +203,7 @@ class _Walk:
         if kind in (tuple, torch.Size):
             return all(map(self.may_read, value))
         if hasattr(value, "__dict__"):
-            # A function's __dict__ will hold its trace.
+            # A function's __dict__ will hold its trace, so it is not guarded as empty.
             full = vars(value) or kind is types.FunctionType
             (self.spaces if full else self.guards.empty).append(vars(value))
         if kind in PLAIN_TENSORS or kind is types.ModuleType:
@@ -269,8 +274,8 @@ class _Names(NamedTuple):
 def _names_in(code: types.CodeType) -> _Names | None:
     """Return the names of globals and attributes that code reads.
 
-    Returns None if the code imports, defines a class, matches attributes by a pattern, or reads Python's own
-    attributes (``__dict__``), through which everything can be reached.
+    Returns None if the code imports, defines a class, uses a class pattern of a ``match`` statement, or reads
+    Python's own attributes (``__dict__``), through which everything can be reached.
     """
     names: set[str] = set()
     attributes: set[str] = set()

@@ -1,8 +1,8 @@
 """Tracing of a user's function into a program: the function runs on symbols, which record operations on them.
 
 Tracing is simpler than parsing: Python itself evaluates numbers, closures, loops and calls of other
-functions, and the derivative comes from the same list of operations. A symbol cannot decide an ``if`` or
-become a number; an attempt raises an error that shows the user's line.
+functions, and the derivative comes from the same list of operations. An ``if`` on a symbol, or a conversion
+of a symbol to a number, raises an error that shows the user's line.
 """
 
 from __future__ import annotations
@@ -46,22 +46,23 @@ class Trace(NamedTuple):
     program: Program
     tensors: tuple[Tensor, ...]
     text: str
-    """Text of the program, made once."""
+    """``str(program)``, computed once."""
     soft_cap: float
     """The soft cap, if the program is only a soft cap of the scores, else 0."""
     properties: tuple[tuple[Callable[..., Any], tuple, Any], ...] | None
     """Properties of tensors that the function read: (function, its arguments, its result).
 
-    None if the traced function read a tensor's data as a Python number, or created a tensor.
+    None if the function called any other torch function without symbols, for example to read a tensor's data
+    as a Python number or to create a tensor.
     """
 
 
 def trace(kind: str, function: Callable[..., Any]) -> Trace:
-    """Run ``function``, a ``kind`` of :data:`SIGNATURES`, on symbols.
+    """Run ``function`` on symbols, with the arguments of ``kind`` in :data:`SIGNATURES`.
 
     Raises:
         TypeError: ``function`` does not have these arguments, does something that depends on run-time values,
-            or does not return a score (a boolean for a mask); the message shows its line.
+            or does not return a score (a boolean for a mask); the message shows the user's line.
     """
     if not callable(function):
         raise TypeError(f"{kind} must be a function, got {type(function).__name__}")
@@ -72,7 +73,10 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 class _InOnePiece:
-    """A context within which Dynamo breaks no graph. A break would leave half of a trace to Python."""
+    """Empty context manager, within which Dynamo breaks no graph.
+
+    A break would split a trace between Dynamo and Python.
+    """
 
     def __enter__(self) -> None:
         pass
@@ -82,7 +86,7 @@ class _InOnePiece:
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable Dynamo for ``function``, which it would otherwise compile in pieces after a graph break."""
+    """Disable Dynamo for ``function``; after a graph break Dynamo would compile it in pieces."""
     return _disabled(function) if "torch._dynamo" in sys.modules else function
 
 
@@ -193,7 +197,7 @@ class _Recorder(TorchFunctionMode):
     """Records torch's operations on symbols, ``tensor[symbol]`` included.
 
     A symbol is a :class:`Symbol`. Dynamo supports all operators only on tensors, so under Dynamo a symbol is
-    a tensor without memory, identified by its unique length.
+    a meta tensor, identified by its unique length.
     """
 
     def __init__(self, compiling: bool) -> None:
@@ -223,7 +227,7 @@ class _Recorder(TorchFunctionMode):
         placeholder, name = self.placeholders[len(value)]
         if placeholder is value:
             return name
-        if value.dtype == torch.float32:  # a complex tensor's absolute value, which Dynamo shows to no mode
+        if value.dtype == torch.float32:  # abs() of a complex symbol, which Dynamo computes without this mode
             return self.builder.emit("abs", name)
         raise TypeError("torch.compile does not show an operation on a value: use torch's functions")
 
@@ -237,7 +241,7 @@ class _Recorder(TorchFunctionMode):
         name = _name_of(func)
         if not self.has_symbol((args, tuple(kwargs.values()))):
             return self.without_symbols(name, func, args, kwargs)
-        if name == "__get__":  # no property, such as x.dtype, exists on a symbol
+        if name == "__get__":  # a symbol has no properties such as x.dtype
             raise TypeError(f"a {_KIND_OF_SYMBOL} has no such attribute")
         return self.call(name, args, kwargs)
 
@@ -261,7 +265,7 @@ class _Recorder(TorchFunctionMode):
         self.properties[function, id(tensor), more] = function, (tensor, *more), function(tensor, *more)
 
     def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Record an operation. Properties that the recorder itself reads meanwhile are not recorded."""
+        """Record an operation. Tensor properties that the recorder itself reads for it are not recorded."""
         self.busy = True
         try:
             return self._call(name, args, kwargs)
@@ -288,7 +292,7 @@ class _Recorder(TorchFunctionMode):
         if name is not None:
             return name
         if isinstance(value, (bool, int, float)):
-            # As a dict key, Dynamo turns a value that may change between calls into a constant with a guard.
+            # Dynamo makes a guarded constant of a number that is a dict key, even if it varies between calls.
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
             check_dense("a captured tensor", value)
@@ -452,7 +456,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, FlexAttention's booleans."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, FlexAttention's constant booleans."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():
@@ -543,7 +547,7 @@ class Symbol:
         return recorder.__torch_function__(func, types, args, kwargs)
 
     device = None
-    """Device of the tensors that the kernel gets, which is unknown here."""
+    """Always None, because the device of the call is unknown when the function is traced."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
@@ -592,7 +596,7 @@ for _name in (
 
 
 def _as_run(function: Any) -> Any:
-    """Return the function to run on symbols: of a ``@triton.jit`` function, its Python function on torch."""
+    """Return the function to run on symbols: a ``@triton.jit`` function becomes its torch equivalent."""
     if isinstance(function, types.FunctionType) or not hasattr(function, "fn"):
         return function
     return in_torch(function)

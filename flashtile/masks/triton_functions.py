@@ -1,7 +1,7 @@
 """Conversion of ``@triton.jit`` functions to torch functions, so that they can be traced and differentiated.
 
-Their Python code runs with a replacement of ``triton.language``. A captured tensor becomes a pointer to its
-first element. Pointers follow the other arguments (:func:`flashtile.masks.from_triton`).
+The Python code of such a function runs with a replacement of ``triton.language``. Each captured tensor is
+passed as a pointer to its first element, after the other arguments (:func:`flashtile.masks.from_triton`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _load(pointer: Any, mask: Any = None, other: Any = 0) -> Any:
         raise TypeError(f"tl.load must get a pointer of a captured tensor, got {type(pointer).__name__}")
     if mask is None:
         return pointer.tensor[pointer.offset]
-    # Masked elements are not read; the first element is read in their place.
+    # Where mask is False, the first element is read instead and replaced by ``other``.
     return torch.where(mask, pointer.tensor[torch.where(mask, pointer.offset, 0)], other)
 
 
@@ -66,11 +66,11 @@ _language = _Language("triton.language")
 vars(_language).update(_LANGUAGE)
 
 STAND_INS = (_language, Pointer, *_LANGUAGE.values())
-"""Objects that replace Triton's. They never change."""
+"""Objects that replace those of Triton. They never change."""
 
 
 def in_torch(function: Any) -> Callable[..., Any]:
-    """Return the Python function of a ``@triton.jit`` function, for symbols and for torch's tensors."""
+    """Return a ``@triton.jit`` function as a Python function of symbols or torch's tensors."""
     python = function.fn
     names = {
         name: _translated(value)

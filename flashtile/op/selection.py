@@ -91,7 +91,7 @@ def _configure(name: str, operation: Served, problem: Any) -> Any:
 
 
 def on_target(problem: Any, target: Any) -> Any:
-    """Move a problem to another GPU, with memory that its tensor memory accelerator (TMA) can use."""
+    """Return the problem on another GPU, assuming that the tensor memory accelerator (TMA) can be used."""
     moved = {"device": target} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
     return problem._replace(**moved) if hasattr(problem, "_replace") else replace(problem, **moved)
 

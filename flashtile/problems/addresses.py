@@ -1,6 +1,6 @@
 """Sequence and position of each new token, and the address of a position in the cache, in plain torch.
 
-The CPU backend and the checks of values use these functions. They also define what the kernels compute.
+The CPU backend and the checks of values use these functions. Kernels compute the same addresses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tens
 def sequence_lengths(
     batch: int, capacity: int, tensors: CacheTensors | AppendTensors, seqlen_new: int
 ) -> Tensor | None:
-    """Return each sequence's number of keys, new ones included, (batch,) int64; None for full capacity."""
+    """Return each sequence's number of keys, new ones included, (batch,) int64.
+
+    None if ``cache_seqlens`` is None: every sequence then fills the whole capacity.
+    """
     if tensors.cache_seqlens is None:
         return None
     lengths = tensors.cache_seqlens.long() + seqlen_new
@@ -40,9 +43,9 @@ def sequence_lengths(
 def locate(
     sequence: Tensor, position: Tensor, k_cache: Tensor, tensors: CacheTensors | AppendTensors
 ) -> tuple[Tensor, Tensor]:
-    """Return the int64 address of positions: (page, offset in the page), or (row, position) if dense.
+    """Return where positions are in the cache: (page, offset in the page), or (row, position) if dense.
 
-    Sequences and positions are (n,), or broadcast against each other.
+    Sequences and positions are (n,), or broadcast against each other. The results are int64.
     """
     if tensors.block_table is not None:
         page_size = k_cache.shape[1]
@@ -53,7 +56,7 @@ def locate(
 
 
 def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> Tensor:
-    """Return the scales of the tokens of some sequences, which are stored in some pages or rows.
+    """Return the scales of tokens, given their sequences and the pages or rows that hold them.
 
     Args:
         descale: (heads_kv,), (pages or rows, heads_kv) or (batch, 1, heads_kv).
@@ -80,7 +83,7 @@ def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Te
         return token, slots // k_cache.shape[1], slots % k_cache.shape[1]
     assert tensors.cache_seqlens is not None
     before = tensors.cache_seqlens.long()
-    if tensors.cu_seqlens_k_new is None:  # decoding steps: needs no sequence and index of each token
+    if tensors.cu_seqlens_k_new is None:  # faster than new_tokens(), for decoding steps
         batch, seqlen = k.shape[:2]
         position = before.unsqueeze(1)  # (batch, seqlen)
         if seqlen != 1:

@@ -15,7 +15,7 @@ from flashtile.problems.masks import Mods
 class Options(NamedTuple):
     """The arguments of a call that are not tensors, hashable because they are part of a launch's cache key.
 
-    :func:`flashtile.checks.conversions.make_options` ensures exactly these types.
+    :func:`flashtile.checks.conversions.make_options` ensures that the fields have exactly the declared types.
     """
 
     max_seqlen_q: int | None = None
@@ -56,7 +56,7 @@ OPTIONS_OF_ALL = Options._fields.index("backend") + 1
 """Number of leading fields of ``Options`` that attention in FP8 also has."""
 
 NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
-"""Arguments that hide or change scores or probabilities by more than the distance of row and key."""
+"""Arguments whose effect on a score or probability depends on more than the distance of row and key."""
 
 NO_EXTRAS = OptionalTensors()
 """The value for calls with only q, k and v. It is recognised by identity, which is the fastest test."""
@@ -66,9 +66,10 @@ NO_EXTRAS = OptionalTensors()
 class Problem(Results):
     """Description of an attention call. Lengths are in tokens; a window side of -1 is unlimited.
 
-    ``causal`` is folded into the window (``window_right = 0``). Masks are aligned to the bottom right: query
-    row ``i`` of a sequence sees keys from ``i + seqlen_k - seqlen_q - window_left`` to
-    ``i + seqlen_k - seqlen_q + window_right``, both included.
+    Bool fields such as ``alibi`` say whether the call has that argument. ``causal`` is folded into the window
+    (``window_right = 0``). Masks are aligned to the bottom right: query row ``i`` of a sequence sees keys
+    from ``i + seqlen_k - seqlen_q - window_left`` to ``i + seqlen_k - seqlen_q + window_right``, both
+    included.
     """
 
     batch: int
@@ -111,8 +112,8 @@ class Problem(Results):
     def needs_general_mask(self) -> str | None:
         """Name of the first argument of ``NEEDS_GENERAL_MASK`` that the call has, or None.
 
-        Such arguments need a general mask, because the distance of row and key and the sequence lengths do
-        not determine scores and probabilities.
+        Such arguments need a general mask, because their effect on a score does not follow from the distance
+        of row and key and the sequence lengths.
         """
         return next((name for name in NEEDS_GENERAL_MASK if getattr(self, name)), None)
 
@@ -144,7 +145,7 @@ class Problem(Results):
     ) -> Problem:
         """Describe a call that :func:`flashtile.checks.attention.check_call` has passed.
 
-        ``others`` override fields that would follow from the arguments.
+        ``others`` replace fields that are otherwise derived from the arguments.
         """
         if extras.cu_seqlens_q is not None:
             batch = extras.cu_seqlens_q.shape[0] - 1
@@ -214,7 +215,7 @@ class WeightsProblem(Problem):
 
 
 def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
-    """Return why TMA cannot load tiles of the bias in ``dtype``, which is that of q; None if it can."""
+    """Return why TMA cannot load tiles of the bias in ``dtype``, the dtype of q; None if it can."""
     if bias.dtype != dtype:
         return f"bias must have q's dtype {dtype} for TMA, got {bias.dtype}"
     if bias.shape[2] == 1 or bias.stride(2) == 0:

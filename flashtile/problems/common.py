@@ -23,14 +23,14 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEVICE_TYPES = ("cuda", "cpu")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_LENGTH = 2**31 - 1
-"""Lengths and windows are int32 in the kernels."""
+"""Largest length and window, because kernels hold them in int32."""
 
 PREFERENCE = ("hopper", "portable", "cpu")
 """Backends in the order in which they are tried. An explicit ``backend=`` never falls back to another."""
 
 
 def address_of(tensor: Tensor) -> int | torch.SymInt:
-    """Return the address of the first element, or its offset in the storage if the tensor has no address."""
+    """Return the address of the first element, or its byte offset in the storage if there is no address."""
     if not isinstance(tensor, FakeTensor):
         try:
             return tensor.data_ptr()

@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 512
 MAX_SPLITS = 256
 MAX_TMA_ROWS = 2**30
 MAX_SOFTMAX_MAX = 1e6
-"""Largest magnitude of softmax_max, far above any score whose exponential float32 can resolve."""
+"""Largest accepted magnitude of softmax_max. float32 still resolves scores of this size to 1/16."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """Quantisation saturates at this magnitude, because e4m3 has no infinity."""
@@ -49,11 +49,11 @@ class CacheTensors(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """The arguments of an attention call over a cache that are not tensors, of exactly these types."""
+    """The arguments of attention over a cache that are not tensors, with exactly the declared types."""
 
     max_seqlen_q: int | None = None
     seqlen_new: int = 0
-    """Number of tokens of each sequence that lie in the cache after ``cache_seqlens``."""
+    """Number of new tokens of each sequence, which are in the cache but not counted in ``cache_seqlens``."""
     softmax_scale: float | None = None
     causal: bool = False
     window_left: int = UNLIMITED
@@ -84,12 +84,14 @@ class AppendTensors(NamedTuple):
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     q: Tensor | None = None
+    """Queries to rotate in the same launch; None if there are none."""
     cu_seqlens_q: Tensor | None = None
     q_rotated: Tensor | None = None
+    """Receives the rotated queries."""
 
 
 class AppendOptions(NamedTuple):
-    """The arguments of an append that are not tensors, of exactly these types."""
+    """The arguments of an append that are not tensors, with exactly the declared types."""
 
     max_seqlen_k_new: int | None = None
     max_seqlen_q: int | None = None
@@ -126,9 +128,9 @@ class CopyOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeProblem(Results):
-    """Description of attention of each sequence's last queries over its keys in a cache.
+    """Description of attention of each sequence's last tokens, the queries, over its keys in a cache.
 
-    Lengths are in tokens.
+    Lengths are in tokens. Bool fields such as ``alibi`` say whether the call has that argument.
 
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
     ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``,
@@ -169,7 +171,7 @@ class DecodeProblem(Results):
     return_lse: bool = True  # otherwise lse may be None
     tma_obstacle: str | None = None  # why Hopper's TMA cannot address q or the caches
     softmax_max: float | None = None  # subtracted from scores; None: their maximum
-    softmax_max_by_head: bool = False  # a tensor holds softmax_max instead
+    softmax_max_by_head: bool = False  # a tensor holds one softmax_max per head instead
     qv: bool = False  # scores include queries for the values
 
     @classmethod
@@ -230,7 +232,7 @@ class AppendProblem(NamedTuple):
     """Description of an append: keys and values are rotated, quantised, written. Lengths are in tokens."""
 
     batch: int
-    seqlen_new: int  # an upper bound of each sequence's new tokens if varlen
+    seqlen_new: int  # number of new tokens per sequence; an upper bound if varlen
     total_new: int
     num_heads_kv: int
     head_dim: int
@@ -249,7 +251,7 @@ class AppendProblem(NamedTuple):
     rotary_interleaved: bool = True
     rotary_rows: int = 0
     rotary_seqlens: bool = False
-    seqlen_q: int = 0  # queries to rotate in the same launch
+    seqlen_q: int = 0  # number of queries per sequence to rotate in the same launch; the longest if varlen_q
     total_q: int = 0
     num_heads_q: int = 0
     varlen_q: bool = False
@@ -327,7 +329,7 @@ class CombineProblem(NamedTuple):
     def from_tensors(
         cls, out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
     ) -> CombineProblem:
-        """Describe partial results with a batch dimension."""
+        """Describe the combination of partial results (num_splits, batch, seqlen, heads, head_dim)."""
         shape: tuple[int, ...] = out_partial.shape
         num_splits, batch, seqlen, heads, head_dim = shape
         dtypes = out_partial.dtype, options.out_dtype
@@ -348,7 +350,7 @@ class CopyProblem(NamedTuple):
     def from_tensors(
         cls, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
     ) -> CopyProblem:
-        """Describe a copy in caches with a leading dimension of layers."""
+        """Describe a copy in caches (num_layers, num_blocks, page_size, heads_kv, head_dim)."""
         return cls(
             num_pairs=block_pairs.shape[0],
             num_layers=k_cache.shape[0],
@@ -367,7 +369,7 @@ def capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
 
 
 def find_obstacle_in_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
-    """Return why TMA cannot address q, or a cache as one sequence of tokens; None if it can."""
+    """Return why TMA cannot address q, or a cache as one (tokens, heads, head_dim) tensor; None if it can."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.shape[0] > 1 and cache.stride(0) % max(cache.stride(1), 1):
             return (
@@ -387,6 +389,7 @@ def out_dtype(q: Tensor, options: DecodeOptions) -> torch.dtype:
 def descale_kind(descale: Tensor | None) -> str:
     """Return the granularity of the scales: "none", "head", "block" or "sequence".
 
-    A "block" is a page, or a row of a dense cache. Blocks and sequences have a scale for each head.
+    "block" has a scale for each head of each page, or of each row of a dense cache; "sequence" for each head
+    of each sequence.
     """
     return "none" if descale is None else ("head", "block", "sequence")[descale.dim() - 1]

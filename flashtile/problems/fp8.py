@@ -13,7 +13,7 @@ from flashtile.problems.attention import OPTIONS_OF_ALL, OptionalTensors, Option
 
 
 class Scales(NamedTuple):
-    """float32 scales of q, k and v: the value of a stored number is the number times its scale. None means 1.
+    """float32 scales of q, k and v, by which stored numbers are multiplied. None means 1.
 
     Block scales (``Fp8Problem.block_scales``) are contiguous, (batch, heads, blocks), or (heads, blocks) for
     packed sequences. Other scales are (batch, heads) with any strides.
@@ -48,7 +48,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class AttendTensors(NamedTuple):
-    """The optional tensors of an attention call in FP8: scales, and those of ``OptionalTensors``."""
+    """The optional tensors of an attention call in FP8: scales, and the first of ``OptionalTensors``."""
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -69,7 +69,7 @@ class AttendTensors(NamedTuple):
 
 
 class AttendOptions(NamedTuple):
-    """The options of an attention call in FP8: those of ``Options`` and four more."""
+    """The options of an attention call in FP8: the first fields of ``Options``, and four of its own."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
@@ -82,7 +82,7 @@ class AttendOptions(NamedTuple):
     backend: str | None
     out_dtype: torch.dtype
     head_dim: int
-    """Head size of q and k before they were stored, for the default of softmax_scale."""
+    """Head size of q and k before quantisation, from which the default softmax_scale is computed."""
     v_transposed: bool = False
     block_scales: bool = False
 
@@ -118,7 +118,7 @@ class QuantizeProblem:
 
     @property
     def transformed(self) -> bool:
-        """Whether the Hadamard transform is applied, with the signs of ``seed``."""
+        """Whether the Hadamard transform is applied, with signs from ``seed``."""
         return self.seed is not None
 
     @property
@@ -162,7 +162,7 @@ class QuantizeProblem:
 
     @property
     def _sequences(self) -> tuple[int, ...]:
-        """Leading dimension of tensors that are addressed by block; packed sequences have none."""
+        """Leading dimensions of tensors that are addressed by block: (batch,), or () for packed sequences."""
         return () if self.varlen else (self.batch,)
 
     @classmethod

@@ -1,7 +1,8 @@
 """Memory layout of FP8 operands: blocks that share a scale, and V transposed in the kernels' key order.
 
-A block belongs to one tile (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3), so a tile of
-scores needs one product of scales. Each packed sequence starts a new block. Block i of sequence b has number
+Blocks are aligned to the kernels' tiles (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3).
+All scores of a row in a tile therefore have one scale, the product of a scale of q and one of k. Each packed
+sequence starts a new block. Block i of sequence b has number
 ``cu_seqlens[b] // rows + b + i``, which depends only on ``cu_seqlens[b]`` and is unique.
 """
 
@@ -18,16 +19,16 @@ ROLES = ("q", "k", "v")
 METHODS = ("block", "head", "tensor")
 
 QUERY_BLOCK = 64
-"""Rows of q that share a scale: those of one warpgroup."""
+"""Number of rows of q that share a scale: the rows that one Hopper warpgroup computes."""
 KEY_BLOCK = 128
-"""Keys that share a scale of k and one of v; a multiple of the key tile."""
+"""Number of keys that share a scale of k and a scale of v; a multiple of the key tile."""
 KEY_GROUP = 32
 """Number of keys within which V^T is permuted (:func:`key_order`)."""
 
 SMALLEST_LARGEST = 2.0**-100
-"""Lower bound of the largest magnitude of a block, so that scales are positive and their inverses finite."""
+"""Lower bound for the largest magnitude of a block, so that scales are positive and inverses finite."""
 LARGEST_RATIO = 2.0**64
-"""Largest ratio of the scales of v's blocks in one accumulator."""
+"""Largest ratio of v's scales in one accumulator; P is scaled down for a block with a smaller scale."""
 P_EXPONENT = 8
 """Probabilities are multiplied by 2**8 before rounding. The products are at most 256, within e4m3's range."""
 
@@ -42,21 +43,20 @@ def num_blocks(length: int, rows: int) -> int:
 
 
 def num_blocks_varlen(total: int, batch: int, rows: int) -> int:
-    """Return how many block numbers ``batch`` packed sequences with ``total`` rows may need."""
+    """Return the exclusive upper bound of block numbers in ``batch`` packed sequences of ``total`` rows."""
     return total // rows + batch
 
 
 def first_block(start: int, b: int, rows: int) -> int:
-    """Return the number of the first block of sequence ``b``, which starts at row ``start`` of all rows."""
+    """Return the number of the first block of packed sequence ``b``, whose first row is row ``start``."""
     return start // rows + b
 
 
 def stored_head_dim(head_dim: int, transformed: bool) -> int:
     """Return the number of columns of a stored q or k: a multiple of 16, or a power of 2 if transformed.
 
-    TMA requires multiples of 16 bytes, and an element is one byte.
-
-    Columns beyond head_dim are zero before the transform, so products of q and k are unchanged.
+    TMA requires multiples of 16 bytes, and an element is one byte. Columns beyond head_dim are zero before
+    the transform, so products of q and k are unchanged.
     """
     if transformed:
         return max(16, 1 << (int(head_dim) - 1).bit_length())
@@ -76,7 +76,7 @@ def key_order(num_keys: int, device: torch.device | str | None = None) -> Tensor
 
 
 HEADROOM = 2.0**-8
-"""Factor that keeps a sum of 256 numbers of the largest magnitude finite."""
+"""Factor on the transform's input, with which 256 of float32's largest numbers have a finite sum."""
 
 
 def hadamard_signs(columns: int, seed: int, device: torch.device | str | None = None) -> Tensor:
@@ -99,7 +99,7 @@ def _low_32(x: Tensor) -> Tensor:
 def hadamard_transform(x: Tensor, seed: int) -> Tensor:
     """Multiply x (..., columns) by signs and Sylvester's Hadamard matrix; columns must be a power of 2.
 
-    The result is not normalised: multiply it by :func:`normalizer` to make the transform orthogonal.
+    The result is not normalised: multiply it by :func:`hadamard_normalizer` for an orthogonal transform.
     """
     columns = x.shape[-1]
     x = x * (hadamard_signs(columns, seed, x.device).to(x.dtype) * HEADROOM)
@@ -112,5 +112,5 @@ def hadamard_transform(x: Tensor, seed: int) -> Tensor:
 
 
 def hadamard_normalizer(columns: int) -> float:
-    """Return the factor that makes :func:`transform` orthogonal."""
+    """Return the factor that makes :func:`hadamard_transform` orthogonal."""
     return 1 / (HEADROOM * columns**0.5)

@@ -97,20 +97,21 @@ class Heads:
     page_size: int
     num_blocks: int
     table_width: int
-    """Number of pages in a row of the block table; 0 if a slot mapping gives the positions."""
+    """Number of pages in a row of the block table; 0 if the call has a slot mapping instead."""
 
 
 @dataclass(frozen=True)
 class LinearProblem:
     """Description of the product y = epilogue(x_scale norm(x) W^T + bias), with x (M, K) and W (N, K).
 
-    ``epilogue`` is what follows the product:
+    ``epilogue`` is applied to the product:
 
-    * PLAIN: y is the result.
-    * SWIGLU: the first half of y's columns is the gate, which multiplies the second half.
+    * PLAIN: nothing.
+    * SWIGLU: the result is silu of the first half of the columns times the second half.
     * QKV: queries are the result, and keys and values are written to a paged cache.
 
-    With ``next_norm`` the results also include y times the weight of a norm, and the norm's factors.
+    With ``residual`` a tensor is added to the result. With ``next_norm`` the results also include y times the
+    weight of the next RMSNorm, and the norm's factor of each row.
     """
 
     M: int
@@ -136,9 +137,10 @@ class LinearProblem:
 
     @property
     def places(self) -> int:
-        """Number of output columns that programs share: N for PLAIN, otherwise N / 2.
+        """Number of units of work that are divided among programs: N for PLAIN, otherwise N / 2.
 
-        SWIGLU computes one column from two rows of W, and QKV processes two rows together.
+        A unit of PLAIN is an output column. SWIGLU computes an output column from two rows of W, and QKV
+        computes the two columns of a rotary pair together.
         """
         return self.N if self.epilogue == PLAIN else self.N // 2
 
@@ -205,7 +207,7 @@ class LinearProblem:
 
 
 def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str, Any]:
-    """Return the fields that all kinds of calls have."""
+    """Return the fields of :class:`LinearProblem` that all kinds of calls have."""
     scale = tensors.weight_scale
     rows = [x, weight] if tensors.norm_weight is None else [x, weight, tensors.norm_weight]
     return {
@@ -226,7 +228,7 @@ def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str,
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Whether every row starts at a multiple of ``COPY_BYTES`` and has such a length."""
+    """Whether address and length of every row are multiples of ``COPY_BYTES``."""
     strides = [
         stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1
     ]

@@ -2,7 +2,8 @@
 
 A derivative is written with the operations themselves: ``gradient(emit, result, *operands)`` returns the
 partial derivative with respect to each operand, or None for an operand without one. For an operation that
-selects an operand, it returns for each operand (condition, whether the condition selects this operand).
+selects an operand, such as minimum, it returns for each operand (condition, whether this operand is selected
+if the condition is True).
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import Tensor
 from flashtile.problems.common import DTYPES
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes of captured tensors of booleans or ints that torch can compute with."""
+"""Dtypes that captured tensors of booleans or ints may have: those that torch can compute with."""
 FLOATS = (
     *DTYPES,
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
-"""Dtypes of captured tensors of floats: those that Triton can load."""
+"""Dtypes that captured tensors of floats may have: those that Triton can load."""
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
 
@@ -33,7 +34,7 @@ class Operation(NamedTuple):
     Attributes:
         evaluate: computes the result of operands that are tensors or numbers.
         kind: returns the kind of the result ("bool", "int" or "float") from those of the operands.
-        gradient: writes the partial derivatives, or None if the operation has none.
+        gradient: emits and returns the partial derivatives; None if the operation has none.
         simplify: returns the result if it is a number or one of the operands, otherwise None.
     """
 
@@ -61,7 +62,10 @@ def _always(kind: str) -> Callable[..., str]:
 
 
 def _only(symbol: str, *allowed: str) -> Callable[[str], str]:
-    """Return the kind of an operation of one operand whose result has the operand's kind."""
+    """Return a ``kind`` function for unary operations that returns the operand's kind if it is allowed.
+
+    For any other kind it raises TypeError; ``symbol`` names the operation in the message.
+    """
 
     def kind_of(kind: str) -> str:
         if kind not in allowed:
@@ -122,7 +126,7 @@ def _simplify_or(a: Any, b: Any) -> Any:
 
 
 def _tensors(*operands: Any) -> tuple[Tensor, ...]:
-    """Convert numbers to tensors of the other operand's dtype, for torch functions that need tensors."""
+    """Convert numbers to tensors of another operand's dtype, for torch functions that need tensors."""
     like = next((operand for operand in operands if isinstance(operand, Tensor)), None)
     return tuple(
         operand if isinstance(operand, Tensor) else _number_like(operand, like) for operand in operands
@@ -181,8 +185,8 @@ def _larger(emit: Any, y: Any, a: Any, b: Any) -> tuple:
 def _pow_gradient(emit: Any, y: Any, a: Any, b: Any) -> tuple:
     """Return the partial derivatives of pow, which are 0 where torch defines them as 0.
 
-    The derivative by the base is 0 where the exponent is 0. The derivative by an exponent of at least 0 is 0
-    where the base is 0. The plain products would be 0 * inf there.
+    The derivative with respect to the base is 0 where the exponent is 0. The derivative with respect to the
+    exponent is 0 where the base is 0 and the exponent is at least 0. The plain formulas would give 0 * inf.
     """
     by_base = emit("mul", b, emit("pow", a, emit("sub", b, 1.0)))
     by_base = emit("where", emit("eq", b, 0.0), 0.0, by_base)

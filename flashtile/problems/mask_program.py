@@ -1,6 +1,6 @@
 """A score or mask function as a list of elementary operations: the traced form of a user's function.
 
-A program is straight-line: each line names the result of one operation on earlier results, on the inputs
+A program has no branches: each line names the result of one operation on earlier results, on the inputs
 (``score``, ``b``, ``h``, ``q``, ``kv``) and on numbers. Operators, compiled graphs and cache keys hold the
 program's text::
 
@@ -10,9 +10,10 @@ program's text::
     t3: float = sub score t2
     return t3
 
-``load i ...`` reads an element of captured tensor ``i``. Operations are elementwise, so the derivative by the
-score is a factor. :func:`derivatives` adds it, and the derivatives by loaded elements, in reverse order
-(Griewank and Walther, *Evaluating Derivatives*, 2008, chapter 3).
+``load i ...`` reads an element of captured tensor ``i``. A result depends on a single score, so its
+derivative with respect to the score is one number. :func:`derivatives` appends lines that compute it, and the
+derivatives with respect to loaded elements, by reverse-mode differentiation (Griewank and Walther,
+*Evaluating Derivatives*, 2008, chapter 3).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ INPUTS = {"score": "float", "b": "int", "h": "int", "q": "int", "kv": "int"}
 LOAD = "load"
 
 _WITH_ANY_NUMBER = frozenset(("add", "sub", "eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum"))
-"""Operations on ints that are not faster if the compiler knows the number."""
+"""Operations on ints that gain no speed if the compiler knows an operand."""
 
 
 Name = str
@@ -97,8 +98,8 @@ def _operand(token: str) -> Operand:
 class Builder:
     """Writer of a program's lines.
 
-    Equal operations share a result. Operations on numbers are computed at once. Operations whose result is
-    one of their operands are left out.
+    Equal operations share a line. An operation on numbers alone, or whose result is one of its operands, gets
+    no line: its result is returned directly.
     """
 
     def __init__(self, lines: Sequence[Line] = ()) -> None:
@@ -110,14 +111,14 @@ class Builder:
         return self.kinds[operand] if isinstance(operand, Name) else kind_of_number(operand)
 
     def emit(self, operation: str, *operands: Operand, kind: str | None = None, where: str = "") -> Operand:
-        """Return the result of an operation; ``kind`` is that of the element that a load reads."""
+        """Return the result of an operation. ``kind`` is given only for a load: the kind of the element."""
         if kind is None:
             of = OPERATIONS[operation]
             kind = of.kind(*map(self.kind, operands))
             simpler = of.simplify(*operands) if of.simplify is not None else None
             if simpler is None and not any(isinstance(operand, Name) for operand in operands):
                 simpler = of.number(*operands)
-            if simpler is not None:  # 1.0 * i is i, but must be a float
+            if simpler is not None:  # 1.0 * i simplifies to the int i, but the result must be a float
                 return simpler if self.kind(simpler) == kind else self.emit(kind, simpler)
         if any(type(operand) is int and not -(2**63) <= operand < 2**63 for operand in operands):
             raise TypeError("an int must fit 64 bits")
@@ -163,7 +164,10 @@ def soft_cap_of(program: Program) -> float:
 
 
 def composed(first: Program, second: Program) -> Program:
-    """Return the program that applies ``second`` to the scores of ``first``. Both share captured tensors."""
+    """Return the program that applies ``second`` to the score that ``first`` returns.
+
+    Both refer to the same list of captured tensors.
+    """
     builder = Builder(first.lines)
     known: dict[Operand, Operand] = {Name("score"): first.results[0]}
 
@@ -180,8 +184,8 @@ def composed(first: Program, second: Program) -> Program:
 def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
     """Return ALiBi as a program: the score minus a slope times the distance of query and key.
 
-    Captured tensor ``tensor`` holds the slope of each head, or of each sequence and head. Query ``i`` is at
-    key ``i + offset``.
+    Captured tensor ``tensor`` holds the slopes, (heads,), or (batch, heads) if ``by_batch``. Query ``i`` is
+    at the position of key ``i + offset``.
     """
     builder = Builder()
     distance = builder.emit("sub", builder.emit("add", Name("q"), offset), Name("kv"))
@@ -192,18 +196,19 @@ def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
 
 
 class Load(NamedTuple):
-    """The element of a captured tensor that a derivative belongs to."""
+    """The captured tensor to whose element a derivative belongs."""
 
     tensor: int
     indices: int
-    """Number of indices: that many results of the program are the element's indices."""
+    """Number of the program's results that are the element's indices."""
 
 
 def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tuple[Program, tuple[Load, ...]]:
     """Return (program, loads), where the new program also computes derivatives.
 
-    The results of the new program are the original result, the derivative by the score and, for each load
-    from one of ``tensors``, the derivative by the element followed by the element's indices.
+    The first results of the new program are the original result and its derivative with respect to the score.
+    For each load from one of ``tensors``, the derivative with respect to the element and the element's
+    indices follow.
     """
     builder = Builder(program.lines)
     (result,) = program.results
@@ -237,7 +242,7 @@ _DIVISIONS = frozenset(("div", "floordiv", "mod"))
 
 
 def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
-    """Whether a result is finite for finite scores, or -inf because the last line selects it.
+    """Whether a result is finite for finite scores, or -inf if the last line is a where that selects it.
 
     Args:
         loads_are: whether the elements of captured tensors are assumed to be finite.
@@ -278,7 +283,10 @@ def _is_zero(operand: Operand) -> bool:
 
 
 def _chosen(partial: tuple, adjoint: Operand) -> tuple:
-    """Give a selected operand all of the gradient or none of it, never a product with zero."""
+    """Return the operands of a where that passes the gradient to the selected operand, and 0 otherwise.
+
+    A product of the gradient with 0 or 1 would be NaN for an infinite gradient.
+    """
     condition, is_chosen = partial
     return (condition, adjoint, 0.0) if is_chosen else (condition, 0.0, adjoint)
 
@@ -293,7 +301,7 @@ def depends_on(program: Program) -> dict[Operand, frozenset[str]]:
 
 
 def renumbered(program: Program, tensors: dict[int, int]) -> Program:
-    """Return the program with its captured tensors renumbered."""
+    """Return the program with each number of a captured tensor replaced by its value in ``tensors``."""
     lines = (
         line._replace(operands=(tensors[line.operands[0]], *line.operands[1:]))
         if line.operation == LOAD

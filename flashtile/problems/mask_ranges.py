@@ -27,7 +27,11 @@ def positions_of(seqlen_q: int, seqlen_k: int) -> int:
 
 
 def wide_lines(program: Program, positions: int = POSITIONS) -> frozenset[Name]:
-    """Return the lines on ints that must be computed in 64 bits."""
+    """Return the names of the lines whose ints must be computed in 64 bits.
+
+    Args:
+        positions: upper bound of query and key positions.
+    """
     kinds = program.kinds
     known: dict[Any, Range] = {Name(name): (0, POSITIONS) for name in INPUTS}
     known |= dict.fromkeys((Name("q"), Name("kv")), (0, positions))
@@ -71,7 +75,7 @@ def _range(line: Line, operands: list[Range]) -> Range:
     if line.operation == "lshift":
         bits = min(max(operands[-1][1], 0), 64)
         return min(operands[0][0], 0) << bits, max(operands[0][1], 0) << bits
-    # floordiv, rshift and bit operations: below the next power of two of their operands.
+    # floordiv, rshift and bit operations stay below the next power of two above their operands.
     most = 1 << max(abs(low), abs(high), 1).bit_length()
     return -most if low < 0 or line.operation == "not" else 0, most - 1
 

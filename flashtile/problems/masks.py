@@ -36,7 +36,7 @@ class Mods:
     block_size: tuple[int, int] | None = None
     """Queries and keys of a block of the block mask."""
     list_heads: int = 1
-    """Number of query heads with their own blocks in the block mask, 1 if all share them."""
+    """Number of query heads with block lists of their own in the block mask; 1 if all heads share them."""
     positions: int = POSITIONS
     """Upper bound of query and key positions: it decides which ints fit in 32 bits."""
 
@@ -50,13 +50,13 @@ class Mods:
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Numbers of the programs that kernels receive as arguments of their launch."""
+        """The ints in the programs that kernels receive as launch arguments."""
         programs = (program for program in (self.score_program, self.mask_program) if program is not None)
         found = dict.fromkeys(number for program in programs for number in variables(program))
         return tuple(found)[: MAX_SIZES - sum(self.ranks)]
 
     def kernel_sizes(self, captured: Iterable[Tensor | None]) -> list[int]:
-        """Return the MAX_SIZES ints of a launch: captured tensors' sizes first, ``numbers`` from the end."""
+        """Return the MAX_SIZES ints of a launch: captured sizes, then zeros, then ``numbers`` reversed."""
         sizes = [size for tensor in captured if tensor is not None for size in tensor.shape]
         return sizes + [0] * (MAX_SIZES - len(sizes) - len(self.numbers)) + [*reversed(self.numbers)]
 

@@ -15,9 +15,10 @@ class Quantized:
     """q, k or v in e4m3: made by :func:`flashtile.fp8.quantize`, read by :func:`flashtile.fp8.attention`.
 
     Args:
-        values: float8_e4m3fn. q and k have the given shape, with zero columns up to a multiple of 16
-            (transformed: a power of 2). v is transposed, (batch, heads, head_dim, columns) or (heads,
-            head_dim, columns), with keys in the order of :func:`flashtile.problems.fp8_layout.key_order`.
+        values: float8_e4m3fn. q and k have the shape of the original tensor, with zero columns added up to a
+            multiple of 16, or to a power of 2 if they are transformed. v is transposed, (batch, heads,
+            head_dim, columns) or (heads, head_dim, columns), with keys in the order of
+            :func:`flashtile.problems.fp8_layout.key_order`.
         scales: float32 factors of the values. Method "block": (batch, heads, blocks), or (heads, blocks) for
             packed sequences; "head": (batch, heads); "tensor": (1, 1).
         role: "q", "k" or "v".
@@ -65,12 +66,12 @@ class Quantized:
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, transformed: bool = False) -> Tensor:
-        """Return values times scales, in the original shape. Rows that belong to no sequence are 0.
+        """Return values times scales, in the shape before quantisation. Rows of no sequence are 0.
 
         Args:
             dtype: dtype of the result.
-            transformed: whether to return q and k after the Hadamard transform, as the kernels read them.
-                False undoes the transform.
+            transformed: whether to return q and k after the Hadamard transform, with all stored columns, as
+                the kernels read them. False undoes the transform.
         """
         if self.cu_seqlens is not None and self.cu_seqlens.shape[0] == 1:  # rows, but no sequence
             return self.values.new_zeros(self.shape, dtype=dtype)
@@ -128,7 +129,10 @@ class Quantized:
 def sequences(
     of: tuple[object, ...], cu_seqlens: Tensor | None, max_seqlen: int | None, seqused: Tensor | None
 ) -> tuple[Tensor | None, int | None, Tensor | None]:
-    """Return the given lengths, with those of the quantised tensors in ``of`` for each that is None."""
+    """Return (cu_seqlens, max_seqlen, seqused), with None replaced by the values of tensors in ``of``.
+
+    Only quantised tensors carry these values. The first one that has a value decides.
+    """
     for x in of:
         if isinstance(x, Quantized):
             cu_seqlens = x.cu_seqlens if cu_seqlens is None else cu_seqlens

@@ -212,7 +212,7 @@ def _announced(name: str) -> Iterator[None]:
     if os.environ.get(QUIET) == "1" or not sys.stderr.isatty():
         yield
         return
-    line = f"flashtile: compiling {name}; `flashtile compile` does so ahead of time ({QUIET}=1 hides this line)"
+    line = f"flashtile: compiling {name}; `flashtile compile` does it ahead of time ({QUIET}=1 hides this)"
     timer = threading.Timer(ANNOUNCED_AFTER, print, (line,), {"file": sys.stderr})
     timer.daemon = True
     timer.start()

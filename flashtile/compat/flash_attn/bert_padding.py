@@ -90,7 +90,8 @@ def unpad_input_for_concatenated_sequences(
 
     Args:
         hidden_states: (batch, seqlen, ...).
-        attention_mask_in_length: (batch, seqlen) int. Each row lists its sequences' lengths, then zeros.
+        attention_mask_in_length: (batch, seqlen) int. Each row lists the lengths of its sequences, followed
+            by zeros.
 
     Returns:
         (tokens (total, ...), indices (total,) into the flattened batch, cu_seqlens (sequences + 1,) int32,
@@ -120,7 +121,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 @contextlib.contextmanager
 def _names(**names: str) -> Iterator[None]:
-    """Rename arguments in errors raised within."""
+    """Return a context manager that renames arguments in errors: ``tokens="values"`` shows "values"."""
     try:
         yield
     except ERRORS as error:

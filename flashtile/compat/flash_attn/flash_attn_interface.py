@@ -1,7 +1,7 @@
-"""``flash_attn.flash_attn_interface``: the public functions, and FlashAttention's functions below autograd.
+"""``flash_attn.flash_attn_interface``: the public functions, and FlashAttention's functions without autograd.
 
-The functions below autograd are those that ring-flash-attention and other implementations of context
-parallelism call. The lse of a row without keys is -inf, as in FlashAttention-3.
+ring-flash-attention and other libraries for context parallelism call the functions without autograd. The lse
+of a row without keys is -inf, as in FlashAttention-3.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ __all__ = [
 ]
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""(out, softmax_lse, S_dmask, rng_state). The last two are None without dropout, S_dmask unless requested."""
+"""(out, softmax_lse, S_dmask, rng_state). S_dmask and rng_state are None without dropout.
+
+S_dmask is also None unless it is requested.
+"""
 
 
 def _flash_attn_forward(
@@ -106,7 +109,7 @@ def _flash_attn_varlen_forward(
 def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any) -> Results:
     """Call :func:`flashtile.attention` with the arguments ``named``, for dense or packed sequences.
 
-    With dropout, also return the state of its random numbers, and with ``return_softmax`` S_dmask.
+    With dropout the results include its random state, and S_dmask if ``return_softmax`` is True.
     """
     rng_state = draw_state(q) if named["dropout_p"] else None
     out, lse = attention(q, k, v, **named, rng_state=rng_state, return_lse=True)

@@ -50,8 +50,8 @@ def apply_rotary_emb(
         interleaved: whether the elements of a pair are neighbours (GPT-J). False: they are rotary_dim / 2
             apart (Llama).
         inplace: write into x, and return it.
-        seqlen_offsets: int or (batch,), the position of a sequence's first token. A token whose position has
-            no row in cos is not rotated.
+        seqlen_offsets: int or (batch,), the position of a sequence's first token. With a tensor, or with
+            ``cu_seqlens``, a token whose position has no row in cos is not rotated.
         cu_seqlens: (batch + 1,) int32 offsets of packed sequences, or None.
         max_seqlen: ignored; FlashAttention requires it with ``cu_seqlens``.
 
@@ -60,7 +60,8 @@ def apply_rotary_emb(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: cos and sin differ in shape, are too wide, or have too few rows for an int offset.
+        ValueError: cos and sin differ in shape, are too wide, or have too few rows for an int offset without
+            ``cu_seqlens``.
     """
     _check_tables(x, cos, sin, interleaved, 4 if cu_seqlens is None else 3)
     check_flag("inplace", inplace)
@@ -196,7 +197,7 @@ def _rotate_in_place(
     seqlen_offsets: int | Tensor,
     names: dict[str, str],
 ) -> None:
-    """Call :func:`apply_rotary_emb` on a part of a tensor, with its arguments renamed in errors."""
+    """Rotate x, a view of a tensor, by :func:`apply_rotary_emb`; ``names`` maps argument names in errors."""
     try:
         apply_rotary_emb(x, cos, sin, interleaved, True, seqlen_offsets)
     except ERRORS as error:

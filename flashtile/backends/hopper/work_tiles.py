@@ -16,8 +16,8 @@ TABLE_WIDTH = gl.constexpr(8)
 """Integers in a row of the tile table of packed sequences (``tile_table``). Row 0 is a header: the number of
 other rows, then the number of work tiles taken from the work queue."""
 TAKEN = gl.constexpr(1)
-"""Index, in the header, of the number of work tiles taken. In dense calls with a work queue, the header is the
-only row."""
+"""Index, in the header, of the number of work tiles taken. In dense calls with a work queue, the header is
+the only row."""
 
 
 class WorkTile(NamedTuple):

@@ -143,8 +143,7 @@ def probabilities(
 ):  # fmt: skip
     """Return (P, weights) of the raw products ``s`` with the rows of block ``m``.
 
-    ``weights`` is dS / dP: P times the derivative of the soft-cap or SCORE_MOD. ``added`` are values of a
-    bias.
+    ``weights`` is dS / dP: P times the derivative of the soft-cap or SCORE_MOD. ``added`` is a bias.
     """
     s_layout: gl.constexpr = s.type.layout
     slope, modifiers = head

@@ -31,8 +31,7 @@ class StepState(NamedTuple):
 
 @gluon.jit
 def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
-    """Return warpgroup W's half of dS K, left in flight: half of the columns of 64 rows, or 64 of 128
-    rows."""
+    """Return warpgroup W's half of dS K, left in flight: half of the columns, or 64 of 128 rows."""
     COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
     zero = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
     ds_q = ds if C.STORES_DS else ds.permute((1, 0))

@@ -57,8 +57,7 @@ def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.co
 def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """Make a channel over ``tiles``, which are already allocated.
 
-    With READERS 0 the producer never waits for a free slot. Each of WRITERS partitions writes a part of every
-    tile.
+    With READERS 0 the producer never waits for a free slot. WRITERS partitions write a part of each tile.
 
     Only barriers on which a partition waits are initialised. The compiler gives the memory of the others to
     other data. If they were initialised, a GPU that switches between processes could write their state there.

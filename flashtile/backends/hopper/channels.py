@@ -14,7 +14,7 @@ from flashtile.backends.hopper.compat import aggregate
 
 @aggregate
 class Channel:
-    """A ring of shared-memory tiles from one producer to ``readers`` partitions."""
+    """A ring of shared-memory tiles from one producer to one or more reader partitions."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor

@@ -10,8 +10,8 @@ def pin(x):
 
     x is computed before the barrier, and everything that uses the result after it. The assembler (ptxas)
     moves arithmetic across waits and across products on which it does not depend. Steps that should overlap
-    would then run one after the other. It moves nothing across an instruction that may sleep. The one here
-    sleeps only for negative x.
+    would then run one after the other. The assembler moves nothing across an instruction that may sleep. The
+    one here sleeps only for negative x.
     """
     return gl.inline_asm_elementwise(
         """
@@ -114,7 +114,7 @@ def wait_for_numbers(x):
 
 @gluon.jit
 def copy_registers(p):
-    """Copy P (16 or 32 bits), at this point, to the registers that the previous product has been reading."""
+    """Copy P (16 or 32 bits), exactly at this point, to the registers that the previous product has read."""
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=IN_REGISTER

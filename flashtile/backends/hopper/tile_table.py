@@ -105,9 +105,9 @@ class TileTable:
         seqlen: rows of the longest sequence: queries in the forward, keys in the backward.
         total: rows of all sequences.
         total_others: rows of the other side: keys in the forward, queries in the backward.
-        block: rows of a block. A work tile is one block.
-        seqused: only some rows of each sequence of the other side are used; the call gets their numbers.
-        paired: a work tile is a pair of blocks.
+        block: rows of a block.
+        seqused: whether calls give the number of used rows of each sequence of the other side.
+        paired: whether a work tile is a pair of blocks, not one block.
     """
 
     def __init__(

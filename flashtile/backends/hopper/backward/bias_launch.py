@@ -101,7 +101,7 @@ class BiasGradient:
     def __call__(
         self, dbias: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
     ) -> None:
-        """Write ``dbias``, unless the backward has. ``statistics`` begins with neg_lse and neg_delta."""
+        """Write ``dbias`` unless the backward has. ``statistics`` begins with neg_lse, then neg_delta."""
         problem, variant, bias = self._problem, self._variant, extras.bias
         if variant.STORES_DS:
             return

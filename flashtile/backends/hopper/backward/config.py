@@ -87,7 +87,7 @@ class BackwardVariant(ModifierFlags):
     ALIBI: bool
     HAS_SCORE_MOD: bool
     """Scores are more than raw products times a positive scale: with a soft-cap, ALiBi, a bias or SCORE_MOD,
-    or with a scale of at most about 0."""
+    or with a scale below ``launch.SMALLEST_SCALE``."""
     EVEN_N: bool
     """All sequences end with a whole block of keys."""
     MASKED: bool

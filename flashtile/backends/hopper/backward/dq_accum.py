@@ -73,8 +73,8 @@ class DqAccum(NamedTuple):
 def accum_of(sizes, pointers):
     """Return the :class:`DqAccum` of a launch.
 
-    ``pointers.counters`` are the work queue's, next_part, added_blocks of key heads and their
-    converted_parts.
+    ``pointers.counters`` are the counter of the work queue, next_part, added_blocks of all key heads, then
+    converted_parts of all key heads.
     """
     counters = pointers.counters
     added_blocks = counters + 2
@@ -86,7 +86,7 @@ def accum_of(sizes, pointers):
 
 @gluon.jit
 def proxy_fence():
-    """Make writes of other programs that this thread has seen also visible to its later TMA operations."""
+    """Make other programs' writes that this thread has seen visible to its later TMA operations as well."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -129,7 +129,7 @@ def wait_for(counter, count):
 
 @gluon.jit
 def wait_until_zeroed(key_head, blocks, accum):
-    """Wait until the memory of a key head in ``dq_accum`` is zeroed. For the first heads it always is."""
+    """Wait until a key head's memory in ``dq_accum`` is zeroed. The first heads need not wait."""
     before = key_head - accum.sizes.resident_heads
     if before >= 0:
         wait_for(accum.converted_parts + before, blocks)
@@ -215,9 +215,9 @@ def load_chunk(chunks, accum_desc, i, tile, c):
 def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointers, schedule, accum, scale):
     """Convert part ``part`` of a key head to dQ, and zero its memory if a later head reuses it.
 
-    In a tile of 64 rows, columns 8 j to 8 j + 7 of row 16 w + 8 a + r are contiguous and begin at float ((2 j
-    + a) 4 + w) 64 + 8 r. A chunk has all columns of one or two groups (a, w) of 8 rows. ``i`` counts the uses
-    of the ring of chunks; returns the new ``i``.
+    In a tile of 64 rows, columns 8 j to 8 j + 7 of row 16 w + 8 a + r are contiguous. They begin at float
+    ((2 j + a) 4 + w) 64 + 8 r. A chunk has all columns of one or two groups (a, w) of 8 rows. ``i`` counts
+    the uses of the ring of chunks; returns the new ``i``.
     """
     COLUMNS: gl.constexpr = accum_desc.block_type.shape[0]
     GROUPS: gl.constexpr = accum_desc.block_type.shape[1]

@@ -225,7 +225,7 @@ def sum_gradients(
         slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
         own = key_modifiers(C, W, work, g, modifiers.bias, modifiers.blocks, pointers, schedule)
         head = QueryHead(slope, own)
-        done = max(1 - g, 0)  # the step above is the first one of the first head
+        done = max(1 - g, 0)  # the first step of the first head is done above
         if C.MASKED:
             for j in range(done, rows.masked):
                 m = block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)

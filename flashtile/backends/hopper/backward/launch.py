@@ -131,8 +131,8 @@ def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, 
 
     It is about twice the number that programs work on at a time: while one half is completed and converted,
     the other half has begun. When deterministic, interleaved heads complete at the same time and need more
-    room, at least for all of them, since they must not wait for one another. With still more heads,
-    ``dq_accum`` would not stay in the L2 cache.
+    room. All of them must fit, since they must not wait for one another. With still more heads, ``dq_accum``
+    would not stay in the L2 cache.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     heads = math.ceil(2 * programs / max(tiles, 1)) + 1
@@ -338,7 +338,7 @@ class HopperBackwardLaunch:
 def bias_views(
     problem: Problem, variant: BackwardVariant, bias: Tensor | None
 ) -> tuple[View | None, View | None]:
-    """Return the TMA views of the bias and, if the kernel stores dS, of its gradient; None for others."""
+    """Return the TMA views of (the bias, its gradient if the kernel stores dS); None for views not needed."""
     if bias is None:
         return None, None
     block = SQUARE.value, SQUARE.value

@@ -68,8 +68,9 @@ class Preprocess:
     ) -> tuple[Any, ...]:
         """Return (dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum).
 
-        The following kernels take these in addition to the call's tensors. ``workspace`` is the memory of the
-        last four, which are addresses once ``last``, the last of these kernels, is compiled, else tensors.
+        The following kernels take these in addition to the call's tensors; ``last`` is the last of these
+        kernels. ``workspace`` is the memory of the last four results. They are tensors until ``last`` is
+        compiled, then addresses.
         """
         if dout.data_ptr() % 16:
             dout = dout.clone()

@@ -78,10 +78,10 @@ class RowBlocks(NamedTuple):
     """Blocks [begin, end) are visited; with a block mask, positions [begin, end) of its list."""
     end: Any
     masked: Any
-    """Number of steps whose blocks the mask cuts. They come first."""
+    """Number of steps with masked blocks. These steps come first."""
     count: Any
     before: Any
-    """Number of masked blocks in front of the unmasked ones, the first of which is block ``full``."""
+    """Number of masked blocks in front of the unmasked blocks; full: the first unmasked block."""
     full: Any
     listed: Any
     """A :class:`~flashtile.backends.hopper.modifiers.block_lists.BlockList`; 0 without a block mask."""
@@ -235,7 +235,7 @@ def step_order(begin, end, full_begin, full_end):
     """Return (cut, count, before, full), the order of ``count`` blocks of rows for :func:`block_of_step`.
 
     The first ``cut`` steps have the blocks that the mask cuts: ``before`` blocks from ``begin`` on, then
-    those behind the whole blocks. The whole blocks follow, from ``full`` on.
+    those behind the unmasked blocks. The unmasked blocks follow, from ``full`` on.
     """
     full = min(max(full_begin, begin), end)
     full_end = min(max(full_end, full), end)
@@ -303,7 +303,7 @@ def row_block(C: gl.constexpr, rows, j):
 def dq_order(C: gl.constexpr, work, m, schedule):
     """Return how many blocks of keys add to block ``m`` of dQ before this work tile does, with DETERMINISTIC.
 
-    They are the blocks behind this one that rows of block ``m`` see.
+    They are the later blocks of keys that rows of block ``m`` see.
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1

@@ -70,10 +70,11 @@ def step(
     C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, head, state,
     shared, scalars,
 ):  # fmt: skip
-    """Compute step ``i``, for the rows of block ``m``, and dQ of the step before unless this is the FIRST.
+    """Compute step ``i``, for the rows of block ``m``, and dQ of the step before.
 
-    CUT: the mask hides some scores. Returns the new state, whose ``start`` is for step ``i + more``. ``more``
-    is 0 in the last step of a work tile, else 1.
+    FIRST: this is the first step of a work tile, so there is no step before. CUT: the mask hides some scores.
+    Returns the new state, whose ``start`` is for step ``i + more``. ``more`` is 0 in the last step of a work
+    tile, else 1.
     """
     dtype: gl.constexpr = shared.k.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
@@ -133,7 +134,7 @@ def step(
     fence_async_shared()
     mbarrier.arrive(shared.ds_full.index(i & 1), count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, ds_operand), q_tile, dk, is_async=True)
-    # -lse of the next step, loaded during dK; after the last step, that of the same step again.
+    # -lse of the next step, loaded during dK. The last step loads its own -lse again.
     start = row_of(shared.neg_lse.index(q.wait(i + more)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     do.release(i)

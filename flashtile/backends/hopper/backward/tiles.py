@@ -64,7 +64,7 @@ def store_gradient(
     PART: gl.constexpr = desc.block_type.shape[-1]
     parts = column_parts(gradient, PART)
     for n in gl.static_range(gradient.shape[1] // PART):
-        tma.store_wait(0)  # the tile still holds the part before
+        tma.store_wait(0)  # the tile may still hold the previous part
         store_part(parts[n], tile)
         row = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
         if C.VARLEN or C.SEQUSED:

@@ -47,7 +47,7 @@ class QueryTile(NamedTuple):
     """Inputs of the loops over blocks of keys, for 64 query rows."""
 
     q: Any
-    """[64, BLOCK_D] in shared memory; a tuple where tiles come in D_PARTS."""
+    """[64, BLOCK_D] in shared memory; a tuple of tiles if D_PARTS > 1."""
     q_head: Any
     """The first Q_IN_REGISTERS columns of q, in registers."""
     k: Any
@@ -64,9 +64,9 @@ class SoftmaxState(NamedTuple):
     """The online softmax of 64 query rows after some blocks of keys."""
 
     o: Any
-    """Output, not yet divided by the sums; with DV_PARTS a tuple."""
+    """Output, not yet divided by the sums; a tuple of two accumulators if DV_PARTS > 1."""
     l: Any
-    """[64, 4]: sums of probabilities that each of the four threads of a row holds."""
+    """[64, 4]: for each row, the sums of the probabilities that each of its four threads holds."""
     m: Any
     """[64]: maximum of the scores, in log2 units."""
 

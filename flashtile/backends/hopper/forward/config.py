@@ -121,7 +121,7 @@ class ForwardVariant(ModifierFlags):
     PING_PONG: bool
     Q_HOLDS_O: bool
     Q_IN_REGISTERS: int
-    """Columns of q that stay in registers, 0 or half of BLOCK_D."""
+    """Number of the first columns of q, which stay in registers; 0 if none do."""
     O_IN_PARTS: bool
     LAZY_RESCALE: bool
     PIN_WAIT: bool
@@ -284,7 +284,7 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
 
 def _columns_for(size: int) -> list[int]:
     """Return the numbers of columns in shared memory that suit a head size. 160 columns are five TMA boxes of
-    32, which need rows of a multiple of 32 bytes."""
+    32, for which rows in global memory must be a multiple of 32 bytes."""
     found = [n for n in (*_FEWER_COLUMNS, padded(size)) if size <= n <= padded(size)]
     return [n for n in found if n != 160 or size % 16 == 0]
 

@@ -281,7 +281,7 @@ def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
 
 @gluon.jit
 def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, arguments, call):
-    """Call STEP for each block of query rows of a work tile: a consumer's computes, the producer's loads.
+    """Call STEP for each block of query rows of a work tile. STEP computes a block, or loads it (producer).
 
     ``i`` counts the program's blocks of keys, ``j`` its blocks of query rows: the uses of their channels.
     STEP returns the new ``i``. This function returns the new ``i`` and ``j``.
@@ -328,7 +328,7 @@ def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
 @gluon.jit
 def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
     """The producer's loop: call :func:`walk_work_tile` for each work tile of its program. The producer takes
-    them from a counter for the work queue, or in a fixed order. Return the number of blocks of keys."""
+    them from the work queue's counter, or in a fixed order. Return the number of blocks of keys."""
     num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     if C.QUEUED:
         program, programs = gl.program_id(0), gl.num_programs(0)

@@ -70,7 +70,7 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, output, work, row):
     parts = output_parts(C, o, PART)
     for n in gl.static_range(COUNT):
         tile = output.tiles.index(2 * W + n % 2)
-        # The part before the last used this tile. If COUNT is odd, so did the last part of the rows before.
+        # The store two parts ago read this tile. If COUNT is odd, so did the last store of the previous rows.
         tma.store_wait(0 if n == 0 and COUNT % 2 == 1 else 1)
         store_part(parts[n], tile)
         store_rows(C, output.desc, work, row, tile, n * PART)
@@ -97,7 +97,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
             o_tile = q.tiles.index(q_part)
         else:
             o_tile = output.tiles.index(W)
-            tma.store_wait(0)  # it still holds the rows before
+            tma.store_wait(0)  # it may still hold the previous rows
         o_tile.reshape([WARPGROUP_ROWS, C.BLOCK_DV]).store(o)
         fence_async_shared()
         store_rows(C, output.desc, work, first, o_tile)

@@ -110,14 +110,13 @@ def two_words(key, word, other):
 def random_bits(
     generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, FINE: gl.constexpr, s_layout: gl.constexpr
 ):
-    """Return the words of a tile for :func:`drop`, [64, N] uint32. Its first column is ``start``, a multiple
-    of N.
+    """Return the words of a tile for :func:`drop`, [64, N] uint32. ``start`` is its first column.
 
     The code computes the words for each probability on its own; the compiler merges those that are equal.
     """
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
-    # Numbers of pairs and fours within a tile have no bits in common with those where the tile starts, so XOR
+    # Numbers of pairs and fours within a tile have no bits in common with the numbers at its start, so XOR
     # adds them. Terms that more words share are combined first. With keys as rows, each thread computes the
     # same words as with queries as rows; they are transposed at the end.
     if KEYS_FIRST:

@@ -87,9 +87,9 @@ class FunctionTensors:
     def __call__(self, extras: Any, missing: Tensor, by_address: bool) -> tuple[Any, Any, list]:
         """Return (lists, captured, tensors that must live until the launch).
 
-        ``missing`` stands for lists that the block mask does not have. 0 stands for captured tensors that a
-        call does not have, and for the whole structure if it has neither tensors nor numbers: functions of
-        Triton 3.6 return no structure that contains None.
+        ``missing`` replaces lists that the block mask lacks. Captured tensors that a call lacks are 0, and so
+        is the whole structure if it would have neither tensors nor numbers. They are not None, because
+        functions of Triton 3.6 cannot return a structure that contains None.
         """
         lists, captured, tensors = None, self._without_captured, []
         if self._has_captured:

@@ -129,7 +129,7 @@ def wait_for(counter, count):
 
 @gluon.jit
 def wait_until_zeroed(key_head, blocks, accum):
-    """Wait until a key head's memory in ``dq_accum`` is zeroed. The first heads need not wait."""
+    """Wait until a key head's memory in ``dq_accum`` is zeroed; for the first heads it is from the start."""
     before = key_head - accum.sizes.resident_heads
     if before >= 0:
         wait_for(accum.converted_parts + before, blocks)

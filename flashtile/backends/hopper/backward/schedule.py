@@ -102,7 +102,7 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     There are two exceptions:
 
     * With DETERMINISTIC, blocks of ``swizzle`` heads alternate. A block adds to dQ two steps after its
-      neighbour. Programs that finish together would wait for one another if neighbouring blocks were next.
+      neighbour. If programs that finish together took neighbouring blocks next, they would have to wait.
     * Under a causal mask, blocks of the last ``swizzle`` heads alternate. Otherwise the longest blocks of the
       last head would start when all other work is done.
     """

@@ -229,7 +229,7 @@ def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl
 def first_state(C: gl.constexpr, head, pointers):
     """Return the :class:`SoftmaxState` before the first block.
 
-    A sink's score is the first maximum. Its weight of 1 is divided among the four sums of a row.
+    With a sink, its score is the first maximum, and its weight of 1 is divided among the four sums of a row.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     m = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))

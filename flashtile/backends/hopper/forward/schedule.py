@@ -217,9 +217,10 @@ def key_blocks(
     first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return (begin, end) of the blocks of keys that some of the rows see (:func:`key_range`), one at least.
+    """Return (begin, end), the blocks of keys that some of the rows see (:func:`key_range`).
 
-    Rows that see no key get the block behind the last key: it loads as zeros and is masked as a whole.
+    There is always a block. Rows that see no key get the block behind the last key: it loads as zeros and is
+    masked as a whole.
     """
     begin, end, _, _ = key_range(first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
     n_begin = begin // BLOCK_N
@@ -281,7 +282,8 @@ def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
 
 @gluon.jit
 def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, arguments, call):
-    """Call STEP for each block of query rows of a work tile. STEP computes a block, or loads it (producer).
+    """Call STEP for each block of query rows of a work tile: to load it in the producer, to compute it in
+    others.
 
     ``i`` counts the program's blocks of keys, ``j`` its blocks of query rows: the uses of their channels.
     STEP returns the new ``i``. This function returns the new ``i`` and ``j``.

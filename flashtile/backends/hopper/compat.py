@@ -30,7 +30,6 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """View shared memory with another dtype, shape and layout. Triton's releases name Gluon's method
-    differently."""
+    """View shared memory with another dtype, shape and layout. Gluon's method for this has several names."""
     dtype, layout = core._unwrap_if_constexpr(dtype), core._unwrap_if_constexpr(layout)
     return _semantic.memdesc_reinterpret(memory, dtype, [core._unwrap_if_constexpr(n) for n in shape], layout)

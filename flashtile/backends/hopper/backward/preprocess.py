@@ -108,6 +108,7 @@ def dense_batch(problem: Problem) -> int:
 
 
 def statistics_shape(problem: Problem) -> tuple[int, int]:
-    """Return the shape of ``neg_lse`` and ``neg_delta``: (query heads over a dense batch, padded rows)."""
+    """Return the shape of ``neg_lse`` and ``neg_delta``: (query heads, in a dense batch of all sequences
+    together; padded rows of a head)."""
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return dense_batch(problem) * problem.num_heads_q, rows

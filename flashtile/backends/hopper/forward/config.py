@@ -40,8 +40,8 @@ class ForwardConfig:
         paired_below: number of keys. Under a mask with a right edge, shorter sequences have their blocks of
             queries computed in pairs (``schedule.num_parts``). In longer ones, the longest blocks of all
             heads come first.
-        QUEUED: under a mask with only a right edge, programs take the blocks of these longer sequences from
-            the work queue. Blocks of packed sequences always come from the queue.
+        QUEUED: under a mask with only a right edge, programs take the blocks of longer sequences (as in
+            ``paired_below``) from the work queue. Blocks of packed sequences always come from the queue.
         BIAS_STAGES: tiles of a bias in shared memory.
         LATE_BITS: the assembler may delay the computation of dropout's random bits until the exponentials;
             else they are computed during the products.
@@ -270,8 +270,8 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 def tile_columns(problem: Problem) -> tuple[int, int]:
     """Return the numbers of columns in shared memory: (of q and k, of v).
 
-    They are the pair with the smallest sum that the table has for this number of keys. The columns of v are
-    a power of two if another table has the configuration, or if Triton needs it.
+    They are the pair with the smallest sum that the table has for this number of keys. The columns of v are a
+    power of two if the configuration comes from another table, or if this release of Triton requires it.
     """
     windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial

@@ -125,7 +125,7 @@ def variant_of(
     queued = has_queue and takes_from_queue(problem, config)
     paired = right != UNLIMITED and short and not alone
     flags = modifier_flags(problem, fixed=False)
-    if has_natural_scores(problem):  # the softmax scales them
+    if has_natural_scores(problem):  # the softmax scales such scores
         scaled = False
     if problem.mods is not None:
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)

@@ -282,8 +282,8 @@ def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
 
 @gluon.jit
 def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, arguments, call):
-    """Call STEP for each block of query rows of a work tile: to load it in the producer, to compute it in
-    others.
+    """Call STEP for each block of query rows of a work tile. In the producer STEP loads the block, in a
+    consumer it computes the block.
 
     ``i`` counts the program's blocks of keys, ``j`` its blocks of query rows: the uses of their channels.
     STEP returns the new ``i``. This function returns the new ``i`` and ``j``.

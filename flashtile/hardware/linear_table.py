@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The row that selects kernels for a shape, and ``how`` it was chosen."""
+    """The row that selects kernels for a shape, and ``how`` the row was chosen, as text."""
 
     row: Row
     how: str

@@ -111,6 +111,7 @@ class Packed:
 
 
 Ranges = tuple[tuple[int, int], ...]
+"""(start, stop) of ranges of one rank's keys, ascending and disjoint."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,8 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """Return ``block`` with its keys renumbered as in the concatenated ``ranges``, one of which has them."""
+    """Return ``block`` with its keys renumbered as in the concatenated ``ranges``, one of which contains
+    them."""
     before = 0
     for start, stop in ranges:
         if start <= block.k_start < stop:

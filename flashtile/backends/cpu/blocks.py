@@ -57,6 +57,7 @@ def hidden_keys(distance: Tensor, window_left: int, window_right: int) -> Tensor
 
 
 def chunks_of(rows: range, offset: int, attention_chunk: int) -> tuple[int, int]:
-    """Return the first position and the end of the chunks that contain ``rows``."""
+    """Return (start, end), in key positions, of the chunks of ``attention_chunk`` keys that contain
+    ``rows``."""
     first, last = (row + offset for row in (rows.start, rows.stop - 1))
     return first // attention_chunk * attention_chunk, (last // attention_chunk + 1) * attention_chunk

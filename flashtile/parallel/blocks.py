@@ -271,8 +271,7 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """Return ``block`` with its keys renumbered as in the concatenated ``ranges``, one of which contains
-    them."""
+    """Return ``block``, whose keys lie in one of ``ranges``, with keys counted in the concatenated ranges."""
     before = 0
     for start, stop in ranges:
         if start <= block.k_start < stop:

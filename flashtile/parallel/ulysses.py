@@ -179,7 +179,7 @@ class Ulysses:
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Return the pieces of a group in the order of positions.
 
-    Interleaved pieces keep their order, unless together they are the whole sequence.
+    Interleaved pieces keep their order. But if together they are the whole sequence, the result is one piece.
     """
     if all(piece.step == 1 for piece in pieces):
         return joined(sorted(pieces))

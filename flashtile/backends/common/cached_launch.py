@@ -50,7 +50,7 @@ class CachedLaunch:
         constants: values of the ``constexpr`` parameters.
         config: number of warps and stages; None is NUM_WARPS warps.
         views: ``common.tma.View`` of each tensor that gets a TMA descriptor; these are the first tensors of a
-            call. None stands for a descriptor that the call lacks, for which it passes no tensor.
+            call. A view of None gives None for a descriptor; no tensor is passed for it.
         pointers: NamedTuple type of the parameter that holds all other tensors; if None, each of them is a
             parameter.
         options: further options of the compiler and of the launch.
@@ -116,8 +116,7 @@ class CachedLaunch:
             self._compile(device, tensors)
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
-        """Launch by Triton's own path, which compiles the kernel if necessary, and keep the compiled
-        kernel."""
+        """Launch by Triton's own path, which compiles if necessary, and keep the compiled kernel."""
         recorded = _recorded.get()
         if recorded is not None:
             recorded.append((self, tensors))

@@ -37,8 +37,7 @@ TYPE_NAMES = {
 }
 """Triton's names of dtypes."""
 _NOT_COMPILED = ("enable_fp_fusion", "launch_pdl")
-"""Options of launches that a case leaves out: fusion is the default, and launch_pdl does not change the
-code."""
+"""Options that a case leaves out: fusion is the default, and launch_pdl does not change the code."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,8 +71,7 @@ def _compiled_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:
-    """Return a case's fields ``signature``, ``constants`` and ``divisible_by_16`` for a launch's
-    arguments."""
+    """Return a launch's ``signature``, ``constants`` and ``divisible_by_16``, as fields of a case."""
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     divisible = set()
@@ -92,8 +90,7 @@ def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:
 
 
 def _type(value: Any, specialized: bool) -> Any:
-    """Return Triton's type of an argument, or of each field of a structure; constants are returned
-    unchanged."""
+    """Return Triton's type of an argument, or of each field of a structure; constants stay as they are."""
     if isinstance(value, tuple):
         fields = [_type(field, specialized) for field in value]
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)

@@ -111,7 +111,7 @@ class CompileCase:
 
         Raises:
             TypeError: ``kernel`` is not a Triton kernel, as under TRITON_INTERPRET=1.
-            ValueError: ``signature`` and ``constants`` do not name the kernel's arguments, each once.
+            ValueError: ``signature`` and ``constants`` do not name each argument of the kernel exactly once.
         """
         from flashtile.backends import compat
 
@@ -152,8 +152,7 @@ def types_of(structure: Any, default: Any, **types: Any) -> Any:
 
 
 def _fields(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Yield (path, value) of each leaf of nested structures; a value that is not a structure is its own
-    leaf."""
+    """Yield (path, value) of each leaf of nested structures; any other value is itself a leaf."""
     if isinstance(value, tuple):
         for i, field_value in enumerate(value):
             yield from _fields(field_value, (*path, i))
@@ -207,8 +206,7 @@ class CompileReport:
 
 
 def every_case(arch: str) -> list[CompileCase]:
-    """Return the cases of all backends: those of the function ``compile_cases(arch)`` of every module with
-    one."""
+    """Return the cases of all backends, from each module that has a function ``compile_cases(arch)``."""
     import flashtile.backends
 
     cases: list[CompileCase] = []
@@ -319,8 +317,7 @@ _BYTES_OF_WIDTH = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
 def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
-    """Return the bytes that instructions ``opcode`` (STL or LDL) move; 4 each unless a modifier says
-    otherwise."""
+    """Return the bytes that ``opcode`` (STL or LDL) moves; 4 per instruction without a width modifier."""
     total = 0
     for full, count in opcodes.items():
         base, *modifiers = full.split(".")

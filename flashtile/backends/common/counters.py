@@ -29,7 +29,7 @@ LEAST = 4096
 class _Reserve:
     def __init__(self, device: torch.device) -> None:
         self._counters = torch.zeros(RESERVED, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # graphs that use them wait for nothing else
+        torch.cuda.current_stream(device).synchronize()  # captured graphs do not wait for the zeroing
         self._taken = 0
         self._lock = Lock()
 

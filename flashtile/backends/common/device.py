@@ -68,8 +68,7 @@ def capability(device: torch.device | Target) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device | Target) -> int:
-    """Return the number of multiprocessors of a GPU; :data:`INTERPRETER_MULTIPROCESSORS` for other
-    devices."""
+    """Return a GPU's multiprocessors; :data:`INTERPRETER_MULTIPROCESSORS` for other devices."""
     if isinstance(device, Target):
         return device.multiprocessors
     if device.type != "cuda":

@@ -28,8 +28,7 @@ COMPILER_FILES = (".py", ".so")
 
 
 class _Kept:
-    """Mixin of JIT functions: compiles by :func:`load_or_compile`, and applies ``do_not_specialize`` to
-    tuples."""
+    """Mixin of JIT functions: uses :func:`load_or_compile`, and extends ``do_not_specialize`` to tuples."""
 
     def create_binder(self) -> Any:
         *others, binder = super().create_binder()  # type: ignore[misc]
@@ -65,14 +64,14 @@ class KeptFunction(_Kept, JITFunction):
 
 
 def kernel(**options: Any) -> Callable[[Callable], Any]:
-    """Return a decorator as :func:`triton.jit`, for kernels that are launched (:func:`load_or_compile`)."""
+    """Return a decorator like :func:`triton.jit`; its kernels are compiled by :func:`load_or_compile`."""
     if knobs.runtime.interpret:
         return triton.jit(**options)
     return lambda function: KeptFunction(function, **options)
 
 
 def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
-    """Return a decorator as :func:`kernel`, for Gluon."""
+    """Return a decorator like :func:`kernel`, for Gluon."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     class KeptGluonFunction(_Kept, GluonJITFunction):

@@ -222,8 +222,7 @@ class Destinations(NamedTuple):
 
 @triton.jit
 def load_destinations(m, pointers, sizes, E: tl.constexpr):
-    """Load the :class:`Destinations` of rows of x. ``written`` is false for rows without a place in the
-    cache."""
+    """Load the :class:`Destinations` of rows of x; rows without a place in the cache are not ``written``."""
     position = m * 0
     if pointers.positions is not None:
         position = tl.load(pointers.positions + m, mask=m < sizes.M, other=-1)

@@ -61,8 +61,7 @@ class PreprocessLengths(NamedTuple):
 
 
 def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
-    """Return the padded rows of one head: those of one sequence if dense, of all sequences together if
-    varlen."""
+    """Return one head's padded rows, of one sequence if dense, of all sequences together if varlen."""
     return triton.cdiv(total_q + batch * ROW_PAD if varlen else seqlen_q, ROW_PAD) * ROW_PAD
 
 

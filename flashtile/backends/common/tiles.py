@@ -33,8 +33,8 @@ def row_of_token(b, start, heads, seqlen, VARLEN: tl.constexpr):
 
 @triton.jit
 def row_of_head(b, head, start, heads, seqlen, total, VARLEN: tl.constexpr):
-    """Return the index of a head's first token in (batch, heads, seqlen), or (heads, total) if VARLEN,
-    int64."""
+    """Return the index of a head's first token, int64, in (batch, heads, seqlen); if VARLEN (heads,
+    total)."""
     if VARLEN:
         return head.to(tl.int64) * total + start
     else:

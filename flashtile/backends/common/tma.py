@@ -1,5 +1,4 @@
-"""Views of tensors for TMA: shape, strides and block without an address, from which launches make
-descriptors."""
+"""Views of tensors for TMA, which lack only the address; launches make descriptors from them."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ def dense_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: tor
 
 
 def cells_view(shape: tuple, strides: tuple, rows: int, keys: int, dtype: torch.dtype) -> View:
-    """View of (batch, heads, seqlen_q, seqlen_k), such as a bias; a block is ``rows`` by ``keys`` of one
-    head."""
+    """View of (batch, heads, seqlen_q, seqlen_k); a block is ``rows`` by ``keys`` of one head."""
     return View(list(shape), _usable(shape, strides), [1, 1, rows, keys], dtype)
 
 
@@ -128,6 +126,6 @@ def _row_stride(shape: tuple, strides: tuple) -> int:
 
 
 def _usable(shape, strides) -> list[int]:
-    """Return strides that TMA accepts, multiples of 16 bytes, where an extent of 1 has an arbitrary stride.
-    The last stride becomes 1."""
+    """Return strides that TMA accepts. Extents of 1, whose stride may be arbitrary, get 16 elements, because
+    TMA requires multiples of 16 bytes. The last stride becomes 1."""
     return [stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=True)][:-1] + [1]

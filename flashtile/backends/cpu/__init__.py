@@ -119,8 +119,7 @@ def _widened(problem: Problem) -> tuple[Problem, Config]:
 
 
 def _wide(launch: Any, tensors: int) -> Any:
-    """Return ``launch`` with its first ``tensors`` arguments cast to float32, so that its results are
-    float32."""
+    """Return ``launch`` with its first ``tensors`` arguments cast to float32, which gives float32 results."""
 
     def widened(*arguments: Any) -> Any:
         given = (None if t is None else t.float() for t in arguments[:tensors])

@@ -12,8 +12,7 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.decode import FP8, DecodeProblem
 
 TILE_ELEMENTS = 512 * 1024
-"""Scores of one tile of ``Tiled``, 2 MiB in float32. Sizes from 128K to 1M are equally fast (Zen 4, head_dim
-64)."""
+"""Scores of one tile of ``Tiled``, 2 MiB in float32. 128K to 1M are equally fast (Zen 4, head_dim 64)."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,7 @@ def _backward_dtype(problem: Problem) -> torch.dtype:
 
 
 def _product_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
-    """Return the inputs' dtype, or float32 if 16-bit products are slow on this processor or too coarse for
-    ALiBi."""
+    """Return the inputs' dtype, or float32 if 16 bits are slow on this processor or too coarse for ALiBi."""
     accumulation = _accumulation_dtype(problem)
     if problem.dtype == accumulation or problem.alibi:
         return accumulation

@@ -46,8 +46,7 @@ class EvaluatedFunctions:
     def chunks(
         self, problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
     ) -> Iterator[FunctionChunk]:
-        """Yield chunks of one sequence each. If each head has its own block lists, a chunk has one query
-        head."""
+        """Yield chunks of one sequence, and of one query head if each head has its own block lists."""
         for b in range(q.shape[0]):
             if self.lists is None or self.mods.list_heads == 1:
                 for h in split(range(problem.num_heads_kv), config.TILE_HEADS):

@@ -11,8 +11,7 @@ from flashtile.problems.attention import OptionalTensors, Problem
 
 
 class Dropout(NamedTuple):
-    """Parameters of dropout. Positions count in the whole call, so a part of it drops the same
-    probabilities."""
+    """Parameters of dropout. Positions count in the whole call, so parts drop the same probabilities."""
 
     rng_state: Tensor
     p: float

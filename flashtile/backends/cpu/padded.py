@@ -21,8 +21,7 @@ from flashtile.problems.common import UNLIMITED
 
 
 def covers(problem: Problem) -> bool:
-    """Whether key padding is the only mask except a causal one, so that torch's kernel serves the dense
-    calls."""
+    """Whether key padding is the only mask except a causal one, as torch's kernel requires."""
     distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
     scores = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0

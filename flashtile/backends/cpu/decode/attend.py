@@ -25,8 +25,7 @@ MIN_SUM, MAX_SUM = 2.0**-16, 2.0**16
 """Accepted range for a row's sum of exponentials with a unified maximum. Within it, the sum's logarithm is
 small, as with online softmax, and terms that exp flushes to zero are negligible."""
 MIN_VALUE = 2.0**-60
-"""Minimum of the largest magnitude in the weighted sums of values. Smaller sums may lack terms flushed to
-zero."""
+"""Minimum magnitude of the largest weighted sum of values. Smaller sums may lack terms flushed to zero."""
 
 
 def attend(
@@ -157,8 +156,7 @@ class _Sequence:
         return new_max, row_sum * before + here, acc * before + values / total * here
 
     def _tiles(self, q: Tensor, rows: range) -> Iterator[tuple[Tensor, range]]:
-        """Yield (masked scores (heads_kv, group * rows, keys), keys) for blocks of the keys that any row
-        sees."""
+        """Yield (masked scores (heads_kv, group * rows, keys), keys) by blocks of keys that a row sees."""
         window = self.problem.window_left, self.problem.window_right
         seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
         seen = range(max(seen.start, self.first_key), seen.stop)
@@ -169,8 +167,7 @@ class _Sequence:
             yield self._masked(torch.matmul(q, k.permute(1, 2, 0)), rows, keys), keys
 
     def _start(self, rows: range) -> Sums:
-        """Return :data:`Sums` before the first key: those of the sink and of attention over other keys, if
-        any."""
+        """Return :data:`Sums` before the first key, from the sink and from attention over other keys."""
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         size = (heads_kv, group * len(rows))
         # The lowest finite number instead of -inf: hidden scores then give exp(-inf - lowest) = 0, not NaN.
@@ -193,8 +190,7 @@ class _Sequence:
         return row_max, row_sum, acc
 
     def _gather(self, cache: Tensor, descale: Tensor | None, keys: range) -> Tensor:
-        """Return ``keys`` of a cache, (keys, heads_kv, head_dim), in the dtype of computation, times their
-        scales."""
+        """Return tokens (keys, heads_kv, head_dim) in the dtype of computation, times their scales."""
         if self.blocks is None:
             return tokens_of_row(cache, self.row, keys, descale, self.dtype)
         page_size = cache.shape[1]

@@ -1,5 +1,4 @@
-"""Reads of a cache on the CPU, and writes: copied blocks, and appended tokens (rotary embedding,
-quantisation)."""
+"""Reads, appends (with rotary embedding and quantisation) and copies of a cache on the CPU."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from flashtile.reference.decode import rotate_appended
 
 
 def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return tokens ``keys`` of a row of a dense cache, (keys, heads_kv, head_dim), in ``dtype``, times their
-    scale."""
+    """Return tokens (keys, heads_kv, head_dim) of a dense cache in ``dtype``, multiplied by their scales."""
     tokens = cache[row, keys.start : keys.stop].to(dtype)
     if descale is not None:
         tokens *= (descale if descale.dim() == 1 else descale[row]).to(dtype).unsqueeze(-1)

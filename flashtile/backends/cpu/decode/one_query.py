@@ -24,13 +24,11 @@ from flashtile.backends.cpu.flash import attend_by_heads
 from flashtile.problems.decode import CacheTensors, DecodeProblem
 
 PIECE_ELEMENTS = 256 * 1024
-"""Maximum elements of a piece's keys over all heads, and of its values. Gathered pieces stay in the L2
-cache."""
+"""Maximum elements of a piece's keys, and of its values. Gathered pieces stay in the L2 cache."""
 
 
 class Piece(NamedTuple):
-    """Keys that one call of the kernel reads: one range of positions, of one or several adjacent
-    sequences."""
+    """Keys that one call of the kernel reads: a range of positions in one or more adjacent sequences."""
 
     sequences: range
     keys: range
@@ -110,8 +108,7 @@ def _dense(
 def _paged(
     problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> Iterator[KeysAndValues]:
-    """Yield the keys of a paged cache. The division into pieces does not depend on where pages lie in
-    memory."""
+    """Yield the keys of a paged cache, in pieces that do not depend on where pages lie in memory."""
     caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
     in_place = k_cache.dtype == dtype and given.k_descale is given.v_descale is None
     most_pages = -(-_most_keys(problem) // problem.page_size)
@@ -183,8 +180,7 @@ def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterat
 
 
 def _gathered_together(pieces: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
-    """Yield groups of consecutive pieces with at most ``most`` pages in total; a larger piece is its own
-    group."""
+    """Yield groups of consecutive pieces with at most ``most`` pages, or of one larger piece."""
     group: list[Piece] = []
     room = most
     for piece in pieces:

@@ -19,8 +19,7 @@ from flashtile.backends.portable.decode.schedule import sequence_of
 
 @gluon.jit
 def store_rows(C: gl.constexpr, base, rows, exists, o):
-    """Store o [64, BLOCK_DV] to row indices ``rows`` [64] of ``base``, where ``exists``, directly from
-    registers."""
+    """Store o [64, BLOCK_DV] from registers to rows ``rows`` [64] of ``base``, where ``exists``."""
     layout: gl.constexpr = o.type.layout
     columns = gl.arange(0, C.BLOCK_DV, layout=gl.SliceLayout(0, layout))
     offsets = gl.convert_layout(rows, gl.SliceLayout(1, layout)) * C.HEAD_DIM_V
@@ -31,8 +30,7 @@ def store_rows(C: gl.constexpr, base, rows, exists, o):
 
 @gluon.jit
 def store_whole(C: gl.constexpr, o, lse, work, rows, call):
-    """Store final rows to out and lse. o: normalised [64, BLOCK_DV]; lse: [64] in base 2, stored in base
-    e."""
+    """Store normalised o [64, BLOCK_DV] to out, and lse [64], given in base 2, to lse in base e."""
     lengths = call.lengths
     num_heads_q = lengths.num_heads_kv * C.PACK
     b, _ = sequence_of(work.m_block, lengths, C)
@@ -48,8 +46,7 @@ def store_whole(C: gl.constexpr, o, lse, work, rows, call):
 
 @gluon.jit
 def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
-    """Store o and lse (base 2) to slot ``slot`` of the partial results, which ``portable.decode.combine``
-    reads."""
+    """Store o and lse (base 2) to ``slot`` of the partial results (``portable.decode.combine``)."""
     splits = call.splits
     partial = call.pointers.partial
     partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index

@@ -74,7 +74,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     COPY_ROWS: int
     """Keys per TMA load, contiguous in memory: an n_block, or the part of it that lies within one page."""
     LOADERS: int
-    """Loader partitions of k, and as many of v. Each loads its part of every n_block."""
+    """Number of loader partitions of k; v has as many. Each loads its part of every n_block."""
     COPIES: int
     """TMA loads per loader and n_block."""
     GATHER: bool
@@ -94,8 +94,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     KEY_SCALES: bool
     """Whether DESCALE is "block", so the keys of one tile may have different scales."""
     BALANCED: bool
-    """Whether all programs take equal runs of n_blocks; otherwise they take splits of work tiles from a
-    queue."""
+    """Whether programs take equal runs of n_blocks; otherwise they take splits from a queue."""
     DIVIDES: bool
     """Whether the queue's table divides the work tiles of long sequences."""
     SPLIT: bool
@@ -108,8 +107,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     PACK: int
     """Query heads of a key head that share a tile; their rows alternate."""
     KV_GROUP: int
-    """Query heads per key head, divided by PACK. The schedule treats each group of PACK query heads as a
-    head."""
+    """Query heads per key head, divided by PACK: the schedule counts PACK query heads as a head."""
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
@@ -131,8 +129,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
 
 
 MAX_LOADERS = 2
-"""Maximum loaders of k. With as many of v they fill a warpgroup. One warp issues loads of small pages too
-slowly."""
+"""Maximum loaders of k, and of v. One warp would issue loads of small pages too slowly."""
 REGISTERS = {(1, 1): (240, 240, 240), (1, 2): (216, 40, 128), (2, 1): (232, 40, 168)}
 """(consumer warpgroups, programs per multiprocessor) -> registers per thread: of consumers, of loaders, and
 at launch."""

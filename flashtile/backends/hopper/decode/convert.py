@@ -69,8 +69,7 @@ class KeyScales(NamedTuple):
 
 @gluon.jit
 def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use):
-    """Convert use ``i`` of the channel ``raw`` into ``tile``, over the previous contents, and release its
-    slot."""
+    """Convert use ``i`` of channel ``raw`` into ``tile``, which is overwritten, and release its slot."""
     N: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
     PARTS: gl.constexpr = max(1, N * WIDTH // ELEMENTS)
@@ -148,8 +147,7 @@ def make_scales(C: gl.constexpr):
 
 @gluon.jit
 def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constexpr):
-    """Return the channel that the consumer reads: ``raw``, of k or v, converted to ``dtype`` if the cache is
-    e4m3."""
+    """Return the channel of k or v that the consumer reads: ``raw``, converted to ``dtype`` if E4M3."""
     if C.E4M3:
         WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
         layout: gl.constexpr = operand_layout(C.BLOCK_N, WIDTH, dtype)
@@ -179,8 +177,7 @@ def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
 
 @gluon.jit
 def scales_of_head(C: gl.constexpr, work, call):
-    """Load (k's, v's) scale of a work tile's key head, by DESCALE for its sequence or for all; 1.0
-    otherwise."""
+    """Load the scales of k and v of a work tile, if DESCALE is "head" or "sequence"; otherwise 1.0."""
     pointers = call.pointers
     head = work.head_kv // C.KV_GROUP
     if C.DESCALE == "head":

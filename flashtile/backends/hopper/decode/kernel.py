@@ -92,8 +92,7 @@ class HopperDecodeCall(NamedTuple):
 
     pointers: Any
     table: Any
-    """Pointer to the table of the work queue (``work.table_kernel``), in the memory after the partial
-    results."""
+    """Pointer to the work queue's table (``work.table_kernel``), after the partial results."""
     lengths: Any
     splits: Any
     cache: Any
@@ -135,8 +134,7 @@ class KeyLoads(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a balanced program's run of n_blocks begins and ends, as ``schedule.balanced_start`` returns
-    it."""
+    """Where a balanced program's run of n_blocks begins and ends (``schedule.balanced_start``)."""
 
     total: Any
     position: Any
@@ -184,9 +182,7 @@ def load_queries(C: gl.constexpr, work, j, queries, call):
 
 @gluon.jit
 def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, queries, keys, call):
-    """Load the n_blocks of a part: what loader PART of k (or of v, if V) loads of each. Returns the new
-    ``i``.
-
+    """Load the share of loader PART in each n_block of a part, of k or (if V) of v. Returns the new ``i``.
     The first loader of k also loads queries and looks for invalid pages. ``i`` and ``j`` are those of
     :func:`attend_part`.
     """

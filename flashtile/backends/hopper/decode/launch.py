@@ -304,8 +304,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_splits(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """The launch of the portable combining kernel, for splits that depend on each work tile's length
-        only."""
+        """The launch of the portable combining kernel, for splits that depend on one work tile only."""
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
         work_tiles = lengths.m_blocks * problem.num_heads_kv
@@ -321,8 +320,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """The launch that combines the work tiles that the table divides, often none. All its programs run at
-        a time."""
+        """The launch that combines the work tiles that the table divides, often none."""
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
         programs = COMBINING_PROGRAMS * multiprocessors(self._device)

@@ -1,5 +1,4 @@
-"""Work partitioning of attention over a cache: the work tiles, and the parts of them, that a program
-computes."""
+"""Work partitioning of attention over a cache: the parts of work tiles that a program computes."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ CHUNK = 256
 LIMITS = tl.constexpr(16)
 """Number of candidates for the maximum n_blocks of a part that :func:`part_limit` compares."""
 PART_COST = tl.constexpr(3.0)
-"""Cost of a part's prologue and epilogue, in n_blocks: 4.6 us, while an n_block of 128 keys and rows takes
-1.6."""
+"""Cost of a part's prologue and epilogue (4.6 us), in n_blocks of 128 keys and rows (1.6 us)."""
 COMBINE_COST = tl.constexpr(8.0)
 """Cost of storing partial results and combining them, in n_blocks."""
 PARTS = tl.constexpr(65536)

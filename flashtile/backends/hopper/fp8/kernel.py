@@ -47,8 +47,7 @@ class TilePointers(NamedTuple):
 
 
 class Fp8Call(NamedTuple):
-    """Arguments of the launch that all partitions use, in the order in which they read them when they
-    start."""
+    """Arguments of the launch that all partitions use, in the order of their first reads."""
 
     pointers: Any
     schedule: Any
@@ -63,8 +62,7 @@ class ProducerChannels(NamedTuple):
     k: Any
     v: Any
     v_rows: Any
-    """Channel of untransposed tiles of v, which the producer transposes into ``v``; ``v`` itself if
-    V_TRANSPOSED."""
+    """Channel of tiles of v that the producer transposes into ``v``; ``v`` if V_TRANSPOSED."""
 
 
 class Fp8Inputs(NamedTuple):
@@ -95,8 +93,7 @@ def load_transposed(C: gl.constexpr, desc, work, n, barrier, slot):
 
 @gluon.jit
 def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
-    """Issue the TMA load of block ``n`` of v as use ``i``: into ``v`` if V_TRANSPOSED, otherwise into
-    ``v_rows``."""
+    """Issue the TMA load of block ``n`` of v as use ``i`` of ``v`` or, unless V_TRANSPOSED, ``v_rows``."""
     if C.V_TRANSPOSED:
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)

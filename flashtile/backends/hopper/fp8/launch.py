@@ -1,5 +1,4 @@
-"""The launch of the FP8 kernel: e4m3 tensors and scales to kernel arguments, prepared once for each
-signature."""
+"""The launch of the FP8 kernel: tensors to kernel arguments, prepared once for each signature."""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ class TileScales(NamedTuple):
 
 @gluon.jit
 def tile_scales(C: gl.constexpr, work, positions, head, call):
-    """Return the :class:`TileScales` of 64 rows: those at ``positions`` of query heads ``head``, [rows]
-    each."""
+    """Return the :class:`TileScales` of 64 rows: ``positions`` and query heads ``head`` are [rows]."""
     arrays, strides, numbers = call.scales, call.scales.strides, call.numbers
     q_index = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
     first_q = 0
@@ -88,8 +87,7 @@ def tile_scales(C: gl.constexpr, work, positions, head, call):
 
 @gluon.jit
 def load_scales(C: gl.constexpr, scales, n):
-    """Load (k's, v's) scale of block ``n`` of keys, or of block 0 if ``n`` is negative; 1.0 without a
-    scale."""
+    """Load (k's, v's) scale of block ``n`` of keys, or of block 0 if n < 0; 1.0 without a scale."""
     block = gl.maximum(n, 0) * C.BLOCK_N // KEY_BLOCK
     k_scale, v_scale = gl.to_tensor(1.0), gl.to_tensor(1.0)
     if C.HAS_K_SCALE:

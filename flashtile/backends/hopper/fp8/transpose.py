@@ -17,8 +17,7 @@ GROUP = gl.constexpr(layout.KEY_GROUP)
 
 @gluon.constexpr_function
 def pair_layout(pairs, warps):
-    """Linear layout of int16 [pairs of columns, GROUP keys] as LDSM.T distributes them; bases from the lowest
-    bit."""
+    """Layout of int16 [pairs of columns, GROUP keys] as LDSM.T distributes them over the threads."""
     key_registers = [[0, 1], [0, 8], [0, 16]]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     rest = []

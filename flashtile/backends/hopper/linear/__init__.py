@@ -1,5 +1,4 @@
-"""Flat products (1 to 16 rows of x) by a ring of asynchronous copies, selected if the measured table has
-it."""
+"""Flat products (1 to 16 rows of x) by a ring of copies, for shapes where the measured table has it."""
 
 from __future__ import annotations
 

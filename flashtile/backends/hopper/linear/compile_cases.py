@@ -22,8 +22,7 @@ from flashtile.problems.linear import LinearProblem
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield a case with the plain epilogue for each tile, and with each other epilogue for the default tile
-    of 16 rows."""
+    """Yield each tile with the plain epilogue, and the default tile of 16 rows with every other one."""
     if arch != HOPPER:
         return
     for (rows, width), tiles in TILES.items():

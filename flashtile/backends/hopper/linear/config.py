@@ -86,8 +86,7 @@ def make(problem: LinearProblem, tile: Tile) -> FlatConfig:
 
 
 def choose(problem: LinearProblem, measured: Tile | None) -> FlatConfig:
-    """Return the configuration of the tile ``measured`` for this shape, or of the default tile if that is
-    None."""
+    """Return the configuration of the tile ``measured`` for this shape; None: of the default tile."""
     return make(problem, measured or DEFAULT[key_of(problem)])
 
 

@@ -74,8 +74,7 @@ class FlatRing(NamedTuple):
 
 
 class FlatTiles(NamedTuple):
-    """A program's range of ``places`` places from ``begin``, in ``count`` tiles whose sizes differ by at most
-    1."""
+    """A program's ``places`` places from ``begin`` on, in ``count`` tiles of equal size or one less."""
 
     begin: Any
     places: Any
@@ -146,8 +145,7 @@ def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
 
 @gluon.jit
 def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
-    """Start asynchronous copies of a chunk into a slot. Elements outside of the mask ``mine`` or beyond K
-    become 0."""
+    """Start asynchronous copies of a chunk into a slot, zeros outside of the mask ``mine`` and beyond K."""
     start = chunk * (C.WARPS * C.BLOCK_K)
     if not C.EVEN_K:
         mine = mine & (start + columns_of(C, source.dtype.element_ty) < depth.K)
@@ -257,8 +255,7 @@ def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl
 
 @gluon.jit
 def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.constexpr, E: gl.constexpr):
-    """Return (tile, chunk, offsets, mine) of the next chunk, which is the next tile's first after a tile's
-    last."""
+    """Return (tile, chunk, offsets, mine) of the next chunk of this tile, or of the next tile's first."""
     chunk += 1
     if chunk == chunks:
         chunk = 0

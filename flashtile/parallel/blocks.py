@@ -246,7 +246,7 @@ def _moved(block: Block, rows: int, keys: int) -> Block:
 
 
 def _merged(blocks: list[Block]) -> list[Block]:
-    """Merge neighbouring blocks without masked scores."""
+    """Merge adjacent blocks without masked scores."""
     merged: list[Block] = []
     for block in blocks:
         last = merged[-1] if merged else None

@@ -125,7 +125,7 @@ def column_of(within, half, E: tl.constexpr):
     """Column, within its head, of the first or second element of pair ``within``.
 
     The elements of a rotated pair lie ROTARY_DIM / 2 apart, or are adjacent if INTERLEAVED. Columns that are
-    not rotated are paired with their neighbour.
+    not rotated are paired with the adjacent column.
     """
     HALF: tl.constexpr = E.ROTARY_DIM // 2
     if E.INTERLEAVED or HALF == 0:

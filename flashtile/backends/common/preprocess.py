@@ -105,7 +105,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
         for first in range(0, lengths.num_counters, COUNTERS_AT_ONCE):
             place = first + tl.arange(0, COUNTERS_AT_ONCE)
             tl.store(pointers.counters + place, tl.zeros_like(place), mask=place < lengths.num_counters)
-    # Heads vary fastest: neighbouring programs read neighbouring memory.
+    # Heads vary fastest, so that adjacent programs read adjacent memory.
     head = pid % num_heads_q
     row_start = (pid // num_heads_q) % num_blocks * C.BLOCK_M
     b = (pid // num_heads_q) // num_blocks

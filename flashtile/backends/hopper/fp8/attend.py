@@ -220,7 +220,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
     store_lse(C, lse, work, head, positions, call.pointers, schedule)
     i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W)
-    # A row without keys was multiplied by V behind the last key, where memory may hold NaN.
+    # Rows without keys were multiplied by V beyond the last key, where memory may hold NaN.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
     o_sums = gl.convert_layout(sums, gl.SliceLayout(1, o_layout))
     o = gl.where((o_sums == 0)[:, None], 0.0, o)

@@ -137,14 +137,14 @@ def count_m_blocks(sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
-    """Choose the maximum n_blocks of a part, such that ``programs`` that take the longest parts first end
+    """Choose the maximum n_blocks of a part so that ``programs``, taking the longest parts first, end
     soonest.
 
     It is chosen among LIMITS candidates: the n_blocks of the longest work tile, divided by 1, 1.5, 2, 3, 4
-        and
-    so on. The estimated time is the larger of two bounds: the mean load of a program, and the rounds of long
-    parts (more than half the limit). Work tiles of similar lengths therefore stay whole, unless the last
-    round would be almost empty. Candidates with more than ``slots`` parts of divided work tiles are excluded.
+        ...
+    The estimated time is the larger of two bounds: the mean load of a program, and the rounds of long parts
+    (more than half the limit). Work tiles of similar lengths therefore stay whole, unless the last round
+    would be almost empty. Candidates with more than ``slots`` parts of divided work tiles are excluded.
     """
     index = tl.arange(0, LIMITS)
     longest = tl.full([], 1, tl.int32)
@@ -182,9 +182,9 @@ def table_kernel(
     """Fill the queue's table, int32 rows of WIDTH. Grid: one program for each of ``batch`` sequences.
 
     Row 0 holds the number of the rows that follow, the queue's counter (0), and the number D of divided
-    m_blocks. Each further row holds an m_block, its :class:`schedule.Sequence`, and the index and number of
-    the part. Sequences with more n_blocks come first, so divided m_blocks come first. The m_blocks of a
-    sequence are in reverse order, because the last may see the most keys; the parts of an m_block are
+    m_blocks. Each further row holds an m_block, its :class:`schedule.Sequence`, the index of a part, and the
+    number of parts. Sequences with more n_blocks come first, so divided m_blocks come first. The m_blocks of
+    a sequence are in reverse order, because the last may see the most keys; the parts of an m_block are
     consecutive. In row 1 + i, for i < D, the last number is the row of the first part of the i-th divided
     m_block.
     """

@@ -12,8 +12,8 @@ class BoundedCache(dict[Any, Any]):
     """A dict whose values take at most ``limit_bytes`` of host memory, by the sizes that callers state.
 
     Reads are those of ``dict``; :meth:`store` adds entries. When a new entry does not fit, others chosen at
-    random are dropped, one at a time, until it does. Going round one key more than fits therefore misses
-    about twice per round; dropping the oldest entry, or all of them, would miss nearly always.
+    random are dropped, one at a time, until it does. A loop over one key more than fits therefore misses
+    about twice per round. If the oldest entry or all entries were dropped, it would miss nearly always.
     """
 
     def __init__(self, limit_bytes: int) -> None:

@@ -14,11 +14,11 @@ four(j) = j // 16 * 4 + j % 8 // 2.
 The first word belongs to query i, the second to query i + 8. The bytes of a word, from the lowest on, belong
 to keys j + 8, j, j + 9 and j + 1.
 
-The low seven bits of its byte are a probability's number. The probability is dropped if this number is below
-dropout_p * 128, rounded. If that rounding would change dropout_p by more than 2 %, the number gets eight more
-bits below the seven. They come from the words of a second counter, which differs from the first in bit 31 of
-its second word. There a probability takes the byte of its neighbour: key j takes that of key j + 8, key j + 8
-that of key j, and likewise j + 1 and j + 9.
+Each probability has a number: the low seven bits of its byte. The probability is dropped if this number is
+below dropout_p * 128, rounded. If that rounding would change dropout_p or 1 - dropout_p by more than 2 %, the
+number gets eight more bits below the seven. They are a byte of the words of a second counter, which differs
+from the first in bit 31 of its second word. In these words the bytes of keys j and j + 8 are exchanged, and
+those of j + 1 and j + 9.
 
 In a product on the tensor cores, one thread holds those eight probabilities. In the transposed product four
 threads hold two each; a warp then computes the same words and transposes them as matrices of 8 x 8 halves.
@@ -35,7 +35,7 @@ from flashtile.checks.arguments import as_float, check_dense, check_share
 UNITS = 2**15
 """dropout_p is rounded to a multiple of 1 / UNITS."""
 _COARSE = 2**8
-"""dropout_p is rounded to a multiple of _COARSE / UNITS if that changes it by at most _NEAR."""
+"""dropout_p is rounded to a multiple of _COARSE / UNITS if p and 1 - p change by at most _NEAR (a ratio)."""
 _NEAR = 0.02
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -85,7 +85,7 @@ def keep_share(dropout_p: float) -> float:
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Philox-4x32-10: return four words, int64 from 0 to 2^32 - 1, for words that broadcast."""
+    """Return the four words of Philox-4x32-10; all words are int64 from 0 to 2^32 - 1 and broadcast."""
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -112,7 +112,7 @@ def kept(
 ) -> Tensor:
     """Return which probabilities dropout keeps, (batch, heads, rows, keys) bool.
 
-    It depends only on their indices in the call.
+    For given arguments, a probability's result depends only on its indices in the call.
 
     Args:
         heads_q: number of query heads of the call.

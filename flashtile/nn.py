@@ -117,7 +117,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         try:
             if masking.is_pattern and not (need_weights and dropout_p > 0):
                 out, lse = attend(q, k, v, masking.pattern, **options)
-            else:  # weights use the positions of the state, which packing would change
+            else:  # dropout of the weights follows from positions, which packing would change
                 out, lse = attention(q, k, v, **masking.keywords, return_lse=True, **options)
         except ERRORS as error:
             raise renamed(error, _OF_MODULE) from None
@@ -138,7 +138,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _check_with_weights(self, name: str, tensor: Tensor) -> None:
         """Raise unless the module's weights can multiply the tensor.
 
-        Autocast would cast both to one dtype.
+        Under autocast their dtypes may differ, because autocast casts both to one.
         """
         weight = self.out_proj.weight
         if tensor.device != weight.device:

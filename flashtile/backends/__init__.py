@@ -1,1 +1,1 @@
-"""Backends that compute calls, one package each, imported by ``flashtile.dispatch`` when needed."""
+"""Backends that compute calls, one package each, imported by ``flashtile.op.selection`` when needed."""

@@ -102,15 +102,20 @@ def launcher(
     views: tuple = (),
     pointers: Callable[..., tuple] | None = None,
 ) -> Any:
-    """Return ``launch(stream, tensors)`` of a compiled kernel on the current device, with ``fixed`` last.
+    """Return ``launch(stream, tensors)``, which launches a compiled kernel on the current device.
 
-    Tensors are passed by address (a tensor may also be given as one), which saves a driver query for each.
-    The first ones become TMA descriptors, made by ``views``. The others are the fields of the kernel's
-    ``pointers`` structure, or arguments of their own if that is None. The driver receives the leaves of all
-    structures, unless Triton makes launchers differently (:func:`_for_leaves`). ``tensors`` are examples of
-    the arguments. Launch hooks, such as a profiler's, cost nothing if none is set; Triton itself would build
-    a dictionary and call two empty chains. ``launch.with_fixed(fixed)`` returns a launch with other fixed
-    arguments, for which Triton would compile the same kernel.
+    Args:
+        tensors: examples of the tensors of later calls. Each call may pass a tensor or its address. The
+            kernel receives addresses, which saves a driver query per tensor.
+        fixed: arguments after the tensors, the same for every launch.
+        views: make TMA descriptors of the first tensors; None stands for a descriptor that the call lacks.
+        pointers: structure (NamedTuple type) whose fields are the other tensors; if None, each of them is an
+            argument.
+
+    The driver receives the leaves of all structures, unless Triton makes launchers differently
+    (:func:`_for_leaves`). Launch hooks, such as a profiler's, cost nothing if none is set; Triton itself
+    would build a dictionary and call two empty chains. ``launch.with_fixed(fixed)`` returns a launch with
+    other fixed arguments, for which Triton would compile the same kernel.
     """
     hooked = compiled[grid]
     present = tuple(view for view in views if view is not None)
@@ -209,7 +214,7 @@ class TensorMaps(BoundedCache):
         self._encode = encode
 
     def all_arguments(self, address: int) -> list[Any]:
-        """Return all kernel arguments of a descriptor: it, encoded, and the view's shape and strides."""
+        """Return all kernel arguments of a descriptor: its encoded form, and the view's shape and strides."""
         descriptor = self._view.of(address)
         if self._encode is None:
             return [descriptor]

@@ -97,6 +97,15 @@ def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
 
     ``flashtile compile --calls PATH`` compiles their kernels, for any GPU and without one. The program may
     run on a CPU. No data is written.
+
+    Examples:
+        >>> import os, tempfile
+        >>> q, k, v = torch.randn(3, 1, 32, 4, 64).unbind()
+        >>> path = os.path.join(tempfile.mkdtemp(), "calls.json")
+        >>> with flashtile.record_calls(path):
+        ...     out = flashtile.attention(q, k, v, causal=True)
+        >>> [call.operation for call in flashtile.compilation.calls.read_calls(path)]
+        ['forward']
     """
     with remembering() as remembered:
         yield

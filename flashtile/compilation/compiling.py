@@ -107,6 +107,10 @@ def warmup(
 
     Raises:
         ValueError: ``device`` is not an NVIDIA GPU of this machine, or the file does not hold calls.
+
+    Examples:
+        >>> if torch.cuda.is_available():
+        ...     flashtile.warmup("calls.json")
     """
     found = torch.device(device or "cuda")
     if found.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:

@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The row that selects kernels for a shape, and ``how`` it was chosen."""
+    """The row that selects kernels for a shape, and ``how`` the row was chosen, as text."""
 
     row: Row
     how: str
@@ -154,9 +154,9 @@ def _own(path: Path, stamp: int) -> tuple[Row, ...]:
 def find(card: str, N: int, K: int, dtype: str, weight_dtype: str) -> Found | None:
     """Return the row for a shape on a card; None if no table has a row for a weight of this element size.
 
-    Rows of the same shape and card are preferred, then the row of the same card whose weight has the most
-    similar numbers of rows and elements, then such a row of another card. 16-bit dtypes share rows, because
-    they are equally fast.
+    The first choice is a row of the same card and shape. The second is the row of the same card whose N and N
+    * K are most similar, and the third is the most similar row of another card. 16-bit dtypes share rows,
+    because they are equally fast.
     """
     usable = [row for row in rows() if _width(row.weight_dtype) == _width(weight_dtype)]
     if not usable:

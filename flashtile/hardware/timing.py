@@ -18,15 +18,17 @@ from flashtile.hardware.cards import Card, card_of_device
 
 MIN_CALLS = 3
 HOST_BATCHES = 7
+"""Batches of calls whose median is the host time of a call."""
 HOST_CALLS = {"cuda": 200, "cpu": 20}
 """Calls per batch, fewer than CUDA can queue, so that the host never waits for the GPU."""
 CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
+"""Rows and columns of the matrices of :func:`matmul_ceiling`."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 FLUSHED_BYTES = 2**28
 """Bytes that are written to flush the L2 cache, more than the L2 cache of any GPU."""
 ESTIMATED_CALLS = 5
 WAITED = 2
-"""Time for which the GPU sleeps before a call, in multiples of the host's time to issue it, which varies."""
+"""Time for which the GPU sleeps before a call, in multiples of the host's time to issue the call."""
 CYCLES_PER_MS = 2_000_000
 """Approximate clock of a GPU."""
 

@@ -129,7 +129,8 @@ class State:
         scores: options of the calls.
         sink: (heads_q,) or None. With a sink, lse of a row starts at the sink instead of -inf.
 
-    The latest partial result is merged only when the next one arrives, so that the last merge can also round.
+    The latest partial result is merged only when the next one arrives, so that the last merge can also round
+    out to q's dtype.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:

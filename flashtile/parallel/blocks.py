@@ -111,6 +111,7 @@ class Packed:
 
 
 Ranges = tuple[tuple[int, int], ...]
+"""(start, stop) of ranges of one rank's keys, ascending and disjoint."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,7 @@ def _moved(block: Block, rows: int, keys: int) -> Block:
 
 
 def _merged(blocks: list[Block]) -> list[Block]:
-    """Merge neighbouring blocks without masked scores."""
+    """Merge adjacent blocks without masked scores."""
     merged: list[Block] = []
     for block in blocks:
         last = merged[-1] if merged else None
@@ -270,7 +271,7 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """Return ``block`` with its keys renumbered as in the concatenated ``ranges``, one of which has them."""
+    """Return ``block``, whose keys lie in one of ``ranges``, with keys counted in the concatenated ranges."""
     before = 0
     for start, stop in ranges:
         if start <= block.k_start < stop:

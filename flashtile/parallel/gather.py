@@ -24,9 +24,9 @@ class _Part(NamedTuple):
     """Consecutive tokens of one rank that another rank needs.
 
     Attributes:
-        own: index of the first one among the owner's tokens.
-        gathered: its index among the tokens that the other rank gathers.
-        tokens: their number.
+        own: index of the first token among the owner's tokens.
+        gathered: index of the first token among the tokens that the other rank gathers.
+        tokens: number of tokens.
     """
 
     own: int
@@ -72,8 +72,8 @@ class AllGather:
         return [rank for rank in range(self.shards.ranks.size) if rank != self._rank]
 
     def _pair(self, rank: int) -> Pair:
-        """Return the calls of a rank's queries with the keys of all ranks: in the order of the sequence, or
-        rank after rank if the pieces are interleaved."""
+        """Return the calls of a rank's queries with the keys of all ranks. Keys are in the order of the
+        sequence, or rank after rank if the pieces are interleaved."""
         keys: tuple[Piece, ...] = tuple(piece for pieces in self.shards.pieces_k for piece in pieces)
         if all(piece.step == 1 for piece in keys):
             keys = joined(sorted(keys))

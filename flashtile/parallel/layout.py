@@ -1,4 +1,4 @@
-"""Layouts: which rank has which tokens of a sequence; cutting and joining tensors accordingly."""
+"""Layouts: which tokens of a sequence each rank has, and functions that cut and join tensors accordingly."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...]:
-    """Return the pieces of ``total`` tokens that ``rank`` of ``size`` holds, in its order.
+    """Return the pieces of ``total`` tokens that ``rank`` of ``size`` holds, in the rank's own order.
 
     "contiguous" cuts evenly. "zigzag" cuts into 2 * size chunks, of which rank r has numbers r and
     2 * size - 1 - r: under a causal mask all ranks then have the same work (Llama 3,
@@ -44,7 +44,7 @@ def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...
 
 
 def joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Merge neighbouring pieces: the same tokens in the same order, in as few pieces as possible."""
+    """Merge adjacent pieces: return the same tokens in the same order, in as few pieces as possible."""
     result: list[Piece] = []
     for piece in pieces:
         if piece.length == 0:
@@ -72,7 +72,7 @@ def check_layout(layout: str) -> None:
 
 
 def shard(x: Tensor, dim: int, group: Any = None, layout: str = "zigzag", *, mesh: Any = None) -> Tensor:
-    """Return this rank's part of a tensor of which every rank has the whole. Differentiable.
+    """Cut a tensor that every rank holds in full, and return this rank's part. Differentiable.
 
     Cut tokens, labels and positions with this function once per batch. Apart from attention, a transformer's
     layers work on each token separately. The gradient of ``x`` is that of this rank's part, and 0 elsewhere.

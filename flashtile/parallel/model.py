@@ -25,7 +25,7 @@ from flashtile.problems.common import UNLIMITED
 METHODS = ("auto", "ring", "ulysses", "allgather")
 
 REACHED = {"forward": 0.65, "backward": 0.5}
-"""Share of the peak of 16-bit products that our kernels reach on one H100 at long sequences."""
+"""Share of the peak of 16-bit products that flashtile's kernels reach on one H100 at long sequences."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,7 @@ def _seconds(sharing: Sharing, card: Card, which: str, pairs: float) -> float:
 
 
 def _ranks_to_look_at(ranks: int) -> Iterable[int]:
-    """Return the ranks whose costs are computed: costs are largest at the first, middle or last rank."""
+    """Return the ranks whose costs are computed. The largest cost is at the first, middle or last rank."""
     return sorted({0, ranks // 2, ranks - 1})
 
 

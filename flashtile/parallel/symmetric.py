@@ -57,7 +57,7 @@ def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) 
     host.
 
     Raises:
-        NotImplementedError: torch has no symmetric memory, or these GPUs cannot reach each other's.
+        NotImplementedError: torch has no symmetric memory, or these GPUs cannot map each other's memory.
         RuntimeError: the first call of a capacity is within the capture of a CUDA graph.
     """
     capacity = 1 << max(rows - 1, 0).bit_length()
@@ -79,7 +79,8 @@ def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor,
         (addresses (ranks,) int64 on the device, an object that keeps the memory alive).
 
     Raises:
-        ImportError, RuntimeError: torch has no symmetric memory, or these GPUs cannot reach each other's.
+        ImportError, RuntimeError: torch has no symmetric memory, or these GPUs cannot map each other's
+            memory.
     """
     # A program that fails while it uses multicast can leave the host's GPUs unusable.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")

@@ -29,8 +29,8 @@ def query_heads(heads: int, size: int, rank: int) -> range:
 def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
     """Return the key heads that a rank's query heads attend to.
 
-    If key heads do not serve equal numbers of the rank's query heads, each query head gets its own copy. Key
-    heads are then listed several times.
+    If the rank has different numbers of query heads for its key heads, each query head gets its own copy of a
+    key head. Key heads are then listed several times.
     """
     group = heads_q // heads_kv
     own = query_heads(heads_q, size, rank)
@@ -156,7 +156,8 @@ class Ulysses:
         return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
     def _order(self, of_queries: bool, device: torch.device) -> Tensor | None:
-        """Return the indices that sort received tokens (rank after rank) into the inner order, or None."""
+        """Return the indices that sort received tokens (rank after rank) into the order of ``inner``, or
+        None."""
         of_ranks = self.shards.pieces_q if of_queries else self.shards.pieces_k
         pieces = [piece for of_rank in of_ranks for piece in of_rank]
         stay = in_order(pieces) == tuple(pieces)
@@ -179,7 +180,7 @@ class Ulysses:
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Return the pieces of a group in the order of positions.
 
-    Interleaved pieces keep their order, unless together they are the whole sequence.
+    Interleaved pieces keep their order. But if together they are the whole sequence, the result is one piece.
     """
     if all(piece.step == 1 for piece in pieces):
         return joined(sorted(pieces))

@@ -1,7 +1,7 @@
 """Launches that keep their compiled kernel.
 
-Triton's own launch path binds and specialises every argument on every call (17 us). A cached launch does not
-(7 us when this was measured; it has become faster since).
+Triton's own launch path binds and specialises every argument at every call, which takes 17 us. A cached
+launch took 7 us in the same measurement, and has become faster since.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _recorded: ContextVar[list[Launched] | None] = ContextVar("recorded_launches", d
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launched]]:
-    """Record the launches inside the context that would compile a kernel, instead of launching them.
+    """Record launches inside the context instead of launching, if their kernel is not compiled yet.
 
-    With tensors on torch's "meta" device, these are all launches.
+    No kernel is ever compiled for tensors on torch's "meta" device, so all their launches are recorded.
     """
     launches: list[Launched] = []
     token = _recorded.set(launches)
@@ -41,13 +41,19 @@ def recording() -> Iterator[list[Launched]]:
 
 
 class CachedLaunch:
-    """One kernel at one grid with fixed scalar arguments; tensors of one signature come with each call.
+    """One kernel with a fixed grid and fixed scalar arguments. Each call passes tensors of one signature.
 
-    A kernel's parameters are, in this order: a TMA descriptor for each of ``views``, which say how TMA sees
-    the first tensors (``common.tma.View``; None is a descriptor that the call does not have, nor a tensor);
-    the other tensors, together in one NamedTuple of the type ``pointers``, or one by one if that is None; the
-    ``scalars``, numbers or NamedTuples of them; the ``constants``. ``options`` are further ones of the
-    compiler.
+    Args:
+        kernel: its parameters are, in this order, TMA descriptors, other tensors, scalars and constants.
+        grid: number of programs.
+        scalars: numbers, or NamedTuples of numbers.
+        constants: values of the ``constexpr`` parameters.
+        config: number of warps and stages; None is NUM_WARPS warps.
+        views: ``common.tma.View`` of each tensor that gets a TMA descriptor; these are the first tensors of a
+            call. A view of None gives None for a descriptor; no tensor is passed for it.
+        pointers: NamedTuple type of the parameter that holds all other tensors; if None, each of them is a
+            parameter.
+        options: further options of the compiler and of the launch.
     """
 
     def __init__(
@@ -83,9 +89,9 @@ class CachedLaunch:
         return self._run is not None
 
     def with_scalars(self, scalars: tuple) -> CachedLaunch | None:
-        """This kernel as it is compiled, with other scalar arguments.
+        """Return a launch of the same compiled kernel with other scalar arguments.
 
-        None if Triton would compile another for them, or if none is compiled yet.
+        None if Triton would compile another kernel for them, or if this kernel is not compiled yet.
         """
         run, fixed = self._run, self._fixed
         if run is None:
@@ -112,10 +118,10 @@ class CachedLaunch:
             self._compile(device, tensors)
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
-        """Launch by Triton's own path, which compiles what it does not find, and keep what it launched."""
+        """Launch by Triton's own path, which compiles if necessary, and keep the compiled kernel."""
         compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
         if compiled is not None:  # None from the interpreter
-            # In this order: another thread that sees the one has to see the other.
+            # The index comes first: another thread that sees ``_run`` must also see ``_index``.
             self._index = device.index
             self._run = compat.launcher(
                 compiled, self._grid, tensors, self._fixed, self._views, self._pointers
@@ -126,14 +132,14 @@ class CachedLaunch:
         return self.kernel.warmup(*self.arguments(tensors), grid=self._grid, **self.options)
 
     def arguments(self, tensors: tuple) -> tuple:
-        """The kernel's arguments with these tensors."""
+        """Return the kernel's arguments for these tensors."""
         pointers = self._pointers
         descriptors, others = compat.described(self._views, tensors)
         return (*descriptors, *(others if pointers is None else (pointers(*others),)), *self._fixed)
 
 
 def _compiled_alike(parameter: Any, before: Any, now: Any) -> bool:
-    """Whether Triton compiles a kernel alike for two values of a scalar parameter, or of a tuple of them."""
+    """Whether Triton compiles the same kernel for two values of a parameter that is a scalar or a tuple."""
     if type(before) is not type(now):
         return False
     if isinstance(now, tuple):

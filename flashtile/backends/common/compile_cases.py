@@ -1,7 +1,7 @@
 """Cases of compilation ahead of time from launches, and the cases of the kernels that backends share.
 
-A call with tensors on torch's "meta" device computes nothing. Its launches are recorded, and each says what
-the compiler would be given. So a case cannot differ from the launch that it stands for.
+Calls with tensors on torch's "meta" device compute nothing. Their launches are recorded, with everything that
+the compiler would receive. So a case cannot differ from the launch that it stands for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TYPE_NAMES = {
 }
 """Triton's names of dtypes."""
 _NOT_COMPILED = ("enable_fp_fusion", "launch_pdl")
-"""Options of launches that a case leaves out: a default of the compiler, and one that changes no code."""
+"""Options that a case leaves out: fusion is the default, and launch_pdl does not change the code."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,7 +53,7 @@ def launches_of(capability: tuple[int, int], *calls: Callable[[], Any]) -> list[
 
 
 def case_of(launched: Launched, name: str, **others: Any) -> CompileCase:
-    """Return what a launch gives the compiler, as a case; ``others`` are its further fields."""
+    """Return a recorded launch as a case for the compiler; ``others`` are further fields of the case."""
     launch, tensors = launched
     options = dict(launch.options)
     num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages", 3)
@@ -71,7 +71,7 @@ def _compiled_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:
-    """Return the arguments of a launch as a case has them: types, constants, multiples of 16."""
+    """Return a launch's ``signature``, ``constants`` and ``divisible_by_16``, as fields of a case."""
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     divisible = set()
@@ -90,7 +90,7 @@ def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:
 
 
 def _type(value: Any, specialized: bool) -> Any:
-    """Return Triton's type of an argument, or of each field of a structure; a constant stands for itself."""
+    """Return Triton's type of an argument, or of each field of a structure; constants stay as they are."""
     if isinstance(value, tuple):
         fields = [_type(field, specialized) for field in value]
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
@@ -110,7 +110,7 @@ def _integers(value: Any) -> list[int]:
 def preprocess_case(
     name: str, problem: Problem, dtype: str, has_dlse: bool = False, dq_accum_columns: int = 0
 ) -> CompileCase:
-    """``preprocess_kernel`` as the backward of ``problem`` launches it, with tensors in ``dtype`` ("bf16").
+    """Return the case of ``preprocess_kernel`` in the backward pass of ``problem``; ``dtype`` is as "bf16".
 
     With an accumulator of dQ (``dq_accum_columns`` > 0), the kernel also zeroes the next kernels' counters.
     """

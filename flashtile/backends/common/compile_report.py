@@ -1,8 +1,7 @@
 """Reports on kernels compiled ahead of time: registers, spills, shared memory, tensor-core use.
 
 Works on any machine, with Triton's own compiler. Every number is read from the binary that a launch would
-load (Triton keeps it in its disk cache), or from the PTX from which it was assembled, not from a second
-compilation.
+load from Triton's disk cache, or from the PTX of that binary.
 
 Spills are counted as ptxas counts them: the bytes moved by each instruction to or from local memory. On AMD's
 GPUs they are bytes of scratch memory, counted the same way. A kernel that indexes a local array would count
@@ -82,17 +81,17 @@ class CompileCase:
     Args:
         name: of the kernel and its configuration, unique among the cases.
         kernel: a ``@triton.jit`` or Gluon function.
-        signature: Triton's type ("*bf16", "i32", "fp32", a tensor descriptor's) of each argument that is no
-            constant. Pointers are taken to be aligned to 16 bytes, as torch's allocations are. A structure
-            is a NamedTuple of types, in which a value that is no string is that of a constant field: None
-            for a tensor that the call does not have, 1 for a stride that a launch specialises so.
+        signature: Triton's type ("*bf16", "i32", "fp32", a tensor descriptor's) of each argument that is not
+            constant. Pointers are assumed to be aligned to 16 bytes, as torch's allocations are. A structure
+            is a NamedTuple of types. A field that is not a string is the value of a constant: None for a
+            tensor that the call lacks, 1 for a stride that a launch specialises to 1.
         constants: value of each ``tl.constexpr`` argument and of each pointer that is None.
-        divisible_by_16: integer arguments that a launch specialises as multiples of 16; all integers of a
-            structure.
+        divisible_by_16: names of integer arguments that a launch specialises as multiples of 16. For a
+            structure this applies to all its integers.
         options: further compiler options, such as ``maxnreg``.
         spill_budget: bytes of spill stores that were measured and accepted for this configuration.
         tensor_cores: whether its products must run on the tensor cores.
-        exhaustive: whether it is left to tests of every configuration, for it differs little from another.
+        exhaustive: whether only exhaustive tests compile the case, because it differs little from another.
     """
 
     name: str
@@ -111,8 +110,8 @@ class CompileCase:
         """Compile for an architecture (from Triton's disk cache if it is there).
 
         Raises:
-            TypeError: ``kernel`` is no Triton kernel (TRITON_INTERPRET=1 makes them interpreted functions).
-            ValueError: ``signature`` and ``constants`` do not name the kernel's arguments, each once.
+            TypeError: ``kernel`` is not a Triton kernel, as under TRITON_INTERPRET=1.
+            ValueError: ``signature`` and ``constants`` do not name each argument of the kernel exactly once.
         """
         from flashtile.backends import compat
 
@@ -148,12 +147,12 @@ class CompileCase:
 
 
 def types_of(structure: Any, default: Any, **types: Any) -> Any:
-    """A structure for a case's signature: ``types`` of its fields by name, ``default`` for the others."""
+    """Return a structure for a case's signature: ``types`` of fields by name, ``default`` for all others."""
     return structure(*(types.get(name, default) for name in structure._fields))
 
 
 def _fields(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """(path, value) of each field of a structure, those of structures in it one by one; of a value itself."""
+    """Yield (path, value) of each leaf of nested structures; any other value is itself a leaf."""
     if isinstance(value, tuple):
         for i, field_value in enumerate(value):
             yield from _fields(field_value, (*path, i))
@@ -162,7 +161,7 @@ def _fields(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...]
 
 
 def _types(value: Any) -> Any:
-    """A structure with "constexpr" in the place of each constant."""
+    """Return a structure of types with "constexpr" for each constant."""
     if isinstance(value, tuple):
         return type(value)(*map(_types, value))
     return value if isinstance(value, str) else "constexpr"
@@ -183,8 +182,8 @@ class CompileReport:
     tensor_core: dict[str, int]
     """Tensor-core instructions by PTX's name (mma, wgmma, tcgen05), or AMD's (mfma, wmma)."""
     lost_barriers: int
-    """Number of initialised mbarriers that no partition receives, so that the compiler reuses their memory
-    for a tile. A GPU that switches between processes may write such a barrier's state back over the tile."""
+    """Number of initialised mbarriers that no partition uses, so the compiler reuses their memory for a tile.
+    A GPU that switches between processes may write such a barrier's state back over the tile."""
     spill_budget: int
     shared_limit: int
     expects_tensor_cores: bool
@@ -207,13 +206,13 @@ class CompileReport:
 
 
 def every_case(arch: str) -> list[CompileCase]:
-    """The cases of every backend: what the function ``compile_cases(arch)`` gives in each module with one."""
+    """Return the cases of all backends, from each module that has a function ``compile_cases(arch)``."""
     import flashtile.backends
 
     cases: list[CompileCase] = []
     for module in pkgutil.walk_packages(flashtile.backends.__path__, "flashtile.backends."):
         compile_cases = getattr(importlib.import_module(module.name), "compile_cases", None)
-        if isfunction(compile_cases):  # a package may have a module of that name
+        if isfunction(compile_cases):  # in a package, the name may be a module instead
             cases += compile_cases(architecture(arch).name)
     return cases
 
@@ -244,12 +243,12 @@ def report(case: CompileCase, arch: str) -> CompileReport:
 
 
 def reports(cases: Iterable[CompileCase], arch: str, jobs: int | None = None) -> Iterator[CompileReport]:
-    """Report every case, in order, as they get ready.
+    """Yield the reports of all cases, in order, each as soon as it is ready.
 
     Threads suffice: Triton's passes, LLVM and ptxas run without Python's lock.
 
     Args:
-        jobs: cases compiled at a time; None is the number of CPU cores.
+        jobs: number of cases that are compiled at a time; None is the number of CPU cores.
     """
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         yield from pool.map(lambda case: report(case, arch), cases)
@@ -270,8 +269,11 @@ def _used_on_nvidia(asm: dict[str, Any]) -> dict[str, Any]:
 
 
 def used_on_amd(assembly: str) -> dict[str, Any]:
-    """From the assembly, at whose end the compiler says what it used. Scratch is what local memory is on
-    NVIDIA's GPUs; its instructions end in _dword, _dwordx4 or, on gfx12, in _b32, _b128."""
+    """Return the resources that the compiler states at the end of an AMD kernel's assembly.
+
+    Spills are bytes of scratch memory, AMD's counterpart of local memory. Its instructions end in _dword or
+    _dwordx4, on gfx12 in _b32 or _b128.
+    """
 
     def scratch(direction: str) -> int:
         words = re.findall(rf"\bscratch_{direction}_(?:dword(?:x(\d))?|b(\d+))\b", assembly)
@@ -306,7 +308,7 @@ def cuobjdump(option: str, cubin: bytes) -> str:
 
 
 def _opcodes(sass: str) -> Iterator[str]:
-    """Each instruction's opcode with its modifiers: ``HGMMA.64x128x16.F32.BF16``."""
+    """Yield each instruction's opcode with its modifiers, such as ``HGMMA.64x128x16.F32.BF16``."""
     for match in re.finditer(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE):
         yield match[1]
 
@@ -315,7 +317,7 @@ _BYTES_OF_WIDTH = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
 def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
-    """Bytes moved by the instructions ``opcode`` (STL or LDL), 4 each unless a modifier says otherwise."""
+    """Return the bytes that ``opcode`` (STL or LDL) moves; 4 per instruction without a width modifier."""
     total = 0
     for full, count in opcodes.items():
         base, *modifiers = full.split(".")
@@ -325,9 +327,9 @@ def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
 
 
 def _lost_barriers(ttgir: str) -> int:
-    """Barriers that are initialised before the partitions start, and that none of them captures."""
+    """Return the number of barriers that are initialised before the partitions start but captured by none."""
     start = re.search(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
-    if start is None:  # a kernel that is one partition has all of them, as Triton's own for tcgen05
+    if start is None:  # a kernel without partitions loses no barrier
         return 0
     captured = set(start[1].split(", "))
     array_of = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", ttgir))

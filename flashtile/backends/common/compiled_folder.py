@@ -164,6 +164,11 @@ def use_compiled(path: str | os.PathLike[str]) -> CompiledFolder:
     Raises:
         ValueError: ``path`` is not such a folder, others may write to it, or it was made by another
             version of flashtile or Triton.
+
+    Examples:
+        >>> flashtile.use_compiled("/nowhere")
+        Traceback (most recent call last):
+        ValueError: path must be a folder made by `flashtile compile`, got /nowhere: no index.json
     """
     folder = CompiledFolder.read(path)
     _in_use[:] = [folder, *(other for other in _in_use if other.path != folder.path)]

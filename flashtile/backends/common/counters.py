@@ -17,17 +17,19 @@ from flashtile.backends import compat
 from flashtile.caches import BoundedCache
 
 RESERVED = 2**18
-"""Counters for captured calls, on each device."""
+"""Counters for captured calls, per device."""
 CACHE_BYTES = 2**20
 """Host memory for handles of the buffers."""
 ENTRY_BYTES = 1024
+"""Host memory that one entry of the cache counts as."""
 LEAST = 4096
+"""Minimum counters of a stream's buffer."""
 
 
 class _Reserve:
     def __init__(self, device: torch.device) -> None:
         self._counters = torch.zeros(RESERVED, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # graphs that use them wait for nothing else
+        torch.cuda.current_stream(device).synchronize()  # captured graphs do not wait for the zeroing
         self._taken = 0
         self._lock = Lock()
 
@@ -44,7 +46,7 @@ _reserves: dict[int, _Reserve] = {}
 
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
-    """(count or more,) int32 for one launch on the current stream, which leaves them 0."""
+    """Return (count or more,) int32 zeros for one launch on the current stream, which must leave them 0."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():

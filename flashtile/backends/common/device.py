@@ -1,4 +1,4 @@
-"""Compute capability and multiprocessor count of a GPU, local or named, by which kernels are chosen."""
+"""Compute capability and multiprocessor count of a device, by which kernels are chosen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from dataclasses import dataclass
 import torch
 
 INTERPRETER_MULTIPROCESSORS = 2
-"""Multiprocessors that Triton's interpreter counts as: enough that work is split as on a GPU."""
+"""Multiprocessor count that is assumed for Triton's interpreter, enough for work to be split as on a GPU."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU that need not be here. As the ``device`` of a problem it asks what a call would get on it.
+    """Description of a GPU that this machine may lack.
+
+    As the ``device`` of a problem it gives the configuration that a call would have on that GPU.
 
     Args:
-        name: as people call it, such as "H100".
+        name: common name, such as "H100".
         capability: CUDA's compute capability, (major, minor).
-        multiprocessors: how many it has.
+        multiprocessors: number of multiprocessors.
         hip: whether it is an AMD GPU, which has no compute capability.
     """
 
@@ -52,20 +54,23 @@ def compiling_for(gpu: Target | tuple[int, int]) -> Iterator[None]:
 
 
 def is_nvidia(device: torch.device | Target) -> bool:
-    """Whether it is a GPU with a compute capability."""
+    """Whether ``device`` is an NVIDIA GPU, which has a compute capability."""
     hip = device.hip if isinstance(device, Target) else torch.version.hip is not None
     return device.type == "cuda" and not hip
 
 
 def capability(device: torch.device | Target) -> tuple[int, int]:
-    """CUDA's compute capability, (major, minor); (0, 0) for a device that is not an NVIDIA GPU."""
+    """Return CUDA's compute capability, (major, minor); (0, 0) for a device that is not an NVIDIA GPU.
+
+    For torch's "meta" device it is that of :func:`compiling_for`.
+    """
     if not is_nvidia(device):
         return _of_meta.get().capability if device.type == "meta" else (0, 0)
     return device.capability if isinstance(device, Target) else torch.cuda.get_device_capability(device)
 
 
 def multiprocessors(device: torch.device | Target) -> int:
-    """How many a GPU has; :data:`INTERPRETER_MULTIPROCESSORS` for a CPU."""
+    """Return a GPU's multiprocessors; :data:`INTERPRETER_MULTIPROCESSORS` for other devices."""
     if isinstance(device, Target):
         return device.multiprocessors
     if device.type == "meta":

@@ -1,7 +1,8 @@
-"""FP8 e4m3 to and from wider numbers, in hardware (compute capability 8.9 and up) or on bits.
+"""Conversions between FP8 e4m3 and wider dtypes, in hardware or by integer operations.
 
-GPUs before 8.9 and the interpreter have bits only. e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) has a
-sign, four exponent bits with bias 7, three of mantissa, largest 448, no infinities, NaN 0x7F.
+The hardware conversion needs compute capability 8.9 or higher; older GPUs and the interpreter use integer
+operations. e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) has a sign, four exponent bits with bias 7 and
+three mantissa bits. Its largest value is 448, NaN is 0x7F, and there are no infinities.
 """
 
 import triton
@@ -14,8 +15,8 @@ from flashtile.problems import fp8_layout
 def to_bfloat16(w):
     """float8e4nv -> bfloat16, exact, NaN included.
 
-    By way of float32, whose upper half is the bfloat16: PTX's own conversion from float16 to bfloat16 has a
-    quarter of the rate of the one to float32, and takes one number at a time.
+    The conversion goes through float16 and float32, whose upper half is the bfloat16. PTX's conversion from
+    float16 to bfloat16 has a quarter of the rate of that to float32.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -42,27 +43,27 @@ E4M3_MAX = tl.constexpr(fp8_layout.E4M3_MAX)
 
 @triton.jit
 def decode_bits(bits):
-    """uint8 bits -> float16, exact; NaN becomes 480, which no finite e4m3 is."""
+    """uint8 bits -> float16, exact; NaN becomes 480, which is larger than any finite e4m3."""
     wide = bits.to(tl.uint16)
-    # The exponent and mantissa as float16's, whose bias is 15: 2^8 too small, subnormals included.
+    # The bits of exponent and mantissa, read as float16 with bias 15, are 2^8 too small, also for subnormals.
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
 def decode_number(bits):
-    """uint8 bits -> float16, exact; NaN as NaN."""
+    """uint8 bits -> float16, exact; NaN stays NaN."""
     half = decode_bits(bits)
     return tl.where(tl.abs(half) == 480.0, float("nan"), half)
 
 
 @triton.jit
 def split_pairs(pairs, IN_SOFTWARE: tl.constexpr):
-    """uint16, two elements each -> (the low ones, the high ones) in float16, exact.
+    """uint16, two elements each -> (elements of the low bytes, of the high bytes) in float16, exact.
 
-    Two at a time: the conversion takes two bytes that lie side by side, and a register that a matrix product
-    takes holds two pairs. So it is one permutation and two conversions for four elements, and a tile of pairs
-    lies in shared memory as any of 16 bits does, which the tensor cores' loads can transpose.
+    The hardware converts two adjacent bytes at a time, and a 32-bit register of a product's operand holds two
+    pairs. Four elements thus take one permutation and two conversions. A tile of pairs has the shared layout
+    of 16-bit elements, which the tensor cores' loads can transpose.
     """
     if IN_SOFTWARE:
         return decode_bits(pairs & 0xFF), decode_bits(pairs >> 8)

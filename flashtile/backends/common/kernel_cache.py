@@ -1,10 +1,10 @@
 """Kernels that an earlier process compiled, found in Triton's disk cache without reading all of Triton.
 
 The name of a cache entry depends on the kernel's source and options, and on ``triton_key``: a digest of every
-file of Triton's compiler, including the 400 to 500 MB of libtriton.so. Each process computes that digest
-before its first launch. File sizes and modification times are enough to tell whether the files changed, as
-for a .pyc. So the key is kept in the cache under a digest of sizes and times, and the entry's name is built
-from it as in Triton. Everything else falls back to Triton: no key for these files, no entry of this name, an
+file of Triton's compiler, including the 400 to 500 MB of libtriton.so. In Triton, each process computes that
+digest before its first launch. But file sizes and modification times suffice to tell whether files changed,
+as for a .pyc. So ``triton_key`` is stored in the cache under a digest of sizes and times. The entry's name is
+built from it as in Triton. All other cases fall back to Triton: no stored key, no entry of this name, an
 entry that cannot be read, or a Triton that names entries differently.
 """
 
@@ -43,7 +43,7 @@ QUIET = "FLASHTILE_QUIET"
 
 
 class _Kept:
-    """A function compiled by :func:`load_or_compile`; ``do_not_specialize`` also applies to tuples."""
+    """Mixin of JIT functions: uses :func:`load_or_compile`, and extends ``do_not_specialize`` to tuples."""
 
     @property
     def cache_key(self) -> str:
@@ -115,9 +115,9 @@ def _names(code: CodeType) -> set[str]:
 
 
 def unspecialized(value: Any, kind: Any, key: Any) -> tuple[Any, Any]:
-    """(type, key) of an argument, as Triton gives them, with integers of any value alike.
+    """Return (type, key) of an argument for Triton, independent of the values of its integers.
 
-    Triton gives them for a lone integer, but specialises every integer of a tuple.
+    ``kind`` and ``key`` are Triton's own, in which integers of a tuple are always specialised.
     """
     if isinstance(value, tuple):
         fields = [unspecialized(*field) for field in zip(value, kind, key, strict=True)]
@@ -133,14 +133,14 @@ class KeptFunction(_Kept, JITFunction):
 
 
 def kernel(**options: Any) -> Callable[[Callable], Any]:
-    """:func:`triton.jit` for a kernel that is launched; its compiled form is looked up here first."""
+    """Return a decorator like :func:`triton.jit`; its kernels are compiled by :func:`load_or_compile`."""
     if knobs.runtime.interpret:
         return triton.jit(**options)
     return lambda function: KeptFunction(function, **options)
 
 
 def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
-    """:func:`kernel` in Gluon."""
+    """Return a decorator like :func:`kernel`, for Gluon."""
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     class KeptGluonFunction(_Kept, GluonJITFunction):
@@ -223,7 +223,7 @@ def _announced(name: str) -> Iterator[None]:
 
 
 def fingerprint(installation: Path) -> str:
-    """A digest of Triton's version and place, and of the sizes and times of its compiler's files."""
+    """Return a digest of Triton's version and path, and of the sizes and times of its compiler's files."""
     parts = [triton.__version__, str(installation)]
     for path in _compiler_files(installation):
         status = path.stat()
@@ -239,7 +239,7 @@ def _compiler_files(installation: Path) -> Iterator[Path]:
 
 
 def _is_observed() -> bool:
-    """Whether something wants to see, or to change, what Triton does with each kernel."""
+    """Whether a setting or a hook of Triton must see every compilation."""
     return bool(
         knobs.compilation.always_compile
         or knobs.compilation.listener is not None
@@ -248,7 +248,7 @@ def _is_observed() -> bool:
 
 
 def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
-    """The compiled kernel from Triton's cache, None if it cannot be had without Triton's help."""
+    """Return the compiled kernel from Triton's cache, None if it is not found there by its name."""
     try:
         from triton.compiler.compiler import CompiledKernel, make_backend
         from triton.runtime.cache import get_cache_manager
@@ -261,12 +261,12 @@ def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
         metadata = f"{src.name[:150]}.json"
         group = get_cache_manager(name).get_group(metadata) or {}
         return CompiledKernel(src, group, name) if metadata in group else None
-    except Exception:  # of any kind: Triton's own path follows, and reports what is wrong
+    except Exception:  # Triton's own path follows, and reports the error if it persists
         return None
 
 
 def _keep_key(key_file: Path) -> None:
-    """Write down the key, which a compilation has just computed; another process may do the same."""
+    """Store ``triton_key``, which a compilation has just computed. Safe if other processes do the same."""
     try:
         from triton.runtime.cache import triton_key
 
@@ -277,5 +277,5 @@ def _keep_key(key_file: Path) -> None:
         written = key_file.with_name(f"{key_file.name}.{uuid.uuid4()}")
         written.write_text(key)
         written.replace(key_file)
-    except (ImportError, OSError):  # a Triton without such a key, a cache that is not to be written
+    except (ImportError, OSError):  # a Triton without such a key, or a cache that cannot be written
         return

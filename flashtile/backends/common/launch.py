@@ -1,4 +1,4 @@
-"""Configurations of kernels, and numbers that the launches of every backend's kernels are made of."""
+"""Configuration of a kernel, and helpers for launches that all backends with kernels share."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class KernelConfig:
 
 
 RAGGED_ROWS = 2**30
-"""Rows of a ragged descriptor (``tma.ragged_view``), and the most that a tensor may have."""
+"""Rows of a ragged descriptor (``tma.ragged_view``), and the maximum number of rows of its tensor."""
 
 
 class TokenStrides(NamedTuple):
-    """Strides of q, k, v or a cache, in elements. ``batch``: of pages, or 0 for packed sequences."""
+    """Strides of q, k, v or a cache, in elements. ``batch`` is that of pages in a paged cache, and 0 for
+    packed sequences."""
 
     batch: Any
     token: Any
@@ -63,8 +64,8 @@ def has_score_mod(problem: Problem) -> bool:
 
 
 def outer_stride(tensor: Tensor | None) -> int:
-    """From row to row of a tensor of two dimensions or more; 0 for one of fewer, which all share, and for
-    None."""
+    """Return the stride of the first dimension, in elements; 0 for None and for a tensor of one dimension,
+    which all sequences share."""
     return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
 
 

@@ -125,7 +125,7 @@ def column_of(within, half, E: tl.constexpr):
     """Column, within its head, of the first or second element of pair ``within``.
 
     The elements of a rotated pair lie ROTARY_DIM / 2 apart, or are adjacent if INTERLEAVED. Columns that are
-    not rotated are paired with their neighbour.
+    not rotated are paired with the adjacent column.
     """
     HALF: tl.constexpr = E.ROTARY_DIM // 2
     if E.INTERLEAVED or HALF == 0:
@@ -163,8 +163,10 @@ def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
 
 @triton.jit
 def store_sums(sums, place, end, m, factor, call, E: tl.constexpr):
-    """Apply the PLAIN epilogue, whose places are rows of W, and store the result. place [n, 1], of which
-    those before ``end`` count; m [1, rows], factor [1, rows]."""
+    """Apply the PLAIN epilogue, whose places are rows of W, store the result, and return it as stored.
+
+    place [n, 1], valid if less than ``end``; m [1, rows], rows of x; factor [1, rows].
+    """
     inside = place < end
     sums = scaled(sums, place, inside, factor, call.pointers, E)
     return store_places(sums, place, end, m, call, E)
@@ -220,7 +222,7 @@ class Destinations(NamedTuple):
 
 @triton.jit
 def load_destinations(m, pointers, sizes, E: tl.constexpr):
-    """:class:`Destinations` of rows of x; rows of no place in the cache are not ``written``."""
+    """Load the :class:`Destinations` of rows of x; rows without a place in the cache are not ``written``."""
     position = m * 0
     if pointers.positions is not None:
         position = tl.load(pointers.positions + m, mask=m < sizes.M, other=-1)
@@ -243,7 +245,10 @@ def load_destinations(m, pointers, sizes, E: tl.constexpr):
 
 @triton.jit
 def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr):
-    """End of a product with two rows of W to a place. ``to``: the :class:`Destinations` of ``m``."""
+    """Apply the SWIGLU or ROTARY epilogue to the two sums of each place, and store the results.
+
+    ``to``: the :class:`Destinations` of ``m``. The other arguments are those of :func:`store_sums`.
+    """
     pointers = call.pointers
     inside = place < end
     first_row = row_of(place, 0, call.places, E)
@@ -258,9 +263,9 @@ def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr)
 
 @triton.jit
 def store_heads(first, second, place, end, m, to, call, E: tl.constexpr):
-    """Pairs of queries to the output, of keys and values to the cache; those of no place in it are dropped.
+    """Store pairs of queries to the output, and pairs of keys and values to the cache if ``to.written``.
 
-    Rotary embedding (Su et al. 2021, arXiv:2104.09864) is computed on sums that are not rounded yet.
+    Rotary embedding (Su et al. 2021, arXiv:2104.09864) is applied to the float32 sums, before rounding.
     """
     pointers, sizes, cache = call.pointers, call.sizes, call.cache_strides
     PAIRS: tl.constexpr = E.HEAD_DIM // 2

@@ -1,4 +1,4 @@
-"""Conversion of a call's tensors to the arguments that all epilogues take."""
+"""Conversion of a call's tensors to the arguments of a product's kernel and its epilogue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ EPILOGUES = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: RO
 
 
 def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> EpilogueVariant:
-    """Return the constants of the epilogue; ``norm``: whether it applies RMSNorm's factor."""
+    """Return the constants of the epilogue. ``norm``: whether it applies RMSNorm's factor; None: if the
+    problem has a norm."""
     heads = problem.heads
     fields: dict[str, Any] = {}
     if heads is not None:
@@ -48,7 +49,7 @@ def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> Epilog
 
 
 class NextNorm(NamedTuple):
-    """Results of a product that the norm after it uses."""
+    """Results of a product that the norm after it uses; None if no norm follows."""
 
     scaled: Tensor | None = None
     squares: Tensor | None = None

@@ -2,10 +2,10 @@
 
 Each row has two floats. Rows are padded to whole blocks, so that loading them needs no mask:
 
-* ``neg_lse`` is minus lse in the units of the scores, so that 2 ** (scores + neg_lse) is the probability:
-  ``lse_factor`` is log2(e) where scores are in log2 units, 1 / softmax_scale where they are raw products.
-* ``neg_delta`` is minus the paper's D, ``dlse - rowsum(dO * O)``, so that dS = P * (dP + neg_delta). ``dlse``
-  is the gradient of lse; it belongs here since d lse / d s is the probability.
+* ``neg_lse`` is ``-lse * lse_factor``. ``lse_factor`` is log2(e) for kernels whose scores are in log2 units,
+  where P = 2 ** (scores + neg_lse). It is 1 / softmax_scale for kernels whose scores are raw products.
+* ``neg_delta`` is ``dlse - rowsum(dO * O)``, so that dS = P * (dP + neg_delta). It is minus the paper's D,
+  plus the gradient of lse, which contributes P * dlse to dS.
 
 The sink has no value: the gradient of its score is its probability times ``neg_delta``, summed over rows.
 """
@@ -34,7 +34,7 @@ COUNTERS_AT_ONCE = tl.constexpr(1024)
 
 
 class PreprocessPointers(NamedTuple):
-    """Tensors of the kernel; None for those that a call does not have."""
+    """Tensors of the kernel; None for those that a call does not use."""
 
     out: Any
     dout: Any
@@ -50,7 +50,7 @@ class PreprocessPointers(NamedTuple):
 
 
 class PreprocessLengths(NamedTuple):
-    """Integers of a call. Their values lead to no new compilation."""
+    """Integers of a call. Kernels are not specialized on their values."""
 
     num_heads_q: Any
     seqlen_q: Any
@@ -61,7 +61,7 @@ class PreprocessLengths(NamedTuple):
 
 
 def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
-    """Padded rows of one head: of one sequence when dense, of all sequences when varlen."""
+    """Return one head's padded rows, of one sequence if dense, of all sequences together if varlen."""
     return triton.cdiv(total_q + batch * ROW_PAD if varlen else seqlen_q, ROW_PAD) * ROW_PAD
 
 
@@ -81,9 +81,9 @@ class PreprocessVariant:
 
 @triton.jit
 def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr):
-    """Offset of the padded rows of sequence ``b`` and ``head``."""
+    """Return the offset of the padded rows of sequence ``b`` and ``head``, in rows, int64."""
     if VARLEN:
-        # One block more a sequence than its tokens need: ranges of neighbours never meet.
+        # Each sequence begins at a multiple of PAD. With ``+ b``, ranges of adjacent sequences never overlap.
         return head.to(tl.int64) * padded_rows + (start_q // PAD + b) * PAD
     else:
         return (b.to(tl.int64) * num_heads_q + head) * padded_rows
@@ -91,10 +91,12 @@ def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.con
 
 @kernel(do_not_specialize=("lengths",))
 def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
-    """Grid: (padded blocks of rows * heads * batch,). A row whose lse is -inf, or past the end, gets neg_lse
-    -inf (its probabilities are 0) and neg_delta 0. dsink [programs] gets a term of each, heads fastest.
-    Kernels that add dQ up in memory have ``dq_accum``, of C.DQ_ACCUM_COLUMNS floats a padded row. It is
-    zeroed for the first ``dq_accum_heads`` heads, counted through the batch, and so are the counters.
+    """Compute neg_lse and neg_delta. Grid: (padded blocks of rows * heads * batch,).
+
+    Rows whose lse is -inf, and rows past the end, get neg_lse -inf (their probabilities are 0) and neg_delta
+    0. Each program writes its term of dsink [programs], in which heads vary fastest. ``dq_accum`` is the fp32
+    accumulator of kernels that add dQ in memory, with C.DQ_ACCUM_COLUMNS columns per padded row. The kernel
+    zeroes it for the first ``dq_accum_heads`` heads, counted through the batch. It also zeroes ``counters``.
     """
     num_heads_q, seqlen_q = lengths.num_heads_q, lengths.seqlen_q
     num_blocks = tl.cdiv(seqlen_q, PAD) * (PAD // C.BLOCK_M)
@@ -103,7 +105,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
         for first in range(0, lengths.num_counters, COUNTERS_AT_ONCE):
             place = first + tl.arange(0, COUNTERS_AT_ONCE)
             tl.store(pointers.counters + place, tl.zeros_like(place), mask=place < lengths.num_counters)
-    # Heads vary fastest: neighbouring programs read neighbouring memory.
+    # Heads vary fastest, so that adjacent programs read adjacent memory.
     head = pid % num_heads_q
     row_start = (pid // num_heads_q) % num_blocks * C.BLOCK_M
     b = (pid // num_heads_q) // num_blocks
@@ -142,7 +144,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
 
 
 def _rows_of(problem: Problem) -> int:
-    """BLOCK_M: so many rows that two tiles of them fit the registers."""
+    """Return BLOCK_M, chosen so that tiles of out and dout fit the registers."""
     return 64 if problem.head_dim_v <= 256 else 32
 
 
@@ -165,13 +167,13 @@ def preprocess_launch(
     dq_accum_columns: int = 0,
     dq_accum_heads: int = 0,
 ) -> CachedLaunch:
-    """``preprocess_kernel`` for one signature.
+    """Return the launch of ``preprocess_kernel`` for one signature.
 
     Args:
-        lse_factor: log2(e), or 1 / softmax_scale where scores are raw products.
-        counters: int32 counters of the following kernels' programs, which are zeroed.
-        dq_accum_columns: of the fp32 accumulator of dQ; 0 if the following kernels have none.
-        dq_accum_heads: query heads, counted through the batch, of which the accumulator is zeroed.
+        lse_factor: log2(e), or 1 / softmax_scale if scores are raw products.
+        counters: number of the following kernels' int32 counters, which are zeroed.
+        dq_accum_columns: columns of the fp32 accumulator of dQ; 0 if the following kernels have none.
+        dq_accum_heads: number of query heads, counted through the batch, whose accumulator is zeroed.
     """
     blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // _rows_of(problem))
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
@@ -201,9 +203,9 @@ def preprocess_rows(
     dq_accum: Tensor | int | None = None,
     counters: Tensor | int | None = None,
 ) -> Tensor | None:
-    """Fill ``neg_lse`` and ``neg_delta``, two floats a padded row, by :func:`preprocess_launch`'s kernel.
+    """Launch ``preprocess``, which fills ``neg_lse`` and ``neg_delta`` (one float per padded row each).
 
-    Returns the gradient of the sink, if there is one.
+    Returns the gradient of the sink (heads,), None without a sink.
     """
     sink = extras.sink
     terms = None

@@ -1,4 +1,4 @@
-"""Step functions that kernels of every backend share: sequences of a packed batch, tiles of rows."""
+"""Step functions that kernels of all backends share: addresses of sequences, and loads of tiles."""
 
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ def sequence(cu_seqlens, b, seqlen, total, VARLEN: tl.constexpr):
 
 @triton.jit
 def row_of_token(b, start, heads, seqlen, VARLEN: tl.constexpr):
-    """Where the first head of the sequence's first token stands among the rows of (tokens, heads)."""
+    """Return the index, in (tokens, heads), of the first head of the sequence's first token, int64."""
     if VARLEN:
         return start * heads
     else:
@@ -33,7 +33,8 @@ def row_of_token(b, start, heads, seqlen, VARLEN: tl.constexpr):
 
 @triton.jit
 def row_of_head(b, head, start, heads, seqlen, total, VARLEN: tl.constexpr):
-    """Where the sequence's first token stands in (batch, heads, seqlen), or (heads, total) if VARLEN."""
+    """Return the index of a head's first token, int64, in (batch, heads, seqlen); if VARLEN (heads,
+    total)."""
     if VARLEN:
         return head.to(tl.int64) * total + start
     else:
@@ -42,7 +43,7 @@ def row_of_head(b, head, start, heads, seqlen, total, VARLEN: tl.constexpr):
 
 @triton.jit
 def tile_index(BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Row numbers within a tile; 64-bit where a tile's own extent in memory does not fit 32 bits."""
+    """Return row numbers within a tile, [BLOCK]; int64 if WIDE, for tiles that span 2^31 elements or more."""
     index = tl.arange(0, BLOCK)
     if WIDE:
         index = index.to(tl.int64)
@@ -62,9 +63,9 @@ def load_tile(
     matrix, start, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, ONCE: tl.constexpr = False,
 ):  # fmt: skip
-    """[BLOCK, BLOCK_D]: rows ``start`` onwards; zeros past the last (if MASKED) and past HEAD_DIM.
+    """Load [BLOCK, BLOCK_D]: rows from ``start`` on, zeros past the last row (if MASKED) and past HEAD_DIM.
 
-    With ONCE, other lines stay in the caches rather than these.
+    ONCE: the rows are read only once, so caches evict them first.
     """
     policy: tl.constexpr = "evict_first" if ONCE else ""
     rows = tile_index(BLOCK, WIDE)

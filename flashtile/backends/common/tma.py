@@ -1,4 +1,4 @@
-"""Tensors as TMA sees them, without their addresses: a launch makes a descriptor for each."""
+"""Views of tensors for TMA, which lack only the address; launches make descriptors from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashtile.backends.common.launch import RAGGED_ROWS
 
 MAX_EXTENT = 2**31 - 2**16
+"""Extent of dimensions without a bound, less than 2^31."""
 GLUON_DTYPES = {
     torch.float32: gl.float32,
     torch.float16: gl.float16,
@@ -25,7 +26,7 @@ TRITON_NAMES = {
 
 
 class Address:
-    """Memory of a tensor that is not at hand."""
+    """Stand-in for a tensor of which only the address is known."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -35,7 +36,14 @@ class Address:
 
 
 class View:
-    """A tensor as TMA sees it: shape, strides and block, without the tensor, which comes with each call."""
+    """Shape, strides and block of a TMA descriptor. The tensor itself comes with each call.
+
+    Args:
+        shape, strides: of the tensor's dimensions, strides in elements.
+        block: shape of the tile that one TMA operation moves.
+        dtype: one of GLUON_DTYPES.
+        swizzled: whether tiles in shared memory have Gluon's default layout for wgmma, or a plain one.
+    """
 
     def __init__(
         self,
@@ -54,12 +62,12 @@ class View:
 
         numbers = ", ".join(map(str, block))
         self.type_name = f"tensordesc<{TRITON_NAMES[dtype]}[{numbers}],{layout!r}>"
-        """As a type in a signature, for compilation ahead of time."""
+        """Triton's type of the descriptor, for signatures of ahead-of-time compilation."""
 
     def of(self, tensor: Tensor | int) -> TensorDescriptor:
-        """The descriptor of ``tensor``, or of the one at an address, for a kernel that is compiled.
+        """Return the descriptor of ``tensor``, which may be given by its address if the kernel is compiled.
 
-        Its checks were the dispatch's (``Problem.tma_obstacle``).
+        It is not checked here, because selection has checked ``Problem.tma_obstacle``.
         """
         descriptor = TensorDescriptor.__new__(TensorDescriptor)
         base = Address(tensor) if type(tensor) is int else tensor
@@ -68,17 +76,18 @@ class View:
 
 
 def dense_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: torch.dtype) -> View:
-    """(batch, seqlen, heads, head_dim), a block of ``rows`` of one head."""
+    """View of (batch, seqlen, heads, head_dim); a block is ``rows`` rows of one head."""
     return View(list(shape), _usable(shape, strides), [1, rows, 1, block_d], dtype)
 
 
 def cells_view(shape: tuple, strides: tuple, rows: int, keys: int, dtype: torch.dtype) -> View:
-    """(batch, heads, seqlen_q, seqlen_k) as a bias is, a block of ``rows`` by ``keys`` of one head."""
+    """View of (batch, heads, seqlen_q, seqlen_k); a block is ``rows`` by ``keys`` of one head."""
     return View(list(shape), _usable(shape, strides), [1, 1, rows, keys], dtype)
 
 
 def packed_view(shape: tuple, strides: tuple, pack: int, rows: int, block_d: int, dtype: torch.dtype) -> View:
-    """(batch, seqlen, heads / pack, pack, head_dim), a block of ``rows / pack`` rows of ``pack`` heads."""
+    """View of (batch, seqlen, heads, head_dim) as (batch, seqlen, heads / pack, pack, head_dim); a block is
+    ``rows / pack`` tokens of ``pack`` heads."""
     batch, seqlen, heads, head_dim = shape
     split = [batch, seqlen, heads // pack, pack, head_dim]
     head_stride = strides[2]
@@ -87,12 +96,12 @@ def packed_view(shape: tuple, strides: tuple, pack: int, rows: int, block_d: int
 
 
 def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: torch.dtype) -> View:
-    """Rows of any sequence, with that sequence's end as the end of the tensor.
+    """View of packed rows whose loads end at the end of their own sequence.
 
-    TMA knows one extent for all rows. With 2**30 rows, row ``2**30 - seqlen + i`` of a sequence is inside
-    exactly if ``i < seqlen``; two more dimensions bring the address back to row ``start + i``: their
-    coordinates are 2**30, with a stride that wraps 64-bit addresses around to minus 2**30 rows, and
-    ``start + seqlen``.
+    A descriptor has one extent for all rows, here 2**30. Row i of a sequence has the coordinate
+    ``2**30 - seqlen + i``, which is inside exactly if ``i < seqlen``. Two more dimensions correct the address
+    to row ``start + i``. Their coordinates are 2**30, with a stride that wraps 64-bit addresses around to
+    minus 2**30 rows, and ``start + seqlen``, with the stride of a row.
     """
     heads, head_dim = shape[-2:]
     row = _row_stride(shape, strides)
@@ -102,19 +111,21 @@ def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: to
 
 
 def rows_between_sequences(k: Tensor) -> int:
-    """Rows from one sequence of a dense k to the next."""
+    """Return the distance between sequences of a dense k (batch, seqlen, heads, head_dim), in rows; 0 if k is
+    packed or has one sequence."""
     if k.dim() == 3 or k.shape[0] == 1:
         return 0
     return k.stride(0) // _row_stride(k.shape, k.stride())
 
 
 def _row_stride(shape: tuple, strides: tuple) -> int:
-    """From one row to the next. Where each sequence has one row, that is the next sequence's."""
+    """Return the stride between rows; if each sequence has one row, the stride between sequences."""
     if len(shape) == 4 and shape[1] == 1 and shape[0] > 1 and strides[0] > 0:
         return strides[0]
     return _usable(shape[-3:], strides[-3:])[0]
 
 
 def _usable(shape, strides) -> list[int]:
-    """The stride of an extent of 1 may be anything, but TMA wants multiples of 16 bytes."""
+    """Return strides that TMA accepts. Extents of 1, whose stride may be arbitrary, get 16 elements, because
+    TMA requires multiples of 16 bytes. The last stride becomes 1."""
     return [stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=True)][:-1] + [1]

@@ -1,4 +1,4 @@
-"""CPU backend: torch's flash kernel where it covers the call, else tiled online softmax in torch."""
+"""CPU backend: torch's flash kernel if it covers the call, otherwise a tiled online softmax in torch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
 
 def _prepare_attend(problem: Problem, config: Config) -> Any:
-    """Return a launch that ignores the sink."""
+    """Return a launch ``(q, k, v, extras) -> (out, lse)`` that ignores the sink."""
 
     def dense(own: Problem, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs) -> Any:
         chosen = config.backward_lse if optional.masks else config.forward
@@ -119,7 +119,7 @@ def _widened(problem: Problem) -> tuple[Problem, Config]:
 
 
 def _wide(launch: Any, tensors: int) -> Any:
-    """Return ``launch`` with inputs cast to float32 and float32 results, as torch's kernel has one dtype."""
+    """Return ``launch`` with its first ``tensors`` arguments cast to float32, which gives float32 results."""
 
     def widened(*arguments: Any) -> Any:
         given = (None if t is None else t.float() for t in arguments[:tensors])

@@ -1,8 +1,9 @@
-"""torch's flash kernel over blocks of rows, for windows and ALiBi: biases that depend only on distance.
+"""torch's flash kernel over blocks of rows, for windows and ALiBi, which depend only on the distance of query
+and key.
 
 Each block of rows attends to the keys within its window, with a (BLOCK_M, keys) bias: minus the ALiBi slope
-times the distance of query and key, -inf where hidden. Such a bias is constant along every diagonal. So one
-table of a block's rows by all distances from its first row serves all blocks, as views.
+times the distance, or -inf for hidden scores. This bias is constant along diagonals. So the biases of all
+blocks are views of one table, whose columns are the distances from a block's first row.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def _tiles(
     if alibi_slopes is None:
         parts = [(slice(0, batch), heads_kv)]
     else:
-        # Each head needs a table, and each sequence if it has its own slopes. A few heads are done at a time.
+        # Each head needs its own table, and so does each sequence with its own slopes. To bound the size of
+        # the tables, a few heads are computed at a time.
         heads = max(1, config.TABLE_ELEMENTS // (block_m * len(distances) * problem.group_size))
         sequences = split(range(batch), 1 if alibi_slopes.dim() == 2 else max(1, batch))
         parts = [(_slice(b), h) for b in sequences for h in split(heads_kv, heads)]

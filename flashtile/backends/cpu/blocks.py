@@ -57,6 +57,6 @@ def hidden_keys(distance: Tensor, window_left: int, window_right: int) -> Tensor
 
 
 def chunks_of(rows: range, offset: int, attention_chunk: int) -> tuple[int, int]:
-    """Return the first position and the end of the chunks that contain ``rows``."""
+    """Return the key positions (start, end) of the chunks of ``attention_chunk`` keys with ``rows``."""
     first, last = (row + offset for row in (rows.start, rows.stop - 1))
     return first // attention_chunk * attention_chunk, (last // attention_chunk + 1) * attention_chunk

@@ -12,7 +12,7 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.decode import FP8, DecodeProblem
 
 TILE_ELEMENTS = 512 * 1024
-"""Scores of one tile of ``Tiled``, 2 MiB in float32; from 128K to 1M equally fast (Zen 4, head_dim 64)."""
+"""Scores of one tile of ``Tiled``, 2 MiB in float32. 128K to 1M are equally fast (Zen 4, head_dim 64)."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def configure(problem: Problem) -> Config:
 
 
 def configure_decode(problem: DecodeProblem) -> Fused | None:
-    """Return torch's kernel for steps of one query per sequence, where it can compute them, else None.
+    """Return torch's kernel for steps of one query per sequence, or None if it cannot compute the call.
 
-    16-bit keys are not converted where the processor has 16-bit products: converting a whole cache costs more
-    than the products (three times as much on a Xeon with AVX512-BF16, 2048 keys).
+    16-bit keys are not converted to float32 if the processor has 16-bit products. Converting a whole cache
+    costs more than the products (three times as much on a Xeon with AVX512-BF16, 2048 keys).
     """
     one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
     extras = problem.alibi or problem.sink or problem.tree or problem.prior or problem.qv
@@ -90,22 +90,28 @@ def _fused_covers(problem: Problem | DecodeProblem) -> bool:
 
 
 def _forward_dtype(problem: Problem) -> torch.dtype:
-    """torch's kernel multiplies a single row of 16 bits slowly: float32 is 2.2x as fast (Zen 4, bfloat16)."""
+    """Return the dtype of the forward pass: float32 for a single row of 16-bit inputs, otherwise as for
+    products.
+
+    torch's kernel multiplies a single 16-bit row slowly: float32 is 2.2x as fast (Zen 4, bfloat16).
+    """
     single_row = problem.seqlen_q * problem.group_size == 1
     return _accumulation_dtype(problem) if single_row else _product_dtype(problem)
 
 
 def _backward_dtype(problem: Problem) -> torch.dtype:
-    """Below 192 queries torch's kernel takes 32 rows at a time, too few for 16-bit products of small heads.
+    """Return the dtype of the backward pass: float32 for few 16-bit rows of small heads, otherwise as for
+    products.
 
-    On Zen 4, bfloat16, head_dim 64, float32 is 2.6x as fast for 96 queries, 1.3x for 192, 1.06x for 256.
+    Below 192 queries, torch's kernel computes 32 rows at a time, too few for fast 16-bit products. On Zen 4
+    (bfloat16, head_dim 64), float32 is 2.6x as fast for 96 queries, 1.3x for 192 and 1.06x for 256.
     """
     few_rows = problem.seqlen_q < 192 and problem.head_dim <= 128
     return _accumulation_dtype(problem) if few_rows else _product_dtype(problem)
 
 
 def _product_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
-    """The inputs' dtype, or float32 for 16 bits that are slow on this processor or too coarse for ALiBi."""
+    """Return the inputs' dtype, or float32 if 16 bits are slow on this processor or too coarse for ALiBi."""
     accumulation = _accumulation_dtype(problem)
     if problem.dtype == accumulation or problem.alibi:
         return accumulation
@@ -117,7 +123,7 @@ def _accumulation_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
 
 
 def _multiplies_fast(dtype: torch.dtype) -> bool:
-    """Whether this processor and this build of torch have matrix products in a 16-bit ``dtype``."""
+    """Whether this processor and this build of torch have matrix products in the 16-bit ``dtype``."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

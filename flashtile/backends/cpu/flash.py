@@ -1,7 +1,7 @@
 """torch's flash kernel for the CPU in this library's layout, on transposed views of q, k, v and out.
 
-Its causal mask is aligned to the top left, which is bottom-right alignment only if there are as many queries
-as keys.
+The kernel's causal mask is aligned to the top left. This equals bottom-right alignment only for as many
+queries as keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 CONVERTED_ELEMENTS = 2 * 1024 * 1024
-"""Keys times head_dim that are converted to another dtype at a time, 8 MiB in float32: few enough that the
-allocator reuses memory. A bfloat16 query of 4096 keys becomes 3x as fast (Zen 4)."""
+"""Keys times head_dim that are converted to another dtype at a time, 8 MiB in float32. The allocator then
+reuses memory, which makes a bfloat16 query of 4096 keys 3x as fast (Zen 4)."""
 
 
 def attend(
@@ -42,8 +42,8 @@ def attend(
     out, lse = _forward(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, attn_mask=bias, scale=scale
     )
-    # The kernel's layout makes this contiguous. Detached, since autograd would refuse in-place changes of a
-    # result that it regards as a view.
+    # The kernel's layout makes the transposed result contiguous. It is detached because autograd forbids
+    # in-place changes of a result that is a view.
     out = out.transpose(1, 2).detach()
     return (out if given == dtype else out.to(given)), lse.contiguous()
 
@@ -103,8 +103,8 @@ def differentiate(
     group = q.shape[2] // k.shape[2]
     if group == 1 or dtype.itemsize > 2:
         return _one_backward(dout, q, k, v, out, lse, causal, scale, bias)
-    # The kernel sums dk and dv over a group in its own dtype, which is too coarse in 16 bits. One call per
-    # head of the groups costs as much in total, and the sum is then done here in float32.
+    # The kernel sums dk and dv over the heads of a group in its own dtype, which is too coarse in 16 bits.
+    # One call per head of a group costs as much in total, and the sums here are float32.
     dq = torch.empty_like(q)
     dk, dv = (t.new_zeros(t.shape, dtype=torch.float32) for t in (k, v))
     for head in range(group):

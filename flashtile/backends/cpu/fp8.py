@@ -1,7 +1,8 @@
 """FP8 on the CPU: FlashAttention-3's forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
 
-Products are of e4m3 numbers, summed in float32; probabilities are rounded to e4m3 times 2**8. Where scales
-are of blocks, the accumulator is kept in units of the current block's scale of v, so that P needs none.
+Products multiply e4m3 values and sum in float32. Probabilities are multiplied by 2**8 and rounded to e4m3. If
+blocks have scales, the accumulator has the current block's scale of v as its unit, as long as this scale is
+not far below the largest one. P is then not multiplied by it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def prepare_fp8_quantize(problem: QuantizeProblem, config: str) -> Any:
 
 
 BLOCK_M = 512
+"""Query rows of a sequence that are computed at a time."""
 
 
 class _Sequence(NamedTuple):
@@ -75,7 +77,7 @@ class _Sequence(NamedTuple):
 def attend(
     problem: Fp8Problem, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the shapes of the problem; rows of no sequence are 0 and -inf."""
+    """Return (out, lse) in the shapes of the problem; rows that belong to no sequence are 0 and -inf."""
     scales, extras = tensors.scales, tensors.extras
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
@@ -86,7 +88,7 @@ def attend(
         of_batch = (slice(None),) if problem.varlen else (b,)
         own_out, own_lse = out[of_batch][rows], lse[of_batch][:, rows]
         one = _gather(problem, q, k, v, scales, extras, b, rows, keys)
-        # Rows that see no key have none but the sink's score, which a row of no keys takes just as well.
+        # Rows that see no key are computed as well, because they may have a sink.
         for part in split(range(one.q.shape[2]), BLOCK_M):
             o, statistics = _attend_rows(problem, one, part, sink)
             own_out[part.start : part.stop] = o.flatten(0, 1).movedim(0, 1)
@@ -120,7 +122,7 @@ def _gather(
         own_v = v[keys].float().movedim(1, 0)
 
     def of_blocks(scale: Tensor | None, heads: int, start: int, length: int, block: int) -> Tensor:
-        """(heads, blocks) of this sequence."""
+        """Return (heads, blocks), the scales of this sequence's blocks; 1 without scales."""
         count = num_blocks(length, block)
         if scale is None:
             return torch.ones(heads, count)
@@ -149,7 +151,7 @@ def _gather(
 def _attend_rows(
     problem: Fp8Problem, one: _Sequence, rows: range, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of some rows, (heads_kv, group, rows, head_dim_v) and (heads_kv, group, rows, 1)."""
+    """Return (out, lse) of some rows: (heads_kv, group, rows, head_dim_v) and (heads_kv, group, rows, 1)."""
     seqlen_q, seqlen_k = one.q.shape[2], one.k.shape[2]
     offset = seqlen_k - seqlen_q
     window = problem.effective_window(seqlen_q, seqlen_k)
@@ -167,7 +169,7 @@ def _attend_rows(
         block = slice(keys.start, keys.stop)
         k_scale, v_scale = (t[..., j, None, None] for t in (one.k_scale, one.v_scale))
         scores = q @ one.k[:, :, block].mT
-        scores = _bend(problem, one, scores, q_scale, k_scale, rows, keys, offset, window)
+        scores = _masked_scores(problem, one, scores, q_scale, k_scale, rows, keys, offset, window)
         new_max = torch.maximum(row_max, scores.amax(-1, keepdim=True))
         shift = new_max.masked_fill(new_max == -torch.inf, 0.0)
         p = torch.exp2(scores - shift + P_EXPONENT)
@@ -195,7 +197,7 @@ def _attend_rows(
     return out, (row_max * LN_2 + row_sum.log()).masked_fill(empty, -torch.inf)
 
 
-def _bend(
+def _masked_scores(
     problem: Fp8Problem,
     one: _Sequence,
     scores: Tensor,
@@ -206,7 +208,7 @@ def _bend(
     offset: int,
     window: tuple[int, int],
 ) -> Tensor:
-    """Products of e4m3 -> masked scores in units of log 2."""
+    """Turn products of e4m3 (heads_kv, group, rows, keys) into masked scores in log2 units."""
     left, right = window
     distance = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop)[:, None] - offset
     scores = scores * (q_scale * (k_scale * problem.softmax_scale))

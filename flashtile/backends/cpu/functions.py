@@ -25,7 +25,7 @@ Blocks = tuple[list[int], list[int]]
 
 
 class EvaluatedFunctions:
-    """The functions of a call, the tensors that they read, and the gradients of these tensors."""
+    """Score and mask functions of a call, the captured tensors that they read, and the gradients of these."""
 
     def __init__(self, problem: Problem, extras: Any, with_gradients: bool) -> None:
         assert problem.mods is not None
@@ -46,7 +46,7 @@ class EvaluatedFunctions:
     def chunks(
         self, problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
     ) -> Iterator[FunctionChunk]:
-        """Split the call into chunks of one sequence: of one query head, if each head has its own lists."""
+        """Yield chunks of one sequence, and of one query head if each head has its own block lists."""
         for b in range(q.shape[0]):
             if self.lists is None or self.mods.list_heads == 1:
                 for h in split(range(problem.num_heads_kv), config.TILE_HEADS):
@@ -145,15 +145,17 @@ class FunctionChunk(Chunk):
         if self.functions.score_program is None:
             return
         by_heads = self.by_heads(tile, rows, keys)
-        inputs = self._inputs(rows, keys) | {"score": by_heads.clone()}  # which derivatives may be
+        # A copy of the scores, because a derivative may be the score itself.
+        inputs = self._inputs(rows, keys) | {"score": by_heads.clone()}
         given = self.functions.score_program, inputs, self.functions.captured, self.dtype, "score_mod"
         score, *self._results = evaluate(*given)
         by_heads.copy_(torch.as_tensor(score))
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
-        """Differentiate ``score_mod``: turn ``ds`` into the gradient of its input; add those of its loads.
+        """Differentiate ``score_mod``: turn ``ds`` into the gradient of its input, in place.
 
-        Where a score is hidden, its gradient is 0, since a derivative there may be inf or NaN.
+        Gradients of captured tensors are added to ``EvaluatedFunctions.gradients``. Hidden scores get
+        gradient 0, because a derivative there may be inf or NaN.
         """
         if self.functions.score_program is None:
             return
@@ -166,7 +168,7 @@ class FunctionChunk(Chunk):
         by_heads.mul_(factor).masked_fill_(hidden, 0.0)
 
     def _inputs(self, rows: range, keys: range) -> dict[str, Tensor]:
-        """Return the indices of a tile, which broadcast to :meth:`by_heads`."""
+        """Return the indices b, h, q and kv of a tile's scores, which broadcast to :meth:`by_heads`."""
         heads = torch.arange(self.heads_q.start, self.heads_q.stop)
         return {
             "b": torch.tensor(self.b),
@@ -177,7 +179,7 @@ class FunctionChunk(Chunk):
 
 
 def _lists(extras: Any) -> list[list[list[Blocks]]]:
-    """Return the blocks by sequence, head and block of rows."""
+    """Return a block mask's lists: :data:`Blocks` by sequence, head and block of rows."""
     counts = zip(extras.kv_num_blocks.tolist(), extras.full_kv_num_blocks.tolist(), strict=True)
     blocks = zip(extras.kv_indices.tolist(), extras.full_kv_indices.tolist(), strict=True)
     return [

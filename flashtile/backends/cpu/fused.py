@@ -1,4 +1,4 @@
-"""Attention by torch's flash kernel: one call where it has the mask, else one call per block of rows."""
+"""Attention by torch's flash kernel: one call, or one per block of rows if it lacks the mask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from flashtile.problems.common import UNLIMITED
 
 
 def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a launch for tensors of the problem's own lengths, with all decisions on lengths made here."""
+    """Return a launch for tensors of the problem's own lengths; all decisions that depend on lengths are made
+    here."""
     causal = _kernel_mask(problem, problem.batch, problem.seqlen_q, problem.seqlen_k)
     if causal is None or (problem.seqlen_q == 1 and problem.group_size > 1):
         return lambda q, k, v, extras: forward(problem, config, q, k, v, OptionalInputs.of(problem, extras))
@@ -59,7 +60,7 @@ def backward(
 
 
 def _kernel_mask(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> bool | None:
-    """Return the kernel's ``is_causal`` for these lengths; None if it lacks the mask or a length is 0."""
+    """Return the kernel's ``is_causal``; None if a length is 0 or the kernel does not support the mask."""
     if problem.alibi or batch == 0 or seqlen_q == 0 or seqlen_k == 0:
         return None
     left, right = problem.effective_window(seqlen_q, seqlen_k)
@@ -73,7 +74,7 @@ def _kernel_mask(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> 
 def _attend_by_groups(
     problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attend one query to every key: a group's query heads become queries of one head, read only once."""
+    """Attend one query per sequence. A group's query heads become queries of one head."""
     heads_kv = k.shape[2]
     by_groups = q[:, 0].unflatten(1, (heads_kv, problem.group_size)).transpose(1, 2)
     out, lse = attend(config.compute_dtype, by_groups, k, v, False, problem.softmax_scale)

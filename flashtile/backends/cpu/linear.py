@@ -33,7 +33,7 @@ def _sums_dtype(problem: LinearProblem) -> torch.dtype:
 
 
 def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> Any:
-    """``given``: LinearTensors, or BeforeNormTensors."""
+    """Return y, or (y, scaled, factor) before a norm. ``given``: LinearTensors, or BeforeNormTensors."""
     if problem.is_plain:
         return torch.nn.functional.linear(x.detach(), weight.detach(), given.bias)
     factors = given.bias, given.weight_scale, given.norm_weight, given.x_scale
@@ -42,7 +42,7 @@ def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> An
     return before_norm(problem, y, given.next_norm_weight) if problem.next_norm else y
 
 
-@torch.inference_mode()  # so that caches made under it can be written outside of it, too
+@torch.inference_mode()  # so that caches made in inference mode can be written outside of it
 def _append(
     problem: LinearProblem, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor
 ) -> None:
@@ -60,7 +60,7 @@ def _linear_qkv(
     assert heads is not None
     factors = given.bias, given.weight_scale, given.norm_weight, given.x_scale
     y = product(problem, x, weight, *factors, _sums_dtype(problem))
-    q, k, v = y.unflatten(1, (-1, heads.head_dim)).split(  # of no rows, too
+    q, k, v = y.unflatten(1, (-1, heads.head_dim)).split(
         [heads.num_heads_q, heads.num_heads_kv, heads.num_heads_kv], 1
     )
     angles = given.rotary_cos, given.rotary_sin, given.positions, heads.rotary_interleaved

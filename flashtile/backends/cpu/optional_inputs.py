@@ -11,7 +11,7 @@ from flashtile.problems.attention import OptionalTensors, Problem
 
 
 class Dropout(NamedTuple):
-    """Dropout's parameters. Positions count in the whole call, so parts of it draw the same numbers."""
+    """Parameters of dropout. Positions count in the whole call, so parts drop the same probabilities."""
 
     rng_state: Tensor
     p: float
@@ -19,7 +19,7 @@ class Dropout(NamedTuple):
     first_sequence: int = 0
 
     def kept(self, batch: slice, heads: slice, rows: range, keys: range) -> Tensor:
-        """Return (batch, heads, rows, keys) bool: the probabilities that are kept."""
+        """Return (batch, heads, rows, keys) bool: True where a probability is kept."""
         first = self.first_sequence
         sequences = range(first + batch.start, first + batch.stop)
         heads_range = range(heads.start, heads.stop)

@@ -1,7 +1,8 @@
-"""Key padding, as dense calls on the visible keys only: padding costs no work.
+"""Key padding, computed as dense calls on only the visible keys.
 
-Without a window, any keys can be left out. Under a causal mask, all keys between the first and the last must
-be visible: rows up to the last key then see a causal part of them, and later rows see all.
+Without a causal mask, any keys can be left out. With one, a sequence is cut only if all keys between its
+first and its last visible key are visible. Rows up to the last key then see a causal part of these keys, and
+later rows see all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flashtile.problems.common import UNLIMITED
 
 
 def covers(problem: Problem) -> bool:
-    """Whether key padding is the only mask except a causal one: torch's kernel then serves the rest."""
+    """Whether key padding is the only mask except a causal one, as torch's kernel requires."""
     distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
     scores = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
@@ -57,8 +58,8 @@ def parts(problem: Problem, extras: OptionalTensors) -> Iterator[Part]:
 def _runs(seen: Tensor) -> Iterator[tuple[slice, int, int, bool]]:
     """Yield (sequences, first key, end of keys, whether all keys between are visible).
 
-    Sequences without a visible key are left out. Neighbours with the same range of keys form one run; a
-    sequence with hidden keys in between is a run of its own.
+    Sequences without a visible key are left out. Adjacent sequences with the same range of keys form one run.
+    A sequence with hidden keys within its range is a run of its own.
     """
     if seen.numel() == 0:
         return

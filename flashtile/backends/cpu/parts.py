@@ -1,6 +1,6 @@
-"""A call as dense calls on parts of it: packed sequences, sequences with unused tokens, keys without padding.
+"""Computes a call as dense calls on parts of it: packed sequences, used tokens, or keys without padding.
 
-Rows in no part have out 0, lse -inf and gradients 0. The gradients of keys in no part are 0 as well.
+Rows in no part have out 0, lse -inf and gradient 0. Keys in no part have gradient 0.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from flashtile.problems.attention import OptionalTensors, Problem
 
 
 class Part(NamedTuple):
-    """Rows of sequences and the keys they attend to: a slice, or indices where keys are left out.
+    """One dense call: some rows of some sequences, and the keys that they attend to.
 
-    Tensors have a batch dimension (:func:`with_batch`); ``problem`` is that of the dense call.
+    ``keys`` is a slice, or indices if keys in between are left out. Slices apply to tensors with a batch
+    dimension (:func:`with_batch`). ``problem`` is that of the dense call.
     """
 
     problem: Problem
     b: int
-    """Number of the first sequence, which is not its index where sequences are packed."""
+    """Number of the first sequence. It differs from ``sequences.start`` if sequences are packed."""
     sequences: slice
     rows: slice
     keys: slice | Tensor
@@ -60,7 +61,10 @@ def forward(
     v: Tensor,
     extras: OptionalTensors,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse). ``dense(problem, q, k, v, optional)`` computes a part of ``parts_of``."""
+    """Return (out, lse) of the whole call.
+
+    ``parts_of(problem, extras)`` yields the parts, and ``dense(problem, q, k, v, optional)`` computes one.
+    """
     parts = list(parts_of(problem, extras))
     if _is_whole(parts, problem):
         return dense(parts[0].problem, q, k, v, parts[0].optional)
@@ -87,9 +91,11 @@ def backward(
     lse: Tensor,
     extras: OptionalTensors,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv), by functions as in :func:`forward`; ``dense`` takes dout, dlse, q, k, v, out, lse.
+    """Return (dq, dk, dv) of the whole call.
 
-    A key of padded sequences may get two terms, from two parts: they are summed in float32.
+    ``parts_of`` is as in :func:`forward`, and ``dense(problem, dout, dlse, q, k, v, out, lse, optional)``
+    returns the gradients of one part. With key padding, a key may be in two parts, whose terms are summed in
+    float32.
     """
     parts = list(parts_of(problem, extras))
     if _is_whole(parts, problem):
@@ -123,7 +129,7 @@ def with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
 
 
 def sequences(problem: Problem, extras: OptionalTensors, dbias: Tensor | None = None) -> Iterator[Part]:
-    """Yield each sequence that has queries and keys as a part; ``dbias`` gets gradients of the bias."""
+    """Yield each sequence that has queries and keys as a part; ``dbias`` accumulates the bias's gradient."""
     optional = OptionalInputs.of(problem, extras, dbias)
     for b, rows, keys in spans(problem, extras):
         if rows.start < rows.stop and keys.start < keys.stop:
@@ -132,7 +138,7 @@ def sequences(problem: Problem, extras: OptionalTensors, dbias: Tensor | None = 
 
 
 def spans(problem: Problem, extras: OptionalTensors) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (number, rows in use, keys in use) of each sequence; packed ones count among all tokens."""
+    """Yield (number, used rows, used keys) of each sequence; slices of packed sequences index all tokens."""
     offsets, used = (
         [None if t is None else t.tolist() for t in pair]
         for pair in ((extras.cu_seqlens_q, extras.cu_seqlens_k), (extras.seqused_q, extras.seqused_k))

@@ -1,7 +1,7 @@
 """Attention sinks, one score per head without a value, added to finished attention.
 
-``lse' = log(exp(lse) + exp(sink))`` and ``out' = out exp(lse - lse')``. With these the gradients of q, k and
-v have the same form as without a sink; the gradient of the sink is a sum over rows.
+``lse' = log(exp(lse) + exp(sink))`` and ``out' = out exp(lse - lse')``. In terms of out' and lse', the
+gradients of q, k and v have the same form as without a sink. The gradient of the sink is a sum over rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flashtile.problems.attention import OptionalTensors
 def join(out: Tensor, lse: Tensor, extras: OptionalTensors) -> None:
     """Add the sink to out (..., heads, head_dim) and lse (..., heads, rows), in place.
 
-    Tokens that belong to no sequence or are unused stay unchanged: they have no sink either.
+    Rows that belong to no sequence or are unused have no sink: out stays 0 and lse stays -inf.
     """
     assert extras.sink is not None
     joined = torch.logaddexp(lse, extras.sink.to(lse.dtype)[:, None])

@@ -1,10 +1,10 @@
 """FlashAttention-2 in torch: online softmax over key blocks, backward by recomputation from the saved lse.
 
-Dao 2023, arXiv:2307.08691, Algorithms 1 and 2. Blocks of queries are the outer loop in both directions; key
-blocks that the window hides are skipped and only those on its edge are masked. The query heads of a group are
-folded into the rows of a tile, so that GQA reads each key once and copies no keys. Tiles are computed in
-float32 (float64 for float64 inputs). The largest temporaries are a few tiles, and the keys, the values and
-their gradients of TILE_HEADS heads at a time.
+Dao 2023, arXiv:2307.08691, Algorithms 1 and 2. Blocks of queries are the outer loop in both passes. Key
+blocks that the window hides are skipped, and only those on its edge are masked. The query heads of a group
+are folded into the rows of a tile, so that GQA reads each key once and copies no keys. Tiles are computed in
+float32 (float64 for float64 inputs). The largest temporaries are a few tiles, and the keys, values and their
+gradients of TILE_HEADS heads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv), contiguous, from the gradients of out and of lse (None stands for zeros)."""
     dq = q.new_zeros(q.shape)
-    # With functions, several chunks may add to one key.
+    # With score or mask functions, several chunks may add to the gradient of one key.
     wide = optional.functions is not None
     dk, dv = (t.new_zeros(t.shape, dtype=problem.lse_dtype if wide else t.dtype) for t in (k, v))
     for chunk in chunks(problem, config, q, k, v, optional):
@@ -64,7 +64,7 @@ def backward(
             if dlse is not None:
                 minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
             minus_lse = -chunk.statistics(lse, rows).reshape(minus_delta.shape)
-            if chunk.may_hide_rows:  # the gradient of such a row's lse may be anything
+            if chunk.may_hide_rows:  # for rows without a visible key, dlse may be anything
                 empty = minus_lse == torch.inf
                 minus_lse, minus_delta = (t.masked_fill(empty, 0.0) for t in (minus_lse, minus_delta))
             dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)
@@ -75,10 +75,11 @@ def backward(
 
 
 def _forward_rows(chunk: Chunk, rows: range) -> tuple[Tensor, Tensor]:
-    """Run Algorithm 1 for one block of rows: out (heads, rows, head_dim_v) and lse (heads, rows)."""
+    """Run Algorithm 1 for one block of rows. Return out (heads, rows, head_dim_v) and lse (heads, rows)."""
     q = chunk.folded(chunk.q, rows)
     heads, num_rows, _ = q.shape
-    # The lowest finite number, not -inf: a row whose first keys are all hidden gets exp(-inf - lowest) = 0.
+    # Start at the lowest finite number instead of -inf: hidden scores then give exp(-inf - lowest) = 0, not
+    # NaN.
     row_max = q.new_full((heads, num_rows, 1), torch.finfo(q.dtype).min)
     row_sum = q.new_zeros((heads, num_rows, 1))
     acc = q.new_zeros((heads, num_rows, chunk.v.shape[-1]))
@@ -111,7 +112,7 @@ def _backward_rows(
     dk: Tensor,
     dv: Tensor,
 ) -> Tensor:
-    """Run Algorithm 2 for one block of rows: return its dq and add to dk and dv."""
+    """Run Algorithm 2 for one block of rows. Return its dq, and add its terms to dk and dv."""
     q = chunk.folded(chunk.q, rows)
     dq = torch.zeros_like(q)
     for keys in chunk.key_blocks(rows):
@@ -137,7 +138,7 @@ def _backward_rows(
             dbias = chunk.broadcast(chunk.optional.dbias, rows, keys)
             dbias += chunk.by_heads(ds, rows, keys).sum_to_size(dbias.shape)
         if chunk.softcap > 0:
-            # d tanh(x) = 1 - tanh(x)^2, with the tanh that scores() left behind.
+            # d tanh(x) = 1 - tanh(x)^2; scores() has left tanh(x) in the buffer "tanh".
             tanh = chunk.tile("tanh", q.shape[1], len(keys))
             ds.addcmul_(p.copy_(ds).mul_(tanh), tanh, value=-1)
         dq.baddbmm_(ds, chunk.k[:, block], alpha=chunk.softmax_scale)
@@ -175,7 +176,7 @@ class Chunk:
         heads_kv: slice,
         heads_q: slice | None = None,
     ):
-        """``heads_q``: one of the query heads of a key/value head, instead of all."""
+        """``heads_q``: one query head of the key/value head; None: all its query heads."""
         group = problem.group_size if heads_q is None else 1
         self.group = group
         self.batch, self.heads_kv = batch, heads_kv
@@ -312,7 +313,8 @@ class Chunk:
         """Apply ``score_mod`` to a tile of scores; :meth:`through_functions` differentiates it."""
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
-        """Turn ``ds``, the gradient of the scores with probabilities ``p``, into that of their input."""
+        """Turn ``ds``, the gradient of modified scores (with probabilities ``p``), into that of the scores
+        before :meth:`modify`, in place."""
 
     def _distance(self, rows: range, keys: range) -> Tensor:
         """Return (rows, keys): key position minus the query's own position."""

@@ -1,4 +1,4 @@
-"""Attention weights from q, k and lse, by tiles of scores as in the backward pass."""
+"""Attention weights from q, k and lse, recomputed by tiles of scores as in the backward pass."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def prepare_weights(problem: WeightsProblem, config: Tiled) -> Any:
 
 
 class _Rows(NamedTuple):
-    """Rows of some sequences and heads, and their tiles: (keys, scores minus lse). Scores have the shape
-    (sequences, heads, rows, keys)."""
+    """Rows of some sequences and heads, with their tiles (keys, scores minus lse). The scores of a tile have
+    the shape (sequences, heads, rows, keys)."""
 
     batch: slice
     heads: slice
@@ -73,7 +73,7 @@ def _blocks(
         def tiles(rows: range, chunk: tiled.Chunk = chunk) -> Iterator[tuple[range, Tensor]]:
             own = chunk.folded(q, rows)
             minus_lse = -chunk.statistics(lse, rows).reshape(*own.shape[:2], 1)
-            minus_lse = minus_lse.masked_fill(minus_lse == torch.inf, 0.0)  # of rows that see no key
+            minus_lse = minus_lse.masked_fill(minus_lse == torch.inf, 0.0)  # rows that see no key
             for keys in chunk.key_blocks(rows):
                 seen = chunk.seen(rows, keys)
                 if seen is None or seen.any():

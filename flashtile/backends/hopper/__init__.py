@@ -1,6 +1,7 @@
 """Gluon kernels for NVIDIA's Hopper GPUs (compute capability 9.0): TMA, wgmma, warp specialisation.
 
-Forward, and backward for all that the forward serves.
+This module selects and prepares the kernels of attention. The backward serves each call that the forward
+serves, except some calls with score or mask functions (``refusals``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CAPABILITY = (9, 0)
 
 
 def reason_against(problem: Problem, explicit: bool) -> str | None:
-    """Why this backend does not serve the problem; None if it does."""
+    """Return why this backend does not serve the problem; None if it does."""
     reason = reason_of_device(problem)
     if reason is not None:
         return reason
@@ -54,7 +55,7 @@ def reason_against_backward(problem: Problem, explicit: bool) -> str | None:
 
 
 def reason_of_device(problem: Problem | DecodeProblem) -> str | None:
-    """Why its kernels, of any dtype, do not run on the problem's device; None if they do."""
+    """Return why the kernels, of any dtype, do not run on the problem's device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not is_nvidia(problem.device):
@@ -66,7 +67,7 @@ def reason_of_device(problem: Problem | DecodeProblem) -> str | None:
 
 
 def reason_of_tensors(problem: Problem) -> str | None:
-    """Why its kernels, of any dtype, cannot address the problem's tensors; None if they can."""
+    """Return why the kernels, of any dtype, cannot address the problem's tensors; None if they can."""
     if problem.tma_obstacle is not None:
         return problem.tma_obstacle
     if 0 in (problem.batch, problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k):
@@ -83,7 +84,7 @@ def configure_forward(problem: Problem):
 
 
 def configure_backward(problem: Problem):
-    """A ``BackwardConfig``, for head sizes over 128 a ``WideBackwardConfig``."""
+    """Return a ``BackwardConfig``, or a ``WideBackwardConfig`` for head sizes over 128."""
     from flashtile.backends.hopper.backward.config import choose
 
     return choose(problem)

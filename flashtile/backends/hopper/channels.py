@@ -1,7 +1,8 @@
-"""How the partitions of a warp-specialised kernel hand tiles to one another and keep an order, by mbarriers.
+"""Synchronisation of the partitions of a warp-specialised kernel by mbarriers: rings of tiles, and ping-pong.
 
-Uses are counted from 0 since the kernel began. Use ``i`` of a ring of STAGES slots is slot ``i % STAGES``
-for the ``i // STAGES``-th time; the parity of the latter is what an mbarrier calls its phase.
+A *use* of a ring is one write of a slot and the reads that follow it. Uses are counted from 0 over the whole
+kernel. In a ring of STAGES slots, use ``i`` has slot ``i % STAGES``. It is use number ``i // STAGES`` of this
+slot, and the parity of that number is the phase of the slot's mbarriers.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from flashtile.backends.hopper.compat import aggregate
 
 @aggregate
 class Channel:
-    """A ring of shared-memory tiles from one producer to ``readers`` partitions."""
+    """A ring of shared-memory tiles from one producer to one or more reader partitions."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -29,36 +30,37 @@ class Channel:
 
     @gluon.jit
     def acquire(self, i):
-        """Producer: wait until use ``i`` may be written; returns its slot."""
+        """Producer: wait until the slot of use ``i`` is free, and return the slot."""
         mbarrier.wait(self.empty.index(i % self.STAGES), ((i // self.STAGES) & 1) ^ 1)
         return i % self.STAGES
 
     @gluon.jit
     def wait(self, i):
-        """Reader: wait until use ``i`` has been written; returns its slot."""
+        """Reader: wait until use ``i`` has been written, and return its slot."""
         mbarrier.wait(self.full.index(i % self.STAGES), (i // self.STAGES) & 1)
         return i % self.STAGES
 
     @gluon.jit
     def release(self, i):
-        """Reader: use ``i`` has been read."""
+        """Reader: report that use ``i`` has been read."""
         mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
 
 
 @gluon.jit
 def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr):
-    """Tiles as ``desc`` loads them, ``PARTS`` to a slot: part w of slot s is tile ``s * PARTS + w``."""
+    """Make a channel for tiles of ``desc``, PARTS per slot: part w of slot s is tile s * PARTS + w."""
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_type.shape, desc.layout)
     return make_ring(tiles, STAGES, READERS)
 
 
 @gluon.jit
 def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
-    """A channel over ``tiles`` that exist already. With READERS 0 the producer never waits for a free slot;
-    WRITERS partitions each bring a part of every tile.
+    """Make a channel over ``tiles``, which are already allocated.
 
-    Only barriers on which a partition waits are initialised. The compiler reuses the memory of the others,
-    and a GPU that switches between processes may write the state of an initialised barrier back there.
+    With READERS 0 the producer never waits for a free slot. WRITERS partitions write a part of each tile.
+
+    Only barriers on which a partition waits are initialised. The compiler gives the memory of the others to
+    other data. If they were initialised, a GPU that switches between processes could write their state there.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -71,7 +73,7 @@ def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.co
 
 @aggregate
 class PingPong:
-    """Partitions 0 to COUNT - 1 use the tensor cores in this order, over and over (FlashAttention-3, section
+    """Barriers that let partitions 0 to COUNT - 1 use the tensor cores in turn (FlashAttention-3, section
     3.1)."""
 
     barriers: gl.shared_memory_descriptor
@@ -90,14 +92,14 @@ class PingPong:
 
     @gluon.jit
     def pass_on(self, me: gl.constexpr):
-        """Partition ``me`` has issued its products: the next one may."""
+        """Partition ``me`` has issued its products: let the next partition issue its own."""
         if self.COUNT > 1:
             mbarrier.arrive(self.barriers.index((me + 1) % self.COUNT), count=1)
 
 
 @gluon.jit
 def make_ping_pong(COUNT: gl.constexpr):
-    """With COUNT 1 there is no order: waiting costs nothing, and no barrier is initialised."""
+    """Make a :class:`PingPong` that partition 0 begins. With COUNT 1, waits do nothing."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     if COUNT > 1:
         for i in gl.static_range(COUNT):

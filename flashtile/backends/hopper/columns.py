@@ -1,5 +1,5 @@
-"""Parts of a tile's columns: stores of a few columns at a time through small shared memory, and products that
-leave out columns of zeros."""
+"""Work on part of a tile's columns: stores of a few columns at a time through a small tile of shared memory,
+and products that skip columns of zeros."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,15 +12,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS, accumulator_layout, left_operand_layout
 
 STEP = gl.constexpr(16)
-"""Columns that one instruction of wgmma multiplies in 16 bits."""
+"""Columns of 16-bit operands that one wgmma instruction multiplies (its K)."""
 
 
 @gluon.jit
 def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
-    """[rows, N] float32: x [rows] plus 0, 1, ..., as wgmma's accumulator in ``layout``.
+    """Return x [rows] plus the column number, 0 to N - 1: float32 [rows, N] in an accumulator's ``layout``.
 
-    Column 8 a + 2 t + b belongs to thread t of a quad. With the thread's part added first, the rest is a
-    constant of each register's own addition.
+    Thread t of a quad holds the columns 8 a + 2 t + b. It adds 2 t to x once. The rest, 8 a + b, is a
+    constant for each register.
     """
     column: gl.constexpr = gl.SliceLayout(0, layout)
     parts: gl.constexpr = gl.arange(0, N, layout=column).reshape([N // 8, 4, 2]).type.layout
@@ -35,7 +35,7 @@ def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def column_parts(x, PART: gl.constexpr):
-    """x [64, n] of a warpgroup, n = PART times a power of two: a tuple of [64, PART] from left to right."""
+    """Split x [64, n] into a tuple of [64, PART], from left to right. n is PART times a power of two."""
     ROWS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     if WIDTH == PART:
@@ -47,7 +47,7 @@ def column_parts(x, PART: gl.constexpr):
 
 @gluon.jit
 def store_part(part, tile):
-    """One of :func:`column_parts` to the first columns of a tile, which TMA may read then."""
+    """Store one of the :func:`column_parts` in a tile's first columns, and make it visible to TMA."""
     ROWS: gl.constexpr = part.shape[0]
     PART: gl.constexpr = part.shape[1]
     layout: gl.constexpr = accumulator_layout(PART)
@@ -67,16 +67,16 @@ def power_of_two_below(number):
 
 @gluon.constexpr_function
 def count_products(head_dim):
-    """How many products :func:`product_of_rows` leaves in flight."""
+    """Return the number of wgmma products that :func:`product_of_rows` leaves in flight."""
     return (-(-head_dim // 16)).bit_count()
 
 
 @gluon.jit
 def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = True, START: gl.constexpr = 0):
-    """acc + a b^T of tiles in shared memory, left in flight, or without ``use_acc`` a b^T alone.
+    """Return acc + a b^T, or only a b^T without ``use_acc``, for tiles in shared memory; left in flight.
 
-    Of the tiles' columns the first HEAD_DIM count, from START on. TMA has filled the others with zeros; they
-    are left out in steps of 16. Tensors have powers of two of columns, so that this takes some products.
+    Columns START to HEAD_DIM - 1 are multiplied, rounded up to 16. TMA has filled the columns behind HEAD_DIM
+    with zeros. One product takes a power of two of columns, so there may be several.
     """
     COLUMNS: gl.constexpr = (HEAD_DIM + STEP - 1) // STEP * STEP - START
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
@@ -93,8 +93,10 @@ def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = T
 
 @gluon.jit
 def zero_sums(HEAD_DIM: gl.constexpr):
-    """Accumulators of a warpgroup's 64 rows and HEAD_DIM columns, in steps of 64: a tuple of one [64, n], for
-    192 columns of [64, 128] and [64, 64]."""
+    """Return zeros as accumulators of a warpgroup: 64 rows, and HEAD_DIM columns rounded up to 64.
+
+    They are a tuple of one [64, n], or of [64, 128] and [64, 64] for 192 columns.
+    """
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
     layout: gl.constexpr = accumulator_layout(WIDTH)
@@ -107,7 +109,7 @@ def zero_sums(HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def columns_of(tile, sums, n: gl.constexpr):
-    """The columns of a tile that accumulator ``n`` of ``sums`` is of."""
+    """Return the columns of a tile that belong to accumulator ``n`` of ``sums``."""
     START: gl.constexpr = sums[0].shape[1] * n
     WIDTH: gl.constexpr = sums[n].shape[1]
     if tile.shape[1] == WIDTH:
@@ -118,14 +120,14 @@ def columns_of(tile, sums, n: gl.constexpr):
 
 @gluon.jit
 def add_product(sums, n: gl.constexpr, a, b):
-    """Accumulator ``n`` of :func:`add_products`, left in flight."""
+    """Return accumulator ``n`` of ``sums`` + a b (:func:`add_products`), left in flight."""
     operand: gl.constexpr = left_operand_layout(sums[n].type.layout)
     return warpgroup_mma(gl.convert_layout(a, operand), columns_of(b, sums, n), sums[n], is_async=True)
 
 
 @gluon.jit
 def add_products(sums, a, b):
-    """sums + a b of :func:`zero_sums`, a left operand in registers and a tile in shared memory, complete."""
+    """Return ``sums`` (:func:`zero_sums`) + a b, once complete. a is in registers, b in shared memory."""
     first = add_product(sums, 0, a, b)
     if len(sums) == 1:
         return (warpgroup_mma_wait(0, deps=[first]),)

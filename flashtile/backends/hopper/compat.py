@@ -1,4 +1,4 @@
-"""The one place that knows what differs between the Gluon of the Triton releases that flashtile runs on."""
+"""Names and functions of Gluon that differ between the Triton releases on which flashtile runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 VIEWS_SPAN_TILES = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8)
-"""Whether a view of shared memory may reach over the tiles behind its own. Triton 3.9 refuses."""
+"""Whether a view of a tile in shared memory may extend over the tiles behind it. Triton 3.9 refuses this."""
 
 
 @builtin
 def _async_add(desc, coord, src, _semantic=None):
-    """TMA addition of a tile in shared memory to global memory, which Triton 3.6 and 3.7 have unnamed."""
+    """Add a tile in shared memory to global memory by TMA. Triton 3.6 and 3.7 have no function for this."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
@@ -30,6 +30,6 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """Shared memory as another dtype, shape and layout: a method whose name depends on the release."""
+    """View shared memory with another dtype, shape and layout. Gluon's method for this has several names."""
     dtype, layout = core._unwrap_if_constexpr(dtype), core._unwrap_if_constexpr(layout)
     return _semantic.memdesc_reinterpret(memory, dtype, [core._unwrap_if_constexpr(n) for n in shape], layout)

@@ -64,14 +64,16 @@ WITH_FUNCTIONS = {
     "ragged, all": replace(PLAIN, seqlen_k=4001, sink=True, mods=replace(_MODS, block_size=(256, 256))),
     "positions": replace(PLAIN, mods=Mods("", "t0: bool = le kv q\nreturn t0", block_size=(128, 128))),
 }
-"""A learned bias under a document mask, in parts; a block mask that reads no tensor."""
+"""Parts of a learned bias under a document mask, and a block mask that reads no tensor."""
 MODIFIED = {"mods": WITH_FUNCTIONS, "dropout": WITH_DROPOUT, "bias": WITH_BIAS}
-"""Calls with each modifier, by the name of their cases."""
+"""Calls with modifiers, by the kind of modifier and the name of the compile case."""
 
 
 def modified(kind: str, spills: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[str, Problem, int]]:
-    """(name, problem, spill budget) of the calls with a modifier, at the head sizes of most models.
-    ``spills`` are bytes by head size, in the order of the calls, the most of Triton 3.6 and 3.7."""
+    """Yield (name, problem, spill budget) of calls with modifier ``kind``, at the head sizes in ``spills``.
+
+    ``spills`` has the budgets in bytes, in the order of the calls: the larger number of Triton 3.6 and 3.7.
+    """
     for head_dim, budgets in spills.items():
         for (name, problem), budget in zip(MODIFIED[kind].items(), budgets, strict=True):
             yield name, replace(problem, head_dim=head_dim, head_dim_v=head_dim), budget
@@ -85,12 +87,12 @@ TYPES = {
         "scale", "scale_log2", "softcap_rate", "softcap_log2", "zero", "keep_scale", "keep", "lse_scale"
     ),
 }  # fmt: skip
-"""Types of the kernels' parameters by name. Descriptors have those of their views; the rest are integers."""
+"""Names of the kernels' parameters by type. Descriptors have the types of their views; the rest are i32."""
 _TYPE_OF = {name: type_name for type_name, names in TYPES.items() for name in names}
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """The kernel that fills the tile table."""
+    """Yield the case of the kernel that fills the tile table."""
     if arch != HOPPER:
         return
     pointers = ("table", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
@@ -121,8 +123,8 @@ def attention_case(
 ) -> CompileCase:
     """Return the case of a warp-specialised kernel.
 
-    ``views`` and ``structures`` give the types of its parameters by name. None stands for a descriptor that
-    the call does not have.
+    ``views`` and ``structures`` give the types of its parameters by name; None for a descriptor that the call
+    does not have.
     """
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {"C": variant}
@@ -147,7 +149,7 @@ def attention_case(
 
 
 def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
-    """Types of the fields that the passes' pointers share."""
+    """Return the types of the fields that ``ForwardPointers`` and ``BackwardPointers`` have in common."""
     given: Any = None if mods is None else "i32"
     if mods is not None and mods.ranks:
         given = types_of(CapturedTensors, "i32", tensor_0="*fp32", tensor_1="*i32")
@@ -161,13 +163,13 @@ def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
 
 
 def schedule_types(structure: Any, variant: Any) -> Any:
-    """A schedule of either pass."""
+    """Return the types of ``structure``, the schedule of the forward or of the backward."""
     of_bias, of_dropout = ("i32" if given else None for given in (variant.HAS_BIAS, variant.HAS_DROPOUT))
     return types_of(structure, "i32", bias_batch=of_bias, bias_heads=of_bias, drop_threshold=of_dropout)
 
 
 def bias_of(problem: Problem) -> torch.Tensor | None:
-    """A bias that sequences share, if the problem has one, without memory."""
+    """Return a bias that all sequences share, on the meta device; None if the problem has no bias."""
     if not problem.bias:
         return None
     shape = 1, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
@@ -175,7 +177,7 @@ def bias_of(problem: Problem) -> torch.Tensor | None:
 
 
 def tensors(problem: Problem | Fp8Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of the problem's shapes, row by row, without memory."""
+    """Return contiguous q, k and v of the problem's shapes, on the meta device."""
     rows = (problem.total_q,) if problem.varlen else (problem.batch, problem.seqlen_q)
     keys = (problem.total_k,) if problem.varlen else (problem.batch, problem.seqlen_k)
     q = torch.empty(*rows, problem.num_heads_q, problem.head_dim, dtype=problem.dtype, device="meta")
@@ -185,5 +187,5 @@ def tensors(problem: Problem | Fp8Problem) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def words(named: Mapping[str, Any]) -> list[str]:
-    """The names of what is there."""
+    """Return the names whose value is true."""
     return [name for name, present in named.items() if present]

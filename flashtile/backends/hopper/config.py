@@ -11,57 +11,59 @@ from flashtile.problems.attention import Problem
 WARPGROUP_ROWS = 64
 """Rows of a product that one warpgroup computes."""
 PRODUCER_REGISTERS = 24
-"""Registers of a thread of the producer."""
+"""Registers of a producer thread."""
 CONSUMER_REGISTERS = {2: 240, 3: 160}
-"""Registers of a consumer thread, by number of consumer warpgroups; with the producer's they fill the 64 K
-registers of an SM."""
+"""Registers of a consumer thread, by number of consumer warpgroups. Consumers and producer together fill the
+64 K registers of an SM."""
 SHARING_REGISTERS = 104, 80
-"""(consumer's, what each thread starts with) of two warpgroups, where two programs share an SM."""
+"""Registers of a thread where two programs, each of two consumer warpgroups, share an SM: (of a consumer, of
+each thread at launch)."""
 LAUNCH_REGISTERS = {2: 168, 3: 128}
-"""Registers that each thread starts with, before partitions trade: 65536 over all threads, in steps of 8."""
+"""Registers of each thread at launch, by number of consumer warpgroups: 65536 over all threads, in steps of
+8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
 
 
 def padded(head_dim: int) -> int:
-    """The head size that the tiles have: TMA fills what is missing with zeros."""
+    """Return the columns of the tiles for a head size: 64, 128 or 256. TMA pads the tiles with zeros."""
     return next(size for size in (64, 128, 256) if head_dim <= size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModifierFlags:
-    """Flags of a variant for modifiers of scores (``modifiers``); by default there are none."""
+    """Flags of a kernel variant for modifiers of scores (``modifiers``); by default there are none."""
 
     HAS_BIAS: bool = False
     """Scores get an additive bias."""
     BIAS_STAGES: int = 1
-    """Tiles of the bias in shared memory, in the forward."""
+    """Number of tiles of the bias in shared memory, in the forward."""
     SEQUENCES_FIRST: bool = False
-    """Sequences vary faster than heads, whose bias they share, so that it is in the L2 cache."""
+    """Work tiles of a head follow one another over all sequences, so that the bias they share stays in L2."""
     STORES_DS: bool = False
-    """The backward writes dS as the bias's gradient: each element of the bias belongs to one score."""
+    """The backward stores dS as the bias's gradient, since each element of the bias belongs to one score."""
     HAS_DROPOUT: bool = False
     FINE_DROPOUT: bool = False
-    """Numbers of 15 bits decide, not of 7."""
+    """Dropout decides by random numbers of 15 bits; else of 7 bits."""
     LATE_BITS: bool = False
-    """The assembler may put the forward's random bits off until the exponentials."""
+    """The assembler may delay the computation of the forward's random bits until the exponentials."""
     HAS_MODS: bool = False
     """Functions of scores or masks, or a block mask."""
     HAS_CUTS: bool = False
-    """A mask hides keys by other than their distance to the row."""
+    """A mask_mod or a block mask may hide any key."""
     SCORE_MOD: Any = None
-    """``@triton.jit`` functions, or None; so is MASK_MOD."""
+    """The score_mod as a ``@triton.jit`` function, or None; MASK_MOD: the mask_mod."""
     MASK_MOD: Any = None
     GUARD_SCORES: bool = False
-    """SCORE_MOD may give NaN where no score is seen; GUARD_FACTORS: so may its derivative."""
+    """SCORE_MOD may return NaN or infinity; GUARD_FACTORS: its derivative may."""
     GUARD_FACTORS: bool = False
     LISTED: bool = False
     """A block mask lists the blocks to compute."""
     MASK_BLOCK: int = 0
     """Size of a block of the block mask: query rows in the forward, keys in the backward."""
     TILES_PER_MASK_BLOCK: int = 1
-    """Blocks of the kernel, of the other sequence, in one of the block mask."""
+    """Kernel blocks in a block of the block mask: of keys in the forward, of query rows in the backward."""
 
 
 def modifiers_of(problem: Problem) -> tuple[str, ...]:
-    """The modifiers of the problem's scores, by name."""
+    """Return the names of the problem's modifiers of scores."""
     given = {"functions": problem.mods is not None, "dropout": problem.dropout_p > 0, "bias": problem.bias}
     return tuple(name for name, is_given in given.items() if is_given)

@@ -1,4 +1,4 @@
-"""Constants of the host as the kernels know them, and the layouts of a warpgroup's products."""
+"""The host's constants as constexpr for the kernels, and the register layouts of a warpgroup's products."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,11 +15,11 @@ LN_2 = gl.constexpr(1 / common.LOG2_E)
 
 @gluon.constexpr_function
 def accumulator_layout(columns, k=16):
-    """The layout of a product [64, columns], whose operands have ``k`` columns to an instruction."""
+    """Return the layout of an accumulator [64, columns]; ``k`` is the K of one wgmma instruction."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, k])
 
 
 @gluon.constexpr_function
 def left_operand_layout(accumulator, k_width=2):
-    """The layout of a left operand in registers; ``k_width`` of its columns share a register."""
+    """Return the layout of wgmma's left operand in registers; ``k_width`` of its columns share a register."""
     return gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=k_width)

@@ -1,4 +1,4 @@
-"""Inline assembly between the products, which the compiler would otherwise move or rewrite."""
+"""Inline assembly for steps between the products that the compiler would otherwise move or rewrite."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,12 +6,12 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def pin(x):
-    """A scheduling barrier: x ([rows], or the [rows, 4] of sums) is computed before it, what needs x after
-    it.
+    """Return x >= 0 ([rows], or sums [rows, 4]) behind a scheduling barrier.
 
-    The assembler moves arithmetic over waits and over products that it does not depend on, and what should
-    overlap then runs one after the other. It moves nothing over an instruction that may sleep; this one
-    never does for x >= 0.
+    x is computed before the barrier, and everything that uses the result after it. The assembler (ptxas)
+    moves arithmetic across waits and across products on which it does not depend. Steps that should overlap
+    would then run one after the other. The assembler moves nothing across an instruction that may sleep. The
+    one here sleeps only for negative x.
     """
     return gl.inline_asm_elementwise(
         """
@@ -35,7 +35,7 @@ def pin(x):
 
 @gluon.jit
 def to_16_bit(x, dtype: gl.constexpr):
-    """fp32 to fp16 or bf16, always two numbers with one instruction."""
+    """Convert fp32 to fp16 or bf16, always two numbers with one instruction."""
     if dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -48,7 +48,7 @@ def to_16_bit(x, dtype: gl.constexpr):
 
 @gluon.jit
 def to_fp32(x):
-    """fp16 or bf16 to fp32, bf16 by shifts and masks of register pairs."""
+    """Convert fp16 or bf16 to fp32. A register of two bf16 numbers takes a shift and a mask."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32,
@@ -60,7 +60,7 @@ def to_fp32(x):
 
 @gluon.jit
 def pin_16_bit(p):
-    """:func:`pin` for p >= 0 in 16 bits, 16 numbers or more a thread."""
+    """:func:`pin` for p >= 0 in 16 bits, of which each thread holds at least 16 numbers."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred never;
@@ -77,10 +77,11 @@ def pin_16_bit(p):
 
 @gluon.jit
 def wait_for_loads(x):
-    """x, in 16 bits and 16 numbers or more a thread, once all of it has come from shared memory.
+    """Return x (16 bits, at least 16 numbers per thread) once it has been loaded from shared memory.
 
-    An arrival at a barrier does not wait for loads before it, nor does the copy by TMA that it sets free; and
-    a load may wait long behind other warps' exponentials. Like :func:`pin`, this could sleep.
+    An arrival at a barrier does not wait for earlier loads, which other warps' exponentials may delay. The
+    TMA copy that the arrival releases could overwrite data that are still to be loaded. As in :func:`pin`, an
+    instruction that may sleep keeps the order.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -98,7 +99,7 @@ def wait_for_loads(x):
 
 @gluon.jit
 def wait_for_numbers(x):
-    """:func:`wait_for_loads` for fp32, two numbers a thread."""
+    """:func:`wait_for_loads` for fp32, two numbers per thread."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred never;
@@ -113,7 +114,7 @@ def wait_for_numbers(x):
 
 @gluon.jit
 def copy_registers(p):
-    """P, in 16 or 32 bits, copied here to registers that the product before has read until now."""
+    """Copy P (16 or 32 bits), exactly at this point, to the registers that the previous product has read."""
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=IN_REGISTER
@@ -125,7 +126,10 @@ RESCALED_TOGETHER = gl.constexpr(16)
 
 @gluon.constexpr_function
 def rescale_asm(count):
-    """``count`` numbers times their factors, unless the flag, the last operand, is 0 for the whole warp."""
+    """Return PTX that multiplies ``count`` numbers by their factors.
+
+    It does nothing if operand 3 * count, a flag that is the same in a whole warp, is 0.
+    """
     flag = 3 * count
     products = [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]
     head = "{ .reg .pred same; setp.eq.b32 same, $" + str(flag) + ", 0; @same bra.uni done; "
@@ -139,10 +143,11 @@ def rescale_constraints(count):
 
 @gluon.jit
 def rescale(o, alpha):
-    """o [rows, n] times alpha [rows], skipped by each warp whose rows all have a factor of 1.
+    """Return o [rows, n] times alpha [rows]. A warp skips this if the factors of all its rows are 1.
 
-    After some blocks of keys most warps skip it: in block j, 1 row in j finds a new maximum. P has to be in
-    its registers before (:func:`copy_registers`), or the assembler moves its packing behind the branches.
+    After some blocks of keys most warps skip it: in block j, about 1 row in j has a new maximum. P must be in
+    its registers before this call (:func:`copy_registers`). Otherwise the assembler moves the packing of P
+    behind the branches.
     """
     changed = gl.inline_asm_elementwise(
         """

@@ -16,7 +16,7 @@ def num_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1
 
 
 def score_numbers(problem: Problem | DecodeProblem) -> dict[str, float]:
-    """The fields of both passes' ``Numbers`` that lead from raw products to scores in log2 units."""
+    """Return the factors from raw products to scores in log2 units, fields of each pass's ``Numbers``."""
     softcap = problem.softcap
     return {
         "scale_log2": (softcap or problem.softmax_scale) * LOG2_E,

@@ -14,7 +14,7 @@ MAX_DROPPED = 31 / 32
 
 
 def reason_against_modifiers(problem: Problem) -> str | None:
-    """None if the kernels take them."""
+    """Return why the kernels do not take a call's modifiers; None if they do."""
     reason = None
     if problem.mods is not None:
         reason = reason_against_mods(problem)

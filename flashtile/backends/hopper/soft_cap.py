@@ -1,16 +1,18 @@
 """tanh for soft-caps.
 
-The hardware's tanh is as fast as an exponential, but has a relative error of up to 2 ** -11. Scores of
-bfloat16 operands are less exact in PyTorch, which rounds them to 2 ** -9: for them the forward uses it, as
-FlashAttention-3 does everywhere. Scores of float16 operands are more exact, and the backward squares the
-tanh. Both use the exponential form, which takes two operations of the same unit and more instructions.
+The hardware's tanh is as fast as an exponential, but has a relative error of up to 2 ** -11. The forward uses
+it for bfloat16 operands, since PyTorch rounds their scores to 2 ** -9. FlashAttention-3 uses it everywhere.
+
+For float16 operands, whose scores are more exact, the forward computes tanh from an exponential. So does the
+backward, which squares the tanh. This takes an exponential and a reciprocal, both on the unit that computes
+the hardware's tanh, and more instructions.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 APPROXIMATE = gl.constexpr("{ .reg .f32 a; mul.ftz.f32 a, $1, $2; tanh.approx.f32 $0, a; }")
-EXPONENTIAL = gl.constexpr(  # 1 - 2 / (1 + e^2x), right at both infinities of the exponential
+EXPONENTIAL = gl.constexpr(  # 1 - 2 / (1 + e^2x), exact also where e^2x is 0 or infinity
     "{ .reg .f32 a; mul.ftz.f32 $0, $1, $2; mul.ftz.f32 a, $0, 0f4038AA3B; ex2.approx.ftz.f32 a, a; "
     "add.ftz.f32 a, a, 0f3F800000; rcp.approx.ftz.f32 a, a; fma.rn.ftz.f32 $0, a, 0fC0000000, 0f3F800000; }"
 )

@@ -1,6 +1,6 @@
-"""The tile table of packed sequences: their work tiles, longest first, found on the device.
+"""The tile table of packed sequences: a list of their work tiles, longest first, made on the device.
 
-The host never reads the lengths, so that a CUDA graph serves all of them.
+The host never reads the lengths, so a captured CUDA graph can be replayed with other lengths.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 
 CHUNK = 256
-"""Sequences that a program compares its own with at a time."""
+"""Number of sequences that a program compares with its own at a time."""
 
 
 @triton.jit
 def lengths(cu_seqlens, sequence, total, mask):
-    """(first row, rows) of sequences, clamped to the ``total`` rows that there are."""
+    """Return (first row, number of rows) of sequences, clamped to the ``total`` rows of the tensor."""
     start = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence, mask=mask, other=0), 0), total)
     end = tl.minimum(tl.maximum(tl.load(cu_seqlens + sequence + 1, mask=mask, other=0), start), total)
     return start, end - start
@@ -27,7 +27,7 @@ def lengths(cu_seqlens, sequence, total, mask):
 
 @triton.jit
 def key_lengths(cu_seqlens_k, seqused_k, sequence, total_k, mask, SEQUSED: tl.constexpr):
-    """Return the lengths of the sequences of keys, which ``seqused_k`` may shorten."""
+    """Return (first row, number of keys) of sequences of keys, which ``seqused_k`` may shorten."""
     start, length = lengths(cu_seqlens_k, sequence, total_k, mask)
     if SEQUSED:
         used = tl.load(seqused_k + sequence, mask=mask, other=0)
@@ -37,7 +37,7 @@ def key_lengths(cu_seqlens_k, seqused_k, sequence, total_k, mask, SEQUSED: tl.co
 
 @triton.jit
 def num_tiles(seqlen_q, num_blocks, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Work tiles of one head of sequences, as ``schedule.tiles_of_head`` counts them."""
+    """Return the number of work tiles of one head of sequences (``forward.schedule.tiles_of_head``)."""
     count = tl.minimum(tl.cdiv(seqlen_q, BLOCK_M), num_blocks)
     if PAIRED:
         count = (count + 1) // 2
@@ -61,10 +61,11 @@ def tile_table_kernel(
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Row 1 + rank of ``table``: sequence, tile_in_head, start_q, start_k, seqlen_q, seqlen_k. Row 0: how
-    many such rows there are, and 0 for the work tiles that were taken from the work queue.
+    """Fill ``table``. Grid: one program for each of ``batch`` sequences.
 
-    One program for each of ``batch`` sequences. Sequences with more keys come first.
+    Row 0 is the number of work tiles of a head, then 0 as the number of work tiles taken from the work queue.
+    Each other row is a work tile: sequence, tile_in_head, start_q, start_k, seqlen_q, seqlen_k. Sequences
+    with more keys come first. In the backward, q and k are exchanged: work tiles are blocks of keys.
     """
     b = tl.program_id(0)
     start_q, seqlen_q = lengths(cu_seqlens_q, b, total_q, True)
@@ -101,11 +102,12 @@ class TileTable:
 
     Args:
         batch: sequences.
-        seqlen: rows of the longest sequence, in blocks of ``block`` rows of which the work tiles are.
+        seqlen: rows of the longest sequence: queries in the forward, keys in the backward.
         total: rows of all sequences.
-        total_others: rows of the other side: keys where the blocks are of queries, and the reverse.
-        seqused: of the other side, each sequence has a number of rows in use.
-        paired: a work tile is a pair of blocks.
+        total_others: rows of the other side: keys in the forward, queries in the backward.
+        block: rows of a block.
+        seqused: whether calls give the number of used rows of each sequence of the other side.
+        paired: whether a work tile is a pair of blocks, not one block.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class TileTable:
         paired: bool = False,
     ) -> None:
         self.capacity = capacity(total, batch, block)
-        """The most work tiles of one head that there can be."""
+        """Maximum number of work tiles of one head."""
         scalars = (batch, triton.cdiv(seqlen, block), total, total_others, self.capacity)
         constants = (seqused, paired, block, TABLE_WIDTH.value, CHUNK)
         self._fill = CachedLaunch(tile_table_kernel, batch, scalars, constants, None)
@@ -127,7 +129,7 @@ class TileTable:
     def __call__(
         self, cu_seqlens: Tensor | None, cu_seqlens_others: Tensor | None, seqused: Tensor | None
     ) -> Tensor:
-        """(1 + capacity, TABLE_WIDTH), int32, on the device of ``cu_seqlens``."""
+        """Return a filled table: (1 + capacity, TABLE_WIDTH), int32, on the device of ``cu_seqlens``."""
         assert cu_seqlens is not None
         table = cu_seqlens.new_empty(1 + self.capacity, TABLE_WIDTH.value)
         self._fill(
@@ -137,5 +139,5 @@ class TileTable:
 
 
 def capacity(total: int, batch: int, block: int) -> int:
-    """The most blocks that ``batch`` sequences of together ``total`` rows can have."""
+    """Return the maximum number of blocks of ``batch`` sequences that have ``total`` rows together."""
     return total // block + batch

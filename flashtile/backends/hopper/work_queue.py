@@ -1,9 +1,9 @@
-"""The work queue: programs take work tiles one by one from a counter in memory, as they come free.
+"""The work queue: programs take work tiles one by one from a counter in global memory.
 
-Programs end together for any costs of work tiles, within the time of one tile (FlashAttention-3's dynamic
-persistent scheduler). The producer takes a tile for its program and hands its index to the other partitions,
-through a :class:`~flashtile.backends.hopper.channels.Channel` of two slots. ``t`` counts the program's work
-tiles.
+This is FlashAttention-3's dynamic persistent scheduler. For any costs of work tiles, all programs end within
+the time of one tile. The producer takes a tile for its program and passes the tile's index to the other
+partitions through a :class:`~flashtile.backends.hopper.channels.Channel` of two slots. ``t`` counts the
+program's work tiles.
 """
 
 from triton.experimental import gluon
@@ -17,14 +17,14 @@ SLOTS = gl.constexpr(2)
 
 @gluon.jit
 def make_work_queue(READERS: gl.constexpr):
-    """From the producer to READERS other partitions."""
+    """Make the channel of a work queue, from the producer to READERS other partitions."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return make_ring(gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout), SLOTS, READERS)
 
 
 @gluon.jit
 def put(queue, t, tile_index, WARPS: gl.constexpr = 1):
-    """Producer of WARPS warps: ``tile_index`` is the program's work tile number ``t``."""
+    """Producer of WARPS warps: pass ``tile_index`` on as the program's work tile number ``t``."""
     slot = queue.acquire(t)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     queue.tiles.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile_index)
@@ -33,21 +33,21 @@ def put(queue, t, tile_index, WARPS: gl.constexpr = 1):
 
 @gluon.jit
 def peek(queue, t, WARPS: gl.constexpr):
-    """Reader of WARPS warps: the index of work tile ``t``, once it is there. Its slot stays taken."""
+    """Reader of WARPS warps: wait for the index of work tile ``t`` and return it. Its slot stays taken."""
     queue.wait(t)
     return read(queue, t, WARPS)
 
 
 @gluon.jit
 def read(queue, t, WARPS: gl.constexpr):
-    """Read the work tile again, without a wait, so that nothing derived from it stays in registers."""
+    """Read again what :func:`peek` has returned, so that it need not stay in registers meanwhile."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(queue.tiles.index(t % SLOTS).load(layout), 0)
 
 
 @gluon.jit
 def take(queue, t, WARPS: gl.constexpr):
-    """:func:`peek`, and the slot is free."""
+    """:func:`peek`, then release the slot."""
     tile_index = peek(queue, t, WARPS)
     queue.release(t)
     return tile_index

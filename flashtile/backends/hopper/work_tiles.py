@@ -1,7 +1,7 @@
-"""Work tiles: what a persistent program computes at a time, in the forward and in the backward.
+"""Work tiles, the units of work that a persistent program computes one after another.
 
-A work tile of the forward is one block of query rows of a head, or two; one of the backward a block of keys
-of a key head. Functions on integers are the kernels' own; Python calls them through ``.fn`` (tests,
+In the forward, a work tile is one or two blocks of query rows of a head. In the backward, it is a block of
+keys of a key head. The kernels' functions on integers can be called from Python through ``.fn`` (tests,
 documentation).
 """
 
@@ -13,22 +13,23 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.hopper.constants import LOG2_E
 
 TABLE_WIDTH = gl.constexpr(8)
-"""Integers of a row of the tile table of packed sequences (``tile_table``). Row 0 is a header: the number of
-the other rows, then how many work tiles were taken from the work queue."""
+"""Integers in a row of the tile table of packed sequences (``tile_table``). Row 0 is a header: the number of
+other rows, then the number of work tiles taken from the work queue."""
 TAKEN = gl.constexpr(1)
-"""Where the latter lies. A call with a work queue but without a table has the header alone."""
+"""Index, in the header, of the number of work tiles taken. In dense calls with a work queue, the header is
+the only row."""
 
 
 class WorkTile(NamedTuple):
-    """Which blocks of which sequence and head, and where the sequence lies."""
+    """A work tile: its sequence, head and blocks, and where the sequence lies in memory."""
 
     sequence: Any
     head: Any
     tile_in_head: Any
-    """Number of the work tile in its sequence and head: in the forward from the longest to the shortest, in
-    the backward the block of keys."""
+    """Number of the work tile in its sequence and head. In the forward it counts from the longest to the
+    shortest; in the backward it is the block of keys."""
     start_q: Any
-    """First row of the sequence in memory, of queries; start_k: of keys."""
+    """First row of the sequence in q; start_k: in k."""
     start_k: Any
     seqlen_q: Any
     seqlen_k: Any
@@ -36,7 +37,7 @@ class WorkTile(NamedTuple):
 
 @gluon.jit
 def num_work_tiles(C: gl.constexpr, pointers, schedule):
-    """Return the work tiles of the launch. The table of packed sequences has those of one head."""
+    """Return the number of work tiles of the launch. A table of packed sequences lists those of one head."""
     num_tiles = schedule.num_tiles
     if C.VARLEN:
         num_tiles = gl.load(pointers.table) * schedule.num_heads
@@ -47,8 +48,10 @@ def num_work_tiles(C: gl.constexpr, pointers, schedule):
 def key_range(
     first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
 ):
-    """Keys [begin, end) that some row of [first_row, last_row] sees, and [full_begin, full_end)
-    that all of them see."""
+    """Return (begin, end, full_begin, full_end) of rows [first_row, last_row].
+
+    Keys [begin, end) are those that some of the rows see, [full_begin, full_end) those that all of them see.
+    """
     offset = seqlen_k - seqlen_q
     begin = 0
     end = seqlen_k

@@ -183,7 +183,7 @@ def row_sum(x: Tensor) -> Tensor:
 
 
 def nonzero(divisor: Tensor) -> Tensor:
-    """Return ``divisor`` with 1 for 0, the sum of a row without visible keys, whose output is then 0."""
+    """Return ``divisor`` with zeros replaced by 1, so that a row without visible keys has output 0."""
     return torch.where(divisor == 0, 1.0, divisor)
 
 

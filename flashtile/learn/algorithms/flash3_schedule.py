@@ -8,8 +8,8 @@ its inputs are ready. The queues of the units define the schedule, and all times
 The unit of time is a product, Q K^T or P V. On an H100 with head_dim 128 a softmax takes about as long: exp
 has 1/256 of the tensor cores' throughput, and the two products have 512 operations per exp (section 3.1).
 Executed one after the other, softmaxes would take a third of the time; overlapped with products, they cost
-nothing. In this ideal model ping-pong is enough for that with two warpgroups, and the pipeline with one. On a
-GPU the turns are less regular, and the paper gains from both (Table 2).
+nothing. In this ideal model, ping-pong alone hides the softmaxes of two warpgroups, and pipelining alone
+those of one. On a GPU the turns are less regular, and the paper gains from each of them (Table 2).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def schedule(
 
     Args:
         warpgroups: number of consumers, which have equally many rows.
-        pingpong: whether the warpgroups take turns at the tensor cores. If not, all do the same at the same
-            time and wait for each other: the worst case, which the barriers exclude.
+        pingpong: whether the warpgroups take turns at the tensor cores. If not, all run the same
+            operation and wait for each other. This is the worst case, which the barriers exclude.
         pipelined: whether a warpgroup issues S of the next block before P V of this one, and computes the
             next softmax while P V runs. If not, it waits for each operation before it issues another.
         stages: blocks of K, and of V, that fit in the ring in SRAM.

@@ -316,7 +316,7 @@ class Sram:
         return part
 
     def move(self, **ranges: range) -> None:
-        """Set rows or columns that the next tiles belong to, without freeing the tiles of the last ones."""
+        """Set the rows or columns of tiles computed from now on; earlier tiles stay in SRAM."""
         self._ranges = {**self._ranges, **ranges}
 
     def start(self, **values: Tensor) -> None:

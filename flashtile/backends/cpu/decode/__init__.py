@@ -1,4 +1,4 @@
-"""Decoding on the CPU in plain torch, with all features and without memory for all scores."""
+"""Decoding on the CPU in plain torch, with all features, without storing all scores."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Attention over a cache on the CPU: online softmax over blocks of keys that are gathered as they are needed.
+"""Attention over a cache on the CPU: online softmax over blocks of keys that are gathered one at a time.
 
-One sequence after another, so that no result depends on its batch. The query heads of a key/value head are
-rows of one tile. Tiles are computed in float32 (float64 for float64 inputs), to which keys and values are
-converted one block at a time; the largest temporaries are a tile of scores and such a block.
+Sequences are computed one after another, so that results do not depend on the rest of the batch. The query
+heads of a key/value head are rows of one tile. Tiles are computed in float32 (float64 for float64 inputs).
+Keys and values are converted to this dtype block by block. The largest temporaries are a tile of scores and a
+block of keys.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from flashtile.backends.cpu.decode.cache import lengths_of, pages_of, tokens_of_
 from flashtile.problems.decode import CacheTensors, CombineProblem, DecodeProblem
 
 BLOCK_ROWS = 256
+"""Rows of a tile: query tokens times heads per group."""
 TILE_ELEMENTS = 1 << 18
 """Elements in a tile of scores over all heads, so that the tile stays in the L2 cache."""
 MIN_SUM, MAX_SUM = 2.0**-16, 2.0**16
-"""Accepted range for a row's sum of exponentials with a unified maximum. Within it, the logarithm is as small
-as with online softmax, and terms that exp flushes to zero are negligible."""
+"""Accepted range for a row's sum of exponentials with a unified maximum. Within it, the sum's logarithm is
+small, as with online softmax, and terms that exp flushes to zero are negligible."""
 MIN_VALUE = 2.0**-60
-"""Least accepted magnitude of the largest sum of values: smaller sums may lack terms flushed to zero."""
+"""Minimum magnitude of the largest weighted sum of values. Smaller sums may lack terms flushed to zero."""
 
 
 def attend(
@@ -32,7 +34,7 @@ def attend(
     """Return (out, lse) of the whole batch; lse is always computed."""
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=problem.lse_dtype)
-    with torch.autocast("cpu", enabled=False):  # which would round the tiles' products
+    with torch.autocast("cpu", enabled=False):  # autocast would round the products of tiles
         lengths = lengths_of(problem, given)
         for b, (rows, out_rows, lse_rows) in enumerate(_sequences(problem, q, out, lse, given.cu_seqlens_q)):
             sequence = _Sequence(problem, b, lengths[b], rows, k_cache, v_cache, given)
@@ -57,11 +59,11 @@ def _sequences(
 
 
 Sums = tuple[Tensor, Tensor, Tensor]
-"""(maximum, sum, acc) of a softmax, (heads_kv, group * rows, 1 or head_dim_v)."""
+"""(maximum, sum, accumulator) of an online softmax, each (heads_kv, group * rows, 1 or head_dim_v)."""
 
 
 class _Sequence:
-    """One sequence's queries and where its keys lie."""
+    """One sequence: its queries, the location of its keys, and its options."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class _Sequence:
         self.tree = None if given.tree_mask is None else given.tree_mask[min(b, given.tree_mask.shape[0] - 1)]
 
     def attend(self, rows: range) -> tuple[Tensor, Tensor]:
-        """(rows, heads_q, head_dim_v) and (heads_q, rows)."""
+        """Return out (rows, heads_q, head_dim_v) and lse (heads_q, rows) of some rows."""
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         q = self.q[rows.start : rows.stop]
         if self.qv is not None:  # one product, over the columns of keys and values
@@ -130,8 +132,8 @@ class _Sequence:
         return row_max, row_sum, acc
 
     def _unified(self, start: Sums, q: Tensor, rows: range) -> Sums | None:
-        """As :meth:`_online`, by the unified maximum of FlashDecoding++ (Hong et al. 2023, section 3); None
-        where the scores are too far from it."""
+        """Return the result of :meth:`_online`, computed with the unified maximum phi of FlashDecoding++
+        (Hong et al. 2023, section 3). None if the scores are too far from phi."""
         row_max, row_sum, acc = start
         assert self.phi is not None
         phi = self.phi.to(self.dtype).view(row_sum.shape[0], -1, 1, 1).expand(-1, -1, len(rows), 1)
@@ -142,18 +144,19 @@ class _Sequence:
             p = scores.exp_().mul_(factor)
             total += p.sum(-1, keepdim=True)
             values.baddbmm_(p, self._gather(self.v_cache, self.v_descale, keys).transpose(0, 1))
-        largest = values.abs().amax()  # NaN, if one of them is
+        largest = values.abs().amax()  # NaN if any value is NaN
         in_range = ((total >= MIN_SUM) & (total <= MAX_SUM)).all() & (largest >= MIN_VALUE)
         if not (in_range and largest.isfinite()):
             return None
-        # What came before, a sink or other keys, may be far from phi.
+        # The start (a sink, or attention over other keys) may be far from phi, so it is merged by its
+        # maximum.
         lse = phi + total.log()
         new_max = torch.maximum(row_max, lse)
         before, here = torch.exp(row_max - new_max), torch.exp(lse - new_max)
         return new_max, row_sum * before + here, acc * before + values / total * here
 
     def _tiles(self, q: Tensor, rows: range) -> Iterator[tuple[Tensor, range]]:
-        """Masked scores (heads_kv, group * rows, keys) of the keys that any of the rows sees, and these."""
+        """Yield (masked scores (heads_kv, group * rows, keys), keys) by blocks of keys that a row sees."""
         window = self.problem.window_left, self.problem.window_right
         seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
         seen = range(max(seen.start, self.first_key), seen.stop)
@@ -164,12 +167,10 @@ class _Sequence:
             yield self._masked(torch.matmul(q, k.permute(1, 2, 0)), rows, keys), keys
 
     def _start(self, rows: range) -> Sums:
-        """(max, sum, acc) before the first key, (heads_kv, group * rows, 1 or head_dim_v): those of the sink
-        and of attention over other keys, if any.
-        """
+        """Return :data:`Sums` before the first key, from the sink and from attention over other keys."""
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         size = (heads_kv, group * len(rows))
-        # The lowest finite number, not -inf: a row whose first keys are hidden gets exp(-inf - lowest) = 0.
+        # The lowest finite number instead of -inf: hidden scores then give exp(-inf - lowest) = 0, not NaN.
         lowest = torch.finfo(self.dtype).min
         row_max = torch.full((*size, 1), lowest, dtype=self.dtype)
         row_sum = torch.zeros_like(row_max)
@@ -189,7 +190,7 @@ class _Sequence:
         return row_max, row_sum, acc
 
     def _gather(self, cache: Tensor, descale: Tensor | None, keys: range) -> Tensor:
-        """(keys, heads_kv, head_dim) in compute dtype, scaled back."""
+        """Return tokens (keys, heads_kv, head_dim) in the dtype of computation, times their scales."""
         if self.blocks is None:
             return tokens_of_row(cache, self.row, keys, descale, self.dtype)
         page_size = cache.shape[1]
@@ -200,7 +201,7 @@ class _Sequence:
         return tokens[keys.start - first : keys.stop - first]
 
     def _masked(self, scores: Tensor, rows: range, keys: range) -> Tensor:
-        """Soft-cap, ALiBi and masks on a tile (heads_kv, group * rows, keys), in place."""
+        """Apply soft-cap, ALiBi and masks to a tile of scores (heads_kv, group * rows, keys), in place."""
         problem = self.problem
         if problem.softcap > 0:
             scores.div_(problem.softcap).tanh_().mul_(problem.softcap)
@@ -231,7 +232,15 @@ class _Sequence:
 def combine(
     problem: CombineProblem | DecodeProblem, out_partial: Tensor, lse_partial: Tensor, tensors: None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen); parts are added in order."""
+    """Merge partial results by their log-sum-exps, in the order of the parts.
+
+    Args:
+        out_partial: (parts, batch, seqlen, heads, head_dim).
+        lse_partial: (parts, batch, seqlen, heads).
+
+    Returns:
+        out (batch, seqlen, heads, head_dim), and lse (batch, heads, seqlen).
+    """
     lse_partial = lse_partial.masked_fill(lse_partial == torch.inf, -torch.inf)
     largest = lse_partial.amax(0)
     empty = largest == -torch.inf
@@ -241,7 +250,7 @@ def combine(
     for out_part, lse_part in zip(out_partial, lse_partial, strict=True):
         weight = torch.exp(lse_part - largest)
         total += weight
-        # Where a part has no key, its out is not written and may hold NaN, which a weight of 0 would keep.
+        # A part without keys has unwritten out, which may hold NaN; 0 times NaN is NaN.
         part = out_part.to(out.dtype).masked_fill((lse_part == -torch.inf).unsqueeze(-1), 0.0)
         out.addcmul_(part, weight.unsqueeze(-1))
     out /= total.masked_fill(empty, 1.0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Writes to a cache on the CPU: copied blocks, and appended tokens (rotary embedding, quantisation)."""
+"""Reads, appends (with rotary embedding and quantisation) and copies of a cache on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashtile.reference.decode import rotate_appended
 
 
 def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return (keys, heads_kv, head_dim) of a dense cache."""
+    """Return tokens (keys, heads_kv, head_dim) of a dense cache in ``dtype``, multiplied by their scales."""
     tokens = cache[row, keys.start : keys.stop].to(dtype)
     if descale is not None:
         tokens *= (descale if descale.dim() == 1 else descale[row]).to(dtype).unsqueeze(-1)
@@ -29,13 +29,13 @@ def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, 
 def tokens_of_pages(cache: Tensor, pages: Tensor, descale: Tensor | None, memory: Tensor) -> Tensor:
     """Return (pages * page_size, heads_kv, head_dim) of a paged cache, written to ``memory``.
 
-    ``memory`` holds at least as many pages, in the dtype of computation. It is reused from call to call,
-    since allocating it each time costs more than the copy.
+    ``memory`` has the dtype of computation and room for at least as many pages. Callers reuse it, because
+    allocating it each time costs more than the copy.
     """
     tokens = memory[: len(pages)]
     if cache.dtype == memory.dtype:
         torch.index_select(cache, 0, pages, out=tokens)
-    elif cache.itemsize == 1:  # torch indexes no FP8 tensors on the CPU
+    elif cache.itemsize == 1:  # torch cannot index FP8 tensors on the CPU
         tokens.copy_(cache.view(torch.uint8).index_select(0, pages).view(cache.dtype))
     else:
         tokens.copy_(cache.index_select(0, pages))

@@ -1,9 +1,9 @@
 """A step of generation on the CPU: each sequence has one query, which sees all keys of a range.
 
-torch's flash kernel attends. It computes each sequence separately, so that no result depends on its batch.
-Neighbours that see the same positions share a call. A long sequence is split into pieces of at most
-``PIECE_ELEMENTS``, which are merged by their log-sum-exps. Consecutive pages are read in place. Other pages
-are gathered, for several pieces at a time up to the size of one piece.
+torch's flash kernel computes each sequence of a call separately, so that results do not depend on the rest of
+the batch. Adjacent sequences that see the same positions share a call. A long sequence is split into pieces
+of at most ``PIECE_ELEMENTS``, whose results are merged by their log-sum-exps. Consecutive pages are read in
+place. Other pages are gathered, for several small pieces at a time, up to the size of one full piece.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from flashtile.backends.cpu.flash import attend_by_heads
 from flashtile.problems.decode import CacheTensors, DecodeProblem
 
 PIECE_ELEMENTS = 256 * 1024
-"""Elements of a piece's keys over all heads, and of its values: gathered ones stay in the L2 cache."""
+"""Maximum elements of a piece's keys, and of its values. Gathered pieces stay in the L2 cache."""
 
 
 class Piece(NamedTuple):
-    """Keys that one call of the kernel reads: one range, of one sequence or of neighbouring sequences."""
+    """Keys that one call of the kernel reads: a range of positions in one or more adjacent sequences."""
 
     sequences: range
     keys: range
-    pages: list[int]  # which hold these keys, sequence by sequence
+    pages: list[int]  # pages that hold these keys, sequence by sequence
 
 
 KeysAndValues = tuple[range, "Tensor | None", "Tensor | None"]
@@ -69,7 +69,10 @@ def attend(
 def _together(
     problem: DecodeProblem, count: int, parts: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Out (count, heads_kv, group_size, head_dim) and lse without head_dim, of all parts of the sequences."""
+    """Merge the parts of ``count`` sequences.
+
+    Returns out (count, heads_kv, group_size, head_dim), and lse (count, heads_kv, group_size).
+    """
     if len(parts) == 1:
         return parts[0]
     if not parts:
@@ -105,7 +108,7 @@ def _dense(
 def _paged(
     problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> Iterator[KeysAndValues]:
-    """Yield the keys of a paged cache, in pieces and calls that do not depend on where pages lie."""
+    """Yield the keys of a paged cache, in pieces that do not depend on where pages lie in memory."""
     caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
     in_place = k_cache.dtype == dtype and given.k_descale is given.v_descale is None
     most_pages = -(-_most_keys(problem) // problem.page_size)
@@ -161,7 +164,8 @@ def _by_heads(tokens: Tensor, piece: Piece, problem: DecodeProblem) -> Tensor:
 
 
 def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterator[tuple[range, range]]:
-    """Yield (sequences, keys that their queries see), by single sequences or, if ``together``, neighbours."""
+    """Yield (sequences, keys that their queries see). A range of sequences has one sequence or, if
+    ``together``, all adjacent sequences with equal keys."""
     leftpads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.tolist()
     bounds = list(zip(lengths_of(problem, given), leftpads, strict=True))
     first = 0
@@ -176,7 +180,7 @@ def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterat
 
 
 def _gathered_together(pieces: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
-    """Group consecutive pieces with at most ``most`` pages in total; a larger piece is a group by itself."""
+    """Yield groups of consecutive pieces with at most ``most`` pages, or of one larger piece."""
     group: list[Piece] = []
     room = most
     for piece in pieces:

@@ -1,9 +1,9 @@
-"""The gradient of an additive bias, dS = P * (dP - delta), summed over what the bias is broadcast along.
+"""The gradient of an additive bias: dS = P * (dP - delta), summed over sequences and heads that share it.
 
-A work tile is 128 rows by 128 keys of the bias. Its program walks the sequences and query heads that share
-them, recomputes P and dP of each, and keeps the sum in registers: no atomics, and no dS in memory. Two
-*consumer* warpgroups own 64 rows each; a *producer* warp brings the operands of a product at a time: q and k
-with lse, then dO and v with delta.
+A work tile is 128 rows by 128 keys of the bias. Its program visits the sequences and query heads that share
+this tile, recomputes their P and dP, and sums dS in registers. It needs no atomics and no dS in global
+memory. Two *consumer* warpgroups own 64 rows each. A *producer* warp loads the operands of one product at a
+time: q, k and -lse, then dO, v and -delta.
 """
 
 from typing import Any, NamedTuple
@@ -37,9 +37,9 @@ class BiasSizes(NamedTuple):
     num_heads: Any
     """Query heads."""
     group: Any
-    """Query heads to a key head."""
+    """Query heads per key head."""
     bias_batch: Any
-    """Sequences and query heads that the bias tells apart: all or 1."""
+    """Sequences of the bias: all, or 1 if they share it; bias_heads: its query heads, likewise."""
     bias_heads: Any
     window_left: Any
     window_right: Any
@@ -48,19 +48,20 @@ class BiasSizes(NamedTuple):
 
 
 class BiasTile(NamedTuple):
-    """Where a work tile lies in the bias, and how often it is summed over."""
+    """The position of a work tile in the bias, and the number of terms in its sum."""
 
     sequence: Any
     head: Any
     row: Any
     key: Any
     rounds: Any
-    """Sequences times heads that share it; 0 where no row sees a key of it."""
+    """Sequences times heads that share the tile; 0 if the mask hides all of its scores."""
 
 
 @gluon.jit
 def find_tile(C: gl.constexpr, tile_index, sizes):
-    """Blocks of keys vary fastest: programs at work read the rows of few heads."""
+    """Return a :class:`BiasTile` by its index. Blocks of keys vary fastest, so programs that run at the same
+    time read rows of few heads."""
     key = tile_index % sizes.key_blocks * C.BLOCK_N
     rest = tile_index // sizes.key_blocks
     row = rest % sizes.row_blocks * C.BLOCK_M
@@ -76,7 +77,7 @@ def find_tile(C: gl.constexpr, tile_index, sizes):
 
 @gluon.jit
 def load_operands(rows_desc, keys_desc, numbers_desc, ring, keys, numbers, i, tile, b, head, sizes):
-    """Producer: rows of a query head, keys of its key head, and a number for each row, as use ``i``."""
+    """Producer: load rows of a query head, keys of its key head, and a number for each row, as use ``i``."""
     slot = ring.acquire(i)
     barrier = ring.full.index(slot)
     nbytes: gl.constexpr = (
@@ -113,7 +114,7 @@ def producer(C: gl.constexpr, ring, keys, numbers, bias, descs, sizes):
 
 @gluon.jit
 def product(C: gl.constexpr, W: gl.constexpr, HEAD_DIM: gl.constexpr, ring, keys, i, layout: gl.constexpr):
-    """Rows of warpgroup W times the keys of use ``i``, [64, BLOCK_N], left in flight."""
+    """Return the product of warpgroup W's rows and the keys of use ``i``, [64, BLOCK_N], left in flight."""
     slot = ring.wait(i)
     rows = ring.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D]).slice(W * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
     zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, layout)
@@ -122,14 +123,14 @@ def product(C: gl.constexpr, W: gl.constexpr, HEAD_DIM: gl.constexpr, ring, keys
 
 @gluon.jit
 def number_of_rows(C: gl.constexpr, W: gl.constexpr, numbers, slot, layout: gl.constexpr):
-    """A number for each row of warpgroup W, [64]."""
+    """Load the numbers (-lse or -delta) of warpgroup W's rows, [64]."""
     tile = numbers.index(slot).reshape([C.BLOCK_M]).slice(W * WARPGROUP_ROWS, WARPGROUP_ROWS)
     return tile.load(gl.SliceLayout(1, layout))
 
 
 @gluon.jit
 def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr):
-    """0 for keys that a row does not see, which are the same in all rounds."""
+    """Return dS with 0 for keys that a row does not see. They are the same in all rounds."""
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
     positions = rows + (tile.row + W * WARPGROUP_ROWS + sizes.offset - tile.key)
@@ -144,8 +145,7 @@ def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr
 def consumer(
     C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale
 ):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every work tile. ``lse_scale`` leads from -lse to log2
-    units."""
+    """Warpgroup W: rows 64 W to 64 W + 63 of every work tile. ``lse_scale`` converts -lse to log2 units."""
     layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     i = 0
@@ -172,7 +172,7 @@ def consumer(
             ring.release(i + 1)
             i += 2
         ds = hide(C, W, ds, tile, sizes, layout)
-        own_bias.store(ds.to(own_bias.dtype))  # none of its warps reads it any more
+        own_bias.store(ds.to(own_bias.dtype))  # all warps have read the bias here
         fence_async_shared()
         row = tile.row + W * WARPGROUP_ROWS
         async_store(dbias_desc, [tile.sequence, tile.head, row, tile.key], bias.tiles.index(W))
@@ -186,7 +186,7 @@ def gradient_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc, dbias_desc, sizes, scores,
     lse_scale, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most. dbias has the shape of the bias."""
+    """Grid: at most one program per multiprocessor. dbias has the shape of the bias."""
     ring = make_channel(q_desc, C.STAGES, 2, 1)
     keys = gl.allocate_shared_memory(k_desc.dtype, [C.STAGES] + k_desc.block_type.shape, k_desc.layout)
     numbers = gl.allocate_shared_memory(

@@ -1,6 +1,8 @@
-"""The gradient of an additive bias: dS as the backward makes it if no two scores share an element of the
-bias. Else it comes from a kernel of its own (``bias_gradient``), which recomputes the probabilities; for
-packed sequences and the like from the portable backend's.
+"""The launch of the gradient of an additive bias, which comes from one of three kernels.
+
+* The backward kernel stores dS if each element of the bias belongs to one score (:func:`writes_ds`).
+* ``bias_gradient`` recomputes the probabilities for other dense calls (:func:`has_own_gradient`).
+* The portable backend's kernel serves the rest, such as packed sequences.
 """
 
 from __future__ import annotations
@@ -34,26 +36,26 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
 GRADIENT_STAGES = {64: 5, 128: 3}
-"""By columns of the operands."""
+"""Stages of ``bias_gradient``, by columns of the operands."""
 
 
 @dataclass(frozen=True)
 class BiasGradientVariant:
-    """Everything that the kernel of the bias's gradient is compiled for."""
+    """Compile-time parameters of the kernel of the bias's gradient."""
 
     HAS_LEFT: bool
     HAS_RIGHT: bool
     SOFTCAP: bool
     HAS_SCORE_MOD: bool
-    """Scores are more than raw products times a positive scale, as in the backward."""
+    """Scores are more than raw products times a positive scale (``BackwardVariant``)."""
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
     """Columns of all operands in shared memory."""
     STAGES: int
-    """Operands of a product, of both its sides, in shared memory."""
+    """Pairs of operands of a product in shared memory."""
     PRODUCTS: int
-    """Instructions' groups that dO V^T takes."""
+    """Number of wgmma products that dO V^T takes (``count_products``)."""
     CONSUMER_REGISTERS: int
     PRODUCER_REGISTERS: int
     BLOCK_M: int = 128
@@ -61,22 +63,25 @@ class BiasGradientVariant:
 
 
 def writes_ds(problem: Problem, bias: Tensor) -> bool:
-    """Whether the gradient of the bias is wanted, and is dS: each score has an element of the bias of its
-    own, and no soft-cap makes dS the gradient of something else."""
+    """Whether the gradient of the bias is needed and equals dS.
+
+    It does if each score has an element of the bias of its own and there is no soft-cap. With a soft-cap, dS
+    contains the soft-cap's derivative.
+    """
     scores = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
     dense = not (problem.varlen or problem.seqused_k) and own_sizes(bias) == scores
     return problem.bias_grad and dense and not problem.softcap and problem.seqlen_k % 8 == 0
 
 
 def has_own_gradient(problem: Problem) -> bool:
-    """Whether the kernel of the bias's gradient serves the call; the portable one serves all others."""
+    """Whether the kernel ``bias_gradient`` serves the call; the portable kernel serves all others."""
     dense = not (problem.varlen or problem.seqused_k)
     return dense and padded(problem.head_dim) == padded(problem.head_dim_v) and problem.seqlen_k % 8 == 0
 
 
 class BiasGradient:
-    """``(dbias, dout, q, k, v, statistics, extras)`` for tensors of one signature, once the backward has
-    run."""
+    """Launch for tensors of one signature, after the backward:
+    ``(dbias, dout, q, k, v, statistics, extras)``."""
 
     def __init__(self, problem: Problem, variant: BackwardVariant) -> None:
         self._problem, self._variant = problem, variant
@@ -84,7 +89,7 @@ class BiasGradient:
         self._zero_hidden: ZeroHidden | None = None
 
     def allocate(self, bias: Tensor) -> Tensor:
-        """dbias, zero where the backward meets no scores if it writes dS."""
+        """Return memory for dbias. If the backward writes it, blocks that the mask hides are zeroed."""
         dbias = bias.new_empty(bias.shape)
         variant = self._variant
         if variant.STORES_DS and (variant.HAS_LEFT or variant.HAS_RIGHT):
@@ -96,7 +101,7 @@ class BiasGradient:
     def __call__(
         self, dbias: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
     ) -> None:
-        """``statistics`` begins with neg_lse and neg_delta."""
+        """Write ``dbias`` unless the backward has. ``statistics`` begins with neg_lse, then neg_delta."""
         problem, variant, bias = self._problem, self._variant, extras.bias
         if variant.STORES_DS:
             return
@@ -113,13 +118,13 @@ class BiasGradient:
         if self._kernel is None:
             config = configure_backward(problem)
             self._kernel = dbias_kernel_of(problem, config, (q, k, v), extras, rows)
-        if not variant.HAS_SCORE_MOD:  # its units are those of raw products
+        if not variant.HAS_SCORE_MOD:  # neg_lse is in units of raw products
             neg_lse = neg_lse * (problem.softmax_scale * LOG2_E)
         self._kernel(q.device, q, k, v, dout, neg_lse, neg_delta, dbias, *optional_pointers(extras))
 
 
 def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVariant:
-    """Return the variant of the kernel of the bias's gradient, which runs after this backward."""
+    """Return the variant of ``bias_gradient``; ``has_score_mod`` is a flag of the backward's variant."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     columns = padded(problem.head_dim)
     return BiasGradientVariant(
@@ -138,7 +143,7 @@ def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVa
 
 
 def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor) -> BiasSizes:
-    """The integers of the gradient's kernel."""
+    """Return the integers of ``bias_gradient``'s launch."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     batch, heads, rows, keys = bias.shape
     blocks = math.ceil(rows / variant.BLOCK_M), math.ceil(keys / variant.BLOCK_N)
@@ -160,7 +165,7 @@ def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor)
 def gradient_views(
     problem: Problem, variant: BiasGradientVariant, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> dict[str, View]:
-    """Return the view of each tensor that TMA moves, by the parameters of the gradient's kernel."""
+    """Return the TMA view of each tensor, by the name of ``gradient_kernel``'s parameter."""
     dtype, columns = problem.dtype, variant.BLOCK_D
     heads, rows = statistics_shape(problem)
     statistics = View([heads, rows], [rows, 1], [1, variant.BLOCK_M], torch.float32, swizzled=False)
@@ -182,7 +187,7 @@ def gradient_views(
 def gradient_launch(
     problem: Problem, has_score_mod: bool, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> CachedLaunch:
-    """The kernel of the bias's gradient for tensors of one signature."""
+    """Return the launch of ``gradient_kernel`` for tensors of one signature."""
     variant = gradient_variant_of(problem, has_score_mod)
     sizes = gradient_sizes(problem, variant, bias)
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)

@@ -62,12 +62,15 @@ _BIAS_GRADIENT_SPILLS: dict[int, tuple[int, ...]] = {64: (40, 20, 4), 128: (40, 
 _TELLING = {("dropout", "causal", 128)}
 """Cases that are compiled in every run of the tests; others differ little from them."""
 _SHARED = Splits(heads=4, rows=2)
-"""Blocks of keys that eight programs share, each with a query head."""
+"""Eight programs share a block of keys: each has one of four query heads and half of the rows."""
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each pair of head sizes without a mask, causal, and with every feature at once; unequal ones, which are
-    not timed, only the last."""
+    """Yield the compile cases of the backward.
+
+    Each pair of head sizes has cases without a mask, causal, and with every feature at once. Unequal head
+    sizes, which are not timed, have only the last. Cases of splits, padded head sizes and modifiers follow.
+    """
     if arch != HOPPER:
         return
     for sizes, (mask, problem) in itertools.product((*_TABLE, *_WIDE), _MASKS.items()):
@@ -77,12 +80,12 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for size in (64, 128, 256):
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
         for case in _products("causal", shared, _SHARED):
-            yield replace(case, exhaustive=size <= 128)  # as without splits, but for a few integers
-    # Of whose columns S and dP leave some out.
+            yield replace(case, exhaustive=size <= 128)  # splits change only a few integers
+    # S and dP skip columns of padding at these head sizes.
     for sizes in ((40, 40), (80, 80), (96, 96), (192, 128), (160, 160)):
         for case in _products("causal", replace(_CAUSAL, head_dim=sizes[0], head_dim_v=sizes[1])):
             yield replace(case, exhaustive=True)
-    # With shared memory for dK and dV of its own.
+    # With unequal head sizes, dK and dV have shared memory of their own.
     for case in _products("features", replace(_FEATURES, head_dim=256, head_dim_v=128), _SHARED):
         yield replace(case, exhaustive=True)
     yield _sum_case(replace(PLAIN, head_dim=72, head_dim_v=128), _SHARED.parts)
@@ -101,8 +104,10 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterator[CompileCase]:  # noqa: B008
-    """The kernel of five products, or the two for head sizes over 128; where keys are shared, only that of dK
-    and dV, since the other is the same."""
+    """Yield the case of the kernel of five products, or the two cases for head sizes over 128.
+
+    With splits, head sizes over 128 have only the case of dK and dV, because the kernel of dQ stays the same.
+    """
     config = replace(choose(problem), HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
     if not isinstance(config, WideBackwardConfig):
         variant = launch.variant_of(problem, config)
@@ -117,7 +122,8 @@ def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterato
 
 
 def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
-    """The kernel of five products with a modifier; with a bias also where it writes dS as its gradient."""
+    """Yield the case of the kernel of five products with a modifier. A bias of dense sequences has a second
+    case, in which the kernel writes dS as the bias's gradient."""
     shared = bias_of(problem)
     biases = [shared]
     if shared is not None and not problem.varlen:
@@ -139,8 +145,8 @@ def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
 
 
 def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None) -> dict[str, Any]:
-    """Types of the parameters of the kernel of five products, by name, but for the descriptors that all
-    have."""
+    """Return the types of the parameters of the kernel of five products by name, except those descriptors
+    that every call has."""
     described = launch.bias_views(problem, variant, bias)
     dropped = "fp32" if variant.HAS_DROPOUT else None
     return {
@@ -164,7 +170,7 @@ def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None
 
 
 def _wide_structures(variant: Any, is_dq: bool) -> dict[str, Any]:
-    """Return the structures of the kernels for head sizes over 128."""
+    """Return the types of the structures of ``dq_kernel`` (``is_dq``) or ``dkv_kernel``, by parameter."""
     read = {
         name: kind for name, kind in modifier_pointers(variant, None).items() if name in DkvPointers._fields
     }

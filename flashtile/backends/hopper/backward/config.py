@@ -10,13 +10,13 @@ from flashtile.backends.hopper.config import WARPGROUP_ROWS, ModifierFlags, padd
 from flashtile.problems.attention import Problem
 
 POSTPROCESS_WARPS = 2
-"""Warps that convert ``dq_accum`` to dQ, in addition to the producer and the warp that adds to it."""
+"""Number of postprocess warps, which convert ``dq_accum`` to dQ."""
 POSTPROCESS_CHUNK = 1024
-"""Floats of ``dq_accum`` that they convert at a time."""
+"""Floats of ``dq_accum`` that the postprocess warps convert at a time."""
 POSTPROCESS_STAGES = 3
-"""Such chunks on their way to shared memory."""
+"""Chunks of ``dq_accum`` in shared memory, loaded ahead."""
 GRADIENT_PART = 64
-"""Columns of dK and dV in 16 bits that leave together; in float32 half as many."""
+"""Columns of dK and dV that one TMA store writes in 16 bits; half as many in float32."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class BackwardConfig:
     Args:
         BLOCK_M: query rows of a step, 64 or 128.
         STAGES: blocks of queries and output gradients in shared memory.
-        HEAD_SPLITS, ROW_SPLITS: programs that share a block of keys (``splits``): the query heads of a group
-            in so many parts, and the query rows of each in so many.
+        HEAD_SPLITS, ROW_SPLITS: numbers of parts into which the query heads of a group, and the query rows of
+            each head, are divided among programs that share a block of keys (``splits``).
         spill_budget, causal_spill_budget, features_spill_budget: bytes of register spills that were measured
             and accepted: without a mask, causal, with every feature at once.
     """
@@ -54,10 +54,11 @@ class BackwardConfig:
 class WideBackwardConfig(BackwardConfig):
     """Tile and pipeline of the two kernels for head sizes over 128.
 
-    That of dK and dV has 64 keys, and a consumer for each gradient; that of dQ two consumers of 64 rows.
+    The kernel of dK and dV has tiles of 64 keys and one consumer for each gradient. The kernel of dQ has two
+    consumers of 64 query rows each.
 
     Args:
-        paired_below: of the kernel of dQ, as in
+        paired_below: for the kernel of dQ, as in
             :class:`~flashtile.backends.hopper.forward.config.ForwardConfig`.
     """
 
@@ -73,10 +74,10 @@ class WideBackwardConfig(BackwardConfig):
 
 @dataclass(frozen=True)
 class BackwardVariant(ModifierFlags):
-    """Everything that the backward kernel is compiled for: one constant of the kernel."""
+    """Compile-time parameters of the backward kernel, which takes them as one constexpr."""
 
     HAS_TREE: ClassVar[bool] = False
-    """Tree masks are decoding's."""
+    """Only decoding has tree masks."""
 
     VARLEN: bool
     SEQUSED: bool
@@ -85,16 +86,16 @@ class BackwardVariant(ModifierFlags):
     SOFTCAP: bool
     ALIBI: bool
     HAS_SCORE_MOD: bool
-    """Scores are more than raw products times a positive scale: soft-cap, ALiBi, a scale of nearly 0 or
-    less."""
+    """Scores are more than raw products times a positive scale: with a soft-cap, ALiBi, a bias or SCORE_MOD,
+    or with a scale below ``launch.SMALLEST_SCALE``."""
     EVEN_N: bool
     """All sequences end with a whole block of keys."""
     MASKED: bool
-    """Some block has a row and a key that it does not see."""
+    """Some block has a row that does not see all keys of the block."""
     DETERMINISTIC: bool
     """Blocks of keys add to ``dq_accum`` in a fixed order."""
     GROUP: int
-    """Query heads to a key head of the schedule."""
+    """Query heads per key head of the schedule."""
     HEAD_SPLITS: int
     ROW_SPLITS: int
     HEAD_DIM: int
@@ -118,12 +119,11 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 
 
 _FEW_ROWS = BackwardConfig(64)
-"""For every head size: a score_mod, and what dropout keeps, need the registers that tiles of 128 rows
-have."""
+"""Configuration with a score_mod or dropout, which need the registers that tiles of 128 rows would take."""
 
 
 def choose(problem: Problem) -> BackwardConfig:
-    """:class:`WideBackwardConfig` where either head size is over 128."""
+    """Return the configuration of a problem: a :class:`WideBackwardConfig` if a head size is over 128."""
     if problem.dropout_p or (problem.mods is not None and problem.mods.score_mod):
         return with_splits(_FEW_ROWS, problem)
     config = _BACKWARD.get((padded(problem.head_dim), padded(problem.head_dim_v)), WideBackwardConfig())
@@ -131,14 +131,13 @@ def choose(problem: Problem) -> BackwardConfig:
 
 
 def with_splits(config: BackwardConfig, problem: Problem) -> BackwardConfig:
-    """``config`` with as many programs to a block of keys as fill the card."""
+    """Return ``config`` with enough programs per block of keys to fill the GPU."""
     splits = choose_splits(problem, config.BLOCK_M, config.BLOCK_N)
     return replace(config, HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
 
 
 def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
-    """Shared memory of the tiles of the kernel of five products, in bytes (barriers take a few dozen
-    more)."""
+    """Bytes of shared memory for the tiles of the kernel of five products; barriers take a few dozen more."""
     both = block_d + block_dv
     tiles = (config.STAGES * config.BLOCK_M + config.BLOCK_N) * both
     ds = 2 * config.BLOCK_N * config.BLOCK_M
@@ -150,7 +149,7 @@ def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
 
 
 def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:
-    """Bytes of shared memory of the kernel of dK and dV and of that of dQ, for head sizes over 128."""
+    """Bytes of shared memory for head sizes over 128: (of the kernel of dK and dV, of the kernel of dQ)."""
     both = block_d + block_dv
     rows = config.STAGES * config.BLOCK_M
     weights = 2 * config.BLOCK_M * config.BLOCK_N

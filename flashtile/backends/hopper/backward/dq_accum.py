@@ -1,14 +1,13 @@
-"""dQ in fp32, added up in L2: each part is converted after its last addition, then zeroed for another head.
+"""``dq_accum``, the fp32 accumulator of dQ, which stays in the L2 cache because heads reuse its memory.
 
-Blocks of keys are taken head after head, so that few heads are at work at a time. ``dq_accum`` has room for
-some more heads than that, the *resident* ones, and each later head takes the place of an earlier one.
-*Postprocess* warps wait until all blocks of keys of a head have added to it, write dQ of it in 16 bits and
-leave zeros, chunk by chunk through a ring of shared memory. So ``dq_accum`` stays in the L2 cache, where a
-kernel that zeroes it before and one that converts it after (FlashAttention's preprocess and postprocess)
-would pass it through DRAM.
+Programs take blocks of keys head after head, so they work on few heads at a time. ``dq_accum`` has room for
+some more heads than that, the *resident* heads; each later head reuses the memory of an earlier one.
+*Postprocess* warps wait until all blocks of keys of a head have added to its dQ. They convert dQ to 16 bits
+and write zeros into ``dq_accum``, chunk by chunk through a ring of shared memory. FlashAttention zeroes and
+converts the whole accumulator in separate kernels (preprocess and postprocess), which move it through DRAM.
 
-The order is deadlock-free: a head's additions wait for an earlier head's conversion, and that for the
-earlier head's additions. Conversions are taken one by one, as blocks of keys are, by programs that run.
+The order is deadlock-free: a head's additions wait for the conversion of an earlier head, which waits for
+that head's additions only. Programs take parts to convert one by one from a counter, like blocks of keys.
 """
 
 from typing import Any, NamedTuple
@@ -26,20 +25,20 @@ from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)
 POSTPROCESS_WARPS = gl.constexpr(config.POSTPROCESS_WARPS)
 VECTOR = gl.constexpr(8)
-"""Columns of a row that lie side by side in ``dq_accum``; 16 bytes of dQ."""
+"""Columns of a row that are contiguous in ``dq_accum``; in dQ they take 16 bytes."""
 BLOCK = gl.constexpr(64)
-"""Floats of 8 rows and 8 columns that do."""
+"""Floats of a block of 8 rows and 8 columns, which is contiguous in ``dq_accum``."""
 
 
 class AccumSizes(NamedTuple):
-    """Integers of the launch that say how ``dq_accum`` lies."""
+    """Integers of the launch: the sizes of ``dq_accum`` and of rows of dQ."""
 
     row_blocks: Any
     """Blocks of padded query rows of a head."""
     total_heads: Any
-    """Key heads, counted through a dense batch."""
+    """Number of key heads, over all sequences of a dense batch."""
     resident_heads: Any
-    """Key heads that it has room for; the head that comes so many later takes a head's place."""
+    """Key heads that ``dq_accum`` has room for. Head h + resident_heads reuses the memory of head h."""
     row_vectors: Any
     """Vectors of 8 columns in a row of dQ."""
 
@@ -56,23 +55,27 @@ class BackwardScalars(NamedTuple):
 
 
 class DqAccum(NamedTuple):
-    """Pointers of ``dq_accum``, addressed by the kernel itself. Counters are 0 at the start."""
+    """Pointers for the accumulation and conversion of dQ. Counters are 0 at the start."""
 
     sizes: Any
     dq_semaphores: Any
     """With DETERMINISTIC: for each block of padded rows, how many blocks of keys have added to it."""
     dq: Any
     next_part: Any
-    """The first part that no program has taken yet. There are as many parts of a head as blocks of keys."""
+    """Counter of the parts that programs have taken to convert. A head has one part per block of keys."""
     added_blocks: Any
-    """For each key head, how many work tiles have added all that they have."""
+    """For each key head, the number of work tiles that have added all of their dQ."""
     converted_parts: Any
-    """For each key head, how many parts are converted, and zero again."""
+    """For each key head, the number of parts that have been converted and zeroed."""
 
 
 @gluon.jit
 def accum_of(sizes, pointers):
-    """Counters are next_tile, next_part, then added_blocks and converted_parts of each key head."""
+    """Return the :class:`DqAccum` of a launch.
+
+    ``pointers.counters`` are the counter of the work queue, next_part, added_blocks of all key heads, then
+    converted_parts of all key heads.
+    """
     counters = pointers.counters
     added_blocks = counters + 2
     return DqAccum(
@@ -83,7 +86,7 @@ def accum_of(sizes, pointers):
 
 @gluon.jit
 def proxy_fence():
-    """Order what this thread has seen of other programs before what it has TMA do."""
+    """Make other programs' writes that this thread has seen visible to its later TMA operations as well."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -91,7 +94,7 @@ def proxy_fence():
 
 @gluon.jit
 def wait_for_writes(LATER: gl.constexpr):
-    """Wait until all TMA stores and additions of this thread but the last LATER have reached memory."""
+    """Wait until all TMA stores and additions of this thread, except the last LATER, have reached memory."""
     gl.inline_asm_elementwise(
         f"cp.async.bulk.wait_group {LATER}; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32,
         is_pure=False, pack=1,
@@ -100,7 +103,7 @@ def wait_for_writes(LATER: gl.constexpr):
 
 @gluon.jit
 def signal(counter, LATER: gl.constexpr):
-    """Add 1 to ``counter`` once all that this partition has written by TMA, but the last LATER, is in
+    """Add 1 to ``counter`` once all TMA writes of this partition, except the last LATER, have reached
     memory."""
     wait_for_writes(LATER)
     partition_barrier()
@@ -109,7 +112,7 @@ def signal(counter, LATER: gl.constexpr):
 
 @gluon.jit
 def load_acquire(counter):
-    """The counter now. What programs did before they signalled is visible from here on."""
+    """Load a counter with acquire semantics: writes before the counted signals are visible afterwards."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -117,7 +120,7 @@ def load_acquire(counter):
 
 @gluon.jit
 def wait_for(counter, count):
-    """Wait for ``count`` signals. What was done before them is visible from here on, also to TMA."""
+    """Wait for ``count`` signals. Writes before them are visible afterwards, also to TMA."""
     seen = load_acquire(counter)
     while seen < count:
         seen = load_acquire(counter)
@@ -126,7 +129,7 @@ def wait_for(counter, count):
 
 @gluon.jit
 def wait_until_zeroed(key_head, blocks, accum):
-    """Wait until a key head's place in ``dq_accum`` is zero. That of the first heads is from the start."""
+    """Wait until a key head's memory in ``dq_accum`` is zeroed; for the first heads it is from the start."""
     before = key_head - accum.sizes.resident_heads
     if before >= 0:
         wait_for(accum.converted_parts + before, blocks)
@@ -134,14 +137,13 @@ def wait_until_zeroed(key_head, blocks, accum):
 
 @gluon.jit
 def to_int64(number):
-    """Where 32 bits cannot count all elements of a tensor."""
+    """Convert to int64, since tensors may have more elements than 32 bits can count."""
     return number.to(gl.int64)
 
 
 @gluon.jit
 def accum_row(C: gl.constexpr, work, key_head, g, row, accum):
-    """The row of ``dq_accum`` that row ``row`` of a sequence, of query head ``g`` of the key head, adds
-    to."""
+    """Return the row of ``dq_accum`` for row ``row`` of a sequence and query head ``g`` of the key head."""
     head = key_head % accum.sizes.resident_heads * C.GROUP + g
     return head * (accum.sizes.row_blocks * C.BLOCK_M) + padded_row(C, work, row)
 
@@ -156,7 +158,7 @@ class Chunks(NamedTuple):
 
 @gluon.jit
 def make_chunks(accum_desc):
-    """Chunks as ``accum_desc`` loads them; the zeros are not written yet."""
+    """Allocate :class:`Chunks` for ``accum_desc``. :func:`postprocess` writes the zeros."""
     ring = make_channel(accum_desc, POSTPROCESS_STAGES, 0, 1)
     zeros = gl.allocate_shared_memory(gl.float32, accum_desc.block_type.shape, accum_desc.layout)
     return Chunks(ring.tiles, ring.full, zeros)
@@ -164,9 +166,10 @@ def make_chunks(accum_desc):
 
 @gluon.jit
 def tile_of_part(t, work, blocks):
-    """(query head of the group, first row) of tile ``t``, of 64 rows, of a part.
+    """Return (query head of the group, first row) of tile ``t`` of a part.
 
-    A part of a sequence and key head is every ``blocks``-th tile, from ``work.tile_in_head`` on.
+    Tiles have 64 rows. A part is every ``blocks``-th tile of a sequence and key head, from tile
+    ``work.tile_in_head`` on.
     """
     tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
     tile = work.tile_in_head + t * blocks
@@ -175,21 +178,21 @@ def tile_of_part(t, work, blocks):
 
 @gluon.jit
 def tiles_of_part(C: gl.constexpr, work, blocks):
-    """How many tiles of 64 rows, of all query heads of the group, a part has."""
+    """Return the number of tiles (:func:`tile_of_part`) of a part, over all query heads of the group."""
     tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * C.GROUP
     return (tiles - work.tile_in_head + blocks - 1) // blocks
 
 
 @gluon.jit
 def accum_of_tile(C: gl.constexpr, t, work, blocks, key_head, accum):
-    """Where tile ``t`` of a part begins in ``dq_accum``, in units of 64 rows and 8 columns."""
+    """Return where tile ``t`` of a part begins in ``dq_accum``, in units of 64 rows by 8 columns."""
     g, row = tile_of_part(t, work, blocks)
     return accum_row(C, work, key_head, g, row, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
 
 
 @gluon.jit
 def dq_of_tile(C: gl.constexpr, t, work, blocks, schedule, accum):
-    """(pointer to the first element of the tile's dQ, how many of its rows there are)"""
+    """Return (pointer to the first element of tile ``t`` in dQ, rows from there to the sequence's end)."""
     g, row = tile_of_part(t, work, blocks)
     token = to_int64(work.start_q + row)
     if not C.VARLEN:
@@ -201,7 +204,7 @@ def dq_of_tile(C: gl.constexpr, t, work, blocks, schedule, accum):
 
 @gluon.jit
 def load_chunk(chunks, accum_desc, i, tile, c):
-    """Chunk ``c`` of a tile, as use ``i`` of the ring."""
+    """Load chunk ``c`` of a tile by TMA, as use ``i`` of the ring."""
     slot = i % POSTPROCESS_STAGES
     barrier = chunks.full.index(slot)
     mbarrier.expect(barrier, accum_desc.block_type.nbytes)
@@ -210,11 +213,11 @@ def load_chunk(chunks, accum_desc, i, tile, c):
 
 @gluon.jit
 def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointers, schedule, accum, scale):
-    """Write dQ of part ``part`` of a key head, and zeros in its place for a later head.
+    """Convert part ``part`` of a key head to dQ, and zero its memory if a later head reuses it.
 
-    Of a tile of 64 rows, row 16 w + 8 a + r and columns 8 j to 8 j + 7 lie together, at
-    ((2 j + a) 4 + w) 64 + 8 r. A chunk is one or two groups of 8 rows, (a, w), with all their columns. ``i``
-    counts the uses of the ring of chunks; returns the new ``i``.
+    In a tile of 64 rows, columns 8 j to 8 j + 7 of row 16 w + 8 a + r are contiguous. They begin at float
+    ((2 j + a) 4 + w) 64 + 8 r. A chunk has all columns of one or two groups (a, w) of 8 rows. ``i`` counts
+    the uses of the ring of chunks; returns the new ``i``.
     """
     COLUMNS: gl.constexpr = accum_desc.block_type.shape[0]
     GROUPS: gl.constexpr = accum_desc.block_type.shape[1]
@@ -230,7 +233,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     count = tiles_of_part(C, work, blocks) * CHUNKS
     reused = key_head + accum.sizes.resident_heads < accum.sizes.total_heads
     tile = accum_of_tile(C, 0, work, blocks, key_head, accum)
-    following, dq, rows = tile * 0, accum.dq, work.seqlen_q  # their types: each tile's first chunk sets them
+    following, dq, rows = tile * 0, accum.dq, work.seqlen_q  # only for their types: the first chunk sets them
     for n in range(min(count, POSTPROCESS_STAGES)):
         load_chunk(chunks, accum_desc, i + n, tile, n)
     for n in range(count):
@@ -264,7 +267,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
 
 @gluon.jit
 def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, scale):
-    """Postprocess warps: take part after part, and convert it when all blocks of keys have added to it."""
+    """Postprocess warps: take part after part, and convert each when its head has all additions."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0])
     chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
     fence_async_shared()
@@ -273,7 +276,7 @@ def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, 
     i = 0
     part = gl.atomic_add(accum.next_part, 1)
     while part < blocks * accum.sizes.total_heads:
-        following = gl.atomic_add(accum.next_part, 1)  # it takes its time, while this part waits
+        following = gl.atomic_add(accum.next_part, 1)  # early, to hide the latency of the atomic
         head = part // blocks
         wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)
         i = convert_part(C, chunks, accum_desc, i, head, part % blocks, pointers, schedule, accum, scale)

@@ -1,20 +1,21 @@
 """Attention backward for Hopper: all three gradients in one kernel of five products, in Gluon.
 
 After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2) in FlashAttention-3's form (Shah et al. 2024,
-arXiv:2407.08608, section 3 and appendix). A work tile is BLOCK_N keys of one key head. Its program walks the
-query rows that see them, of every query head that shares the key head, or its share of both (``schedule``).
-Per step (``step``), with keys as rows:
+arXiv:2407.08608, section 3 and appendix). A work tile is BLOCK_N keys of one key head. Its program visits the
+query rows that see these keys, in every query head of the key head. If programs share the keys, each visits a
+part of the rows or of the heads (``schedule``). Per step (``step``), with keys as rows:
 
     S^T = K Q^T     P^T = exp2(S^T - lse)     dV += P^T dO
     dP^T = V dO^T   dS^T = P^T (dP^T - delta)  dK += dS^T Q     dQ += dS K
 
-Two *consumer* warpgroups own 64 keys each, so that P^T and dS^T are, in the registers where they arise,
-already the left operands of dV and dK. dS^T also goes to shared memory, and each warpgroup makes one half of
-dQ from it. A *producer* warp loads by TMA. Another warp adds dQ to ``dq_accum``, in fp32 and by TMA as well;
-*postprocess* warps make dQ of it in 16 bits (``dq_accum``).
+Two *consumer* warpgroups own 64 keys each. P^T and dS^T are computed in the registers from which the products
+dV and dK read their left operands. dS^T also goes to shared memory, and each warpgroup computes one half of
+dQ from it. A *producer* warp loads by TMA. Another warp adds dQ to an fp32 accumulator in global memory, also
+by TMA. *Postprocess* warps convert the accumulator to dQ in 16 bits (``dq_accum``).
 
-The product dQ lags one step behind, so that the tensor cores always have work queued: dQ of the step before
-and dP^T run under the exponentials, dV under dS, dK under the start of the next step.
+The product dQ lags one step behind, so that the tensor cores have work queued during other operations. dQ of
+the step before runs during the exponentials, dP^T while dQ is passed on, dV during dS, and dK while -lse of
+the next step is loaded.
 """
 
 from typing import Any, NamedTuple
@@ -72,7 +73,7 @@ class Shared(NamedTuple):
     q: Any
     do: Any
     bias: Any
-    """The channel of a bias, in the memory of ``ds``; 0 without one."""
+    """The channel of the bias, which uses the memory of ``ds``; 0 without a bias."""
     kv_full: Any
     kv_empty: Any
     ds_full: Any
@@ -81,7 +82,7 @@ class Shared(NamedTuple):
     k: Any
     v: Any
     neg_lse: Any
-    """-lse of the rows in each slot of q; neg_delta: -delta of those of dO."""
+    """-lse of the rows in each slot of q; neg_delta: -delta of the rows in each slot of do."""
     neg_delta: Any
     ds: Any
     dq: Any
@@ -113,7 +114,7 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
             head = work.head * C.GROUP + g
             statistics = head_of_batch(C, work, g, schedule.num_heads)
             for j in range(rows.count):
-                # The atomic takes its time, while tiles are ahead.
+                # The atomic is issued before the last loads of a work tile, which hide its latency.
                 if (g == C.GROUP - 1) & (j == rows.count - 1):
                     following = gl.atomic_add(pointers.counters, 1)
                     work_queue.put(queue, t + 1, following)
@@ -144,9 +145,9 @@ def producer(C: gl.constexpr, queue, shared, descs, pointers):
 def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, pointers, accum):
     """Adds both halves of dQ of each step to ``dq_accum``.
 
-    With DETERMINISTIC a step waits until its block of dQ has had the additions before it (``dq_order``), and
-    signals its own with one step's delay, in which they reach memory. Before it waits, it signals what it
-    has not yet: so there is always a program that goes on.
+    With DETERMINISTIC, a step waits until all earlier additions to its block of dQ are signalled
+    (``dq_order``). It signals its own additions one step later, when they have reached memory. If a step has
+    to wait, it first signals the additions of the step before, so programs cannot deadlock.
     """
     DQ_COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
     schedule = pointers.scalars.schedule
@@ -192,7 +193,7 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
                 tma.store_wait(0)
                 mbarrier.arrive(shared.dq_empty.index(1), count=1)
                 i += 1
-        if C.DETERMINISTIC:  # noqa: SIM102 - constants decide first, in an if of their own
+        if C.DETERMINISTIC:  # noqa: SIM102 - a constexpr condition needs an if of its own
             if pending >= 0:
                 signal(accum.dq_semaphores + pending, 0)
                 pending = tile_index * 0 - 1
@@ -224,7 +225,7 @@ def sum_gradients(
         slope = slope_of(C, work, work.head * C.GROUP + g, pointers, schedule)
         own = key_modifiers(C, W, work, g, modifiers.bias, modifiers.blocks, pointers, schedule)
         head = QueryHead(slope, own)
-        done = max(1 - g, 0)  # of the first head, the step above
+        done = max(1 - g, 0)  # the first step of the first head is done above
         if C.MASKED:
             for j in range(done, rows.masked):
                 m = block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)
@@ -249,7 +250,7 @@ def sum_gradients(
 
 @gluon.jit
 def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, pointers):
-    """Warpgroup W: keys 64 W to 64 W + 63 of every block."""
+    """Warpgroup W: keys 64 W to 64 W + 63 of every work tile."""
     ROWS: gl.constexpr = WARPGROUP_ROWS
     schedule, numbers = pointers.scalars.schedule, pointers.scalars.numbers
     dk_layout: gl.constexpr = accumulator_layout(C.BLOCK_D)
@@ -287,7 +288,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, 
 
 @gluon.jit
 def wait_for_preprocess():
-    """With programmatic dependent launch, programs start before the preprocess kernel has ended."""
+    """Wait for the preprocess kernel: with programmatic dependent launch, programs start before it ends."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(1)], dtype=gl.int32, is_pure=False,
         pack=1,
@@ -299,9 +300,9 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
     dv_desc, bias_desc, dbias_desc, pointers, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; each takes work tiles as it comes free.
+    """Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
 
-    ``dq_add_desc`` and ``dq_accum_desc`` are the same memory. What a call does not have is None.
+    ``dq_add_desc`` and ``dq_accum_desc`` describe the same memory. Descriptors that a call lacks are None.
     """
     wait_for_preprocess()
     accum = accum_of(pointers.scalars.sizes, pointers)
@@ -316,7 +317,7 @@ def backward_kernel(
     neg_delta = gl.allocate_shared_memory(
         gl.float32, [C.STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
-    # With keys as rows; as a bias's gradient with keys as columns.
+    # dS has keys as rows, but keys as columns if it is stored as a bias's gradient.
     DS_ROWS: gl.constexpr = C.BLOCK_M if C.STORES_DS else C.BLOCK_N
     DS_COLUMNS: gl.constexpr = C.BLOCK_N if C.STORES_DS else C.BLOCK_M
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([DS_ROWS, DS_COLUMNS], dtype)

@@ -1,5 +1,5 @@
-"""From tensors to the backward's kernels: preprocess, the five products, and the sum of parts if blocks of
-keys are shared; prepared once a signature."""
+"""The launch of the Hopper backward, prepared once per signature: its kernels are preprocess, the five
+products and, if programs share blocks of keys, the sum of parts."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED
 
 SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
-"""Bytes of the 50 MB L2 cache for the tensors of the interleaved heads; programs work on twice as many heads.
-With blocks of keys of equal cost more is faster; under a causal mask, where heads complete later, less is."""
+"""Bytes of the L2 cache (50 MB) that tensors of interleaved heads may take; programs work on twice as many
+heads. More is faster if blocks of keys cost the same. Less is faster under a causal mask, where heads
+complete later."""
 SMALLEST_SCALE = 1e-6
-"""Below it, lse in units of raw products would lose its digits, or overflow."""
+"""Below this softmax_scale, lse in units of raw products would lose precision or overflow."""
 
 
 def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = None) -> BackwardVariant:
@@ -97,20 +98,20 @@ def variant_of(problem: Problem, config: BackwardConfig, bias: Tensor | None = N
 
 
 def key_heads(problem: Problem) -> int:
-    """Key heads, counted through a dense batch."""
+    """Return the number of key heads, over all sequences of a dense batch."""
     return problem.num_heads_kv * dense_batch(problem)
 
 
 def has_uneven_blocks(problem: Problem) -> bool:
-    """Whether some blocks of keys meet more rows than others, as under a causal mask."""
+    """Whether some blocks of keys are seen by more rows than others, as under a causal mask."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     return (left == UNLIMITED) != (right == UNLIMITED)
 
 
 def l2_swizzle(problem: Problem) -> int:
-    """Key heads whose work tiles are interleaved when deterministic: a divisor of all key heads of the batch.
+    """Return the number of key heads whose work tiles are interleaved when deterministic.
 
-    As many as the L2 cache has room for, with q, dO and ``dq_accum``.
+    It is the largest divisor of :func:`key_heads` for which q, dO and ``dq_accum`` fit in SWIZZLE_BYTES.
     """
     row_bytes = problem.dtype.itemsize * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
     room = SWIZZLE_BYTES["uneven" if has_uneven_blocks(problem) else "even"]
@@ -119,18 +120,19 @@ def l2_swizzle(problem: Problem) -> int:
 
 
 def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
-    """Key heads, of a problem as scheduled, that come last under a causal mask: as many as programs work on
-    at a time."""
+    """Return the number of last key heads to interleave under a causal mask: those that programs work on at a
+    time. ``problem`` is as scheduled (:func:`as_scheduled`)."""
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
 
 
 def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, row_splits: int = 1) -> int:
-    """Key heads that ``dq_accum`` has room for, of a problem as scheduled.
+    """Return the number of key heads that ``dq_accum`` has room for. ``problem`` is as scheduled.
 
-    Twice as many as programs are at work on: while those of one half are completed and converted, blocks of
-    the other have begun. When deterministic, interleaved heads are complete together and need more room;
-    never less than all of them, which must not wait for one another. Still more would leave the L2 cache.
+    It is about twice the number that programs work on at a time: while one half is completed and converted,
+    the other half has begun. When deterministic, interleaved heads complete at the same time and need more
+    room. All of them must fit, since they must not wait for one another. With still more heads, ``dq_accum``
+    would not stay in the L2 cache.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     heads = math.ceil(2 * programs / max(tiles, 1)) + 1
@@ -140,7 +142,7 @@ def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, 
 
 
 def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
-    """For packed sequences: of blocks of keys, so that queries are the other side."""
+    """Return the tile table of packed sequences, whose work tiles are blocks of keys; None if dense."""
     if not problem.varlen:
         return None
     return TileTable(problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, block_n)
@@ -154,7 +156,7 @@ def schedule_of(
     swizzle: int = 1,
     bias: Tensor | None = None,
 ) -> BackwardSchedule:
-    """The integers of a launch whose work tiles are ``block_n`` keys, of a problem as scheduled."""
+    """Return the integers of a launch whose work tiles are ``block_n`` keys. ``problem`` is as scheduled."""
     num_blocks = math.ceil(problem.seqlen_k / block_n)
     table = key_tile_table(problem, block_n)
     tiles = problem.batch * num_blocks if table is None else table.capacity
@@ -175,7 +177,7 @@ def schedule_of(
 
 
 def numbers_of(problem: Problem) -> BackwardNumbers:
-    """The floats of a launch. With score_mod, scores are in natural units."""
+    """Return the floats of a launch. With a score_mod, ``scale_log2`` leads to scores in natural units."""
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
     if problem.mods is not None and problem.mods.score_mod:
         numbers = numbers._replace(scale_log2=problem.softmax_scale)
@@ -193,19 +195,22 @@ class BackwardKernels(NamedTuple):
     products: CachedLaunch
     sum_parts: SumParts | None
     dq_semaphores: int
-    """How many there are, if deterministic: one for each block of rows."""
+    """Number of semaphores if deterministic: one for each block of padded query rows."""
     functions: FunctionTensors | None
     """Tensors that functions of scores and masks read."""
     bias_gradient: BiasGradient | None
-    """Launch of the bias's gradient, if it is wanted."""
+    """Launch of the bias's gradient; None if the call does not need it."""
     stores_ds: bool
-    """The products' kernel writes it."""
+    """Whether the kernel of the five products writes the bias's gradient."""
     scalars: BackwardScalars
 
 
 class HopperBackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``, of one signature. With
-    functions of scores and masks None for each captured tensor follows."""
+    """Launch for tensors of one signature:
+    ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``.
+
+    With score or mask functions, None follows for each of MAX_CAPTURED captured tensors.
+    """
 
     def __init__(self, problem: Problem, config: BackwardConfig) -> None:
         self._problem = problem
@@ -224,13 +229,13 @@ class HopperBackwardLaunch:
         extras: OptionalTensors,
     ) -> tuple[Tensor | None, ...]:
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: another thread may be here as well
+        if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
         bias, dbias = extras.bias, None
         if bias is not None and kernels.bias_gradient is not None:
             dbias = kernels.bias_gradient.allocate(bias)
         biases = tuple(t for t in (bias, dbias if kernels.stores_ds else None) if t is not None)
-        # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
+        # The name keeps the workspace alive until all kernels that get addresses of its parts are launched.
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras
         )
@@ -244,7 +249,7 @@ class HopperBackwardLaunch:
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)
         if kernels.functions is not None:
-            # Named, for as long as the kernel is launched that is given their addresses.
+            # The name keeps the tensors alive until the kernel that gets their addresses is launched.
             lists, captured, _tensors = kernels.functions(extras, lse, kernels.products.takes_addresses)
         kernels.products(
             q.device,
@@ -333,7 +338,7 @@ class HopperBackwardLaunch:
 def bias_views(
     problem: Problem, variant: BackwardVariant, bias: Tensor | None
 ) -> tuple[View | None, View | None]:
-    """Return the views of the bias, and of its gradient if that is dS."""
+    """Return the TMA views of (the bias, its gradient if the kernel stores dS); None for views not needed."""
     if bias is None:
         return None, None
     block = SQUARE.value, SQUARE.value
@@ -346,7 +351,7 @@ def bias_views(
 def views(
     problem: Problem, variant: BackwardVariant, q: Tensor, k: Tensor, v: Tensor, resident_heads: int
 ) -> dict[str, View]:
-    """Return the view of each tensor that TMA moves, by the kernel's parameters."""
+    """Return the TMA view of each tensor, by the name of the kernel's parameter."""
     dtype = problem.dtype
     d, dv = variant.BLOCK_D, variant.BLOCK_DV
     block_m, block_n = variant.BLOCK_M, variant.BLOCK_N
@@ -355,7 +360,7 @@ def views(
     heads, rows = statistics_shape(problem)
     statistics = View([heads, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
     tiles = resident_heads * variant.GROUP * rows // WARPGROUP_ROWS
-    # A warpgroup adds 64 rows at a time: of 64 rows half of the columns, of 128 rows all.
+    # A warpgroup adds half of the columns of a block of 64 rows, or 64 rows of a block of 128.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
     part, chunk = [columns // 4, 256], [d // 8, POSTPROCESS_CHUNK // (8 * d), 64]
     return {

@@ -1,5 +1,5 @@
-"""The first part of every backward: the tensors of the gradients, two floats for each row, zeroed
-counters."""
+"""The first step of the Hopper backward: it allocates the gradients, computes -lse and -delta of each row,
+and zeroes counters and ``dq_accum``."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from flashtile.backends.common.preprocess import padded_rows, preprocess_launch,
 from flashtile.problems.attention import OptionalTensors, Problem
 
 LINE = 32
-"""Floats of a line of the L2 cache; each part of the workspace begins with a line."""
+"""Floats in a line of the L2 cache. Each part of the workspace begins at a line."""
 
 
 class Preprocess:
-    """One launch of the preprocess kernel, and all that it writes to.
+    """The launch of the preprocess kernel, and the allocation of the tensors that it writes.
 
-    What it leaves to later kernels is one allocation: with one for each part, and views of them, a call took
-    a fifth longer on the host.
+    Its results for later kernels share one allocation, the *workspace*. With an allocation and a view for
+    each result, a call took a fifth longer on the host.
 
     Args:
-        has_dlse: whether there is a gradient into lse.
-        lse_factor: what lse is multiplied by: log2(e), or 1 / softmax_scale for raw products.
-        counters: int32 counters of the programs, 0 at the start.
-        resident_heads, columns: key heads and columns of ``dq_accum``; 0 without one.
+        has_dlse: whether lse has a gradient.
+        lse_factor: factor of lse: log2(e), or 1 / softmax_scale if scores are raw products.
+        counters: number of int32 counters, which are zeroed.
+        resident_heads, columns: key heads and columns of ``dq_accum``; 0 if there is none.
     """
 
     def __init__(
@@ -66,16 +66,17 @@ class Preprocess:
         lse: Tensor,
         extras: OptionalTensors,
     ) -> tuple[Any, ...]:
-        """(dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum): what the kernels that
-        follow are given in addition to the call's tensors. ``workspace`` is the memory of the last four.
+        """Return (dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum).
 
-        ``last``: the last of these kernels; once it is compiled, all take addresses.
+        The following kernels take these in addition to the call's tensors; ``last`` is the last of these
+        kernels. ``workspace`` is the memory of the last four results. They are tensors until ``last`` is
+        compiled, then addresses.
         """
         if dout.data_ptr() % 16:
             dout = dout.clone()
         allocate = self._allocate
         if allocate is None:
-            # Tokens that no sequence has or uses are written by no program.
+            # Unused tokens and tokens outside of all sequences are not written by the kernels.
             allocate = self._allocate = [
                 allocator(t, t.shape, self._out_dtype, zeroed=self._some_unwritten) for t in (q, k, v)
             ]
@@ -96,17 +97,18 @@ class Preprocess:
         return start + neg_lse, start + neg_delta, start + counters, accum
 
     def _tensors(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """The first call compiles, for which Triton wants tensors."""
+        """Return the parts as tensors for the first call, because Triton needs tensors to compile."""
         neg_lse, neg_delta, counters, dq_accum = workspace.split_with_sizes(self._sizes)
         return neg_lse, neg_delta, counters.view(torch.int32), dq_accum if dq_accum.numel() else None
 
 
 def dense_batch(problem: Problem) -> int:
-    """Sequences along the first dimension of dense tensors; 1 for packed ones."""
+    """Return the number of sequences along the first dimension of dense tensors; 1 if packed."""
     return 1 if problem.varlen else problem.batch
 
 
 def statistics_shape(problem: Problem) -> tuple[int, int]:
-    """(query heads, counted through a dense batch; padded rows of each) of ``neg_lse`` and ``neg_delta``."""
+    """Return the shape of ``neg_lse`` and ``neg_delta``: (query heads, in a dense batch of all sequences
+    together; padded rows of a head)."""
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return dense_batch(problem) * problem.num_heads_q, rows

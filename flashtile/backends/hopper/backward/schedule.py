@@ -1,12 +1,12 @@
-"""The tile scheduler of the Hopper backward: which blocks of keys a program takes, and which query rows each
-meets.
+"""The tile scheduler of the Hopper backward: which blocks of keys a program takes, and which blocks of query
+rows it visits for each.
 
-Where there are too few work tiles, programs share a block of keys (``splits``). HEAD_SPLITS divides the query
-heads of a group: the schedule then has so many times the key heads, each with so many query heads less, and
-only loads of K and V know better. ROW_SPLITS divides the query rows that see the block: so many work tiles
-follow one another, each with its share of the rows.
+If there are too few work tiles, several programs share a block of keys (``splits``). HEAD_SPLITS divides the
+query heads of a group: the schedule counts each key head HEAD_SPLITS times, each time with another part of
+its query heads. Only the loads of K and V use the actual key head. ROW_SPLITS divides the query rows that see
+the block: ROW_SPLITS consecutive work tiles have the same keys, each with another part of the rows.
 
-The functions on integers are the kernel's own; Python calls them through ``.fn``.
+The kernels' functions on integers can be called from Python through ``.fn``.
 """
 
 from typing import Any, NamedTuple
@@ -22,14 +22,14 @@ ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
 
 
 class BackwardPointers(NamedTuple):
-    """Memory that the kernels address themselves. What a call does not have is None."""
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks."""
 
     table: Any
-    """The tile table of packed sequences, of blocks of keys; int32."""
+    """The tile table of packed sequences, whose work tiles are blocks of keys; int32."""
     seqused_k: Any
     alibi_slopes: Any
     counters: Any
-    """The first is that of the work queue: work tiles that programs have taken. 0 at the start, int32."""
+    """Counters (``dq_accum.accum_of``), int32, 0 at the start. The first is that of the work queue."""
     dq_semaphores: Any
     """With DETERMINISTIC: for each block of padded rows, how many blocks of keys have added to it."""
     dq: Any
@@ -45,10 +45,10 @@ class BackwardPointers(NamedTuple):
 
 
 class BackwardSchedule(NamedTuple):
-    """Integers of the launch that say which tiles there are, and what modifies their scores."""
+    """Integers of the launch that determine its work tiles and the modifiers of their scores."""
 
     num_tiles: Any
-    """Blocks of keys of all heads and sequences; packed sequences have theirs in the table."""
+    """Number of blocks of keys of all heads and sequences; for packed sequences only an upper bound."""
     num_blocks: Any
     """Blocks of keys of the longest sequence."""
     num_heads: Any
@@ -56,32 +56,32 @@ class BackwardSchedule(NamedTuple):
     seqlen_q: Any
     seqlen_k: Any
     batch_rows_k: Any
-    """Rows from one sequence of k to the next; used where ``seqused_k`` ends them early."""
+    """Rows from the start of one sequence of k to the next; read only if ``seqused_k`` shortens sequences."""
     window_left: Any
     window_right: Any
     alibi_stride: Any
     """Elements from one sequence's slopes to the next's; 0 if all share them."""
     swizzle: Any
-    """Key heads whose work tiles are interleaved. With DETERMINISTIC a divisor of all key heads of the batch;
-    under a causal mask those that come last; else not looked at."""
+    """Number of key heads whose work tiles are interleaved. With DETERMINISTIC it divides the number of key
+    heads of the batch. Otherwise only the last heads are interleaved, and only under a causal mask."""
     bias_batch: Any = None
-    """Sequences and query heads that a bias tells apart: all or 1."""
+    """Sequences of the bias: all, or 1 if they share it; bias_heads: its query heads, likewise."""
     bias_heads: Any = None
     drop_threshold: Any = None
-    """Dropout drops probabilities whose number of 15 bits is below it."""
+    """Dropout drops a probability whose random number of 15 bits is below this threshold."""
 
 
 class RowBlocks(NamedTuple):
-    """The blocks of query rows that a work tile meets, in the order of its steps (:func:`in_order`)."""
+    """The blocks of query rows that a work tile visits, in the order of its steps (:func:`in_order`)."""
 
     begin: Any
-    """Blocks [begin, end) are met; with a block mask, so many of its list."""
+    """Blocks [begin, end) are visited; with a block mask, positions [begin, end) of its list."""
     end: Any
     masked: Any
-    """The first steps, those whose blocks the mask cuts."""
+    """Number of steps with masked blocks. These steps come first."""
     count: Any
     before: Any
-    """Masked blocks before the unmasked ones, which are counted from ``full`` on."""
+    """Number of masked blocks in front of the unmasked blocks; full: the first unmasked block."""
     full: Any
     listed: Any
     """A :class:`~flashtile.backends.hopper.modifiers.block_lists.BlockList`; 0 without a block mask."""
@@ -89,19 +89,22 @@ class RowBlocks(NamedTuple):
 
 @gluon.jit
 def count_tiles(C: gl.constexpr, pointers, schedule):
-    """Work tiles of the whole launch."""
+    """Return the number of work tiles of the launch: ROW_SPLITS for each block of keys."""
     return num_work_tiles(C, pointers, schedule) * C.ROW_SPLITS
 
 
 @gluon.jit
 def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
-    """(key head, its block) of a work tile, with so many blocks to a head. Heads count through a dense batch.
+    """Return (key head, block of keys) of a work tile. Each head has ``blocks`` blocks; heads are numbered
+    through a dense batch.
 
-    Heads follow one another, so that programs at work read the same rows. With DETERMINISTIC a block adds to
-    dQ two steps after its neighbour. Programs that come free together, as those of equal blocks of several
-    heads do, would then wait for one another if their next blocks were neighbours. So blocks of ``swizzle``
-    heads alternate. Under a causal mask blocks of the last ``swizzle`` heads alternate as well, so that the
-    longest of them are not begun when all else is done.
+    The blocks of a head follow one another, so programs that run at the same time read the same query rows.
+    There are two exceptions:
+
+    * With DETERMINISTIC, blocks of ``swizzle`` heads alternate. A block adds to dQ two steps after its
+      neighbour. If programs that finish together took neighbouring blocks next, they would have to wait.
+    * Under a causal mask, blocks of the last ``swizzle`` heads alternate. Otherwise the longest blocks of the
+      last head would start when all other work is done.
     """
     tile_index = tile_index // C.ROW_SPLITS
     head = tile_index // blocks
@@ -123,11 +126,12 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
 
 @gluon.jit
 def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
-    """From the table of packed sequences, or by arithmetic.
+    """Return the :class:`WorkTile` of an index: from the table of packed sequences, or by arithmetic.
 
     The first blocks of a head come first: under a causal mask they are the longest. With DETERMINISTIC the
-    last come first: later work tiles wait for earlier ones, and under a causal mask block n meets its first
-    rows ``BLOCK_N`` rows after block n - 1 has, so that none waits long.
+    last blocks come first, and later work tiles wait for earlier ones. Under a causal mask the rows of block
+    n begin BLOCK_N rows behind those of block n - 1. Block n, which starts earlier, is therefore ahead on the
+    rows that both see, and waits are short.
     """
     head, block = head_and_block(C, tile_index, blocks_of_head(C, pointers, schedule), schedule)
     work, blocks = sequence_of(C, head, block, pointers, schedule)
@@ -143,7 +147,7 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
 
 @gluon.jit
 def blocks_of_head(C: gl.constexpr, pointers, schedule):
-    """Blocks of keys of a head, in one sequence when dense, in all packed ones together."""
+    """Return the number of blocks of keys of a head: in one sequence if dense, in all sequences if packed."""
     blocks = schedule.num_blocks
     if C.VARLEN:
         blocks = gl.load(pointers.table)
@@ -152,15 +156,18 @@ def blocks_of_head(C: gl.constexpr, pointers, schedule):
 
 @gluon.jit
 def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
-    """(the work tile of block ``block`` of a key head, blocks of its sequence); all keys count, used or
-    not."""
+    """Return (work tile of block ``block`` of a key head, number of blocks of its sequence).
+
+    Both include keys that ``seqused_k`` excludes.
+    """
     if C.VARLEN:
         row = pointers.table + (1 + block) * TABLE_WIDTH
         sequence = gl.load(row)
         tile_in_head = gl.load(row + 1)
         start_k = gl.load(row + 2)
         start_q = gl.load(row + 3)
-        # At most max_seqlen: with DETERMINISTIC, others wait for every block of keys that a row sees.
+        # The table has only blocks up to max_seqlen. With DETERMINISTIC, programs wait for each block of keys
+        # that a row sees, so each of these blocks must be in the table.
         seqlen_k = gl.minimum(gl.load(row + 4), schedule.seqlen_k)
         seqlen_q = gl.minimum(gl.load(row + 5), schedule.seqlen_q)
         blocks = (seqlen_k + C.BLOCK_N - 1) // C.BLOCK_N
@@ -183,8 +190,11 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
 
 @gluon.jit
 def row_blocks(C: gl.constexpr, work, left, right):
-    """Blocks [begin, end) of query rows that see some key of the work tile, and [full_begin, full_end) whose
-    rows all see all of its keys. The mirror image of the forward's ``key_blocks``."""
+    """Return (begin, end, full_begin, full_end), blocks of query rows of a work tile.
+
+    Rows of blocks [begin, end) see some of its keys. All rows of blocks [full_begin, full_end) see all of its
+    keys. This is the mirror image of the forward's ``key_blocks``.
+    """
     first = work.tile_in_head * C.BLOCK_N
     last = min(first + C.BLOCK_N, work.seqlen_k) - 1
     begin, end, full_begin, full_end = key_range(
@@ -197,14 +207,14 @@ def row_blocks(C: gl.constexpr, work, left, right):
     # Rows behind the last have probability 0 in any case: the last block of rows needs no mask for them.
     full_end = (full_end + C.BLOCK_M - 1) // C.BLOCK_M if full_end == work.seqlen_q else full_end // C.BLOCK_M
     partial = first + C.BLOCK_N > work.seqlen_k
-    if C.HAS_CUTS:  # it may hide any key
+    if C.HAS_CUTS:  # any key may be hidden
         full_end = full_begin
     return begin, begin if none else end, full_begin, full_begin if partial else full_end
 
 
 @gluon.jit
 def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
-    """:func:`row_blocks` of a work tile, whose blocks [begin, end) are its share of those of its keys."""
+    """:func:`row_blocks` of a work tile; with ROW_SPLITS, [begin, end) are only its share of the blocks."""
     begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
     if C.ROW_SPLITS > 1:
         share = tile_index % C.ROW_SPLITS
@@ -216,16 +226,16 @@ def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
 
 @gluon.jit
 def gradient_head(C: gl.constexpr, tile_index, work):
-    """The head of dK and dV that a work tile writes. Where keys are shared, each program has its own."""
+    """Return the head of dK and dV that a work tile writes; it differs between work tiles with equal keys."""
     return work.head * C.ROW_SPLITS + tile_index % C.ROW_SPLITS
 
 
 @gluon.jit
 def step_order(begin, end, full_begin, full_end):
-    """(cut, count, before, full): the order of ``count`` blocks of rows, for :func:`block_of_step`.
+    """Return (cut, count, before, full), the order of ``count`` blocks of rows for :func:`block_of_step`.
 
-    The first ``cut`` steps are the blocks that the mask cuts: ``before`` of them from ``begin`` on, in front
-    of the whole blocks, then those behind. Whole blocks follow, from ``full`` on.
+    The first ``cut`` steps have the blocks that the mask cuts: ``before`` blocks from ``begin`` on, then
+    those behind the unmasked blocks. The unmasked blocks follow, from ``full`` on.
     """
     full = min(max(full_begin, begin), end)
     full_end = min(max(full_end, full), end)
@@ -235,7 +245,7 @@ def step_order(begin, end, full_begin, full_end):
 
 @gluon.jit
 def block_of_step(j, begin, end, cut, before, full):
-    """The block of rows of step ``j``."""
+    """Return the block of rows of step ``j`` in :func:`step_order`."""
     in_front = begin + j
     behind = end - cut + j
     whole = full - cut + j
@@ -253,8 +263,8 @@ def row_list(C: gl.constexpr, work, pointers):
 
 @gluon.jit
 def in_order(C: gl.constexpr, ranges, listed):
-    """The :class:`RowBlocks` of a work tile with these :func:`own_row_blocks`, or with this
-    :func:`row_list`."""
+    """Return the :class:`RowBlocks` of a work tile: from its :func:`row_list` if there is a block mask, else
+    from ``ranges``, its :func:`own_row_blocks`."""
     if C.LISTED:
         masked = listed.masked_count
         return RowBlocks(0, listed.count, masked, listed.count, masked, masked, listed)
@@ -266,7 +276,7 @@ def in_order(C: gl.constexpr, ranges, listed):
 
 @gluon.jit
 def has_rows(C: gl.constexpr, ranges, listed):
-    """Whether a work tile meets any rows."""
+    """Whether a work tile visits any rows."""
     begin, end, _, _ = ranges
     if C.LISTED:
         begin, end = 0, listed.count
@@ -275,14 +285,14 @@ def has_rows(C: gl.constexpr, ranges, listed):
 
 @gluon.jit
 def own_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
-    """:func:`in_order` of a work tile."""
+    """Return the :class:`RowBlocks` of a work tile."""
     ranges = own_row_blocks(C, tile_index, work, schedule)
     return in_order(C, ranges, row_list(C, work, pointers))
 
 
 @gluon.jit
 def row_block(C: gl.constexpr, rows, j):
-    """The block of rows of step ``j``."""
+    """Return the block of rows of step ``j`` of :class:`RowBlocks`."""
     m = block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)
     if C.LISTED:
         m, _is_full = visited_block(C, rows.listed, m)
@@ -291,8 +301,10 @@ def row_block(C: gl.constexpr, rows, j):
 
 @gluon.jit
 def dq_order(C: gl.constexpr, work, m, schedule):
-    """With DETERMINISTIC: how many blocks of keys add to block ``m`` of dQ before this one, the later ones
-    that its rows see."""
+    """Return how many blocks of keys add to block ``m`` of dQ before this work tile does, with DETERMINISTIC.
+
+    They are the later blocks of keys that rows of block ``m`` see.
+    """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
     _, end, _, _ = key_range(
@@ -304,7 +316,7 @@ def dq_order(C: gl.constexpr, work, m, schedule):
 
 @gluon.jit
 def head_of_batch(C: gl.constexpr, work, g, num_heads):
-    """The query head ``g`` of those that share the key head. Heads count through a dense batch."""
+    """Return query head ``g`` of the work tile's key head, numbered through a dense batch."""
     head = work.head * C.GROUP + g
     if not C.VARLEN:
         head += work.sequence * (num_heads * C.GROUP)
@@ -313,7 +325,8 @@ def head_of_batch(C: gl.constexpr, work, g, num_heads):
 
 @gluon.jit
 def padded_row(C: gl.constexpr, work, row):
-    """Where ``row`` of a sequence lies among the padded rows of its head (``common.preprocess``)."""
+    """Return the number of ``row`` of a sequence among the padded rows of its head
+    (``common.preprocess``)."""
     if C.VARLEN:
         row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
     return row

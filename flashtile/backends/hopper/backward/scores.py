@@ -1,5 +1,5 @@
-"""From raw products to probabilities in the Hopper backward, keys as rows: soft-cap, functions of scores and
-masks, bias, ALiBi, masks; and from their gradients to dS."""
+"""From raw products to probabilities in the Hopper backward, and from dP to dS, with keys as rows: soft-cap,
+score and mask functions, bias, ALiBi, masks, dropout."""
 
 from typing import Any, NamedTuple
 
@@ -23,31 +23,31 @@ class BackwardNumbers(NamedTuple):
     scale: Any
     """softmax_scale."""
     scale_log2: Any
-    """softmax_scale * log2(e)."""
+    """softmax_scale * log2(e); softmax_scale with SCORE_MOD; not used with a soft-cap."""
     softcap_rate: Any
     """softmax_scale / softcap."""
     softcap_log2: Any
     """softcap * log2(e)."""
     zero: Any
-    """0.0, which the compiler must not know."""
+    """0.0, as an argument because the compiler must not know its value (``step``)."""
     keep_scale: Any = None
-    """Factor of dropout, 1 / (1 - dropout_p) with the rounded dropout_p. ``scale`` then includes it."""
+    """Factor of dropout, 1 / (1 - dropout_p) with dropout_p as rounded; ``scale`` includes it."""
     keep: Any = None
     """1 - dropout_p."""
 
 
 class QueryHead(NamedTuple):
-    """A query head of those that share the key head, as the steps know it."""
+    """Properties of a query head that the steps need."""
 
     slope: Any
-    """ALiBi's, in log2 units."""
+    """ALiBi's slope, in log2 units."""
     modifiers: Any
     """:class:`~flashtile.backends.hopper.modifiers.Modifiers`."""
 
 
 @gluon.jit
 def row_of(vector, layout: gl.constexpr):
-    """A number for each query row, in shared memory, to [1, rows] in registers."""
+    """Load one number per query row from shared memory to registers, as [1, rows]."""
     return gl.expand_dims(vector.load(gl.SliceLayout(0, layout)), 0)
 
 
@@ -60,8 +60,8 @@ def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule)
 
 @gluon.jit
 def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, pointers, schedule):
-    """:class:`Modifiers` of warpgroup W's keys and query head ``g`` of the key head. ``bias`` is its channel,
-    ``blocks`` a block mask's list."""
+    """:class:`Modifiers` of warpgroup W's keys and query head ``g`` of the key head. ``bias`` is the channel
+    of the bias, ``blocks`` the list of a block mask."""
     generator = 0
     arguments = 0
     if C.HAS_MODS:
@@ -73,7 +73,7 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
 
 @gluon.jit
 def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr):
-    """(keys of this warpgroup [keys, 1], where rows of block ``m`` stand among the keys [1, rows])"""
+    """Return (warpgroup W's keys [keys, 1], positions of rows of block ``m`` among the keys [1, rows])."""
     keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
     rows = gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, s_layout))
     keys += work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
@@ -82,7 +82,7 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 
 @gluon.jit
 def soft_cap(C: gl.constexpr, s, numbers):
-    """(scores in log2 units, softcap_grad: d capped / d scaled) from raw products."""
+    """Return (scores in log2 units, softcap_grad) of raw products; softcap_grad is d capped / d scaled."""
     softcap_grad = 1.0
     if C.SOFTCAP:
         tanh = tanh_of(s, numbers.softcap_rate, False)
@@ -97,8 +97,10 @@ def soft_cap(C: gl.constexpr, s, numbers):
 def apply_score_mod(
     C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr, modifiers=0
 ):  # fmt: skip
-    """(scores in log2 units, their derivative by the scaled products) from raw products: soft-cap, then
-    ALiBi; or SCORE_MOD, to which ``numbers.scale_log2`` leads in natural units."""
+    """Return (scores in log2 units, their derivative by the scaled products) of raw products.
+
+    They get a soft-cap, then ALiBi; or SCORE_MOD, for which ``numbers.scale_log2`` scales to natural units.
+    """
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.LISTED:
         m, _ = visited_block(C, modifiers.blocks, m)
@@ -117,7 +119,7 @@ def apply_score_mod(
 
 @gluon.jit
 def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.constexpr, modifiers=0):
-    """P, but 0 for keys that a row does not see."""
+    """Return P with 0 for keys that a row does not see."""
     is_full = False
     if C.LISTED:
         m, is_full = visited_block(C, modifiers.blocks, m)
@@ -139,8 +141,10 @@ def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.co
 def probabilities(
     C: gl.constexpr, W: gl.constexpr, CUT: gl.constexpr, s, added, m, slot, work, head, shared, scalars
 ):  # fmt: skip
-    """(P, dS / dP) from the raw products with rows of block ``m``: P, times the derivative of soft-cap or
-    SCORE_MOD. ``added`` is what a bias adds."""
+    """Return (P, weights) of the raw products ``s`` with the rows of block ``m``.
+
+    ``weights`` is dS / dP: P times the derivative of the soft-cap or SCORE_MOD. ``added`` is a bias.
+    """
     s_layout: gl.constexpr = s.type.layout
     slope, modifiers = head
     numbers = scalars.numbers
@@ -151,7 +155,7 @@ def probabilities(
             s = s + bias_tiles.in_log2(added)
         neg_lse = row_of(shared.neg_lse.index(slot).reshape([C.BLOCK_M]), s_layout)
         p = gl.exp2(s + neg_lse)
-        if C.GUARD_SCORES:  # SCORE_MOD may make anything of rows past the end
+        if C.GUARD_SCORES:  # SCORE_MOD may return NaN for rows past the end
             p = gl.where(neg_lse == float("-inf"), 0.0, p)
     elif C.HAS_BIAS:
         p = gl.exp2(s * numbers.scale_log2 + bias_tiles.in_log2(added))
@@ -162,17 +166,17 @@ def probabilities(
     if CUT:
         p = mask(C, W, p, m, work, scalars.schedule, s_layout, modifiers)
     weights = p * softcap_grad
-    if C.GUARD_FACTORS:  # which need not be finite where a score is hidden
+    if C.GUARD_FACTORS:  # the derivative may be infinite or NaN where a score is hidden
         weights = gl.where(p == 0.0, 0.0, weights)
     return p, weights
 
 
 @gluon.jit
 def score_gradients(C: gl.constexpr, p, weights, dp, bits, slot, modifiers, shared, numbers):
-    """dS in 16 bits. ``p`` is without what dropout drops, ``dp`` dP - delta, but with dropout dP alone."""
+    """Return dS in 16 bits. ``p`` is 0 where dropout drops; ``dp`` is dP - delta, or with dropout only dP."""
     dtype: gl.constexpr = p.dtype
     s_layout: gl.constexpr = dp.type.layout
-    if C.HAS_DROPOUT:  # of what is dropped, -delta alone
+    if C.HAS_DROPOUT:  # where it drops, only -delta is left of dP - delta
         neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
         kept = p
         if C.SOFTCAP:

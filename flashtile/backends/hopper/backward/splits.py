@@ -1,12 +1,12 @@
-"""Among how many programs the Hopper backward shares a block of keys, so that few key heads fill the card.
+"""Number of programs that share a block of keys in the Hopper backward, so that few key heads fill the GPU.
 
-A work tile is a block of keys with all query rows that see it, of all query heads of the group. Eight query
-heads on one key head leave a card of 132 multiprocessors 64 long work tiles of 8192 keys. Then the heads of a
-group are divided, and the rows. Each program writes a part of dK and dV in float32, and ``sum_parts`` adds
-the parts up in one order.
+A work tile is a block of keys with all query rows that see it, of all query heads of the group. For example,
+eight query heads on one key head with 8192 keys give 64 long work tiles, too few for 132 multiprocessors. In
+such cases the query heads of the group and the query rows are divided among several programs. Each program
+writes a part of dK and dV in float32, and ``sum_parts`` adds the parts in a fixed order.
 
-How many is a matter of the shapes alone: a work queue is played through for each choice. Lengths on the
-device are not read; packed sequences count as equally long.
+The choice depends only on shapes: the work queue is simulated for each possible choice. Lengths on the device
+are not read; packed sequences are assumed to be equally long.
 """
 
 from __future__ import annotations
@@ -28,26 +28,28 @@ MAX_PARTS = 32
 MAX_BYTES = 128 * 2**20
 """Largest size of the memory for parts."""
 ENOUGH_WAVES = 8
-"""Waves of work tiles. With more per program, programs end together for any costs of tiles."""
+"""Work tiles per program from which on splits are not needed: programs then end at about the same time."""
 START_AND_END = 3.0
-"""Steps that the start and the end of a work tile cost, about: K and V come, dK and dV leave."""
+"""Approximate cost, in steps, of the start and the end of a work tile: loading K and V, storing dK and dV."""
 STEP_SECONDS = 2.2e-6
 """Time of a step at full load, about: 10.5 MFLOP at 4.8 TFLOP/s per multiprocessor of an H100."""
 SUM_SECONDS = 12e-6
-"""Least cost of one more kernel and two more tensors, most of it on the host."""
+"""Minimum cost of the sum of parts: one more kernel and two more tensors, most of it on the host."""
 BYTES_PER_SECOND = 4.4e12
-"""To write parts, or to read them."""
+"""Memory bandwidth for writing and for reading parts."""
 ALTERNATING = 1.15
-"""Factor by which the estimate without splits is too low where the blocks of the last heads alternate, with a
-margin: measured are 11 and 12 % (H200, 12 heads on 2 and 28 on 4, S 4096)."""
+"""Correction of the estimate without splits if the blocks of the last heads alternate. Measurements were 11
+and 12 % above the estimate (H200, 12 query heads on 2 key heads and 28 on 4, S = 4096); the rest is a
+margin."""
 WORTHWHILE = 0.9
-"""Share of the time without splits below which they are used: estimates are rough, and parts take memory."""
+"""Splits are used if they take less than this share of the time without them, since estimates are rough and
+parts take memory."""
 EQUAL = 1.03
-"""Times so close are not told apart."""
+"""Times that differ by at most this factor are considered equal."""
 
 
 class Splits(NamedTuple):
-    """Programs that share a block of keys: query heads of the group, and query rows, in so many parts."""
+    """Numbers of parts into which the query heads of a group and the query rows are divided."""
 
     heads: int = 1
     rows: int = 1
@@ -62,14 +64,14 @@ class Work(NamedTuple):
     """Inputs of the choice of splits, in whole blocks, so that calls of similar lengths share a choice."""
 
     steps: tuple[int, ...]
-    """The blocks of query rows that see each block of keys of a sequence, in the order of the queue."""
+    """Number of blocks of query rows that see each block of keys of a sequence, in the order of the queue."""
     heads: int
     """Key heads of all sequences."""
     group: int
     part_bytes: int
     """Bytes of one part of dK and dV."""
     divides_rows: bool
-    """Whether rows may be divided, and not only heads."""
+    """Whether query rows may be divided; heads always may."""
     last_alternate: bool
     """Whether blocks of the last heads alternate, as under a causal mask."""
     programs: int
@@ -77,7 +79,7 @@ class Work(NamedTuple):
 
 
 def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
-    """The splits of a call whose work tiles are ``block_n`` keys and whose steps are ``block_m`` rows."""
+    """Return the splits of a call with work tiles of ``block_n`` keys and steps of ``block_m`` rows."""
     sequences = max(problem.batch, 1)
     blocks = -(-problem.total_k // (sequences * block_n))
     programs = multiprocessors(problem.device)
@@ -87,7 +89,7 @@ def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     width = problem.head_dim + problem.head_dim_v
     steps = steps_of_blocks(problem, block_m, block_n)
-    listed = problem.mods is not None and problem.mods.block_size is not None  # rows are not a range then
+    listed = problem.mods is not None and problem.mods.block_size is not None  # its rows are not a range
     work = Work(
         steps=steps[::-1] if problem.deterministic else steps,
         heads=heads,
@@ -101,7 +103,7 @@ def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
 
 
 def steps_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[int, ...]:
-    """Blocks of rows that see each block of keys, in sequences of the average length."""
+    """Return the number of blocks of rows that see each block of keys, in sequences of the average length."""
     sequences = max(problem.batch, 1)
     seqlen_q, seqlen_k = -(-problem.total_q // sequences), -(-problem.total_k // sequences)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
@@ -117,7 +119,8 @@ def steps_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[int, 
 
 @lru_cache(maxsize=1024)
 def best_splits(work: Work) -> Splits:
-    """The fewest parts of those whose estimated time is the least, of heads before rows."""
+    """Return the splits with the least estimated time. Among nearly equal times, those with the fewest parts
+    are best, and splits of heads are better than splits of rows."""
     whole = seconds(work, Splits()) * (ALTERNATING if work.last_alternate else 1)
     times: dict[Splits, float] = {}
     for splits in sorted(candidates(work), key=lambda splits: least_seconds(work, splits)):
@@ -132,11 +135,11 @@ def best_splits(work: Work) -> Splits:
 
 
 def candidates(work: Work) -> Iterator[Splits]:
-    """All that there are, but for one part. Heads are divided evenly.
+    """Yield all splits of two or more parts within MAX_PARTS and MAX_BYTES. Heads are divided evenly.
 
-    When deterministic, programs add to rows of dQ in turn. Under a mask the shares of neighbouring blocks of
-    keys do not have the same rows, so that a program would wait for most of another's work: only heads are
-    divided.
+    When deterministic, programs add to a row of dQ in a fixed order. Under a mask, the shares of neighbouring
+    blocks of keys have different rows, so a program would wait for most of another's work. Therefore only
+    heads are divided.
     """
     heads = [count for count in range(1, work.group + 1) if work.group % count == 0]
     for splits in itertools.starmap(Splits, itertools.product(heads, ROW_SPLITS)):
@@ -146,7 +149,8 @@ def candidates(work: Work) -> Iterator[Splits]:
 
 
 def tiles_of(work: Work, splits: Splits) -> Iterator[int]:
-    """Steps of each work tile, in the order of the queue: a head after the other, but for the last."""
+    """Yield the steps of each work tile in the order of the queue: head after head, the last heads
+    interleaved if ``last_alternate``."""
     group, rows = work.group // splits.heads, splits.rows
     blocks = [
         [group * (count * (share + 1) // rows - count * share // rows) for share in range(rows)]
@@ -161,7 +165,7 @@ def tiles_of(work: Work, splits: Splits) -> Iterator[int]:
 
 
 def seconds(work: Work, splits: Splits) -> float:
-    """Estimate of the time until the last program ends and the parts are added up."""
+    """Return an estimate of the time in seconds until all programs have ended and the parts are summed."""
     busy_until = [0.0] * work.programs
     for steps in tiles_of(work, splits):
         heapq.heapreplace(busy_until, busy_until[0] + START_AND_END + steps)
@@ -184,5 +188,5 @@ def sum_seconds(work: Work, splits: Splits) -> float:
 
 
 def as_scheduled(problem: Problem, heads: int) -> Problem:
-    """The problem as the schedule has it: key heads counted once for each share of their query heads."""
+    """Return the problem as the schedule sees it: each key head counts as ``heads`` key heads."""
     return problem if heads == 1 else replace(problem, num_heads_kv=problem.num_heads_kv * heads)

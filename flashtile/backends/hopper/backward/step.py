@@ -26,12 +26,12 @@ class StepState(NamedTuple):
     dv: Any
     """Sums of the gradients of a warpgroup's keys."""
     start: Any
-    """-lse of the step's rows, which the accumulator of S^T starts with."""
+    """-lse of the step's rows, the initial value of the accumulator of S^T."""
 
 
 @gluon.jit
 def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
-    """This warpgroup's half of dS K, left in flight: half of the columns, or of 128 rows half."""
+    """Return warpgroup W's half of dS K, left in flight: half of the columns, or 64 of 128 rows."""
     COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
     zero = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
     ds_q = ds if C.STORES_DS else ds.permute((1, 0))
@@ -45,11 +45,11 @@ def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
 
 @gluon.jit
 def in_register_order(x):
-    """[64, N] as [N / 4, 256]: each thread's registers, pair by pair, one row for all threads.
+    """Reorder an accumulator [64, N] to [N / 4, 256]: each row has one pair of registers of every thread.
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
-    (w, r, t). Stored so, a tile needs one address a thread and meets no bank twice; what reads the buffer
-    knows the order (``dq_accum``).
+    (w, r, t). In the new order, a store needs one address per thread and has no bank conflicts. ``dq_accum``
+    reads this order.
     """
     N: gl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))
@@ -58,7 +58,7 @@ def in_register_order(x):
 
 @gluon.jit
 def pass_dq(W: gl.constexpr, shared, dq, i):
-    """Warpgroup W's half of dQ of step ``i`` to the warp that adds it to ``dq_accum``."""
+    """Pass warpgroup W's half of dQ of step ``i`` to the warp that adds it to ``dq_accum``."""
     mbarrier.wait(shared.dq_empty.index(W), (i & 1) ^ 1)
     shared.dq.index(W).store(in_register_order(dq))
     fence_async_shared()
@@ -70,9 +70,11 @@ def step(
     C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, head, state,
     shared, scalars,
 ):  # fmt: skip
-    """Step ``i``: rows of block ``m``; and dQ of the step before, unless this is the FIRST of a work tile.
+    """Compute step ``i``, for the rows of block ``m``, and dQ of the step before.
 
-    Returns the new state, whose ``start`` is for step ``i + more``. ``more`` is 1, and 0 in the last step.
+    FIRST: this is the first step of a work tile, so there is no step before. CUT: the mask hides some scores.
+    Returns the new state, whose ``start`` is for step ``i + more``. ``more`` is 0 in the last step of a work
+    tile, else 1.
     """
     dtype: gl.constexpr = shared.k.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
@@ -81,14 +83,14 @@ def step(
     p_operand: gl.constexpr = left_operand_layout(accumulator_layout(C.BLOCK_DV))
     q, do, modifiers, numbers = shared.q, shared.do, head.modifiers, scalars.numbers
     dk, dv, start = state
-    # Slot 0, said so that the compiler sees it change from step to step: what the products need to know of
-    # tiles that never change it would keep in the registers of every thread, 32 of them.
+    # The index is always 0, but to the compiler it depends on the step. Otherwise the compiler would keep the
+    # matrix descriptors of these tiles in 32 registers of every thread.
     k = shared.k.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
     v = shared.v.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     my_k = k.slice(W * ROWS, ROWS, 0)
     my_v = v.slice(W * ROWS, ROWS, 0)
-    # A zero that the compiler cannot see through, for each row: accumulators that are copies of one register
-    # would be copied after the fence that orders them before the product, at the price of a wait.
+    # For each row a zero that is unknown to the compiler. If all accumulators were copies of one register,
+    # the compiler would copy them after the fence in front of the product, which costs a wait.
     zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
 
     slot = q.wait(i)
@@ -116,7 +118,7 @@ def step(
     p = pin_16_bit(p)
     if not FIRST:
         dq = warpgroup_mma_wait(0, deps=[dq])
-    if C.HAS_BIAS:  # noqa: SIM102 - one is known to the compiler, the other is not
+    if C.HAS_BIAS:  # noqa: SIM102 - a constexpr condition needs an if of its own
         if i > 0:
             bias_tiles.release_keys(modifiers.bias, i - 1)
     dp = product_of_rows(my_v, do_tile, dp_start, C.HEAD_DIM_V, not C.HAS_DROPOUT)
@@ -132,7 +134,7 @@ def step(
     fence_async_shared()
     mbarrier.arrive(shared.ds_full.index(i & 1), count=1)
     dk = warpgroup_mma(gl.convert_layout(ds, ds_operand), q_tile, dk, is_async=True)
-    # Of the next step, under dK; of this one again where there is no next.
+    # -lse of the next step, loaded during dK. The last step loads its own -lse again.
     start = row_of(shared.neg_lse.index(q.wait(i + more)).reshape([C.BLOCK_M]), s_layout) + zeros[:, None]
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
     do.release(i)

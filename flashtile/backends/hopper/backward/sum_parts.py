@@ -1,7 +1,7 @@
-"""dK and dV of parts in float32, where programs share blocks of keys (``splits``): added up, rounded once.
+"""The sum of float32 parts of dK and dV, if programs share blocks of keys (``splits``); rounded once.
 
-One program adds the parts of some rows from the first to the last, in any order of their writing. So all runs
-are equal bit by bit.
+One program adds the parts of some rows, always from the first part to the last. The result therefore has the
+same bits in every run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashtile.backends.common.launch import padded
 from flashtile.problems.attention import Problem
 
 BLOCK = 1024
-"""Elements of a gradient that a program makes: few, since its loads are many."""
+"""Elements of a gradient that a program computes: few, because each takes PARTS loads."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SumVariant:
 
 @triton.jit
 def sum_rows(parts, gradient, block, rows, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """``gradient`` [rows, WIDTH] of ``parts`` [rows, PARTS, WIDTH]: some rows of it."""
+    """Write one block of rows of ``gradient`` [rows, WIDTH], the sum of ``parts`` [rows, PARTS, WIDTH]."""
     ROWS: tl.constexpr = C.BLOCK // BLOCK_D
     PARTS: tl.constexpr = C.PARTS
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -52,7 +52,7 @@ def sum_rows(parts, gradient, block, rows, WIDTH: tl.constexpr, BLOCK_D: tl.cons
 
 @kernel(do_not_specialize=("rows", "blocks_k"))
 def sum_parts_kernel(dk_parts, dv_parts, dk, dv, rows, blocks_k, C: tl.constexpr):
-    """Grid: ``blocks_k`` blocks of dK, then blocks of dV. A row is that of a token and a key head."""
+    """Grid: ``blocks_k`` blocks of dK, then blocks of dV. Each token and key head has a row."""
     block = tl.program_id(0)
     if block < blocks_k:
         sum_rows(dk_parts, dk, block, rows, C.HEAD_DIM, C.BLOCK_D, C)
@@ -83,9 +83,9 @@ class SumParts:
         )
 
     def allocate(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Parts of the gradients of ``k`` and ``v``, side by side where the heads are.
+        """Return memory for the parts of the gradients of ``k`` and ``v`` (:func:`shape_of_parts`).
 
-        Zeros where tokens may belong to no sequence: no program writes those.
+        It is zeroed if tokens may be unused or belong to no sequence, because their parts are not written.
         """
         allocate = k.new_zeros if self._some_unwritten else k.new_empty
         dk, dv = (allocate(shape_of_parts(t.shape, self._parts), dtype=torch.float32) for t in (k, v))
@@ -96,5 +96,5 @@ class SumParts:
 
 
 def shape_of_parts(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """Return the shape of the parts of a gradient [..., heads, head_dim]: parts of a head are adjacent."""
+    """Return the shape of the parts of a gradient [..., heads, head_dim]: [..., heads * parts, head_dim]."""
     return (*shape[:-2], shape[-2] * parts, shape[-1])

@@ -59,17 +59,17 @@ def store_gradient(
 ):
     """TMA store of warpgroup W's keys of a head, as many columns at a time as ``desc`` has, through one tile.
 
-    ``gradient`` are columns from START on. Rows behind the last key are not written.
+    ``gradient`` has the columns from START on. Rows behind the last key are not written.
     """
     PART: gl.constexpr = desc.block_type.shape[-1]
     parts = column_parts(gradient, PART)
     for n in gl.static_range(gradient.shape[1] // PART):
-        tma.store_wait(0)  # of the part before
+        tma.store_wait(0)  # the tile may still hold the previous part
         store_part(parts[n], tile)
         row = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
         if C.VARLEN or C.SEQUSED:
             end = work.start_k + work.seqlen_k
-            if C.SEQUSED and not C.VARLEN:  # k may have its sequences further apart than its gradient
+            if C.SEQUSED and not C.VARLEN:  # sequences of k may be further apart than those of dK and dV
                 end = work.sequence * schedule.seqlen_k + work.seqlen_k
             coordinate = RAGGED_ROWS - work.seqlen_k + row
             async_store(desc, [RAGGED_ROWS, end, coordinate, head, START + n * PART], tile)

@@ -1,19 +1,20 @@
 """Attention backward for Hopper, head sizes over 128: dK and dV, in Gluon.
 
-After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2), without dQ, which ``wide_dq``
-computes on its own. One kernel of five products has room for tiles of 64 x 64 only, and in it ``dq_accum``
-moves as many bytes as q and dO together. Two kernels multiply seven times instead of five, but move three
-quarters of the bytes. They add nothing up in memory, so that all runs are equal bit by bit.
+After FlashAttention-2 (Dao 2023, arXiv:2307.08691, Algorithm 2), without dQ, which ``wide_dq`` computes. One
+kernel of five products would have room only for tiles of 64 x 64, and its ``dq_accum`` would move as many
+bytes as q and dO together. Two kernels compute seven products instead of five, but move three quarters of the
+bytes. They accumulate only in registers, so the results have the same bits in every run.
 
-A work tile is 64 keys of a key head. Its program walks the query rows that see them, of every query head that
-shares the key head, 64 at a time. Two *consumer* warpgroups have a gradient each, of which 64 x 256 in fp32
-are half of their registers:
+A work tile is 64 keys of a key head. Its program visits the query rows that see these keys, 64 at a time, in
+every query head of the key head. Each of two *consumer* warpgroups accumulates one gradient, of which 64 x
+256 in fp32 take half of its registers:
 
     values:  S^T = K Q^T     P^T = exp2(S^T - lse)       dV += P^T dO
     keys:    dP^T = V dO^T   dS^T = P^T (dP^T - delta)   dK += dS^T Q
 
-P^T is made once: ``values`` hands it to ``keys`` through shared memory and runs up to two steps ahead. So the
-tensor cores multiply for one while the other exponentiates. A *producer* warp loads by TMA.
+P^T is computed once: ``values`` passes it to ``keys`` through shared memory and runs up to two steps ahead.
+The tensor cores then multiply for ``keys`` while ``values`` computes exponentials. One *producer* warp loads
+all tiles by TMA.
 """
 
 from typing import Any, NamedTuple
@@ -57,11 +58,11 @@ from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class DkvPointers(NamedTuple):
-    """Memory that the kernel addresses itself, int32 but for the slopes. What a call does not have is
-    None."""
+    """Pointers to memory that the kernel accesses without TMA descriptors, int32 except for the slopes. They
+    are None for memory that a call does not have."""
 
     table: Any
-    """The tile table of packed sequences, of blocks of keys."""
+    """The tile table of packed sequences, whose work tiles are blocks of keys."""
     seqused_k: Any
     alibi_slopes: Any
     counters: Any
@@ -82,7 +83,7 @@ class DkvTiles(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Shared memory that dK and dV leave through, and their descriptors."""
+    """Shared memory through which dK and dV are stored, and their descriptors."""
 
     dk: Any
     dv: Any
@@ -92,7 +93,7 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def in_chunks(x):
-    """[64, 64] as [4, 1024]: four times 16 bytes of each of 128 threads, without bank conflicts.
+    """Reorder x [64, 64] to [4, 1024]: each row has 16 bytes of each of 128 threads, without bank conflicts.
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
     (w, r, t).
@@ -110,8 +111,8 @@ def from_chunks(x, layout: gl.constexpr):
 
 @gluon.jit
 def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, statistics, schedule):
-    """TMA loads, use ``i`` of the ring: block ``m`` of q or dO of query head ``g`` of the group, and its
-    statistics."""
+    """Load block ``m`` of q or dO of query head ``g`` of the group, and its -lse or -delta, by TMA as use
+    ``i`` of the ring."""
     row = m * C.BLOCK_M
     slot = ring.acquire(i)
     full = ring.full.index(slot)
@@ -143,7 +144,7 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
         work = find_work_tile(C, tile_index, pointers, schedule)
         begin, end, _, _ = own_row_blocks(C, tile_index, work, schedule)
         if begin < end:
-            # The first rows may come before the tiles of keys are free.
+            # The first rows may be loaded before the tiles of keys are free.
             load_step(C, i, begin, 0, work, q_desc, neg_lse_desc, q, statistics.neg_lse, schedule)
             load_resident(C, t, work, k_desc, k)
             load_step(C, i, begin, 0, work, do_desc, neg_delta_desc, do, statistics.neg_delta, schedule)
@@ -165,7 +166,7 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
 
 @gluon.jit
 def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, numbers):
-    """Rows of block ``m``: P^T to the other warpgroup, and dV with what they add to it."""
+    """Pass P^T of the rows of block ``m`` to the other warpgroup, and add their contribution to dV."""
     q, do, k, _v, weights, statistics = tiles
     dtype: gl.constexpr = k.tiles.dtype
     k_tile = k.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
@@ -217,7 +218,7 @@ def key_step(C: gl.constexpr, i, dk, tiles):
 
 @gluon.jit
 def as_block_of(desc, tile):
-    """The start of a tile as a block of ``desc``, which may have another dtype or fewer columns."""
+    """View the start of a tile as a block of ``desc``, which may have another dtype or fewer columns."""
     if desc.block_type.shape == tile.shape:
         return tile
     else:
@@ -228,7 +229,7 @@ def as_block_of(desc, tile):
 
 @gluon.jit
 def store_sums(C: gl.constexpr, desc, work, head, tile, sums, factor, schedule):
-    """Store a gradient that accumulators of :func:`zero_sums` are, times ``factor``."""
+    """Store the gradient in accumulators ``sums`` (:func:`zero_sums`), times ``factor``, by TMA."""
     store_gradient(C, 0, desc, work, head, tile, sums[0] * factor, schedule)
     if len(sums) > 1:
         store_gradient(C, 0, desc, work, head, tile, sums[1] * factor, schedule, sums[0].shape[1])
@@ -290,7 +291,7 @@ def dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, pointers, schedule,
     numbers, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most, which take work tiles as they come free."""
+    """Grid: at most one program per multiprocessor; each takes work tiles from the work queue."""
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)
@@ -304,7 +305,7 @@ def dkv_kernel(
     neg_delta = gl.allocate_shared_memory(
         gl.float32, [C.STAGES] + neg_delta_desc.block_type.shape, neg_delta_desc.layout
     )
-    # A warpgroup that is done with its block of keys stores through it.
+    # A warpgroup stores its gradient through the memory of its block of k or v, which it no longer reads.
     if C.BLOCK_D == C.BLOCK_DV:
         dv = as_block_of(dv_desc, k.tiles.index(0))
         dk = as_block_of(dk_desc, v.tiles.index(0))

@@ -1,13 +1,14 @@
 """Attention backward for Hopper, head sizes over 128: dQ, in Gluon.
 
-The other half of ``wide_dkv``, with the forward's tile scheduler: a work tile is one or two blocks of 128
-query rows of a head. Its program walks the blocks of keys that they see. Two *consumer* warpgroups have 64
-rows each, whose q and dO stay in shared memory and whose dQ takes half of their registers:
+The other gradients come from ``wide_dkv``. This kernel has the forward's tile scheduler: a work tile is one
+or two blocks of 128 query rows of a head. Its program visits the blocks of keys that these rows see. Two
+*consumer* warpgroups have 64 rows of a block each. Their q and dO stay in shared memory; dQ takes half of
+their registers:
 
     S = Q K^T     P = exp2(S - lse)     dP = dO V^T     dS = P (dP - delta)     dQ += dS K
 
-dS is, in the registers where it arises, already the left operand of dQ. A *producer* warp loads by TMA. dQ is
-scaled, cast and stored once, through the shared memory of q.
+dS is computed in the registers from which the product dQ reads its left operand. A *producer* warp loads by
+TMA. dQ is scaled, cast and stored once, through the shared memory of q.
 """
 
 from typing import Any, NamedTuple
@@ -45,13 +46,13 @@ from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
 
 class DqPointers(NamedTuple):
-    """Memory that the kernel addresses itself. What a call does not have is None."""
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks."""
 
     neg_lse: Any
     """-lse and -delta of each padded row (``common.preprocess``), fp32."""
     neg_delta: Any
     table: Any
-    """The tile table of packed sequences, of blocks of rows; int32."""
+    """The tile table of packed sequences, whose work tiles are blocks of rows; int32."""
     seqused_k: Any
     alibi_slopes: Any
 
@@ -66,7 +67,7 @@ class DqTiles(NamedTuple):
 
 
 class DqCall(NamedTuple):
-    """The launch as all partitions know it."""
+    """Arguments of the launch that all partitions need."""
 
     padded_rows: Any
     """Rows of a head in ``neg_lse`` and ``neg_delta``."""
@@ -79,7 +80,7 @@ class DqCall(NamedTuple):
 
 @gluon.jit
 def load_statistics(C: gl.constexpr, work, row, call):
-    """The :class:`Statistics` of rows ``row`` of the work's sequence and head."""
+    """Load the :class:`Statistics` of rows ``row`` of the work tile's sequence and head."""
     head = work.head.to(gl.int64)
     if not C.VARLEN:
         head += work.sequence * call.schedule.num_heads
@@ -89,7 +90,7 @@ def load_statistics(C: gl.constexpr, work, row, call):
 
 @gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """(scores in log2 units, softcap_grad) from the raw products of block ``n``."""
+    """Return (scores in log2 units, softcap_grad) of the raw products of block ``n``."""
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.ALIBI:
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
@@ -126,7 +127,7 @@ def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, chan
 
 @gluon.jit
 def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work, block, i, j, call):
-    """64 rows of block ``block`` of ``work``, from q, dO and the statistics to dQ.
+    """Compute and store dQ of warpgroup W's 64 rows of block ``block`` of ``work``.
 
     ``i`` counts the program's blocks of keys, ``j`` its blocks of rows; returns the new ``i``.
     """
@@ -201,12 +202,12 @@ def load_block(C: gl.constexpr, work, n, i, ring, desc):
 
 @gluon.jit
 def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
-    """All that the consumers need for one block of query rows; returns the new ``i``."""
+    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
     q, do, k, v = channels
     n_begin, n_end = tile_blocks(C, work, block, call.schedule.window_left, call.schedule.window_right)
     for n in range(n_end - 1, n_begin - 1, -1):
         load_block(C, work, n, i, k, descs.k)
-        if n == n_end - 1:  # the first keys may come before the tiles of rows are free
+        if n == n_end - 1:  # the first keys may be loaded before the tiles of rows are free
             load_part(C, 0, work, block, j, q, descs.q)
             load_part(C, 1, work, block, j, q, descs.q)
         load_block(C, work, n, i, v, descs.v)
@@ -219,7 +220,7 @@ def load_tile(C: gl.constexpr, channels, descs, work, block, i, j, call):
 
 @gluon.jit
 def producer(C: gl.constexpr, channels, descs, call):
-    """One warp that keeps the tiles coming."""
+    """One warp that loads all tiles for the consumers."""
     produce(C, load_tile, 0, (channels, descs), call)
 
 
@@ -227,12 +228,13 @@ def producer(C: gl.constexpr, channels, descs, call):
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most; work tiles are assigned in ``serpentine_order``."""
+    """Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``."""
     # Use 2 j + W of q and of dO: warpgroup W's rows of the program's block number j.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)
-    # With 128 rows of q and dO, 256 and 256 wide, three blocks of keys fit: only k's are needed for long.
+    # With 128 rows of q and dO of 256 columns each, only three blocks of k and v fit: two of k, which is
+    # needed for longer, and one of v.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
     channels = DqTiles(q, do, k, v)

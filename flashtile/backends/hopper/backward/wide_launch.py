@@ -1,5 +1,5 @@
-"""From tensors to the backward's kernels for head sizes over 128: preprocess, dK and dV, dQ, and the sum of
-parts if blocks of keys are shared."""
+"""The launch of the Hopper backward for head sizes over 128: its kernels are preprocess, dK and dV, dQ and,
+if programs share blocks of keys, the sum of parts."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class DqVariant(ForwardVariant):
 
 
 def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
-    """Return the variants of the kernels of dK, dV and of dQ; dQ uses the tile scheduler of forward."""
-    dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # it always is
+    """Return the variants of (``dkv_kernel``, ``dq_kernel``). The latter has the forward's tile scheduler."""
+    dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # this kernel always is
     rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
     dq = replace(
         forward.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size
@@ -62,7 +62,8 @@ class WideKernels(NamedTuple):
 
 
 class WideBackwardLaunch:
-    """``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, None)``, of one signature."""
+    """Launch for tensors of one signature:
+    ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, None)``."""
 
     def __init__(self, problem: Problem, config: WideBackwardConfig) -> None:
         self._problem = problem
@@ -83,10 +84,10 @@ class WideBackwardLaunch:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, *_ = extras
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: another thread may be here as well
+        if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
         device = q.device
-        # The workspace is named, for as long as kernels are launched that are given addresses of its parts.
+        # The name keeps the workspace alive until all kernels that get addresses of its parts are launched.
         dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, counters, _ = kernels.preprocess(
             kernels.dq, dout, dlse, q, k, v, out, lse, extras
         )
@@ -146,12 +147,12 @@ class WideBackwardLaunch:
 
 
 def gradient_columns(head_dim: int) -> int:
-    """Columns of a gradient that leave together: all that there are, or of 192 columns 64."""
+    """Return the columns of a gradient that one TMA store writes: all, or 64 for head sizes of 129 to 192."""
     return GRADIENT_PART if 128 < head_dim <= 192 else padded(head_dim)
 
 
 def views(problem: Problem, dkv: BackwardVariant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
-    """Return the view of each tensor that TMA moves, by the kernels' parameters; 64 rows at a time."""
+    """Return the TMA view of each tensor, by the name of the kernels' parameter. Blocks have 64 rows."""
     rows, dtype = WARPGROUP_ROWS, problem.dtype
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     view_q = ragged_view if problem.varlen else dense_view

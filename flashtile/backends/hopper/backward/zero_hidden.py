@@ -1,5 +1,5 @@
-"""Zeros for what a mask hides of a bias's gradient that the backward writes itself: it meets no blocks of
-which every score is hidden."""
+"""Zeros in a bias's gradient where a mask hides scores, for calls in which the backward kernel writes the
+gradient: it skips blocks in which every score is hidden."""
 
 import triton
 import triton.language as tl
@@ -11,12 +11,12 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
 BLOCK = 128
-"""Rows and keys that are hidden together: no block of the backward is larger."""
+"""Rows and keys of a block that is zeroed; no block of the backward is larger."""
 
 
 @triton.jit
 def zero_blocks(dbias, rows, begin, end, seqlen_q, seqlen_k, BLOCK: tl.constexpr):
-    """Blocks [begin, end) of keys of ``rows`` of a head."""
+    """Zero blocks [begin, end) of keys, for ``rows`` of a head."""
     for n in range(begin, end):
         keys = n * BLOCK + tl.arange(0, BLOCK)
         elements = dbias + rows[:, None].to(tl.int64) * seqlen_k + keys[None, :]
@@ -36,7 +36,8 @@ def zero_hidden_kernel(
     HAS_RIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: each block of rows of each head. All blocks of keys of which it sees some key not are zeroed."""
+    """Grid: one program for each block of rows of each head. It zeroes each block of keys that contains a
+    hidden score; the backward overwrites those that it visits."""
     program = tl.program_id(0)
     first = program % row_blocks * BLOCK
     rows = first + tl.arange(0, BLOCK)
@@ -54,7 +55,7 @@ def zero_hidden_kernel(
 
 
 class ZeroHidden:
-    """The launch for the gradients of one signature, which are contiguous."""
+    """Launch that zeroes hidden blocks of contiguous gradients of one signature."""
 
     def __init__(self, problem: Problem) -> None:
         left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)

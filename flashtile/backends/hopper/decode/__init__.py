@@ -1,8 +1,9 @@
 """A Gluon kernel for NVIDIA's Hopper GPUs: attention of several query tokens over a cache.
 
-Calls whose rows fit one tile of 16 stay with the portable backend, and so do appending, combining and
-copying. A ``softmax_max`` changes no result, and this kernel is faster without one than the portable kernel
-with it: unless the caller names this backend, it leaves it out.
+The portable backend serves calls with at most 16 query rows per key head, and appending, combining and
+copying. A ``softmax_max`` changes no result, and this kernel without it is faster than the portable kernel
+with it. So the kernel ignores ``softmax_max``; only a call with an explicit ``backend="hopper"`` is refused
+for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from flashtile.backends import hopper
 from flashtile.problems.decode import FP8, DecodeProblem
 
 PORTABLE_ROWS = 16
-"""As many rows as the portable kernel's smallest tile has, which reads a cache as fast as memory allows."""
+"""Rows of the portable kernel's smallest tile, with which decoding is as fast as memory allows."""
 
 
 def reason_against(problem: DecodeProblem, explicit: bool) -> str | None:

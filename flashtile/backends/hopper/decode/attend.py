@@ -1,4 +1,7 @@
-"""A part of a work tile of attention over a cache: 64 query rows, in the forward's own steps."""
+"""Attention over a cache: what one consumer warpgroup computes for its 64 rows of a part of a work tile.
+
+The loops over n_blocks are those of the forward kernel (``hopper.forward.attend``).
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +19,7 @@ from flashtile.backends.portable.decode.schedule import sequence_of
 
 @gluon.jit
 def store_rows(C: gl.constexpr, base, rows, exists, o):
-    """Rows of o to ``base``, where ``rows`` says, straight from the product's registers."""
+    """Store o [64, BLOCK_DV] from registers to rows ``rows`` [64] of ``base``, where ``exists``."""
     layout: gl.constexpr = o.type.layout
     columns = gl.arange(0, C.BLOCK_DV, layout=gl.SliceLayout(0, layout))
     offsets = gl.convert_layout(rows, gl.SliceLayout(1, layout)) * C.HEAD_DIM_V
@@ -27,7 +30,7 @@ def store_rows(C: gl.constexpr, base, rows, exists, o):
 
 @gluon.jit
 def store_whole(C: gl.constexpr, o, lse, work, rows, call):
-    """Rows of out and of lse, in base 2, as the caller gets them."""
+    """Store normalised o [64, BLOCK_DV] to out, and lse [64], given in base 2, to lse in base e."""
     lengths = call.lengths
     num_heads_q = lengths.num_heads_kv * C.PACK
     b, _ = sequence_of(work.m_block, lengths, C)
@@ -43,7 +46,7 @@ def store_whole(C: gl.constexpr, o, lse, work, rows, call):
 
 @gluon.jit
 def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
-    """A partial result, as ``portable.decode.combine`` has it."""
+    """Store o and lse (base 2) to ``slot`` of the partial results (``portable.decode.combine``)."""
     splits = call.splits
     partial = call.pointers.partial
     partial_rows = slot.to(gl.int64) * splits.partial_rows + rows.index
@@ -54,9 +57,10 @@ def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
 
 @gluon.jit
 def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
-    """Normalise a part of a work tile, and write it where it belongs."""
+    """Normalise the accumulator o [64, BLOCK_DV] of a part and store it: to out and lse if the part is the
+    whole work tile, else to its partial result. m, sums: [64], row maxima in log2 units and row sums."""
     factor = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, m.type.layout)
-    if C.SINK:  # it enters once: here, or where parts are combined
+    if C.SINK:  # the sink is added once per row: here, or when parts are combined
         sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * LOG2_E
         top = gl.maximum(m, sink)
         shift = gl.where(top == float("-inf"), 0.0, top)
@@ -81,11 +85,10 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
 
 @gluon.jit
 def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, call, numbers):
-    """A part of a work tile for the 64 rows of warpgroup W; to out and lse if it is the whole work tile, else
-    to its partial result.
+    """Compute and store the 64 rows of warpgroup W of a part of a work tile (:func:`store_part`).
 
-    ``i`` counts the program's n_blocks, ``j`` its parts of work tiles: the uses of their channels. Returns
-    the new ``i``.
+    ``i`` counts the n_blocks that the program has consumed, ``j`` its parts of work tiles; they index the
+    uses of the channels of k and v, and of q. Returns the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)

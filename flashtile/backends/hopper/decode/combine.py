@@ -1,9 +1,12 @@
-"""Parts of work tiles joined as ``portable.decode.combine`` does, without its search.
+"""Combines partial results of work tiles like ``portable.decode.combine``, without searching for them.
 
-There each program finds out by the lengths of the whole batch what there is to combine. With many rows,
-that takes longer than combining. Here each balanced program of attention that begins a work tile leaves a
-*partial record*. There is one for each work tile, or, if there are fewer programs, one for each program: then
-only its last work tile can have other parts. With a queue, the table says what was divided.
+In the portable kernel, each program searches the lengths of the whole batch for the parts to combine. With
+many rows the search takes longer than combining. Here the attention kernel says which parts exist:
+
+* A balanced program that begins a work tile writes a *partial record*. There is one record for each work
+  tile. If there are fewer programs than work tiles, there is one for each program: only the last work tile
+  that a program begins can be continued by others.
+* With a work queue, the queue's table lists the work tiles that were divided.
 """
 
 from typing import Any, NamedTuple
@@ -25,10 +28,10 @@ RECORD_WIDTH = tl.constexpr(8)
 
 
 class PartialRecord(NamedTuple):
-    """A work tile, by the program that began it."""
+    """A work tile whose parts are to be combined, as written by the program that began it."""
 
     splits: Any
-    """Parts of the work tile; 0 if the program began none."""
+    """Number of parts of the work tile; 0 if the program began no work tile."""
     program: Any
     m_block: Any
     head_kv: Any
@@ -38,7 +41,7 @@ class PartialRecord(NamedTuple):
 
 @triton.jit
 def write_partial_record(partial, record, lengths, splits, C: tl.constexpr):
-    """Write ``record`` behind the partial results."""
+    """Write ``record`` to its place in the memory after the partial results."""
     index = record.program
     if C.BY_WORK_TILE:
         index = record.m_block * lengths.num_heads_kv + record.head_kv
@@ -53,7 +56,10 @@ def write_partial_record(partial, record, lengths, splits, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths", "splits", "row_blocks"))
 def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr):
-    """Grid: (row blocks * partial records,). A row block is ROWS rows of a work tile."""
+    """Combine the parts of the work tiles in the partial records, and write out and lse.
+
+    Grid: (row_blocks * partial records,). A row block is ROWS rows of a work tile.
+    """
     first_row = tl.program_id(0) % row_blocks * C.ROWS
     index = tl.program_id(0) // row_blocks
     if C.PDL:
@@ -62,7 +68,7 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
     count = tl.load(record)
     first_program = tl.load(record + 1)
     if C.BY_WORK_TILE:
-        # No program begins a work tile without rows, whose record was never written.
+        # A work tile without rows has no record: its memory is uninitialised, so num_rows comes from lengths.
         b, m = sequence_of(index // lengths.num_heads_kv, lengths, C)
         head_kv = index % lengths.num_heads_kv
         sequence = load_sequence(b, True, pointers, lengths, C)
@@ -74,7 +80,7 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
         num_rows = tl.load(record + 4)
         start_q = tl.load(record + 5)
         num_rows = tl.where(count > 1, num_rows, 0)
-    if first_row < num_rows:  # noqa: SIM102 - a record without rows is not read
+    if first_row < num_rows:  # noqa: SIM102 - without rows, ``count`` is uninitialised
         if count > 1:
             # The first part is in its program's second slot, the others are in their programs' first.
             parts = Parts(b, m, head_kv, start_q, num_rows, count, 2 * first_program, 2, 1)
@@ -83,8 +89,11 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
 
 @kernel(do_not_specialize=("lengths", "splits", "row_blocks"))
 def combine_divided_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Combine what the table divides. Grid: any number of programs, which end at once where that is nothing.
-    A row block is ROWS rows of a work tile."""
+    """Combine the parts of the work tiles that the table divides, and write out and lse.
+
+    Grid: any number of programs; all end at once if the table divides nothing. A row block is ROWS rows of a
+    work tile.
+    """
     num_heads_kv = lengths.num_heads_kv
     table = behind_partials(pointers.partial, splits, C)
     if C.PDL:

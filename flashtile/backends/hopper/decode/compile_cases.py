@@ -74,7 +74,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 _E4M3 = ("e4m3 by head", "e4m3 by sequence", "e4m3 by block, page 1")
 _FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense")
-"""Those that are compiled with at most 64 rows of a sequence, and with more."""
+"""Variants compiled with at most 64 query rows per sequence and key head, and with more."""
 
 
 _STRUCTURES = {"lengths": types_of(DecodeLengths, "i32"), "splits": types_of(Splits, "i32")}
@@ -89,8 +89,10 @@ _COMBINED = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table with every feature, those of equal head sizes also plain, others at head_dim
-    128."""
+    """Yield a case with all features for each row of the tables.
+
+    Rows of equal head sizes are also compiled without features, and head_dim 128 in each of ``_VARIANTS``.
+    """
     if arch != HOPPER:
         return
     for block_d, block_dv, cache_dtype, config in every_row():
@@ -130,7 +132,7 @@ def _combine_case(problem: DecodeProblem, config: HopperDecodeConfig) -> Compile
 def _small_case(
     name: str, kernel: Any, signature: dict[str, Any], constants: dict[str, Any], num_warps: int = NUM_WARPS
 ) -> CompileCase:
-    """A kernel without products, of sequences with ``cache_seqlens`` alone."""
+    """Case of a kernel without matrix products."""
     return CompileCase(
         name=name,
         kernel=kernel,

@@ -16,20 +16,19 @@ from flashtile.backends.portable.decode.schedule import Layout
 from flashtile.problems.decode import FP8, DecodeProblem
 
 COPY_ROWS = 16
-"""The fewest rows that are left to TMA. It could put 8 into a swizzled tile, but takes as long for a load of
-so few as for one of 16."""
+"""Minimum keys of a TMA load. A swizzled tile would allow 8, but a load of 8 takes as long as one of 16."""
 
 MIN_FILLED = 0.85
-"""The least share of the programs, in rounds of whole work tiles of equal length. With less, programs take
-equal runs of n_blocks, wherever these begin."""
+"""Programs take whole work tiles if these fill at least this share of all rounds, counted as if work tiles
+had equal lengths. Otherwise programs take equal runs of n_blocks, which may begin within work tiles."""
 MAX_SHARED = 4
-"""Work tiles a program up to which that is so."""
+"""With this many work tiles per program or more, programs take whole work tiles in any case."""
 DIVIDED_M_BLOCKS = 8
-"""From so many m_blocks a sequence on, the work tiles of a long one are many already, and the queue has them
-undivided: the code that leaves partial results costs 4 to 6 % there."""
+"""The queue divides no work tiles if a sequence may have this many m_blocks or more. A long sequence then has
+many work tiles without division, and the code for partial results would cost 4 to 6 %."""
 DIVIDED_SLOTS = 2
-"""Parts of divided work tiles for each program that there is room for: with a limit of a program's mean load,
-or of more, there are no more of them."""
+"""Slots for parts of divided work tiles, per program. Parts whose limit is at least a program's mean load
+never need more."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,9 @@ class HopperDecodeConfig(DecodeConfig):
     """Tile and pipeline of the kernel; a tile has 64 rows for each consumer warpgroup.
 
     Args:
-        STAGES, Q_STAGES: n_blocks of keys and values, and m_blocks, in shared memory.
-        LAZY_RESCALE, PIN_WAIT: as in the forward's configuration.
+        STAGES: n_blocks of keys, and of values, in shared memory.
+        Q_STAGES: m_blocks of queries in shared memory.
+        LAZY_RESCALE, PIN_WAIT: as in ``hopper.forward.config.ForwardConfig``.
     """
 
     STAGES: int
@@ -70,16 +70,17 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     EVEN_N: ClassVar[bool] = False
 
     PAGE_SIZE: int
-    """0 is a dense cache."""
+    """Keys per page; 0 for a dense cache."""
     COPY_ROWS: int
-    """Keys that one TMA load brings: an n_block, or as many as lie side by side in a page."""
+    """Keys per TMA load, contiguous in memory: an n_block, or the part of it that lies within one page."""
     LOADERS: int
-    """Warps that load parts of each n_block of k, and as many of v."""
+    """Number of loader partitions of k; v has as many. Each loads its part of every n_block."""
     COPIES: int
-    """TMA loads of an n_block by a loader."""
+    """TMA loads per loader and n_block."""
     GATHER: bool
-    """Keys come one by one, by asynchronous copies of each thread, not by TMA."""
+    """Whether threads copy keys one by one (cp.async) instead of by TMA."""
     LOADER_WARPS: int
+    """Warps per loader."""
     HAS_BATCH_IDX: bool
     SOFTCAP: bool
     ALIBI: bool
@@ -87,25 +88,26 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     HAS_TREE: bool
     HAS_SCORE_MOD: bool
     E4M3: bool
-    """The cache is in e4m3: the consumer converts its tiles."""
+    """Whether the cache is e4m3, whose tiles the consumer converts."""
     DESCALE: str
     """Scales of an FP8 cache: "none", "head", "sequence" or "block"."""
     KEY_SCALES: bool
-    """Those are of blocks, so that the keys of a tile have several."""
+    """Whether DESCALE is "block", so the keys of one tile may have different scales."""
     BALANCED: bool
-    """All programs take equal runs of n_blocks; else they take splits of work tiles from a queue."""
+    """Whether programs take equal runs of n_blocks; otherwise they take splits from a queue."""
     DIVIDES: bool
-    """The table of the queue divides the work tiles of long sequences."""
+    """Whether the queue's table divides the work tiles of long sequences."""
     SPLIT: bool
-    """A work tile may have several splits: always, if balanced or if the table divides."""
+    """Whether a work tile may have several splits; True if BALANCED or DIVIDES."""
     BY_WORK_TILE: bool
-    """Combining what balanced programs leave has a program for each work tile, not for each of them."""
+    """Whether balanced programs write a partial record for each work tile, otherwise one for each program."""
     PDL: bool
-    """The kernel is placed while another fills the table of its queue, and waits for that one's end."""
+    """Programmatic dependent launch: programs start while another kernel fills the queue's table, and wait
+    for its end."""
     PACK: int
-    """Query heads of a key head that share a tile, row by row."""
+    """Query heads of a key head that share a tile; their rows alternate."""
     KV_GROUP: int
-    """Heads of the schedule to a key head: query heads to a key head, divided by PACK."""
+    """Query heads per key head, divided by PACK: the schedule counts PACK query heads as a head."""
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
@@ -127,10 +129,10 @@ class HopperDecodeVariant(Layout, ModifierFlags):
 
 
 MAX_LOADERS = 2
-"""With those of v they fill a warpgroup. One warp alone issues loads of small pages too slowly."""
+"""Maximum loaders of k, and of v. One warp would issue loads of small pages too slowly."""
 REGISTERS = {(1, 1): (240, 240, 240), (1, 2): (216, 40, 128), (2, 1): (232, 40, 168)}
-"""By consumer warpgroups and programs that share a multiprocessor: of a consumer's thread, of a loader's, and
-what each thread starts with."""
+"""(consumer warpgroups, programs per multiprocessor) -> registers per thread: of consumers, of loaders, and
+at launch."""
 
 
 def row(
@@ -149,7 +151,7 @@ def row(
     return HopperDecodeConfig(tile, programs_per_sm, precision, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT)
 
 
-# (padded head_dim, padded head_dim_v) -> for at most 64 rows of a sequence, for more
+# (padded head_dim, padded head_dim_v) -> config for at most 64 query rows per key head, and for more
 _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     (64, 64): (row(1, 128, 3, programs_per_sm=2), row(2, 128, 4, Q_STAGES=2)),
     (64, 128): (row(1, 128, 3), row(2, 128, 3, spill_budgets=(0, 104))),
@@ -169,8 +171,8 @@ _TABLE: dict[tuple[int, int], tuple[HopperDecodeConfig, HopperDecodeConfig]] = {
     ),
 }
 
-# For FP8 caches and any number of rows: one warpgroup, and where they fit, two programs on a multiprocessor,
-# of which one converts a tile while the other multiplies. Timed at head_dim 128 alone.
+# For FP8 caches and any number of rows: one warpgroup. Where two programs fit a multiprocessor, one converts
+# a tile while the other multiplies. Only head_dim 128 was timed.
 _FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
     (64, 64): row(1, 128, 4, programs_per_sm=2, spill_budgets=(80, 36)),
     (64, 128): row(1, 64, 4, programs_per_sm=2),
@@ -183,13 +185,16 @@ _FP8_TABLE: dict[tuple[int, int], HopperDecodeConfig] = {
 
 
 def gathers(problem: DecodeProblem) -> bool:
-    """Whether keys come one by one: TMA takes pages of a multiple of COPY_ROWS, and no padding on the left,
-    before which memory may hold anything."""
+    """Whether keys are copied one by one.
+
+    TMA serves page sizes that are multiples of COPY_ROWS. It cannot leave out the padding on the left, whose
+    memory may hold anything.
+    """
     return problem.leftpad or problem.page_size % COPY_ROWS != 0
 
 
 def for_rows(head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int) -> HopperDecodeConfig:
-    """For so many query rows of a key head."""
+    """Return the configuration for ``rows`` query rows per key head."""
     sizes = padded(head_dim), padded(head_dim_v)
     if cache_element_bytes == 1:
         return _FP8_TABLE[sizes]
@@ -200,13 +205,14 @@ def for_rows(head_dim: int, head_dim_v: int, rows: int, cache_element_bytes: int
 def choose(problem: DecodeProblem) -> HopperDecodeConfig:
     rows = problem.seqlen_q * problem.group_size
     config = for_rows(problem.head_dim, problem.head_dim_v, rows, problem.cache_dtype.itemsize)
-    if gathers(problem) and config.programs_per_sm > 1:  # each also needs room for addresses
+    if gathers(problem) and config.programs_per_sm > 1:  # offsets of keys also need shared memory
         config = replace(config, STAGES=config.STAGES - 1)
     return config
 
 
 def heads_together(group_size: int) -> int:
-    """Query heads of a key head that share a tile: the largest power of two that divides them."""
+    """Query heads of a key head that share a tile: the largest power of two that divides ``group_size``, at
+    most 64."""
     return min(group_size & -group_size, WARPGROUP_ROWS)
 
 
@@ -216,7 +222,7 @@ def serves_heads(head_dim: int, head_dim_v: int) -> bool:
 
 
 def every_row() -> Iterator[tuple[int, int, torch.dtype, HopperDecodeConfig]]:
-    """(padded head_dim, padded head_dim_v, dtype of the cache, config) of both tables."""
+    """Yield (padded head_dim, padded head_dim_v, dtype of the cache, config) for each row of both tables."""
     for (block_d, block_dv), row in _TABLE.items():
         for config in row:
             yield block_d, block_dv, torch.bfloat16, config

@@ -1,12 +1,12 @@
-"""FP8 caches: tiles of e4m3 as tensor cores multiply them, converted by the warpgroup that does so.
+"""FP8 caches: conversion of e4m3 tiles to 16 bits, by the warpgroup that multiplies them.
 
-Tensor cores take keys and values from shared memory, and e4m3 only with e4m3 on the other side, transposed
-for V. Loaders therefore bring tiles as the cache has them, half of the bytes, and the consumer writes them
-anew. e4m3 is exact in float16, and one instruction converts two numbers, so that queries and P are float16
-as well. Each row of bfloat16 queries is divided by a power of two, by which its scores are multiplied.
+wgmma multiplies e4m3 only by e4m3, and needs V transposed for it. Loaders therefore copy e4m3 tiles, at half
+the bytes, and the consumer converts them in shared memory. It converts to float16, in which e4m3 is exact, by
+one instruction for two values. Queries and P are then float16. Rows of bfloat16 queries are divided by a
+power of two to fit float16's range, and their scores are multiplied by it.
 
-Where blocks have scales, the products of a key are multiplied by its own. Values are multiplied by theirs and
-rounded to the dtype of q, which P then has as well.
+If each block of the cache has a scale, the scores of a key are multiplied by the scale of its block. Values
+are multiplied by theirs and rounded to the dtype of q; P then also has this dtype.
 """
 
 from typing import Any, NamedTuple
@@ -24,31 +24,33 @@ from flashtile.backends.portable.decode.cache import in_cache
 from flashtile.backends.portable.decode.schedule import sequence_of
 
 ELEMENTS = gl.constexpr(8192)
-"""Elements of a tile that are converted at a time, 64 by each thread; more would not fit its registers."""
+"""Elements of a tile that are converted at a time, 64 per thread; more would not fit the registers."""
 COLUMNS = gl.constexpr(64)
 """Columns of queries that are converted at a time."""
 EXPONENT = gl.constexpr(0x7F800000)
+"""Exponent bits of a float32."""
 LARGEST = gl.constexpr(253 << 23)
-"""The bits of 2 ** 126: its inverse is also a normal number."""
+"""The bits of 2 ** 126, the largest power of two whose inverse is a normal float32."""
 ONE = gl.constexpr(127 << 23)
+"""The bits of 1.0."""
 INVERSE = gl.constexpr(254 << 23)
-"""From this the bits of a power of two are subtracted."""
+"""This minus the bits of a power of two gives the bits of its inverse."""
 
 
 @gluon.constexpr_function
 def by_rows(width):
-    """[rows, width] by 128 threads: 8 bytes of e4m3 each, 16 of float16, without bank conflicts."""
+    """Layout of [rows, width] for 128 threads, 8 adjacent elements each, without bank conflicts."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def operand_layout(rows, width, dtype):
-    """Shared memory that wgmma reads."""
+    """Layout of a shared [rows, width] tile that wgmma reads."""
     return gl.NVMMASharedLayout.get_default_for([rows, width], dtype)
 
 
 class KeyNumbers(NamedTuple):
-    """``forward.schedule.Numbers`` by row, and the scales of the keys of the tile in use."""
+    """``forward.schedule.Numbers`` with one value per row, and the scales of the keys of the current tile."""
 
     scale_log2: Any
     softcap_rate: Any
@@ -57,17 +59,17 @@ class KeyNumbers(NamedTuple):
 
 
 class KeyScales(NamedTuple):
-    """Scales of keys in shared memory, where blocks have them."""
+    """Shared memory for the scales of single keys, if KEY_SCALES."""
 
     arrived: Any
-    """[STAGES, BLOCK_N] of fp32: of the keys in each slot."""
+    """fp32 [STAGES, BLOCK_N]: scales of the keys in each slot of the channel."""
     in_use: Any
-    """[BLOCK_N]: of those in the converted tile of k."""
+    """fp32 [BLOCK_N]: scales of the keys in the converted tile of k."""
 
 
 @gluon.jit
 def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use):
-    """Use ``i`` of a channel of e4m3 in place of the last ``tile``; its slot is free."""
+    """Convert use ``i`` of channel ``raw`` into ``tile``, which is overwritten, and release its slot."""
     N: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
     PARTS: gl.constexpr = max(1, N * WIDTH // ELEMENTS)
@@ -83,9 +85,9 @@ def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use
         if C.KEY_SCALES and V:
             scale = arrived.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
             x = to_16_bit(x.to(gl.float32) * scale[:, None], tile.dtype)
-        # All warps synchronise before the first of them writes: by itself, none knows whether the others have
-        # ended the last product, which reads all of the tile. A release also synchronises them. The fence
-        # orders the next copy by TMA after these reads: TMA does not wait for loads that threads have issued.
+        # All warps synchronise before the first write, because the previous product of another warp may still
+        # read the tile. A release also synchronises them. The fence orders these reads before the next TMA
+        # copy into the slot, which would not wait for loads of threads otherwise.
         if part == PARTS - 1:
             fence_async_shared()
             raw.release(i)
@@ -100,10 +102,10 @@ def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use
 
 @aggregate
 class ConvertedChannel:
-    """A channel of e4m3 tiles as its only reader, a warpgroup, multiplies them: in ``tiles``, of which there
-    is one. It is written when it is waited for, so all products with the last one have to be over.
+    """A channel of e4m3 tiles whose only reader, a warpgroup, converts each tile when it waits for it.
 
-    ``arrived`` and ``in_use`` as in :class:`KeyScales`; where there are none, any memory.
+    ``tiles`` holds one converted tile. Products that read it must have ended before the next :meth:`wait`.
+    ``arrived`` and ``in_use`` are those of :class:`KeyScales`; without KEY_SCALES they are unused.
     """
 
     raw: Channel
@@ -124,13 +126,13 @@ class ConvertedChannel:
 
     @gluon.jit
     def wait(self, i):
-        """Wait for use ``i`` and convert it; returns its place in ``tiles``."""
+        """Wait for use ``i`` and convert it; returns its index in ``tiles``, 0."""
         replace_tile(self.C, self.V, self.raw, i, self.tiles.index(0), self.arrived, self.in_use)
         return 0
 
     @gluon.jit
     def release(self, i):
-        """The slot that use ``i`` came in is free already."""
+        """Do nothing: :meth:`wait` has released the slot of use ``i``."""
 
 
 @gluon.jit
@@ -145,7 +147,7 @@ def make_scales(C: gl.constexpr):
 
 @gluon.jit
 def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constexpr):
-    """The channel ``raw`` of k or v as the consumer takes it: converted to ``dtype``, or as it is."""
+    """Return the channel of k or v that the consumer reads: ``raw``, converted to ``dtype`` if E4M3."""
     if C.E4M3:
         WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
         layout: gl.constexpr = operand_layout(C.BLOCK_N, WIDTH, dtype)
@@ -160,8 +162,8 @@ def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constex
 
 @gluon.jit
 def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
-    """[BLOCK_N]: the scale of each key of n_block ``n``, by its page or its row of a dense cache; 0 where no
-    row sees it. ``entry`` as in ``loads.first_entry``."""
+    """Load fp32 [BLOCK_N], the scales of the keys of n_block ``n``: those of their pages, or of their row of
+    a dense cache. Keys that no row sees get 0. ``entry`` is that of ``loads.first_entry``."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [C.LOADER_WARPS], [0])
     position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=line)
     seen = is_seen(C, position, keys)
@@ -175,7 +177,7 @@ def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
 
 @gluon.jit
 def scales_of_head(C: gl.constexpr, work, call):
-    """Factors of the scores and outputs of a key head, for one sequence or for all."""
+    """Load the scales of k and v of a work tile, if DESCALE is "head" or "sequence"; otherwise 1.0."""
     pointers = call.pointers
     head = work.head_kv // C.KV_GROUP
     if C.DESCALE == "head":
@@ -191,8 +193,11 @@ def scales_of_head(C: gl.constexpr, work, call):
 
 @gluon.jit
 def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.constexpr):
-    """(the rows ``q`` [64, BLOCK_D] in shared memory as products with the tiles of ``k`` take them, the
-    numbers of their scores, by row)."""
+    """Return (q, numbers) for products with the tiles of ``k``.
+
+    q [64, BLOCK_D] is converted in place in shared memory if its dtype differs from that of ``k``'s tiles.
+    The numbers have one value per row, which includes the row's power of two and ``k_scale``.
+    """
     ROWS: gl.constexpr = q.shape[0]
     dtype: gl.constexpr = k.tiles.dtype
     scale = gl.full([ROWS], 1.0, gl.float32, row_layout)
@@ -202,7 +207,7 @@ def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.conste
         for part in gl.static_range(C.BLOCK_D // COLUMNS):
             x = q.slice(part * COLUMNS, COLUMNS, dim=1).load(layout)
             largest = gl.maximum(largest, gl.max(gl.abs(x.to(gl.float32)), 1))
-        # The power of two at or below it: the exponent alone.
+        # The exponent bits alone are the largest power of two that is at most ``largest``.
         power = gl.minimum(largest.to(gl.int32, bitcast=True) & EXPONENT, LARGEST)
         power = gl.where(power == 0, ONE, power)
         inverse = (INVERSE - power).to(gl.float32, bitcast=True)

@@ -1,7 +1,7 @@
-"""Keys by asynchronous copies of each thread: for pages of any size, and where single keys must stay away.
+"""Loads keys one by one by asynchronous copies (cp.async), for pages of any size and for padding on the left.
 
-TMA is for runs of keys of some length. Pages of other sizes, and padding on the left, which ends anywhere,
-need an address for each key.
+TMA loads need 16 or more contiguous keys. Smaller or odd pages, and padding that may end at any key, need an
+address for each key.
 """
 
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ from flashtile.backends.portable.decode.cache import in_cache
 WARPS = gl.constexpr(2)
 """Warps of a loader of k, or of v."""
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [2], [0]))
+"""Layout of one value per key, over the warps of a loader."""
 ROWS = gl.constexpr(32)
 """Keys whose addresses a thread holds at a time."""
 
 
 class Source(NamedTuple):
-    """Memory of k or v: a pointer, and strides in elements."""
+    """Memory of k or v: a pointer, and strides in elements between pages, tokens and heads."""
 
     base: Any
     page: Any
@@ -31,7 +32,7 @@ class Source(NamedTuple):
 
 @gluon.jit
 def is_seen(C: gl.constexpr, position, keys):
-    """Whether positions are among the keys that any row of a work tile sees."""
+    """Whether positions are within ``keys``, the KeyRange that the rows of a work tile see."""
     seen = position < keys.end
     if C.HAS_LEFT:
         seen = seen & (position >= keys.first)
@@ -40,8 +41,8 @@ def is_seen(C: gl.constexpr, position, keys):
 
 @gluon.jit
 def load_key_pages(C: gl.constexpr, entry, n, keys):
-    """[BLOCK_N]: the page, or the row of a dense cache, of each key of n_block ``n``. Entries of keys that
-    are not seen are not read."""
+    """Load int32 [BLOCK_N]: the page, or the row of a dense cache, of each key of n_block ``n``. Entries of
+    the block table whose keys no row sees are not read."""
     position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=LINE)
     if C.PAGE_SIZE == 0:
         return position * 0 + entry
@@ -51,7 +52,7 @@ def load_key_pages(C: gl.constexpr, entry, n, keys):
 
 @gluon.jit
 def faults_of_keys(pages, cache):
-    """int32 [BLOCK_N], all 0 if ``pages`` are in the cache."""
+    """int32 [BLOCK_N], 0 where the page is in the cache."""
     return pages ^ in_cache(pages, cache.num_blocks)
 
 
@@ -60,9 +61,9 @@ def gather_n_block(
     C: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, source, pages, n, keys, head, cache,
     offsets, barrier, tile,
 ):  # fmt: skip
-    """The rows of n_block ``n`` of k or v, zeros where no row of the work tile sees them.
+    """Copy n_block ``n`` of k or v into ``tile``, then arrive at ``barrier``. Keys that no row sees become 0.
 
-    ``offsets``: int64 [BLOCK_N] in shared memory, by which threads tell each other where rows lie.
+    ``offsets``: int64 [BLOCK_N] in shared memory, through which threads exchange the offsets of keys.
     """
     BLOCK_N: gl.constexpr = C.BLOCK_N
     position = n * BLOCK_N + gl.arange(0, BLOCK_N, layout=LINE)

@@ -1,15 +1,16 @@
 """Attention of several query rows over a cache on Hopper: the forward's pipeline (``forward.kernel``) over
 the schedule of decoding (``portable.decode.schedule``).
 
-One or two *consumer* warpgroups of 64 rows each multiply by wgmma. *Loader* warps bring keys and values by
-TMA, by way of the block table. The rows of a tile are query tokens of all query heads that share a key
-head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``, so that the keys are read once for all.
+One or two *consumer* warpgroups of 64 rows each multiply by wgmma. *Loader* warps load keys and values by
+TMA, at the pages that the block table names. The rows of a tile are query tokens of PACK query heads that
+share a key head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``. The keys are read once for
+all of them.
 
-A program takes an equal run of all n_blocks if it is BALANCED, wherever in the batch that begins and ends.
-Else programs take work tiles, or splits of them, from a queue, those of long sequences first. Parts of a work
-tile leave partial results, as in the portable kernel.
+If BALANCED, programs take equal runs of all n_blocks of the batch, which may begin and end within work tiles.
+Otherwise they take work tiles, or splits of them, from a queue, those of long sequences first. Parts of a
+work tile are stored as partial results, as in the portable kernel.
 
-The partitions are here, and what a loader does; ``attend`` is what a consumer does with a part.
+This module has the kernel, its partitions and the loads; ``attend`` has what a consumer computes for a part.
 """
 
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ from flashtile.backends.portable.decode.schedule import balanced_start, sequence
 
 
 class HopperDecodePointers(NamedTuple):
-    """Tensors of the call but q and the cache; None for each that it does not have."""
+    """Tensors of the call except q, which TMA loads; None for each that the call does not use."""
 
     out: Any
     lse: Any
@@ -71,12 +72,12 @@ class HopperDecodePointers(NamedTuple):
     softmax_max: Any
     qv: Any
     k_cache: Any
-    """As is v_cache, only to GATHER; TMA has descriptors of them."""
+    """None unless GATHER, as is v_cache: TMA loads have descriptors instead."""
     v_cache: Any
 
 
 class CacheStrides(NamedTuple):
-    """Elements from one page (row of a dense cache), token and head to the next."""
+    """Strides between pages (rows of a dense cache), tokens and heads, in elements."""
 
     k_page: Any
     k_token: Any
@@ -87,11 +88,11 @@ class CacheStrides(NamedTuple):
 
 
 class HopperDecodeCall(NamedTuple):
-    """The launch as all partitions know it."""
+    """Arguments of the launch that all partitions use."""
 
     pointers: Any
     table: Any
-    """The table of the work queue (``work``), behind the partial results."""
+    """Pointer to the work queue's table (``work.table_kernel``), after the partial results."""
     lengths: Any
     splits: Any
     cache: Any
@@ -99,8 +100,8 @@ class HopperDecodeCall(NamedTuple):
 
 
 class Part(NamedTuple):
-    """n_blocks [n_begin, n_end) of a work tile, for ``out`` if they are the whole of it, else for a slot of
-    the partial results."""
+    """n_blocks [n_begin, n_end) of a work tile. Their result goes to ``out`` if ``whole``, otherwise to
+    ``slot`` of the partial results."""
 
     work: Any
     n_begin: Any
@@ -113,25 +114,27 @@ class QueryLoads(NamedTuple):
     """Channels and descriptor of queries, which the first loader of k loads in addition to its keys."""
 
     q: Any
-    """The channel of queries; ``faults``: of one number a part, not 0 if a page is invalid."""
+    """The channel of queries."""
     faults: Any
+    """A channel of one int32 per part, nonzero if a page of the part is invalid."""
     desc: Any
 
 
 class KeyLoads(NamedTuple):
-    """Memory that the loaders of k, or of v, read and write."""
+    """Memory that the loaders of k, or those of v, read and write."""
 
     channel: Any
     desc: Any
     source: Any
-    """To GATHER: :class:`~flashtile.backends.hopper.decode.gather.Source`, and shared memory of offsets."""
+    """If GATHER, the :class:`~flashtile.backends.hopper.decode.gather.Source` of k or v, otherwise 0."""
     offsets: Any
+    """If GATHER, shared memory for the offsets of keys, otherwise 0."""
     scales: Any
     """:class:`~flashtile.backends.hopper.decode.convert.KeyScales`."""
 
 
 class Start(NamedTuple):
-    """Where a balanced program's run of n_blocks begins and ends, as ``schedule.balanced_start`` has it."""
+    """Where a balanced program's run of n_blocks begins and ends (``schedule.balanced_start``)."""
 
     total: Any
     position: Any
@@ -142,8 +145,12 @@ class Start(NamedTuple):
 
 @gluon.jit
 def uniform(x):
-    """``x``, an integer that all threads of a warp have, so that the compiler knows it. Where it does not, it
-    takes branches for divergent, and copies operands of each product and each load to uniform registers."""
+    """Return the integer ``x``, equal in all threads of a warp, in a form that the compiler knows to be
+    uniform.
+
+    Otherwise the compiler treats branches on ``x`` as divergent, and copies the operands of each product and
+    load to uniform registers.
+    """
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -151,7 +158,7 @@ def uniform(x):
 
 @gluon.jit
 def uniform_start(start):
-    """A balanced program's :class:`Start`, in a partition."""
+    """Return a :class:`Start` whose integers the compiler knows to be uniform (:func:`uniform`)."""
     return Start(
         uniform(start.total), uniform(start.position), uniform(start.end), uniform(start.m_block),
         uniform(start.m_block_start),
@@ -160,7 +167,7 @@ def uniform_start(start):
 
 @gluon.jit
 def load_queries(C: gl.constexpr, work, j, queries, call):
-    """TMA loads of the query rows of a work tile."""
+    """Issue the TMA loads of the query rows of a work tile, as use ``j`` of the channel of queries."""
     q, q_desc = queries.q, queries.desc
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     b, m = sequence_of(work.m_block, call.lengths, C)
@@ -175,8 +182,10 @@ def load_queries(C: gl.constexpr, work, j, queries, call):
 
 @gluon.jit
 def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, queries, keys, call):
-    """Load what :func:`attend_part` waits for, as far as loader PART of k, or of v, brings it. Returns the
-    new ``i``. The first loader of k also brings queries and finds faults."""
+    """Load the share of loader PART in each n_block of a part, of k or (if V) of v. Returns the new ``i``.
+    The first loader of k also loads queries and looks for invalid pages. ``i`` and ``j`` are those of
+    :func:`attend_part`.
+    """
     FIRST: gl.constexpr = not V and PART == 0
     work, n_begin, n_end, _, _ = part
     cache = call.cache
@@ -194,10 +203,10 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
         else:
             outside = faults_of(C, entry, n_end - 1, work.keys, cache)
     before_queries = n_end - 1
-    if C.Q_STAGES == 1:  # it is free late: as many keys as there is room for come before
+    if C.Q_STAGES == 1:  # the slot of q is released late, so load as many keys as there are slots before q
         before_queries = max(n_end - gl.where(j > 0, C.STAGES, 1), n_begin)
     for n in range(n_end - 1, n_begin - 1, -1):
-        # Pages are on their way while there is no free slot.
+        # Load page numbers before waiting for a free slot, so the loads overlap the wait.
         if C.GATHER:
             pages = load_key_pages(C, entry, n, work.keys)
         else:
@@ -214,7 +223,7 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
         barrier, tile = channel.full.index(slot), channel.tiles.index(slot)
         if PART == 0 and C.KEY_SCALES:
             scales.arrived.index(slot).store(scale)
-            partition_barrier()  # one thread says for all of them that it is there
+            partition_barrier()  # one thread arrives for all, after all have stored
         if C.GATHER:
             WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
             HEAD_DIM: gl.constexpr = C.HEAD_DIM_V if V else C.HEAD_DIM
@@ -223,7 +232,7 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
             )
         else:
             load_n_block(C, PART, desc, pages, page_rows, n, work.keys, head, cache, barrier, tile)
-        if FIRST:  # noqa: SIM102 - one is known to the compiler, the other is not
+        if FIRST:  # noqa: SIM102 - FIRST is a constant, the other condition is not
             if n == before_queries:
                 load_queries(C, work, j, queries, call)
         i += 1
@@ -236,7 +245,7 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
 
 @gluon.jit
 def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, call, numbers):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every m_block that this program computes."""
+    """Consumer partition, warpgroup W: computes rows 64 W to 64 W + 63 of all m_blocks of the program."""
     i = 0
     j = 0
     if C.BALANCED:
@@ -255,7 +264,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
                 part = Part(work, n_begin, n_end, slot, splits == 1)
                 i = attend_part(C, W, part, i, j, q, k, v, faults, call, numbers)
                 j += 1
-                if W == 0:  # noqa: SIM102 - one is known to the compiler, the other is not
+                if W == 0:  # noqa: SIM102 - W is a constant, the other condition is not
                     if splits > 0:
                         record = PartialRecord(
                             splits, program, work.m_block, work.head_kv, work.num_rows, work.sequence.start_q
@@ -279,8 +288,10 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
 
 @gluon.jit
 def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries, keys, start, call):
-    """One warp (two, to GATHER) that keeps its part of the tiles of k, or of v, coming. The first one of k
-    takes work tiles from the queue for all partitions, and loads q."""
+    """Loader partition PART of k (or of v, if V), of one warp, or two if GATHER: loads its part of all tiles.
+
+    The first loader of k also loads q, and takes work tiles from the queue for all partitions.
+    """
     i = 0
     j = 0
     if C.BALANCED:
@@ -322,7 +333,7 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
 
 @gluon.jit
 def find_start(C: gl.constexpr, pointers, lengths):
-    """The :class:`Start` of a balanced program."""
+    """Return the :class:`Start` of a balanced program; all 0 if not BALANCED."""
     if C.BALANCED:
         index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
         program, programs = gl.program_id(0), gl.num_programs(0)
@@ -336,14 +347,14 @@ def find_start(C: gl.constexpr, pointers, lengths):
 
 @gluon.jit
 def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
-    """For n_blocks of k or v, which arrive in copies of COPY_ROWS keys."""
+    """Make the channel of n_blocks of k or v, which arrive in loads of COPY_ROWS keys."""
     tiles = gl.allocate_shared_memory(desc.dtype, [C.STAGES, 1, 1, C.BLOCK_N, 1, WIDTH], desc.layout)
     return make_ring(tiles, C.STAGES, C.WARPGROUPS, C.LOADERS)
 
 
 @gluon.jit
 def make_loads(C: gl.constexpr, channel, desc, source):
-    """The :class:`KeyLoads` of a channel; ``source`` is used to GATHER."""
+    """Return the :class:`KeyLoads` of a channel; ``source`` is used only if GATHER."""
     scales = make_scales(C)
     if C.GATHER:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -358,8 +369,10 @@ def make_loads(C: gl.constexpr, channel, desc, source):
 def attend_kernel(
     q_desc, k_desc, v_desc, pointers, strides, lengths, splits, cache, outer, numbers, C: gl.constexpr
 ):
-    """Grid: one program for each multiprocessor at most. Heads are those of the schedule: PACK query heads
-    each."""
+    """Attention over a cache. Grid: at most as many programs as run at a time.
+
+    ``lengths`` count each group of PACK query heads as one key/value head.
+    """
     if C.SPLIT:
         start_dependents()
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)

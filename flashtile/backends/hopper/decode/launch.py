@@ -1,4 +1,4 @@
-"""From tensors to the arguments of attention over a cache; prepared once for each signature."""
+"""The launch of attention over a cache: tensors to kernel arguments, prepared once for each signature."""
 
 from __future__ import annotations
 
@@ -57,17 +57,18 @@ from flashtile.problems.common import UNLIMITED
 from flashtile.problems.decode import FP8, CacheTensors, DecodeProblem
 
 FAR = 2**30
-"""A window that hides no key."""
+"""A left window that hides no key."""
 COMBINE_TILES = {4: 2048, 8: 8192}
-"""Elements of partial results that a combining program loads at a time, by its warps. Where work tiles have
-few parts there are many programs, and the more of them fit a multiprocessor the better."""
+"""Warps of a combining program -> elements of partial results that it loads at a time. If work tiles have few
+parts there are many programs; with small ones, more fit a multiprocessor."""
 COMBINING_PROGRAMS = 4
-"""On a multiprocessor, for what a table divides."""
+"""Programs per multiprocessor that combine the work tiles that a table divides."""
 MANY_PARTS = 16
+"""With more parts per work tile, a combining program has 8 warps instead of 4."""
 MIN_SPLITS = 4
-"""Parts that it loads at a time at least."""
+"""Minimum of the parts that a combining program loads at a time, as far as COMBINE_TILES allows."""
 DIVIDED_SPLITS = 8
-"""Parts of what a table divides that are loaded at a time."""
+"""Parts that a program loads at a time if a table divides work tiles."""
 
 
 def pack_of(problem: DecodeProblem) -> int:
@@ -81,29 +82,33 @@ def packed(problem: DecodeProblem) -> DecodeProblem:
 
 
 def is_balanced(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """:func:`portable.decode.launch.is_balanced`, of the heads that share a tile."""
+    """:func:`portable.decode.plan.is_balanced` of the :func:`packed` problem."""
     return shares_blocks(packed(problem), config)
 
 
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Keys that lie side by side, a power of two."""
+    """Keys per TMA load, contiguous in memory; a power of two. BLOCK_N if keys are copied one by one."""
     if gathers(problem):
         return config.tile.BLOCK_N
     return gcd(problem.page_size, config.tile.BLOCK_N) if problem.page_size else config.tile.BLOCK_N
 
 
 def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Programs of a grid of equal runs."""
+    """Number of programs of a balanced grid.
+
+    At most as many as run at a time. Preferably a multiple of the number of work tiles: programs that read
+    the same keys for several m_blocks then do so at the same time.
+    """
     problem = packed(problem)
     programs = multiprocessors(problem.device) * config.programs_per_sm
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
     in_step = programs // work_tiles * work_tiles
-    # Programs that read the same keys for several m_blocks then do so at the same time.
     return in_step if in_step >= MIN_FILLED * programs else programs
 
 
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """Whether the table of the queue divides what is long: the call leaves it to the kernel."""
+    """Whether the queue's table divides long work tiles. It does unless the call chooses splits, programs are
+    balanced, or sequences have many m_blocks."""
     chosen = problem.num_splits != 0 or problem.split_size != 0
     few = m_blocks_of(packed(problem), config) < DIVIDED_M_BLOCKS
     return few and not chosen and not is_balanced(problem, config)
@@ -120,7 +125,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
     fields = layout(packed(problem), config)
     fields["HAS_LEFT"] = fields["HAS_LEFT"] or problem.leftpad
     e4m3 = problem.cache_dtype == FP8
-    # Each row of an FP8 call has a scale of its own, so it is not folded into the exponent.
+    # Rows of an FP8 call have different scales, so the scale is not folded into the exponent.
     scaled = problem.softcap > 0 or problem.alibi or problem.softmax_scale <= 0 or e4m3
     return HopperDecodeVariant(
         **fields,
@@ -163,7 +168,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
 def recorded_variant(
     problem: DecodeProblem, config: HopperDecodeConfig, variant: HopperDecodeVariant
 ) -> tuple[CombineVariant, int]:
-    """(variant, warps) of the kernel that combines what balanced programs leave."""
+    """(variant, warps) of the kernel that combines partial results of balanced programs."""
     programs = balanced_programs(problem, config)
     problem = packed(problem)
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
@@ -178,7 +183,7 @@ def recorded_variant(
 
 
 def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
-    """(variant, warps) of the kernel that combines what the table divides."""
+    """(variant, warps) of the kernel that combines the work tiles that the table divides."""
     num_warps = 4
     rows = COMBINE_TILES[num_warps] // padded(problem.head_dim_v) // DIVIDED_SPLITS
     tile = CombineTile(rows, DIVIDED_SPLITS, num_warps)
@@ -188,7 +193,7 @@ def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple
 def views(
     problem: DecodeProblem, variant: HopperDecodeVariant, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[View, View, View]:
-    """Views of q, k and v."""
+    """TMA views of q, k and v."""
     shape = (1, *q.shape) if problem.varlen else q.shape
     strides = (0, *q.stride()) if problem.varlen else q.stride()
     rows = variant.COPY_ROWS
@@ -200,7 +205,7 @@ def views(
 
 
 class HopperDecodeLaunch(DecodeLaunch):
-    """The portable launch with another kernel in front of the one that combines."""
+    """The portable launch with Hopper's attention kernel and its combining kernels."""
 
     def _operands(self, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
         return k_cache, v_cache
@@ -210,7 +215,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         assert isinstance(config, HopperDecodeConfig)
         variant = hopper_decode_variant(self._problem, config)
         lengths = lengths_of(problem, config)
-        if variant.HAS_LEFT and lengths.window_left == UNLIMITED:  # padding on the left is also an edge
+        if variant.HAS_LEFT and lengths.window_left == UNLIMITED:  # HAS_LEFT is due to padding on the left
             lengths = lengths._replace(window_left=FAR)
         programs, splits = self._shares(problem, config, variant, lengths)
         attend = CachedLaunch(
@@ -266,7 +271,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         variant: HopperDecodeVariant,
         lengths: DecodeLengths,
     ) -> tuple[int, Splits]:
-        """(programs, how they divide the work) of the packed problem."""
+        """(number of programs, :class:`Splits`) of the packed problem."""
         num_splits, split_n_blocks = num_splits_of(problem, config)
         programs = multiprocessors(self._device) * config.programs_per_sm
         if variant.BALANCED:
@@ -284,7 +289,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_recorded(
         self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, records: int
     ) -> CachedLaunch:
-        """For what balanced programs leave, by so many partial records."""
+        """The launch that combines partial results of balanced programs, from ``records`` partial records."""
         assert isinstance(self._config, HopperDecodeConfig)
         combining, num_warps = recorded_variant(self._problem, self._config, variant)
         row_blocks = triton.cdiv(splits.partial_rows, combining.ROWS)
@@ -299,7 +304,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_splits(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """The portable kernel, for splits by each work tile's own length."""
+        """The launch of the portable combining kernel, for splits that depend on one work tile only."""
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
         work_tiles = lengths.m_blocks * problem.num_heads_kv
@@ -315,7 +320,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """For what the table divides, mostly nothing: as many programs as are placed at once."""
+        """The launch that combines the work tiles that the table divides, often none."""
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
         programs = COMBINING_PROGRAMS * multiprocessors(self._device)
@@ -324,7 +329,7 @@ class HopperDecodeLaunch(DecodeLaunch):
 
 
 def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num_warps: int) -> CachedLaunch:
-    """A kernel that combines parts, called as the portable one is."""
+    """Return the launch of a combining kernel, with the portable one's signature."""
     return CachedLaunch(
         kernel,
         programs,
@@ -338,8 +343,10 @@ def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num
 
 
 class Attend:
-    """The kernel, behind the one that fills the table of its queue if it has one, called as the portable one
-    is."""
+    """Launches the attention kernel, after the kernel that fills its queue's table if it has a queue.
+
+    Calls have the signature of the portable kernel's launch.
+    """
 
     def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, gathers: bool) -> None:
         self._kernel = kernel

@@ -1,9 +1,9 @@
-"""The producer's side of attention over a cache: keys by way of the block table, n_block by n_block.
+"""TMA loads of keys and values from a cache, n_block by n_block, at the pages that the block table names.
 
-The cache is seen as one long run of rows, in which a page, or a row of a dense cache, begins every so many
-rows. A *copy* is a TMA load of COPY_ROWS keys that lie side by side. Its descriptor is the forward's for
-packed sequences (``tma.ragged_view``): it ends where the copy's keys end, and what is behind arrives as
-zeros, however much of a page's memory was never written.
+TMA sees the cache as one long sequence of rows, in which pages (or rows of a dense cache) begin at a fixed
+distance. A *copy* is a TMA load of COPY_ROWS contiguous keys. Its descriptor is that of packed sequences
+(``tma.ragged_view``), whose bounds end at the copy's last valid key. Rows after it arrive as zeros, so
+uninitialised memory of a page is never read.
 """
 
 from typing import Any, NamedTuple
@@ -20,17 +20,22 @@ RAGGED_ROWS = gl.constexpr(launch.RAGGED_ROWS)
 
 
 class CacheRows(NamedTuple):
-    """Integers that say where pages, or rows of a dense cache, lie."""
+    """Integers that locate pages, or rows of a dense cache."""
 
     num_blocks: Any
     k_rows: Any
-    """From the beginning of one page of k to that of the next, in rows."""
+    """Distance between the beginnings of two pages of k, in rows."""
     v_rows: Any
+    """Distance between the beginnings of two pages of v, in rows."""
 
 
 @gluon.jit
 def first_entry(C: gl.constexpr, b, call):
-    """(where the block table of sequence ``b`` begins, or its row of a dense cache; its fault)."""
+    """Return (entry, fault) of sequence ``b``.
+
+    entry: pointer to the sequence's row of the block table, or the index of its row of a dense cache.
+    fault: int32, nonzero if that index is outside of the cache.
+    """
     fault = b * 0
     if C.PAGE_SIZE != 0:
         return call.pointers.block_table + b.to(gl.int64) * call.outer.table_stride, fault
@@ -45,7 +50,7 @@ def first_entry(C: gl.constexpr, b, call):
 
 @gluon.jit
 def num_held(C: gl.constexpr, position, keys):
-    """How many rows of the copy from ``position`` on are loaded: none if no row of the tile sees any."""
+    """Number of keys to load in the copy that begins at ``position``; 0 if no query row sees any of them."""
     held = gl.minimum(gl.maximum(keys.end - position, 0), C.COPY_ROWS)
     if C.HAS_LEFT:
         held = gl.where(position + C.COPY_ROWS > keys.first, held, 0)
@@ -54,8 +59,8 @@ def num_held(C: gl.constexpr, position, keys):
 
 @gluon.jit
 def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
-    """The page of each copy that loader PART makes of n_block ``n``. Entries of keys that are not seen are
-    not read."""
+    """Load a tuple of page numbers, one for each copy that loader PART makes of n_block ``n``; for a dense
+    cache (entry,). Entries of the block table whose keys no row sees are not read."""
     if C.PAGE_SIZE == 0:
         return (entry,)
     else:
@@ -71,7 +76,7 @@ def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
 
 @gluon.jit
 def faults_of(C: gl.constexpr, entry, n, keys, cache):
-    """int32 [32], all 0 if the pages of all copies of n_block ``n`` are in the cache."""
+    """Return int32 [32], all 0 if the pages of all copies of n_block ``n`` are in the cache."""
     copy = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     position = n * C.BLOCK_N + copy * C.COPY_ROWS
     held = (num_held(C, position, keys) > 0) & (copy < C.LOADERS * C.COPIES)
@@ -83,8 +88,8 @@ def faults_of(C: gl.constexpr, entry, n, keys, cache):
 def load_n_block(
     C: gl.constexpr, PART: gl.constexpr, desc, pages, page_rows, n, keys, head, cache, barrier, tile
 ):  # fmt: skip
-    """TMA loads, by loader PART, of its part of n_block ``n`` of k or v; keys that are not held arrive as
-    zeros."""
+    """Issue the TMA loads of loader PART: its part of n_block ``n`` of k or v, into ``tile``. Keys after the
+    last one that a row sees arrive as zeros."""
     COPIES: gl.constexpr = C.COPIES
     mbarrier.expect(barrier, desc.block_type.nbytes * COPIES)
     for c in gl.static_range(COPIES):

@@ -1,4 +1,4 @@
-"""A warpgroup's query rows in attention over a cache: tokens of all query heads that share a key head."""
+"""A warpgroup's query rows in attention over a cache: tokens of PACK query heads that share a key head."""
 
 from typing import Any, NamedTuple
 
@@ -12,18 +12,21 @@ from flashtile.backends.portable.decode.schedule import sequence_of
 
 
 class OwnRows(NamedTuple):
-    """A warpgroup's rows, each [64]."""
+    """A warpgroup's rows; each field is [64]."""
 
     index: Any
-    """Within the m_block."""
+    """Index of the row within the m_block."""
     token: Any
+    """Query token within the sequence."""
     head: Any
+    """Query head."""
     exists: Any
+    """Whether the row is valid."""
 
 
 @gluon.jit
 def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constexpr):
-    """The rows of warpgroup W of a work tile."""
+    """Return the :class:`OwnRows` of warpgroup W of a work tile."""
     index = W * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=layout)
     _, m = sequence_of(work.m_block, lengths, C)
     row = m * C.BLOCK_M + index
@@ -32,9 +35,9 @@ def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constex
 
 @gluon.jit
 def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
-    """``own_blocks`` of warpgroup W, among those n_blocks that are attended to together.
+    """Return the :class:`OwnBlocks` of warpgroup W among the n_blocks [n_begin, n_end) of a part.
 
-    A warpgroup without rows has one n_block, so that it needs no code of its own.
+    A warpgroup without valid rows gets one masked n_block, so it needs no special case.
     """
     _, m = sequence_of(work.m_block, lengths, C)
     first_row = m * C.BLOCK_M + W * WARPGROUP_ROWS
@@ -49,7 +52,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
     if C.HAS_LEFTPAD:
         padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
         full_begin = min(max(full_begin, padded), full_end)
-    if C.HAS_TREE:  # it begins with the first of the newest tokens
+    if C.HAS_TREE:  # the tree mask applies from the first new token on
         full_end = min(full_end, max(max(sequence.len_k - sequence.len_q, 0) // C.BLOCK_N, begin))
         full_begin = min(full_begin, full_end)
     if num_rows <= 0:
@@ -61,7 +64,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
 
 @gluon.jit
 def mask_rows(C: gl.constexpr, work, own, slope, call):
-    """A warpgroup's rows as masks see them."""
+    """Return a warpgroup's rows as ``forward.rows.Rows``, with the ranges of keys that they see."""
     sequence, lengths = work.sequence, call.lengths
     offset = sequence.len_k - sequence.len_q
     in_keys = own.token + offset

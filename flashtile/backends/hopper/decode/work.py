@@ -1,4 +1,4 @@
-"""Which work tiles, and which parts of them, a program of attention over a cache computes."""
+"""Work partitioning of attention over a cache: the parts of work tiles that a program computes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from flashtile.backends.portable.decode.schedule import (
 )
 
 CHUNK = 256
-"""Sequences that a program looks at at a time, at most."""
+"""Maximum sequences whose lengths a program of the table kernel reads at a time."""
 
 LIMITS = tl.constexpr(16)
-"""Limits to the n_blocks of a part that are weighed."""
+"""Number of candidates for the maximum n_blocks of a part that :func:`part_limit` compares."""
 PART_COST = tl.constexpr(3.0)
-"""Beginning and ending a part, in n_blocks: 4.6 us compared with 1.6 for an n_block of 128 keys and rows."""
+"""Cost of a part's prologue and epilogue (4.6 us), in n_blocks of 128 keys and rows (1.6 us)."""
 COMBINE_COST = tl.constexpr(8.0)
-"""Leaving partial results and combining them, in n_blocks."""
+"""Cost of storing partial results and combining them, in n_blocks."""
 PARTS = tl.constexpr(65536)
-"""A row of the table has parts and part in one number: PARTS to a part."""
+"""A row of the table stores two integers in one: PARTS * (number of parts) + (index of the part)."""
 
 
 class TablePointers(NamedTuple):
-    """Tensors of the kernel that fills the table; None for each that a call does not have."""
+    """Tensors of the kernel that fills the table; None for each that a call does not use."""
 
     partial: Any
     cache_seqlens: Any
@@ -43,30 +43,33 @@ class TablePointers(NamedTuple):
 
 @triton.jit
 def behind_partials(partial, splits, C: tl.constexpr):
-    """int32 memory behind the partial results and their log-sum-exps: partial records of balanced programs,
-    or the table of the queue."""
+    """Return the int32 pointer to the memory after the partial results and their log-sum-exps. It holds the
+    partial records of balanced programs, or the table of the queue."""
     floats = splits.slots.to(tl.int64) * splits.partial_rows * (C.HEAD_DIM_V + 1)
     return (partial + floats).to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def start_dependents():
-    """The kernel behind this one may be placed; it waits for this one's end."""
+    """Allow the next kernel of the stream to start; it waits for the end of this one itself."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_table():
-    """For the end of the kernel that fills it."""
+    """Wait for the end of the kernel that fills the table."""
     tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths):
-    """(work tile, its n_blocks [n_begin, n_end), slot, parts of the work tile, and where the next one is).
+    """Find the work at ``position`` of a balanced program's run.
 
-    Parts are 0 unless these n_blocks are the first. A work tile's first part is the last work of its program,
-    any other part the first.
+    Returns (work tile, n_begin, n_end, slot, splits, position, m_block, m_block_start). The program computes
+    n_blocks [n_begin, n_end) of the work tile; the last three values locate its next work.
+    ``splits`` is the number of parts of the work tile if this is its first part, otherwise 0. The first part
+    of a divided work tile is the last work of its program, and any other part is the first work of its
+    program.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
@@ -85,7 +88,7 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, poin
 
 @triton.jit
 def load_row(row):
-    """(m_block, Sequence, part, parts) in a row of the table."""
+    """Read (m_block, Sequence, index of the part, number of parts) from a row of the table."""
     sequence = Sequence(
         tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
     )
@@ -95,8 +98,11 @@ def load_row(row):
 
 @triton.jit
 def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.constexpr):
-    """(work tile, its n_blocks [n_begin, n_end), slot, whether these are all) of the queue's ``tile_index``:
-    heads side by side, split by split, m_block by m_block in the order of the table."""
+    """Return (work tile, n_begin, n_end, slot, whole) of entry ``tile_index`` of the queue.
+
+    The entry stands for n_blocks [n_begin, n_end); ``whole`` says whether the work tile has no others.
+    Entries are ordered by row of the table, then by split, then by head.
+    """
     head_kv = tile_index % lengths.num_heads_kv
     split = tile_index // lengths.num_heads_kv % splits.num_splits
     row = tile_index // lengths.num_heads_kv // splits.num_splits
@@ -123,7 +129,7 @@ def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.c
 
 @triton.jit
 def count_m_blocks(sequence, lengths, C: tl.constexpr):
-    """(m_blocks of sequences, n_blocks of the last one, which sees the most)."""
+    """(number of m_blocks of each sequence, n_blocks of its last m_block, which sees the most keys)."""
     count = (sequence.len_q * lengths.group_size + C.BLOCK_M - 1) // C.BLOCK_M
     _, _, n_blocks = reach_of(tl.maximum(count - 1, 0), sequence, lengths, C)
     return count, n_blocks
@@ -131,12 +137,14 @@ def count_m_blocks(sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
-    """The most n_blocks of a part: of LIMITS numbers, from those of the longest work tile down, the one with
-    which ``programs`` that take the longest parts first are likely to end first.
+    """Choose the maximum n_blocks of a part so that ``programs``, taking the longest parts first, end
+    soonest.
 
-    They cannot end before their mean load is done, nor before the rounds of the long parts, those of more
-    than half the limit. Lengths that differ little are therefore left whole, unless a last round would be
-    almost empty. A limit that makes more than ``slots`` parts of divided work tiles is out of the question.
+    It is chosen among LIMITS candidates: the n_blocks of the longest work tile, divided by 1, 1.5, 2, 3, 4
+        ...
+    The estimated time is the larger of two bounds: the mean load of a program, and the rounds of long parts
+    (more than half the limit). Work tiles of similar lengths therefore stay whole, unless the last round
+    would be almost empty. Candidates with more than ``slots`` parts of divided work tiles are excluded.
     """
     index = tl.arange(0, LIMITS)
     longest = tl.full([], 1, tl.int32)
@@ -145,7 +153,7 @@ def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK
         sequence = load_sequence(others, others < batch, pointers, lengths, C)
         _, n_blocks = count_m_blocks(sequence, lengths, C)
         longest = tl.maximum(longest, tl.max(n_blocks, 0))
-    shares = (2 + index % 2) << (index // 2)  # of half a tile: 2, 3, 4, 6, 8, 12 ...
+    shares = (2 + index % 2) << (index // 2)  # twice the divisor: 2, 3, 4, 6, 8, 12 ...
     limits = (2 * longest + shares - 1) // shares
     load = tl.zeros([LIMITS], tl.float32)
     long_parts = tl.zeros([LIMITS], tl.int32)
@@ -171,13 +179,14 @@ def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK
 def table_kernel(
     pointers, batch, programs, lengths, splits, C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """A row of the table, from row 1 on: an m_block, the :class:`schedule.Sequence` that it is of, and which
-    of how many parts of its work tiles. Row 0: how many such rows there are, 0 for those that were taken from
-    the queue, and how many m_blocks are divided. These come first, and the last number of row 1 + i is the
-    row of the first part of the i-th.
+    """Fill the queue's table, int32 rows of WIDTH. Grid: one program for each of ``batch`` sequences.
 
-    One program for each of ``batch`` sequences. Those with more n_blocks come first, each from its last
-    m_block, which may see the most keys, to its first, part by part.
+    Row 0 holds the number of the rows that follow, the queue's counter (0), and the number D of divided
+    m_blocks. Each further row holds an m_block, its :class:`schedule.Sequence`, the index of a part, and the
+    number of parts. Sequences with more n_blocks come first, so divided m_blocks come first. The m_blocks of
+    a sequence are in reverse order, because the last may see the most keys; the parts of an m_block are
+    consecutive. In row 1 + i, for i < D, the last number is the row of the first part of the i-th divided
+    m_block.
     """
     if C.PDL:
         start_dependents()

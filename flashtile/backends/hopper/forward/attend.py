@@ -47,9 +47,9 @@ class QueryTile(NamedTuple):
     """Inputs of the loops over blocks of keys, for 64 query rows."""
 
     q: Any
-    """[64, BLOCK_D] in shared memory; a tuple where tiles come in D_PARTS."""
+    """[64, BLOCK_D] in shared memory; a tuple of tiles if D_PARTS > 1."""
     q_head: Any
-    """Its first Q_IN_REGISTERS columns, in registers."""
+    """The first Q_IN_REGISTERS columns of q, in registers."""
     k: Any
     v: Any
     """Channels of blocks of keys and values."""
@@ -64,25 +64,25 @@ class SoftmaxState(NamedTuple):
     """The online softmax of 64 query rows after some blocks of keys."""
 
     o: Any
-    """Output, not yet divided by the sums; with DV_PARTS a tuple."""
+    """Output, not yet divided by the sums; a tuple of two accumulators if DV_PARTS > 1."""
     l: Any
-    """[64, 4]: sums of probabilities that each of the four threads of a row holds."""
+    """[64, 4]: for each row, the sums of the probabilities that each of its four threads holds."""
     m: Any
     """[64]: maximum of the scores, in log2 units."""
 
 
 @gluon.constexpr_function
 def output_layout(C):
-    """The layout of O, of its first accumulator where v comes in parts."""
+    """Return the layout of O, or of its first accumulator if v comes in parts."""
     return accumulator_layout(C.BLOCK_DV if C.DV_PARTS == 1 else C.O_WIDE)
 
 
 @gluon.jit
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from, n_to, n_masked=0):
-    """Blocks n_from - 1 down to n_to, which no edge of the mask cuts: Q K^T of each overlaps P V of the last
-    one. Those of a block mask from ``n_masked`` on are under its mask.
+    """Attend to blocks n_from - 1 down to n_to, which no edge of the mask cuts.
 
-    ``p`` is P of block n_from, ``i`` the use of the channels of k and v that block n_from - 1 is. Returns the
+    Q K^T of each block overlaps P V of the block before. With a block mask, blocks from ``n_masked`` on are
+    masked. ``p`` is P of block n_from. Block n_from - 1 is use ``i`` of the channels of k and v. Returns the
     new state, P of block n_to, and the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
@@ -101,7 +101,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from,
         k.release(i)
         added = release_bias(C, rows, i, added)
         s = apply_score_mod(C, s, block, rows, numbers, s_layout, added)
-        if C.LISTED:  # noqa: SIM102 - one is known to the compiler, the other is not
+        if C.LISTED:  # noqa: SIM102 - a constexpr condition needs an if of its own
             if n >= n_masked:
                 s = mask(C, s, block, rows, s_layout, is_full)
         weights, m, alpha = online_softmax(C, s, m, numbers.scale_log2)
@@ -124,9 +124,11 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from,
 def block_scores(
     C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, MASKED: gl.constexpr, tile, rows, i, n
 ):  # fmt: skip
-    """(scores of block ``n`` and the first ``WIDTH`` of its keys, bits for dropout): Q K^T, all that modifies
-    it, and the mask if MASKED. Use ``i`` of the channel of k. ``rows`` are the tile's in these scores'
-    layout."""
+    """Return (scores of the first ``WIDTH`` keys of block ``n``, random bits for dropout).
+
+    Scores are Q K^T with all modifiers, and with the mask if MASKED. The block is use ``i`` of the channel of
+    k. ``rows`` are the tile's rows in the layout of these scores.
+    """
     s_layout: gl.constexpr = accumulator_layout(WIDTH)
     tile.ping_pong.wait(W, i)
     s = qk_block(C, WIDTH, tile.q, tile.q_head, tile.k, i, s_layout)
@@ -145,11 +147,10 @@ def block_scores(
 
 @gluon.jit
 def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, state, i, n_from, n_to):
-    """Blocks n_from - 1 down to n_to under an edge of the mask, the first ``WIDTH`` keys of each. Returns the
-    new state and the new ``i``.
+    """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, which an edge of the mask cuts.
 
-    Without overlap: they are few, and a P that went from this loop to the next would be packed into registers
-    anew in every step of both.
+    Returns the new state and the new ``i``. Q K^T and P V do not overlap here, because such blocks are few.
+    Also, if this loop passed a P on to the next loop, both loops would have to repack P in every step.
     """
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH))
@@ -171,10 +172,10 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
 
 @gluon.jit
 def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
-    """All ``blocks`` of keys of a tile, an :class:`~flashtile.backends.hopper.forward.schedule.OwnBlocks`:
-    those under the mask's right edge, those that every row sees, those under the left edge.
+    """Attend to all ``blocks`` (:class:`~flashtile.backends.hopper.forward.schedule.OwnBlocks`) of a tile.
 
-    Returns the new state and the new ``i``. Without HAS_LEFT the last product P V is still in flight.
+    Blocks under the right edge of the mask come first, then those that every row sees, then those under the
+    left edge. Returns the new state and the new ``i``. Without HAS_LEFT, the last P V is still in flight.
     """
     begin, end, full_begin, full_end = blocks
     CUTS_FIRST: gl.constexpr = C.HAS_RIGHT or C.HAS_TREE or (C.HAS_CUTS and not C.LISTED)
@@ -183,7 +184,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
         n = min(max(full_end, begin), end - 1)
         state, i = attend_masked(C, W, C.BLOCK_N, tile, state, i, end, n + 1)
 
-    # The first block of the pipeline, the only one of it that an edge may cut.
+    # The first block of the pipeline is the only one in it that an edge may cut.
     MAY_BE_CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS
     s, bits = block_scores(C, W, C.BLOCK_N, MAY_BE_CUT, tile, tile.rows, i, n)
     o, l, m = state
@@ -226,8 +227,10 @@ def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl
 
 @gluon.jit
 def first_state(C: gl.constexpr, head, pointers):
-    """The :class:`SoftmaxState` before the first block. A sink is a key of weight 1 so far, shared out among
-    the quad, whose score is the maximum."""
+    """Return the :class:`SoftmaxState` before the first block.
+
+    With a sink, its score is the first maximum, and its weight of 1 is divided among the four sums of a row.
+    """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     m = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     if C.SINK:
@@ -241,7 +244,7 @@ def first_state(C: gl.constexpr, head, pointers):
 
 @gluon.jit
 def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, work, block, i, j, call):
-    """64 rows of block ``block`` of ``work``, from shared memory to out and lse.
+    """Compute and store out and lse of warpgroup W's 64 rows of block ``block`` of ``work``.
 
     ``i`` counts the program's blocks of keys, ``j`` its blocks of queries: the uses of their channels.
     Returns the new ``i``.
@@ -255,11 +258,11 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     positions, head = own_rows(C, work, first, row_layout)
     slope = slope_of(C, work, head, pointers, schedule)
     modifiers = row_modifiers(C, work, block, first, bias, pointers, schedule)
-    if C.LISTED:  # numbers of listed blocks replace those of the sequence
+    if C.LISTED:  # blocks are numbered by their order in the list
         listed = modifiers.blocks
         n_begin, n_end = 0, listed.count
         own = OwnBlocks(0, listed.count, 0, listed.count - listed.masked_count)
-    elif C.MASK_MOD is not None:  # it may hide any key
+    elif C.MASK_MOD is not None:  # any key may be hidden
         own = OwnBlocks(own.begin, own.end, own.begin, own.begin)
     rows = mask_rows(C, work, positions, slope, schedule, modifiers)
     state = first_state(C, head, pointers)

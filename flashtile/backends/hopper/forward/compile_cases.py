@@ -39,11 +39,12 @@ _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
 _TELLING = {("mods", "block mask", 64), ("dropout", "causal", 128), ("bias", "causal", 64)}
 """Cases that are compiled in every run of the tests; others differ little from them."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-"""Among which every row of the table finds its own."""
+"""Sequence lengths for which, together, every row of the table is chosen."""
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table with plain or causal problems, and with every feature at once."""
+    """Yield cases of each row of the table: plain or causal, and with every feature at once. Then yield cases
+    of single features."""
     if arch != HOPPER:
         return
     for block_d, block_dv, windowed, _, config in every_row():

@@ -15,7 +15,7 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.common import UNLIMITED
 
 O_PART = 64
-"""Columns of an output in 16 bits that leave together with ``O_IN_PARTS``; of one in float32 half as many."""
+"""With ``O_IN_PARTS``: columns of a 16-bit output that one TMA store writes; half as many in float32."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,27 @@ class ForwardConfig:
         warpgroups: consumers of 64 rows each.
         BLOCK_N: keys of a block.
         STAGES, Q_STAGES: blocks of keys and values, and blocks of queries, in shared memory.
-        PING_PONG: consumers multiply in a fixed order, one while the others exponentiate (FlashAttention-3).
-        Q_HOLDS_O: the output leaves through the queries' shared memory, where there is no room for its own.
-        O_IN_PARTS: the output leaves ``O_PART`` columns at a time, through two small tiles of each consumer,
-            so that the queries' shared memory is free for the next ones at once.
-        Q_IN_REGISTERS: columns of q that stay in registers, which spares shared memory a part of its reads.
+        PING_PONG: consumers use the tensor cores in turn: one multiplies while the others compute
+            exponentials (FlashAttention-3).
+        Q_HOLDS_O: the output is stored through the shared memory of q, because there is no room for a tile of
+            its own.
+        O_IN_PARTS: the output is stored ``O_PART`` columns at a time, through two small tiles per consumer,
+            so that the shared memory of q is free for the next queries at once.
+        Q_IN_REGISTERS: columns of q that stay in registers, which saves reads of shared memory.
         LAZY_RESCALE: the running maximum of a row may lag behind by a factor of 2 ** 8, so that most blocks
-            of keys leave O as it is; a warp multiplies it only where one of its rows has a new maximum.
-        PIN_WAIT: the wait for P V stays behind the exponentials, where the assembler would move it in front.
+            of keys need no rescaling of O. A warp rescales O only if one of its rows has a new maximum.
+        PIN_WAIT: the wait for P V is kept behind the exponentials; the assembler would move it before them.
         PROGRAMS: programs that share a multiprocessor: one begins or ends a tile while another multiplies.
-        paired_below: in keys. Under a mask with a right edge, shorter sequences take their blocks of queries
-            in pairs (``schedule.num_parts``); in longer ones the longest blocks of all heads come first.
-        QUEUED: programs take the blocks of these longer sequences from the work queue. Also with a left edge,
-            most blocks cost the same, and they do not. Those of packed sequences always come from the queue.
+        paired_below: number of keys. Under a mask with a right edge, shorter sequences have their blocks of
+            queries computed in pairs (``schedule.num_parts``). In longer ones, the longest blocks of all
+            heads come first.
+        QUEUED: under a mask with only a right edge, programs take the blocks of longer sequences (as in
+            ``paired_below``) from the work queue. Blocks of packed sequences always come from the queue.
         BIAS_STAGES: tiles of a bias in shared memory.
-        LATE_BITS: the assembler may put dropout's random bits off until the exponentials; else they are made
-            under the products.
+        LATE_BITS: the assembler may delay the computation of dropout's random bits until the exponentials;
+            else they are computed during the products.
         spill_budget: bytes of register spills that were measured and accepted, none of them in the loop over
-            uncut blocks; features_spill_budget: the same with every feature at once.
+            unmasked blocks; features_spill_budget: the same with every feature at once.
     """
 
     warpgroups: int
@@ -71,10 +74,10 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class ForwardVariant(ModifierFlags):
-    """Everything that the forward kernel is compiled for: one constant of the kernel."""
+    """Compile-time parameters of the forward kernel, which takes them as one constexpr."""
 
     HAS_TREE: ClassVar[bool] = False
-    """Tree masks are decoding's."""
+    """Only decoding has tree masks."""
 
     VARLEN: bool
     SEQUSED: bool
@@ -82,29 +85,30 @@ class ForwardVariant(ModifierFlags):
     HAS_RIGHT: bool
     SOFTCAP: bool
     TANH_APPROX: bool
-    """Soft-caps by the hardware's tanh (``soft_cap``)."""
+    """Soft-caps use the hardware's tanh (``soft_cap``)."""
     ALIBI: bool
     SINK: bool
     EVEN_N: bool
     """All sequences end with a whole block of keys."""
     QUEUED: bool
-    """Programs take work tiles from the work queue as they come free, not in a fixed order."""
+    """Programs take work tiles from the work queue, not in a fixed order."""
     PAIRED: bool
     """A work tile is a pair of blocks of query rows; all pairs cost the same (``schedule.num_parts``)."""
     PACK: int
     """Query heads of a key head that share a tile, row by row (FlashAttention-3's PackGQA); else 1."""
     KV_GROUP: int
-    """Heads of the schedule to a key head: query heads to a key head, divided by PACK."""
+    """Heads of the schedule per key head: query heads per key head, divided by PACK."""
     HAS_SCORE_MOD: bool
-    """Scores are more than raw products, or the tanh of a soft-cap, times a positive scale: ALiBi, a scale
-    that is not positive."""
+    """Scores are in log2 units before the softmax, for ALiBi or a scale that is not positive. Otherwise the
+    softmax scales what it gets: raw products, the tanh of a soft-cap, or scores in natural units."""
     BLOCK_D: int
     """Columns of q and k in shared memory."""
     BLOCK_DV: int
     D_PARTS: int
-    """Tiles of q and k side by side, where BLOCK_D is no power of two; else 1."""
+    """Number of tiles into which the columns of q and k are divided; 1 if BLOCK_D is a power of two."""
     DV_PARTS: int
-    """Parts of v's columns. With two parts O has two accumulators, of O_WIDE columns and of O_COLUMNS."""
+    """Number of tiles into which the columns of v are divided; 1 if BLOCK_DV is a power of two. With several
+    tiles, O has two accumulators, of O_WIDE and of O_COLUMNS columns."""
     O_WIDE: int
     O_COLUMNS: int
     QK_COLUMNS: int
@@ -117,7 +121,7 @@ class ForwardVariant(ModifierFlags):
     PING_PONG: bool
     Q_HOLDS_O: bool
     Q_IN_REGISTERS: int
-    """Columns of q that stay in registers, 0 or half of BLOCK_D."""
+    """Number of the first columns of q, which stay in registers; 0 if none do."""
     O_IN_PARTS: bool
     LAZY_RESCALE: bool
     PIN_WAIT: bool
@@ -188,8 +192,9 @@ PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
 PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=160)
 ANY_LENGTH = 2**31
 
-# (columns of q and k, of v, windowed) -> (keys, config) where no row sees as many keys; causal is a window.
-# H100 and H200, S = 77 to 32760: docs/measured. None: tiles of more columns are faster there.
+# (columns of q and k, of v, windowed) -> (keys, config): the first config is used whose number of keys is
+# larger than what a row sees. Causal counts as windowed. Measured on H100 and H200 for S = 77 to 32760
+# (docs/measured). None: tiles with more columns are faster.
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]] = {
     (32, 32, False): ((ANY_LENGTH, None),),
     (32, 32, True): ((4096, _M128_N64_SHARED), (ANY_LENGTH, None)),
@@ -234,9 +239,9 @@ _TABLE |= {
 """Unequal head sizes have the tiles that fit; they are not timed."""
 MAX_MODIFIED_COLUMNS = 128
 """Largest head size for which modifiers may change scores."""
-# Modifiers -> configs of head sizes up to 64, and of larger ones: two consumers, whose registers have room
-# for a tile of a bias in 16 bits, and as blocks of block masks consist of tiles of 128 rows. Other
-# combinations are refused.
+# Modifiers -> (config for head sizes up to 64, config for larger ones). All have two consumers: a 16-bit tile
+# of a bias then fits in registers, and blocks of block masks consist of tiles of 128 rows. Other combinations
+# of modifiers are refused.
 _MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ForwardConfig]] = {
     ("functions",): (F(2, 128, Q_STAGES=2, QUEUED=True), F(2, 128, QUEUED=True)),
     ("dropout",): (
@@ -249,13 +254,13 @@ _MODIFIED: dict[tuple[str, ...], tuple[ForwardConfig, ForwardConfig]] = {
     ),
 }
 PARTS_OF = {96: 3, 160: 5, 192: 3}
-"""Columns that are no power of two: how many tiles side by side."""
+"""Number of tiles into which columns are divided if their number is not a power of two."""
 _FEWER_COLUMNS = (32, *PARTS_OF)
 BETTER_FILLED = 1.15
-"""Smaller blocks of keys pay for short sequences that fill them so many times as well."""
+"""Smaller blocks of keys are chosen if a short sequence fills them more completely by this factor."""
 
 
-# (padded head_dim, padded head_dim_v) -> the first rows of a mask with both edges, which both cut blocks.
+# (columns of q and k, of v) -> (keys, config), before _TABLE, for masks with a left and a right edge.
 _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
     (64, 64): ((512, _M128_N64_SHARED_LAZY),),
     (128, 128): ((2048, _M128_N64_LAZY),),
@@ -265,8 +270,8 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 def tile_columns(problem: Problem) -> tuple[int, int]:
     """Return the numbers of columns in shared memory: (of q and k, of v).
 
-    They are the pair with the smallest sum that the table has for this number of keys. The columns of v are
-    a power of two if another table has the configuration, or if Triton needs it.
+    They are the pair with the smallest sum that the table has for this number of keys. The columns of v are a
+    power of two if the configuration comes from another table, or if this release of Triton requires it.
     """
     windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
@@ -278,7 +283,8 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
 
 
 def _columns_for(size: int) -> list[int]:
-    """In shared memory, for one head size. Boxes of 32 columns suit rows of a multiple of 32 bytes."""
+    """Return the numbers of columns in shared memory that suit a head size. 160 columns are five TMA boxes of
+    32, for which rows in global memory must be a multiple of 32 bytes."""
     found = [n for n in (*_FEWER_COLUMNS, padded(size)) if size <= n <= padded(size)]
     return [n for n in found if n != 160 or size % 16 == 0]
 
@@ -294,18 +300,18 @@ def _row(block_d: int, block_dv: int, windowed: bool, keys: int) -> ForwardConfi
 
 
 def accumulators(block_dv: int, head_dim_v: int) -> tuple[int, int]:
-    """Columns of O's two accumulators, where v comes in parts: powers of two, the second of 16 at least."""
+    """Return the columns of O's two accumulators if DV_PARTS > 1: powers of two, the second at least 16."""
     wide = 1 << (block_dv.bit_length() - 1)
     return wide, max(16, 1 << (head_dim_v - wide - 1).bit_length())
 
 
 def choose(problem: Problem) -> ForwardConfig:
-    """The row of the table; of another one, where modifiers change the scores."""
+    """Return the configuration of a problem from the tables above."""
     modifiers = modifiers_of(problem)
     if modifiers:
         small, others = _MODIFIED[modifiers]
         own = small if max(problem.head_dim, problem.head_dim_v) <= 64 else others
-        # Under a mask a warpgroup waits more, and random bits fit in between.
+        # Under a mask a warpgroup waits more, and can compute delayed random bits during the waits.
         return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed, seen = _is_windowed(problem), problem.seqlen_k
@@ -330,7 +336,7 @@ def choose(problem: Problem) -> ForwardConfig:
 
 
 def _fills(keys: int, block_n: int) -> float:
-    """The share of whole blocks that so many keys fill."""
+    """Return the filled share of the blocks that ``keys`` take."""
     return keys / (math.ceil(keys / block_n) * block_n) if keys else 1.0
 
 
@@ -341,7 +347,7 @@ def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
-    """(columns of q and k, of v, windowed, keys, config) of the whole table, each configuration once."""
+    """Yield (columns of q and k, of v, windowed, keys, config) for each entry of the table."""
     for (block_d, block_dv, windowed), rows in _TABLE.items():
         if block_dv in _FEWER_COLUMNS and not VIEWS_SPAN_TILES:
             continue

@@ -5,17 +5,17 @@ producer moves tiles of q, k and v to shared memory by TMA. A consumer multiplie
 (wgmma) and keeps its rows' running maximum, sum and output in registers. Two overlaps hide the softmax:
 
 * within a warpgroup: the softmax of block j runs while the product P V of block j - 1 is in flight;
-* between warpgroups: one multiplies while another exponentiates. They drift apart by themselves, or PING_PONG
-  orders them.
+* between warpgroups: one multiplies while another computes exponentials. They drift apart by themselves, or
+  PING_PONG orders them.
 
-Key blocks are walked from the last to the first: those that the mask's right edge cuts, those that every row
-sees, those that the left edge cuts. Only cut blocks pay for a mask.
+Blocks of keys are visited from the last to the first: those that the mask's right edge cuts, those that every
+row sees, those that the left edge cuts. Only cut blocks pay for a mask.
 
-The partitions are here: producer, consumers, and the kernel that starts them. ``attend`` is what a consumer
-does with a tile, in steps of ``products`` and ``scores``; ``schedule`` has their loops over the tiles of a
-program, ``tiles`` how these come and go.
+This module has the producer, the consumers and the kernel that starts them. ``attend`` computes a tile in a
+consumer, in the steps of ``products`` and ``scores``. ``schedule`` has the loops over a program's tiles,
+``tiles`` the loads and stores.
 
-Not served here: fp32, and head sizes whose rows TMA cannot address (multiples of 8 only).
+The kernel does not serve fp32, nor head sizes that are not multiples of 8, whose rows TMA cannot address.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, outpu
 
 @gluon.jit
 def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
-    """All that the consumers need for one block of query rows; returns the new ``i``."""
+    """Load all that the consumers need for one block of query rows; returns the new ``i``."""
     q, k, v, bias = channels
     q_desc, k_desc, v_desc, bias_desc = descs
     schedule = call.schedule
@@ -74,7 +74,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
         for part in gl.static_range(PARTS):
             k_part = k.tiles.index(slot * PARTS + part)
             load_keys(C, k_desc, work, key_number, k.full.index(slot), k_part, part * COLUMNS)
-        if n == n_end - 1:  # the first keys may come before q's tile is free
+        if n == n_end - 1:  # the first keys may be loaded before q's tile is free
             slot = q.acquire(j)
             mbarrier.expect(q.full.index(slot), WARPGROUPS * PARTS * q_desc.block_type.nbytes)
             for w in gl.static_range(WARPGROUPS):
@@ -94,7 +94,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
 
 @gluon.jit
 def producer(C: gl.constexpr, queue, channels, descs, call):
-    """One warp that keeps the tiles of q, k and v coming."""
+    """One warp that loads all tiles for the consumers."""
     produce(C, load_block, queue, (channels, descs), call)
 
 
@@ -102,10 +102,10 @@ def producer(C: gl.constexpr, queue, channels, descs, call):
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, bias_desc, pointers, schedule, numbers, C: gl.constexpr
 ):  # fmt: skip
-    """Grid: one program for each multiprocessor at most.
+    """Grid: PROGRAMS programs per multiprocessor at most.
 
-    Work tiles are assigned in ``serpentine_order``, or taken from the work queue, whose counter lies in
-    ``pointers.table``. What a call does not have (a bias, a table, slopes, a sink) is None.
+    Work tiles are assigned in ``serpentine_order``, or taken from the work queue, whose counter is in
+    ``pointers.table``. Arguments that a call lacks (a bias, a table, slopes, a sink) are None.
     """
     bias = bias_tiles.make_row_tiles(C, bias_desc)
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS * C.D_PARTS)

@@ -1,4 +1,4 @@
-"""From tensors to the forward kernel's arguments; prepared once for each signature."""
+"""The launch of the Hopper forward kernel, prepared once per signature."""
 
 from __future__ import annotations
 
@@ -66,17 +66,17 @@ from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
 SWIZZLE_HEADS = 8
-"""Heads that are interleaved where work tiles are pairs or come from the work queue."""
+"""Number of heads to interleave if work tiles are pairs or come from the work queue."""
 SWIZZLE_TILES = 2816
-"""Work tiles that are interleaved where their costs fall: some 20 for each multiprocessor, so that programs
-end together, of few enough heads that their keys stay in the L2 cache."""
+"""Number of work tiles to interleave if they are sorted by falling cost. With about 20 per multiprocessor,
+programs end together, and the keys of the interleaved heads stay in the L2 cache."""
 
 
 def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
-    """Query heads of a key head to put into one tile: all of them if that saves a quarter of the tiles.
+    """Return how many query heads share a tile: a whole group if that saves a quarter of the tiles, else 1.
 
-    With ``windows`` it may be a quarter of what rows see, for a warpgroup's rows see fewer keys of a window
-    that they share.
+    With ``windows``, under a mask with two edges, it must save a quarter of the keys that warpgroups visit:
+    rows of a packed tile are at fewer positions, and see fewer keys.
     """
     group = problem.group_size
     unpacked = problem.varlen or bool(modifiers_of(problem))
@@ -93,8 +93,8 @@ def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
 
 
 def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
-    """Whether work tiles come from the work queue: those of packed sequences, and of long ones under a right
-    edge alone where ``config`` says so."""
+    """Whether work tiles come from the work queue: always for packed sequences. If ``config`` says so, also
+    for long sequences under a mask with only a right edge."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     one_edge = right != UNLIMITED and left == UNLIMITED
     return problem.varlen or (config.QUEUED and one_edge and problem.seqlen_k >= config.paired_below)
@@ -103,8 +103,12 @@ def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
 def variant_of(
     problem: Problem, config: ForwardConfig, has_queue: bool = True, bias: Tensor | None = None
 ) -> ForwardVariant:
-    """``has_queue``: the kernel has a work queue. Those that share its steps have not: their packed sequences
-    have pairs, their tiles are padded, and their modified scores are in log2 units."""
+    """Return the variant that the forward kernel is compiled for.
+
+    ``has_queue`` is False for kernels that share its steps but have no work queue (FP8, dQ for head sizes
+    over 128). They compute packed sequences in pairs, pad tiles to 64, 128 or 256 columns, and have modified
+    scores in log2 units.
+    """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     columns, scaled = block_d, has_score_mod(problem)
@@ -121,12 +125,12 @@ def variant_of(
     queued = has_queue and takes_from_queue(problem, config)
     paired = right != UNLIMITED and short and not alone
     flags = modifier_flags(problem, fixed=False)
-    if has_natural_scores(problem):  # which the softmax scales
+    if has_natural_scores(problem):  # the softmax scales such scores
         scaled = False
     if problem.mods is not None:
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
         flags |= {"MASK_BLOCK": size_q, "TILES_PER_MASK_BLOCK": size_kv // config.BLOCK_N}
-        if flags["LISTED"]:  # blocks of rows cost what the block mask leaves them
+        if flags["LISTED"]:  # a block of rows costs as much as its list is long
             even, queued, paired = problem.seqlen_k % size_kv == 0, True, False
     return ForwardVariant(
         VARLEN=problem.varlen,
@@ -175,21 +179,22 @@ def variant_of(
 
 
 def has_natural_scores(problem: Problem) -> bool:
-    """Whether the forward has scores in natural units, as a bias and a score_mod are."""
+    """Whether the forward has scores in natural units, the units of a bias and of a score_mod."""
     return problem.bias or (problem.mods is not None and bool(problem.mods.score_mod))
 
 
 def launch_registers(variant: ForwardVariant) -> int:
-    """Return the registers that each thread starts with."""
+    """Return the registers of each thread at launch."""
     return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
 
 
 def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
-    """Heads whose work tiles are interleaved: a divisor of all heads of the batch.
+    """Return the number of heads whose work tiles are interleaved, a divisor of all heads of the batch.
 
-    Programs at work at the same time should read the same keys. Without a right edge they do if they compute
-    the blocks of one key head; with pairs, the same pair of a few heads. With neither, costs fall from
-    the last block to the first, and programs end together only if the costs of many heads fall together.
+    Programs that run at the same time should read the same keys. Without a right edge, they do if they
+    compute the blocks of one key head. With pairs, they do if they compute the same pair of a few heads. With
+    a right edge but no pairs, costs fall from the last block to the first. Programs then end together only if
+    the work tiles of many heads are interleaved.
     """
     heads = problem.batch * problem.num_heads_q // variant.PACK
     if variant.PAIRED or variant.QUEUED:
@@ -202,12 +207,12 @@ def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
 
 
 def query_blocks(problem: Problem, variant: ForwardVariant) -> int:
-    """Blocks of query rows of the longest sequence."""
+    """Return the number of blocks of query rows of the longest sequence."""
     return math.ceil(problem.seqlen_q * variant.PACK / variant.BLOCK_M)
 
 
 def tile_table(problem: Problem, variant: ForwardVariant) -> TileTable | None:
-    """For packed sequences."""
+    """Return the tile table of packed sequences; None if dense."""
     if not problem.varlen:
         return None
     return TileTable(
@@ -228,7 +233,7 @@ def schedule_of(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> ForwardSchedule:
-    """The integers of the launch."""
+    """Return the integers of the launch."""
     num_blocks = query_blocks(problem, variant)
     num_heads = problem.num_heads_q // variant.PACK
     table = tile_table(problem, variant)
@@ -251,7 +256,7 @@ def schedule_of(
 
 
 def numbers_of(problem: Problem) -> ForwardNumbers:
-    """The floats of the launch."""
+    """Return the floats of the launch."""
     numbers = score_numbers(problem)
     if has_natural_scores(problem):
         numbers |= {"scale_log2": LOG2_E, "scale": problem.softcap or problem.softmax_scale}
@@ -261,7 +266,7 @@ def numbers_of(problem: Problem) -> ForwardNumbers:
 
 
 class Outputs:
-    """(out, lse) of one signature, made ready: those that are given, or new memory."""
+    """Prepares (out, lse) for tensors of one signature: the given tensors, or new memory."""
 
     def __init__(self, problem: Problem, out_dtype: torch.dtype) -> None:
         self._varlen = problem.varlen
@@ -278,7 +283,7 @@ class Outputs:
                     self._new_out = allocator(q, self._out_shape, self._out_dtype)
                 out = self._new_out(q)
             return out, q.new_empty(*self._lse_shape, dtype=torch.float32) if lse is None else lse
-        # Tokens that belong to no sequence are written by no program.
+        # Tokens outside of all sequences are not written by the kernel.
         out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
         if lse is None:
             return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -297,7 +302,7 @@ class ForwardKernels(NamedTuple):
 
 
 class HopperForwardLaunch:
-    """``(q, k, v, extras[, out, lse]) -> (out, lse)`` for tensors of one signature."""
+    """Launch for tensors of one signature: ``(q, k, v, extras[, out, lse]) -> (out, lse)``."""
 
     writes_into = True
 
@@ -318,16 +323,16 @@ class HopperForwardLaunch:
     ) -> tuple[Tensor, Tensor]:
         out, lse = self._allocate(q, out, lse)
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: another thread may be here as well
+        if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(q, k, v, extras)
         fill_table, attend, functions, queued = kernels
         table = lists = captured = None
         if fill_table is not None:
             table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k)
         elif functions is not None:
-            # Named, for as long as the kernel is launched that is given their addresses.
+            # The name keeps the tensors alive until the kernel that gets their addresses is launched.
             lists, captured, _tensors = functions(extras, lse, attend.takes_addresses)
-            if queued:  # the kernel leaves the counters as it finds them
+            if queued:  # the kernel resets the counters (leave_queue)
                 table = zeroed_counters(q.device, TABLE_WIDTH.value)
         elif queued:
             table = q.new_zeros(TABLE_WIDTH.value, dtype=torch.int32)
@@ -370,7 +375,7 @@ class HopperForwardLaunch:
 
 
 def bias_view(problem: Problem, variant: ForwardVariant, bias: Tensor | None) -> View | None:
-    """A warpgroup's rows and a block of keys of the bias, if there is one."""
+    """Return the TMA view of the bias, in blocks of 64 rows and BLOCK_N keys; None without a bias."""
     if bias is None:
         return None
     return cells_view(own_sizes(bias), bias.stride(), WARPGROUP_ROWS, variant.BLOCK_N, problem.dtype)
@@ -384,7 +389,10 @@ def views(
     v: Tensor,
     out_dtype: torch.dtype | None = None,
 ) -> dict[str, View]:
-    """Return the views of q, k, v and out by the kernel's parameters; out defaults to the problem's dtype."""
+    """Return the TMA views of q, k, v and out by the name of the kernel's parameter.
+
+    ``out_dtype`` defaults to the problem's.
+    """
     out_dtype = problem.out_dtype if out_dtype is None else out_dtype
     dtype, rows = problem.dtype, WARPGROUP_ROWS
     d, dv = variant.BLOCK_D // variant.D_PARTS, variant.BLOCK_DV // variant.DV_PARTS

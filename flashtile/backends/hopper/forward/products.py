@@ -1,6 +1,6 @@
 """The two products of the Hopper forward, S = Q K^T and O += P V, and the accumulators of O.
 
-Tiles come whole, or in D_PARTS and DV_PARTS of columns each.
+The columns of q and k are divided into D_PARTS tiles, those of v into DV_PARTS tiles; both are often 1.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from flashtile.backends.hopper.inline_asm import rescale
 
 @gluon.jit
 def qk_product(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k_tile, s_layout: gl.constexpr):
-    """S = Q K^T with the first WIDTH keys of a tile, left in flight. q: [64, BLOCK_D] in shared memory."""
+    """Return S = Q K^T for a tile's first WIDTH keys, left in flight. q: [64, BLOCK_D] in shared memory."""
     ROWS: gl.constexpr = q.shape[0]
     HEAD: gl.constexpr = C.Q_IN_REGISTERS
     s = gl.zeros([ROWS, WIDTH], gl.float32, s_layout)
@@ -38,9 +38,9 @@ def least(a, b):
 
 @gluon.jit
 def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
-    """:func:`qk_product` with use ``i`` of the channel of k, once it is there.
+    """Wait for use ``i`` of the channel of k and return :func:`qk_product` with it.
 
-    Where tiles come in D_PARTS, ``q`` is a tuple of them, and ``q_head`` of those in registers.
+    If D_PARTS > 1, ``q`` is a tuple of tiles and ``q_head`` a tuple of those in registers.
     """
     slot = k.wait(i)
     if C.D_PARTS == 1:
@@ -62,7 +62,7 @@ def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl
 
 @gluon.jit
 def parts_of(tiles, first, PARTS: gl.constexpr):
-    """PARTS tiles of shared memory from ``first`` on: a tuple of [rows, columns]."""
+    """Return a tuple of PARTS tiles of shared memory from ``first`` on, each [rows, columns]."""
     tile = tiles.index(first)
     tile = tile.reshape([WARPGROUP_ROWS, tile.shape[-1]])
     if PARTS == 1:
@@ -73,7 +73,7 @@ def parts_of(tiles, first, PARTS: gl.constexpr):
 
 @gluon.jit
 def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
-    """The first COUNT of a tuple of tiles, in registers."""
+    """Load the first COUNT of a tuple of tiles to registers; return a tuple."""
     if COUNT == 1:
         return (tiles[0].load(layout),)
     else:
@@ -82,8 +82,10 @@ def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
-    """(number of the first tile, tile or tiles, the columns that stay in registers) of warpgroup W's rows of
-    use ``j`` of the channel of q, once they are there."""
+    """Wait for use ``j`` of the channel of q, and return what belongs to warpgroup W's rows.
+
+    It is (number of the first tile, tile or tuple of tiles, columns that stay in registers).
+    """
     part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
     if C.D_PARTS == 1:
         tile = q.tiles.index(part).reshape([WARPGROUP_ROWS, C.BLOCK_D])
@@ -101,8 +103,8 @@ def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
 
 @gluon.jit
 def tile_of_v(C: gl.constexpr, v, i):
-    """Use ``i`` of the channel of v, once it is there. Where tiles come in DV_PARTS, a tuple, as O's
-    accumulators."""
+    """Wait for use ``i`` of the channel of v and return its tile. If DV_PARTS > 1, return a tuple of two, one
+    for each accumulator of O."""
     slot = v.wait(i)
     if C.DV_PARTS == 1:
         return v.tiles.index(slot)
@@ -119,7 +121,7 @@ def tile_of_v(C: gl.constexpr, v, i):
 
 @gluon.jit
 def pv_product(C: gl.constexpr, p, v_tile, o):
-    """O += P V, left in flight. p: [64, WIDTH] in registers, for the first WIDTH rows of v's tile."""
+    """Return O + P V, left in flight. p: [64, WIDTH] in registers, for the first WIDTH rows of v's tile."""
     if C.DV_PARTS == 1:
         return pv_part(C, p, v_tile.reshape([C.BLOCK_N, C.BLOCK_DV]), o)
     else:
@@ -139,7 +141,7 @@ def pv_part(C: gl.constexpr, p, v, o):
 
 @gluon.jit
 def pv_wait(C: gl.constexpr, o):
-    """O once its products are complete."""
+    """Wait until the products of O are complete, and return O."""
     if C.DV_PARTS == 1:
         return warpgroup_mma_wait(0, deps=[o])
     else:
@@ -148,7 +150,7 @@ def pv_wait(C: gl.constexpr, o):
 
 @gluon.jit
 def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
-    """O of a warpgroup's rows; with DV_PARTS a tuple, of the first O_WIDE columns and of O_COLUMNS more."""
+    """Return zeros for O of a warpgroup's rows; with DV_PARTS > 1 a tuple of O_WIDE and O_COLUMNS columns."""
     layout: gl.constexpr = accumulator_layout(WIDTH)
     o = gl.full([WARPGROUP_ROWS, WIDTH], 0.0, gl.float32, layout)
     if C.DV_PARTS > 1 and WIDTH == C.O_WIDE:
@@ -183,7 +185,7 @@ def rescale_output(C: gl.constexpr, o, alpha):
 
 @gluon.jit
 def round_output(C: gl.constexpr, o, dtype: gl.constexpr):
-    """All of O in ``dtype``."""
+    """Convert all of O to ``dtype``."""
     if C.DV_PARTS == 1:
         return o.to(dtype)
     else:
@@ -192,7 +194,7 @@ def round_output(C: gl.constexpr, o, dtype: gl.constexpr):
 
 @gluon.jit
 def output_parts(C: gl.constexpr, o, PART: gl.constexpr):
-    """O in tiles of PART columns, from left to right; the last may have fewer."""
+    """Return O as a tuple of tiles of PART columns, from left to right; the last may have fewer."""
     if C.DV_PARTS == 1:
         return column_parts(o, PART)
     else:

@@ -13,15 +13,15 @@ from flashtile.backends.hopper.modifiers.functions import function_arguments
 
 
 class Rows(NamedTuple):
-    """A warpgroup's rows as masks and ALiBi see them: 64 numbers each."""
+    """Properties of a warpgroup's 64 rows that masks, ALiBi and modifiers need."""
 
     positions: Any
-    """Where a row stands among the keys."""
+    """Position of each row among the keys, [64]."""
     first_key: Any
     last_key: Any
-    """The last key that a row sees."""
+    """The last key that each row sees, [64]; first_key: the first one."""
     slope: Any
-    """ALiBi's, of the row's head, in log2 units."""
+    """ALiBi's slope of each row's head, in log2 units."""
     tree: Any
     """A tree mask, as a :class:`Tree`; 0 without one."""
     modifiers: Any
@@ -42,15 +42,15 @@ class Tree(NamedTuple):
 
 @gluon.jit
 def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
-    """(position, query head) of each of a warpgroup's rows: rows of heads that share a tile alternate."""
+    """Return (row of the sequence, query head) for each of a warpgroup's rows. With PACK, heads alternate."""
     row = gl.arange(0, WARPGROUP_ROWS, layout=row_layout)
     return first + row // C.PACK, work.head * C.PACK + row % C.PACK
 
 
 @gluon.jit
 def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule):
-    """:class:`Modifiers` of a warpgroup's rows, from row ``first`` on, of a block; ``bias`` is its
-    channel."""
+    """Return the :class:`Modifiers` of a warpgroup's rows of ``block``, from row ``first`` on. ``bias`` is
+    the channel of the bias."""
     generator = 0
     arguments = 0
     blocks = 0
@@ -66,7 +66,7 @@ def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule)
 
 @gluon.jit
 def mask_rows(C: gl.constexpr, work, positions, slope, schedule, modifiers=0):
-    """The rows at ``positions`` of a sequence, as :class:`Rows`."""
+    """Return the :class:`Rows` at ``positions`` of a sequence."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:

@@ -1,7 +1,7 @@
-"""The tile scheduler of the Hopper forward: which work tiles a program computes, and which key blocks each
-meets.
+"""The tile scheduler of the Hopper forward: which work tiles a program computes, and which blocks of keys it
+visits for each.
 
-The functions on integers are the kernel's own; Python calls them through ``.fn`` (tests, documentation).
+The kernels' functions on integers can be called from Python through ``.fn`` (tests, documentation).
 """
 
 from typing import Any, NamedTuple
@@ -15,12 +15,12 @@ from flashtile.backends.hopper.work_tiles import TABLE_WIDTH, TAKEN, WorkTile, k
 
 
 class ForwardPointers(NamedTuple):
-    """Memory that the kernel addresses itself. What a call does not have is None."""
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks."""
 
     lse: Any
     """(batch, heads, seqlen_q) or (heads, total_q), fp32."""
     table: Any
-    """The tile table of packed sequences, or its header alone; int32."""
+    """The tile table of packed sequences, or only its header; int32."""
     seqused_k: Any
     alibi_slopes: Any
     sink: Any
@@ -34,34 +34,34 @@ class ForwardPointers(NamedTuple):
 
 
 class ForwardSchedule(NamedTuple):
-    """Integers of the launch that say which tiles there are, and what modifies their scores."""
+    """Integers of the launch that determine its work tiles and the modifiers of their scores."""
 
     num_tiles: Any
-    """Work tiles of all heads and sequences; packed sequences have theirs in the table."""
+    """Number of work tiles of all heads and sequences; for packed sequences only an upper bound."""
     num_blocks: Any
     """Blocks of query rows of the longest sequence."""
     num_heads: Any
-    """Heads of the schedule: query heads, divided by those that share a tile."""
+    """Heads of the schedule: query heads, divided by PACK."""
     swizzle: Any
-    """Heads whose work tiles are interleaved, for the L2 cache; a divisor of all heads of the batch."""
+    """Number of heads whose work tiles are interleaved for the L2 cache; divides the heads of the batch."""
     seqlen_q: Any
     seqlen_k: Any
     total_q: Any
     batch_rows_k: Any
-    """Rows from one sequence of k to the next; used where ``seqused_k`` ends them early."""
+    """Rows from the start of one sequence of k to the next; read only if ``seqused_k`` shortens sequences."""
     window_left: Any
     window_right: Any
     alibi_stride: Any
     """Elements from one sequence's slopes to the next's; 0 if all share them."""
     bias_batch: Any = None
-    """Sequences and query heads that a bias tells apart: all or 1."""
+    """Sequences of the bias: all, or 1 if they share it; bias_heads: its query heads, likewise."""
     bias_heads: Any = None
     drop_threshold: Any = None
-    """Dropout drops probabilities whose number of 15 bits is below it."""
+    """Dropout drops a probability whose random number of 15 bits is below this threshold."""
 
 
 class ForwardCall(NamedTuple):
-    """The launch as all partitions know it."""
+    """Arguments of the launch that all partitions need."""
 
     pointers: Any
     """:class:`ForwardPointers`."""
@@ -79,14 +79,14 @@ class OwnBlocks(NamedTuple):
     """Blocks [begin, end), at least one."""
     full_begin: Any
     full_end: Any
-    """No edge of the mask cuts blocks [full_begin, full_end), all of them before the last block."""
+    """No edge of the mask cuts blocks [full_begin, full_end). The last block is never among them."""
 
 
 class Numbers(NamedTuple):
     """Floats of the launch, for scores in log2 units."""
 
     scale_log2: Any
-    """softmax_scale * log2(e), or with a soft-cap softcap * log2(e): of what the softmax scales."""
+    """Factor that the softmax applies: softmax_scale * log2(e), or softcap * log2(e) with a soft-cap."""
     softcap_rate: Any
     """softmax_scale / softcap."""
     softcap_log2: Any
@@ -94,21 +94,21 @@ class Numbers(NamedTuple):
 
 
 class ForwardNumbers(NamedTuple):
-    """:class:`Numbers`, and what modifiers add. With a bias or SCORE_MOD scores are in natural units, from
-    which log2(e) as ``scale_log2`` leads to log2 units."""
+    """The fields of :class:`Numbers` and those of modifiers. With a bias or SCORE_MOD, scores are in natural
+    units, and ``scale_log2`` is log2(e)."""
 
     scale_log2: Any
     softcap_rate: Any
     softcap_log2: Any
     scale: Any = None
-    """softmax_scale, or the soft-cap: leads from raw products, or their tanh, to natural units."""
+    """Factor to scores in natural units: softmax_scale for raw products, softcap for their tanh."""
     keep_scale: Any = None
-    """Factor of dropout, 1 / (1 - dropout_p) with the rounded dropout_p."""
+    """Factor of dropout, 1 / (1 - dropout_p) with dropout_p as rounded."""
 
 
 @gluon.jit
 def serpentine_order(t, program, programs):
-    """The work tile that ``program`` computes as its number ``t``.
+    """Return the ``t``-th work tile of ``program``, one of ``programs``.
 
     Work tiles come in order of falling cost. They are assigned in serpentine order, 0 1 2 2 1 0 0 1 2, so
     that no program always has the longer ones.
@@ -120,7 +120,7 @@ def serpentine_order(t, program, programs):
 
 @gluon.jit
 def num_own_tiles(program, programs, num_tiles):
-    """How many work tiles ``program`` computes in all."""
+    """Return the number of work tiles that ``program`` computes in :func:`serpentine_order`."""
     full = num_tiles // programs
     turn = programs - 1 - program if full % 2 else program
     return full + 1 if turn < num_tiles % programs else full
@@ -128,16 +128,16 @@ def num_own_tiles(program, programs, num_tiles):
 
 @gluon.jit
 def next_tile(pointers, programs):
-    """Take the next work tile from the queue. The first ``programs`` of them are assigned without it."""
+    """Take the next work tile from the queue. Each program's first work tile does not come from the queue."""
     return programs + gl.atomic_add(pointers.table + TAKEN, 1)
 
 
 @gluon.jit
 def leave_queue(pointers, tile_index, num_tiles, programs):
-    """Reset the counter for the next launch. ``tile_index`` is the first one that is no work tile.
+    """Reset the counter for the next launch. ``tile_index`` is the program's first index past the work tiles.
 
-    A program takes an index after each work tile that it computes, so that all programs together take
-    ``num_tiles``. The program that gets the last of these is the last that uses the counter.
+    A program takes an index after each work tile that it computes, so all programs together take
+    ``num_tiles`` indices. The program that gets the last of these is the last to use the counter.
     """
     if tile_index == programs + num_tiles - 1:
         gl.store(pointers.table + TAKEN, 0)
@@ -145,29 +145,29 @@ def leave_queue(pointers, tile_index, num_tiles, programs):
 
 @gluon.jit
 def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
-    """Blocks of query rows of a work tile: 1, or 2 of a pair.
+    """Return the number of blocks of query rows in a work tile: 2 in a pair, else 1.
 
-    Under a causal mask block m costs m + 1 blocks of keys. A pair is the longest block and the shortest that
-    are left: all pairs of a sequence cost the same, and those at work together read the same keys.
+    Under a causal mask, block m of queries costs m + 1 blocks of keys. A pair is the longest and the shortest
+    block that are left. All pairs of a sequence cost the same, and concurrent pairs read the same keys.
     """
     return 2 if PAIRED and 2 * tile_in_head + 1 < num_blocks else 1
 
 
 @gluon.jit
 def block_of_part(num_blocks, tile_in_head, part, PAIRED: gl.constexpr):
-    """Block of query rows number ``part`` of a work tile, the longer first."""
+    """Return block number ``part`` (0 or 1) of query rows of a work tile; the longer block comes first."""
     return tile_in_head if PAIRED and part > 0 else num_blocks - 1 - tile_in_head
 
 
 @gluon.jit
 def tiles_of_head(num_blocks, PAIRED: gl.constexpr):
-    """Work tiles of a head of a sequence with so many blocks of query rows."""
+    """Return the number of work tiles of a head of a sequence with ``num_blocks`` blocks of query rows."""
     return (num_blocks + 1) // 2 if PAIRED else num_blocks
 
 
 @gluon.jit
 def dense_tile(tile_index, tiles_per_head, num_heads, swizzle):
-    """(sequence, head, tile_in_head) of a work tile: ``swizzle`` heads at a time, interleaved."""
+    """Return (sequence, head, tile_in_head) of a work tile; those of ``swizzle`` heads are interleaved."""
     per_swizzle = tiles_per_head * swizzle
     head_of_batch = tile_index // per_swizzle * swizzle + tile_index % swizzle
     return head_of_batch // num_heads, head_of_batch % num_heads, tile_index % per_swizzle // swizzle
@@ -175,7 +175,7 @@ def dense_tile(tile_index, tiles_per_head, num_heads, swizzle):
 
 @gluon.jit
 def query_blocks(C: gl.constexpr, work, schedule):
-    """How many blocks of query rows the sequence of ``work`` has."""
+    """Return the number of blocks of query rows of the sequence of ``work``."""
     num_blocks = schedule.num_blocks
     if C.VARLEN:
         num_blocks = min((work.seqlen_q + C.BLOCK_M - 1) // C.BLOCK_M, num_blocks)
@@ -184,7 +184,7 @@ def query_blocks(C: gl.constexpr, work, schedule):
 
 @gluon.jit
 def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
-    """From the table of packed sequences, or by arithmetic."""
+    """Return the :class:`WorkTile` of an index: from the table of packed sequences, or by arithmetic."""
     if C.VARLEN:
         row = pointers.table + (1 + tile_index // schedule.num_heads) * TABLE_WIDTH
         return WorkTile(
@@ -217,9 +217,10 @@ def key_blocks(
     first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Blocks [begin, end) of the keys of :func:`key_range`; never none.
+    """Return (begin, end), the blocks of keys that some of the rows see (:func:`key_range`).
 
-    Rows that see no key get the block behind the last key: it loads as zeros and is masked as a whole.
+    There is always a block. Rows that see no key get the block behind the last key: it loads as zeros and is
+    masked as a whole.
     """
     begin, end, _, _ = key_range(first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
     n_begin = begin // BLOCK_N
@@ -234,7 +235,7 @@ def own_blocks(
     first_row, last_row, n_begin, n_end, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The :class:`OwnBlocks` of rows [first_row, last_row], of a tile's blocks [n_begin, n_end)."""
+    """Return the :class:`OwnBlocks` of rows [first_row, last_row] among a tile's blocks [n_begin, n_end)."""
     begin, end, full_begin, full_end = key_range(
         first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
@@ -247,7 +248,7 @@ def own_blocks(
 
 @gluon.jit
 def tile_blocks(C: gl.constexpr, work, block, left, right):
-    """Key blocks [n_begin, n_end) of a tile: the producer loads them, every consumer releases them."""
+    """Return key blocks [n_begin, n_end) of a tile: the producer loads them, every consumer releases them."""
     first = block * (C.BLOCK_M // C.PACK)
     last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
     return key_blocks(
@@ -257,7 +258,10 @@ def tile_blocks(C: gl.constexpr, work, block, left, right):
 
 @gluon.jit
 def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
-    """(first and last row of warpgroup W, the two :func:`tile_blocks`, :func:`own_blocks`)"""
+    """Return (first row, last row, n_begin, n_end, own) of warpgroup W.
+
+    n_begin and n_end are :func:`tile_blocks` of the tile, ``own`` is the warpgroup's :class:`OwnBlocks`.
+    """
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
     last = min(first + WARPGROUP_ROWS // C.PACK, work.seqlen_q) - 1
@@ -270,7 +274,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
 
 @gluon.jit
 def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
-    """``end`` of a warpgroup's blocks, or one less if its rows see only the first half of the last block."""
+    """Return ``end`` of a warpgroup's blocks, or ``end`` - 1 if rows see at most half of the last block."""
     last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.window_right, work.seqlen_k - 1)
     half = last_key < (end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and end - 1 > begin
     return end - 1 if half else end
@@ -278,10 +282,11 @@ def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
 
 @gluon.jit
 def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, arguments, call):
-    """STEP for each block of query rows of a work tile: a consumer computes it, the producer loads for it.
+    """Call STEP for each block of query rows of a work tile. In the producer STEP loads the block, in a
+    consumer it computes the block.
 
-    ``i`` counts the program's blocks of keys, of which STEP returns the new number, and ``j`` its blocks of
-    query rows: the uses of their channels. Returns the new ``i`` and ``j``.
+    ``i`` counts the program's blocks of keys, ``j`` its blocks of query rows: the uses of their channels.
+    STEP returns the new ``i``. This function returns the new ``i`` and ``j``.
     """
     work = find_work_tile(C, tile_index, call.pointers, call.schedule)
     num_blocks = query_blocks(C, work, call.schedule)
@@ -294,7 +299,7 @@ def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, argume
 
 @gluon.jit
 def walk_own_tiles(C: gl.constexpr, STEP: gl.constexpr, num_tiles, arguments, call):
-    """:func:`walk_work_tile` of the program's share of the work tiles; returns the last ``i``."""
+    """Call :func:`walk_work_tile` for the program's work tiles in serpentine order; return the last ``i``."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     j = 0
@@ -306,8 +311,8 @@ def walk_own_tiles(C: gl.constexpr, STEP: gl.constexpr, num_tiles, arguments, ca
 
 @gluon.jit
 def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
-    """A consumer's loop: :func:`walk_work_tile` of the work tiles that its program computes, from the work
-    queue or in a fixed order."""
+    """A consumer's loop: call :func:`walk_work_tile` for each work tile of its program. They come from the
+    work queue or in a fixed order."""
     num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     if C.QUEUED:
         i = 0
@@ -324,8 +329,8 @@ def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
 
 @gluon.jit
 def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
-    """The producer's loop: :func:`walk_work_tile` of the work tiles that it takes for its program, or in a
-    fixed order. Returns the number of blocks of keys."""
+    """The producer's loop: call :func:`walk_work_tile` for each work tile of its program. The producer takes
+    them from the work queue's counter, or in a fixed order. Return the number of blocks of keys."""
     num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     if C.QUEUED:
         program, programs = gl.program_id(0), gl.num_programs(0)
@@ -337,10 +342,10 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
         while tile_index < num_tiles:
             i, j = walk_work_tile(C, LOAD, tile_index, i, j, arguments, call)
             t += 1
-            # The atomic takes its time, while the consumers work on the tiles that are loaded.
+            # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # others would spill more for it
+        if C.HAS_MODS:  # others have a new counter per launch: this would spill more
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

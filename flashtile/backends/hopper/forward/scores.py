@@ -1,5 +1,5 @@
-"""From raw products to probabilities in the Hopper forward, queries as rows: soft-cap, functions of scores
-and masks, bias, ALiBi, masks, the online softmax, dropout.
+"""From raw products to probabilities in the Hopper forward, with queries as rows: soft-cap, score and mask
+functions, bias, ALiBi, masks, the online softmax, dropout.
 
 Scores are kept in log2 units, so that a probability is one FMA and one exp2.
 """
@@ -16,13 +16,16 @@ from flashtile.backends.hopper.modifiers.functions import hide_scores, modify_sc
 from flashtile.backends.hopper.soft_cap import tanh_of
 
 LAG_LOG2 = gl.constexpr(8.0)
-"""With LAZY_RESCALE, P is at most 2 ** 8: as exact as one of at most 1, and far from fp16's end."""
+"""Log2 of the largest P with LAZY_RESCALE. P has the same relative error as if it were at most 1, and is far
+from the largest fp16."""
 
 
 @gluon.jit
 def visited(C: gl.constexpr, rows, n):
-    """(block, whether it is full): what the lists of a block mask call block ``n`` of a tile, loaded early
-    enough to arrive under a product."""
+    """Return (block of keys, whether it is full) for block ``n`` of a tile, looked up in a block mask's list.
+
+    Without a block mask it is (n, False). Callers do this early, so that a product hides the latency.
+    """
     if C.LISTED:
         return key_block(C, rows.modifiers.blocks, n)
     return n, False
@@ -30,8 +33,10 @@ def visited(C: gl.constexpr, rows, n):
 
 @gluon.jit
 def dropout_bits(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.constexpr):
-    """Random bits that decide which probabilities of block ``n`` are dropped. They need no score, so that the
-    product may be in flight; 0 without dropout."""
+    """Return random bits that decide which probabilities of block ``n`` are dropped; 0 without dropout.
+
+    They do not depend on scores, so they can be computed while the product is in flight.
+    """
     if C.HAS_DROPOUT:
         bits = random_bits(rows.modifiers.dropout, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
         if not C.LATE_BITS:
@@ -43,7 +48,7 @@ def dropout_bits(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.con
 
 @gluon.jit
 def load_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_layout: gl.constexpr):
-    """Load the bias of use ``i`` of its channel, early enough to overlap with a product."""
+    """Load the bias of use ``i`` of its channel, early enough to overlap with a product; 0 without a bias."""
     if C.HAS_BIAS:
         return bias.read_rows(C, W, rows.modifiers.bias, i, WIDTH, s_layout)
     else:
@@ -60,11 +65,11 @@ def release_bias(C: gl.constexpr, rows, i, added):
 
 @gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
-    """Soft-cap, SCORE_MOD, bias and ALiBi: raw products of block ``n`` to scores in log2 units.
+    """Apply soft-cap, SCORE_MOD, bias and ALiBi to the raw products of block ``n``.
 
-    Without HAS_SCORE_MOD products, the tanh of a soft-cap, or scores with SCORE_MOD or a bias, which are in
-    natural units, stay as they are, and the softmax scales them. With KEY_SCALES each key has a scale of its
-    own, in shared memory.
+    With HAS_SCORE_MOD, the results are scores in log2 units. Without it, the softmax scales the results: raw
+    products, the tanh of a soft-cap, or scores in natural units, which SCORE_MOD and a bias give. With
+    KEY_SCALES (decoding), each key has a scale of its own in shared memory.
     """
     if C.KEY_SCALES:
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
@@ -88,8 +93,11 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 @gluon.jit
 def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
-    """-inf for keys of block ``n`` outside [first_key, last_key] of their row, and for what MASK_MOD hides
-    unless the block mask says that it ``is_full``."""
+    """Return the scores of block ``n`` with -inf for keys that their row does not see.
+
+    These are keys outside [first_key, last_key] and keys that a tree mask or MASK_MOD hides. MASK_MOD has no
+    effect on a block of a block mask that ``is_full``.
+    """
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
     if C.MASK_MOD is not None:
         s = hide_scores(C, s, n, is_full, rows, s_layout)
@@ -108,11 +116,10 @@ def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
 
 @gluon.jit
 def online_softmax(C: gl.constexpr, s, m, scale_log2):
-    """(unnormalised P, new row maximum, factor for what was summed before). ``scale_log2`` is positive.
+    """Return (unnormalised P, new row maximum, factor for earlier sums). ``scale_log2`` is positive.
 
-    With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451) the maximum stays what it was
-    until a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m for any m, so that out and
-    lse are the same.
+    With LAZY_RESCALE (FlashAttention-4, Zadouri et al. 2026, arXiv:2603.05451), the maximum m changes only if
+    a score exceeds it by LAG_LOG2. P and the sums are in units of 2 ** m, so out and lse do not depend on m.
     """
     top = gl.max(s, 1)
     if not C.HAS_SCORE_MOD:
@@ -131,8 +138,7 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
 
 @gluon.jit
 def quad_sums(p):
-    """[rows, N] -> [rows, 4]: sums of what each of the four threads that share a row holds, without a
-    shuffle.
+    """Sum p [rows, N] to [rows, 4], one sum for each of the four threads that share a row, without a shuffle.
 
     In wgmma's accumulator, column 8 a + 2 t + b belongs to thread t of the quad.
     """
@@ -143,7 +149,7 @@ def quad_sums(p):
 
 @gluon.jit
 def drop_probabilities(C: gl.constexpr, p, bits, rows):
-    """P in 16 bits without what dropout drops."""
+    """Return P (16 bits) with 0 where dropout drops it."""
     if C.HAS_DROPOUT:
         return drop(p, bits, rows.modifiers.dropout, False)
     else:

@@ -70,7 +70,7 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, output, work, row):
     parts = output_parts(C, o, PART)
     for n in gl.static_range(COUNT):
         tile = output.tiles.index(2 * W + n % 2)
-        # Of the part before the last. After an odd number of parts, the last one also had this tile.
+        # The store two parts ago read this tile. If COUNT is odd, so did the last store of the previous rows.
         tma.store_wait(0 if n == 0 and COUNT % 2 == 1 else 1)
         store_part(parts[n], tile)
         store_rows(C, output.desc, work, row, tile, n * PART)
@@ -78,8 +78,12 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, output, work, row):
 
 @gluon.jit
 def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, first):
-    """TMA store of warpgroup W's rows, from ``first`` on: through the tiles of q, a few columns at a time, or
-    through a tile of their own. ``q_part`` is the first of its tiles of q, use ``j`` of their channel."""
+    """TMA store of warpgroup W's rows of O, from row ``first`` on.
+
+    They go through the tiles of q (Q_HOLDS_O), through small tiles a few columns at a time (O_IN_PARTS), or
+    through a tile of their own. ``q_part`` is the number of the warpgroup's first tile of q, which is use
+    ``j`` of its channel.
+    """
     if C.Q_HOLDS_O and C.D_PARTS > 1:
         PART: gl.constexpr = output.desc.block_type.shape[-1]
         parts = output_parts(C, o, PART)
@@ -93,7 +97,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
             o_tile = q.tiles.index(q_part)
         else:
             o_tile = output.tiles.index(W)
-            tma.store_wait(0)  # of the tile before
+            tma.store_wait(0)  # it may still hold the previous rows
         o_tile.reshape([WARPGROUP_ROWS, C.BLOCK_DV]).store(o)
         fence_async_shared()
         store_rows(C, output.desc, work, first, o_tile)
@@ -104,7 +108,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
 
 @gluon.jit
 def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
-    """Natural logarithm, a row's number each; rows behind the last query are not written."""
+    """Store lse, in natural logarithm, for each row; rows behind the last query are not written."""
     if C.VARLEN:
         rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:

@@ -1,4 +1,4 @@
-"""Gluon kernels for e4m3 tensors on NVIDIA's Hopper GPUs: attention. The portable backend quantises."""
+"""Attention to e4m3 tensors on NVIDIA's Hopper GPUs, a Gluon kernel. The portable backend quantises."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A tile of the FP8 forward: 64 query rows of a block, from shared memory to out and lse.
 
-As in 16 bits (``forward.attend``), with each block's scales read one block ahead.
+The steps are those of the 16-bit kernel (``forward.attend``). The scales of each block of keys are loaded one
+block ahead.
 """
 
 from typing import Any, NamedTuple
@@ -22,8 +23,8 @@ from flashtile.backends.hopper.inline_asm import copy_registers, rescale
 
 
 class Fp8Tile(NamedTuple):
-    """Inputs of the loops over blocks of keys, for 64 query rows: those of
-    :class:`~flashtile.backends.hopper.forward.attend.QueryTile`, and the scales of q and of the keys."""
+    """Inputs of the loops over blocks of keys, for 64 query rows: the fields of
+    :class:`~flashtile.backends.hopper.forward.attend.QueryTile`, and the scales."""
 
     q: Any
     q_head: Any
@@ -38,8 +39,10 @@ class Fp8Tile(NamedTuple):
 
 @gluon.jit
 def fp8_softmax(C: gl.constexpr, s, n, m, l, tile, rows, k_scale, v_scale, MASK: gl.constexpr):
-    """Raw products of block ``n`` to (P packed, new maximum, new sums, factor for O). ``m`` and ``rows`` are
-    in s's layout."""
+    """Softmax step: raw products s [64, keys] of block ``n`` to (P packed, new m, new l, factor for O).
+
+    ``m`` and ``rows`` are in s's layout. MASK: apply the mask to the block.
+    """
     s_layout: gl.constexpr = s.type.layout
     factor = gl.convert_layout(score_factor(C, tile.scales, k_scale), gl.SliceLayout(1, s_layout))
     value_log2, inverse = value_scale(v_scale)
@@ -55,7 +58,8 @@ def fp8_softmax(C: gl.constexpr, s, n, m, l, tile, rows, k_scale, v_scale, MASK:
 
 @gluon.jit
 def pv_product(C: gl.constexpr, p, v_tile, o):
-    """O += P V, left in flight. p: P of WIDTH keys; v_tile: V^T, keys in P's order."""
+    """Start O += P V and return O before the product has ended. p: P [64, WIDTH]; v_tile: V^T, keys in P's
+    order, of which the first WIDTH are used."""
     WIDTH: gl.constexpr = p.shape[1]
     v = v_tile.reshape([C.BLOCK_DV, C.BLOCK_N])
     if WIDTH < C.BLOCK_N:
@@ -65,8 +69,8 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
 
 @gluon.jit
 def block_products(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, i, n):
-    """(raw products with the first ``WIDTH`` keys of block ``n``, scales of block n - 1). Use ``i`` of the
-    channel of k."""
+    """Return (raw products with the first ``WIDTH`` keys of block ``n``, scales of block n - 1). Block ``n``
+    is use ``i`` of the channel of k."""
     tile.ping_pong.wait(W, i)
     s = qk_block(C, WIDTH, tile.q, tile.q_head, tile.k, i, accumulator_layout(WIDTH, 32))
     tile.ping_pong.pass_on(W)
@@ -78,10 +82,11 @@ def block_products(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, 
 
 @gluon.jit
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, packed, i, n_from, n_to, block_scales):
-    """Blocks n_from - 1 down to n_to, which no edge of the mask cuts: Q K^T of each overlaps P V of the last
-    one.
+    """Attend to blocks n_from - 1 down to n_to without a mask. Q K^T of each overlaps P V of the block
+    before.
 
-    ``block_scales`` are those of k and v for block n_from - 1; returned are those for block n_to - 1.
+    ``packed`` is P of the block before, ``block_scales`` are (k's, v's) of block n_from - 1. Returns (state,
+    packed P of block n_to, new ``i``, scales of block n_to - 1).
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N, 32)
     k, v, ping_pong = tile.k, tile.v, tile.ping_pong
@@ -89,7 +94,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, packed, i, n_
     k_scale, v_scale = block_scales
     o_layout: gl.constexpr = o.type.layout
     for n in range(n_from - 1, n_to - 1, -1):
-        p = as_operand(packed, o_layout)  # here: between two products in flight, it would part them
+        p = as_operand(packed, o_layout)  # before both products: between them, it would separate them
         ping_pong.wait(W, i)
         s = qk_block(C, C.BLOCK_N, tile.q, tile.q_head, k, i, s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
@@ -111,9 +116,10 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, packed, i, n_
 def attend_masked(
     C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, state, i, n_from, n_to, block_scales
 ):
-    """Blocks n_from - 1 down to n_to under an edge of the mask, the first ``WIDTH`` keys of each.
+    """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, with a mask.
 
-    Without overlap, as in the 16-bit kernel. Scales as in :func:`attend_unmasked`.
+    Products do not overlap, as in the 16-bit kernel. Returns (state, new ``i``, scales of block n_to - 1);
+    ``block_scales`` are those of block n_from - 1.
     """
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH, 32))
     rows = rows_in(C, tile.rows, row)
@@ -137,14 +143,14 @@ def attend_masked(
 
 @gluon.jit
 def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, block_scales):
-    """All ``blocks`` of keys of a tile, as in the 16-bit kernel. Returns the new state and the new ``i``."""
+    """Attend to all ``blocks`` (OwnBlocks) of keys of a tile. Returns the new state and the new ``i``."""
     begin, end, full_begin, full_end = blocks
     n = end - 1
     if C.HAS_RIGHT:
         n = min(max(full_end, begin), end - 1)
         state, i, block_scales = attend_masked(C, W, C.BLOCK_N, tile, state, i, end, n + 1, block_scales)
 
-    # The first block of the pipeline, the only one of it that may be cut.
+    # The first block of the pipeline, and the only one in it that may need a mask.
     s, next_scales = block_products(C, W, C.BLOCK_N, tile, i, n)
     CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
     o, l, m = state
@@ -173,10 +179,10 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, bloc
 
 @gluon.jit
 def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, work, block, i, j, call):
-    """64 rows of block ``block`` of ``work``, from shared memory to out and lse.
+    """Compute 64 rows of query block ``block`` of ``work``, from shared memory to out and lse.
 
-    ``i`` counts the program's blocks of keys, ``j`` its blocks of queries: the uses of their channels.
-    Returns the new ``i``.
+    ``i`` counts the blocks of keys that the program has consumed, ``j`` its blocks of queries; they index the
+    uses of the channels. Returns the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N, 32)
@@ -214,7 +220,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
     store_lse(C, lse, work, head, positions, call.pointers, schedule)
     i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W)
-    # A row without keys met what lies behind the last one, which may be NaN.
+    # Rows without keys were multiplied by V beyond the last key, where memory may hold NaN.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
     o_sums = gl.convert_layout(sums, gl.SliceLayout(1, o_layout))
     o = gl.where((o_sums == 0)[:, None], 0.0, o)

@@ -28,8 +28,11 @@ ALL_SCALES = Scales(_SCALE, _SCALE, _SCALE)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each row of the table: without a mask as it is; under one with every feature at once, and causal where
-    v is transposed in memory. Rows of unequal head sizes only as they are."""
+    """Yield the cases of each row of the table.
+
+    Rows without a window get a plain case. Rows with one get a case with all features, and a causal case if v
+    is transposed in memory. Rows of unequal head sizes have only a plain case.
+    """
     if arch != HOPPER:
         return
     for block_d, block_dv, windowed, v_transposed, config in every_row():
@@ -90,7 +93,7 @@ def _case(
 
 
 def _transposed(problem: Fp8Problem) -> Tensor:
-    """V^T of the problem's shape, without memory."""
+    """Return V^T of the problem's shape, on the "meta" device."""
     heads, head_dim_v = problem.num_heads_kv, problem.head_dim_v
     if problem.varlen:
         columns = num_blocks_varlen(problem.total_k, problem.batch, KEY_BLOCK) * KEY_BLOCK

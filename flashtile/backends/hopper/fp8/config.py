@@ -14,9 +14,10 @@ from flashtile.problems.fp8 import Fp8Problem
 
 @dataclass(frozen=True)
 class Fp8Config(ForwardConfig):
-    """Tile and pipeline of the FP8 forward kernel: those of the 16-bit kernel, with its own numbers.
+    """Tile and pipeline of the FP8 forward kernel; the fields are those of the 16-bit kernel.
 
-    BLOCK_N divides 128, the keys that share a scale; ``Q_IN_REGISTERS`` is 0 or the padded head size.
+    BLOCK_N divides 128, the number of keys that share a scale. ``Q_IN_REGISTERS`` is 0 or the padded head
+    size.
     """
 
 
@@ -25,9 +26,9 @@ class Fp8Variant(ForwardVariant):
     """Everything that the FP8 kernel is compiled for: one constant of the kernel."""
 
     V_TRANSPOSED: bool
-    """V lies in memory as V^T, keys in the order of P's registers; otherwise the producer transposes it."""
+    """Whether memory holds V^T, keys in the order of P's registers; otherwise the producer transposes V."""
     BLOCK_SCALES: bool
-    """Scales are of blocks, numbered through all packed sequences; otherwise of heads."""
+    """Whether each block has a scale, numbered through all packed sequences; otherwise each head has one."""
     HAS_Q_SCALE: bool
     HAS_K_SCALE: bool
     HAS_V_SCALE: bool
@@ -36,16 +37,15 @@ class Fp8Variant(ForwardVariant):
 
 
 PRODUCER_WARPS = {True: 1, False: 4}
-"""By whether V lies in memory as V^T."""
+"""Whether memory holds V^T -> warps of the producer."""
 REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), (3, False): (160, 32)}
-"""(consumer's, producer's) of a thread, by number of consumer warpgroups and whether V lies in memory as
-V^T."""
+"""(consumer warpgroups, whether memory holds V^T) -> registers per thread (of consumers, of the producer)."""
 
 F = Fp8Config
 
-# (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; causal is a window.
-# H100, S = 4096 and 16384: docs/measured/fp8.md. Rows of head_dim 256, and of v in rows, have the tiles
-# that fit.
+# (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; a causal mask is a window.
+# Measured on an H100 at S = 4096 and 16384 (docs/measured/fp8.md), except for head_dim 256 and untransposed
+# v, which have the tiles that fit.
 _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (64, False, True): F(3, 128, PING_PONG=True),
     (64, True, True): F(3, 128, PING_PONG=True, spill_budget=64, features_spill_budget=240),
@@ -85,7 +85,7 @@ def every_row() -> Iterator[tuple[int, int, bool, bool, Fp8Config]]:
 
 
 def smem_bytes(config: Fp8Config, block_d: int, block_dv: int, v_transposed: bool) -> int:
-    """Shared memory of the tiles, in bytes, as the kernel allocates them (barriers take a few dozen more)."""
+    """Return the bytes of shared memory that the kernel's tiles take; barriers take a few dozen more."""
     q = config.Q_STAGES * config.BLOCK_M * block_d
     kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
     v_rows = 0 if v_transposed else config.STAGES * config.BLOCK_N * block_dv

@@ -1,9 +1,13 @@
 """FP8 attention forward for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608, section 3.3).
 
-The schedule, the partitions and both overlaps are those of the 16-bit kernel (``hopper.forward``). New are
-e4m3 products at twice the rate (``fp8.attend``), scales (``fp8.scales``), P in e4m3 (``fp8.softmax``) and V,
-which these products take only with its keys contiguous: either it lies in memory as V^T, keys in the order of
-P's registers, or the producer transposes each tile (``fp8.transpose``).
+The schedule, the partitions and both overlaps are those of the 16-bit kernel (``hopper.forward``). This
+kernel adds:
+
+* e4m3 products at twice the rate (``fp8.attend``);
+* scales (``fp8.scales``);
+* P in e4m3 (``fp8.softmax``);
+* V with contiguous keys, which e4m3 products require. Either memory holds V^T, keys in the order of P's
+  registers, or the producer transposes each tile (``fp8.transpose``).
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +28,7 @@ from flashtile.backends.hopper.fp8.transpose import transpose_tile, transposed_l
 
 
 class Fp8ForwardPointers(NamedTuple):
-    """Memory that the kernel addresses itself. Unused pointers are never dereferenced."""
+    """Tensors that the kernel reads or writes without TMA. Unused pointers are never dereferenced."""
 
     lse: Any
     table: Any
@@ -35,7 +39,7 @@ class Fp8ForwardPointers(NamedTuple):
 
 
 class TilePointers(NamedTuple):
-    """Those of the pointers that find work tiles and store their results."""
+    """The pointers that are needed to find work tiles and to store lse."""
 
     lse: Any
     table: Any
@@ -43,7 +47,7 @@ class TilePointers(NamedTuple):
 
 
 class Fp8Call(NamedTuple):
-    """The launch as all partitions know it, in the order in which they read it when they start."""
+    """Arguments of the launch that all partitions use, in the order of their first reads."""
 
     pointers: Any
     schedule: Any
@@ -58,11 +62,11 @@ class ProducerChannels(NamedTuple):
     k: Any
     v: Any
     v_rows: Any
-    """Tiles of v that the producer transposes for the consumers; ``v`` if there are none."""
+    """Channel of tiles of v that the producer transposes into ``v``; ``v`` if V_TRANSPOSED."""
 
 
 class Fp8Inputs(NamedTuple):
-    """The tensors that the producer loads: their channels to the consumers, or their descriptors."""
+    """One value for each of q, k and v: their channels to the consumers, or their descriptors."""
 
     q: Any
     k: Any
@@ -71,14 +75,14 @@ class Fp8Inputs(NamedTuple):
 
 @gluon.jit
 def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, output, call):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
+    """Consumer partition, warpgroup W: computes rows 64 W to 64 W + 63 of all query blocks of the program."""
     consume(C, attend_tile, queue, (W, channels, ping_pong, output), call)
     tma.store_wait(0)
 
 
 @gluon.jit
 def load_transposed(C: gl.constexpr, desc, work, n, barrier, slot):
-    """TMA load of block ``n`` of V^T."""
+    """Issue the TMA load of block ``n`` of V^T into ``slot``."""
     head, column = work.head // C.KV_GROUP, n * C.BLOCK_N
     if C.VARLEN:
         first = work.start_k // KEY_BLOCK + work.sequence
@@ -89,12 +93,12 @@ def load_transposed(C: gl.constexpr, desc, work, n, barrier, slot):
 
 @gluon.jit
 def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
-    """TMA load of block ``n`` of v, for use ``i``: to the consumers, or to be transposed for them."""
+    """Issue the TMA load of block ``n`` of v as use ``i`` of ``v`` or, unless V_TRANSPOSED, ``v_rows``."""
     if C.V_TRANSPOSED:
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
         load_transposed(C, v_desc, work, n, v.full.index(slot), v.tiles.index(slot))
-    else:  # transposed at least one block ago, by this partition
+    else:  # the slot is free: this partition has transposed its previous contents
         slot = i % C.STAGES
         mbarrier.expect(v_rows.full.index(slot), v_desc.block_type.nbytes)
         load_keys(C, v_desc, work, n, v_rows.full.index(slot), v_rows.tiles.index(slot))
@@ -102,7 +106,7 @@ def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
 
 @gluon.jit
 def transpose_values(C: gl.constexpr, i, v, v_rows):
-    """Use ``i`` of v from rows to columns, for the consumers."""
+    """Transpose use ``i`` of ``v_rows`` into ``v``, which the consumers read."""
     rows = v_rows.tiles.index(v_rows.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
     slot = v.acquire(i)
     transpose_tile(rows, v.tiles.index(slot))
@@ -112,9 +116,9 @@ def transpose_values(C: gl.constexpr, i, v, v_rows):
 
 @gluon.jit
 def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
-    """All that the consumers need for one block of query rows; returns the new ``i``.
+    """Load q, k and v for query block ``block`` of a work tile; returns the new ``i``.
 
-    What is to be transposed follows one block behind what is loaded.
+    A block of v that needs transposing is transposed after the load of the next block is issued.
     """
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     q, k, v, v_rows = channels
@@ -127,7 +131,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
         load_keys(C, k_desc, work, n, k.full.index(slot), k.tiles.index(slot))
         if not C.V_TRANSPOSED:
             load_values(C, v_desc, work, n, i, v, v_rows)
-            if i > 0:  # before q, whose tile is free only after the last block of the tile before
+            if i > 0:  # before q, whose slot is free only after consumers have used block i - 1
                 transpose_values(C, i - 1, v, v_rows)
         if n == n_end - 1:  # the first keys may come before q's tile is free
             slot = q.acquire(j)
@@ -143,7 +147,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
 
 @gluon.jit
 def producer(C: gl.constexpr, queue, channels, descs, call):
-    """One warp that keeps the tiles of q, k and v coming; four if v is to be transposed."""
+    """Producer partition: loads all tiles of q, k and v. It has one warp, or four if it transposes v."""
     i = produce(C, load_block, queue, (channels, descs), call)
     if not C.V_TRANSPOSED and i > 0:
         transpose_values(C, i - 1, channels.v, channels.v_rows)
@@ -153,12 +157,10 @@ def producer(C: gl.constexpr, queue, channels, descs, call):
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, pointers, schedule, numbers, scale_strides, C: gl.constexpr
 ):
-    """Grid: one program for each multiprocessor at most.
+    """FP8 forward. Grid: at most one program for each multiprocessor.
 
     Work tiles are assigned in ``serpentine_order``, or taken from the work queue, whose counter lies in
     ``table``.
-
-    Unused pointers (a table, used lengths, a scale) are never dereferenced.
     """
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)

@@ -1,4 +1,4 @@
-"""From e4m3 tensors and their scales to the FP8 kernel's arguments; prepared once for each signature."""
+"""The launch of the FP8 kernel: tensors to kernel arguments, prepared once for each signature."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fp8ForwardLaunch:
         q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, _, _ = tensors
         out, lse = self._allocate(q)
         kernels = self._kernels
-        if kernels is None:  # published once it is complete: another thread may be here as well
+        if kernels is None:  # assigned when complete, because another thread may call this launch meanwhile
             kernels = self._kernels = self._prepare(q, k, v, tensors.scales)
         table = lse
         if kernels.fill_table is not None:
@@ -73,7 +73,7 @@ class Fp8ForwardLaunch:
 
 
 def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) -> Fp8Variant:
-    """``scales``: which there are; None is 1 for all."""
+    """Return the kernel's variant for ``scales``; a scale that is None counts as 1."""
     common = vars(forward.variant_of(problem, config, has_queue=False))
     queued = forward.takes_from_queue(problem, config)
     consumer, producer = REGISTERS[config.warpgroups, problem.v_transposed]
@@ -96,7 +96,7 @@ def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) 
 
 
 def scale_strides(problem: Fp8Problem, scales: Scales) -> BlockScaleStrides:
-    """Strides of all three scales."""
+    """Return the strides of the scales of q, k and v, 0 for those that are None."""
     strides: dict[str, int] = {}
     for name, scale in scales._asdict().items():
         batch = head = block = 0
@@ -111,7 +111,7 @@ def scale_strides(problem: Fp8Problem, scales: Scales) -> BlockScaleStrides:
 
 
 def views(problem: Fp8Problem, variant: Fp8Variant, q: Tensor, k: Tensor, v: Tensor) -> dict[str, View]:
-    """Views of q, k, v and out, by the kernel's parameters."""
+    """Return the TMA views of q, k, v and out by the names of the kernel's parameters."""
     if not problem.v_transposed:
         return forward.views(problem, variant, q, k, v, problem.out_dtype)
     of = forward.views(problem, variant, q, k, k, problem.out_dtype)

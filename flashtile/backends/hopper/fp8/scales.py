@@ -1,7 +1,8 @@
 """Scales of e4m3 tiles in the Hopper forward: of q by row, of k and v by block of keys.
 
-They cost nothing per element: those of q and k are part of the factor that every score has in any case, that
-of v is an offset of the exponent, taken back from the row's sum by one factor per block.
+They cost no operation per element. Scales of q and k are folded into the softmax scale, by which scores are
+multiplied in any case. The scale of v is folded into the exponent of P; one factor per block removes it from
+the row's sum.
 """
 
 from typing import Any, NamedTuple
@@ -44,17 +45,18 @@ class TileScales(NamedTuple):
     """Scales of one tile."""
 
     rows: Any
-    """[rows]: what raw products are multiplied by, but for the scale of their keys."""
+    """[rows]: factor of raw products, without the scale of their keys."""
     k: Any
-    """Pointer to the scale of the first block of keys; the next ones follow at ``k_block``."""
+    """Pointer to k's scale of the first block of keys; ``k_block`` is the stride to the next block's."""
     v: Any
+    """Pointer to v's scale of the first block of keys; ``v_block`` is the stride to the next block's."""
     k_block: Any
     v_block: Any
 
 
 @gluon.jit
 def tile_scales(C: gl.constexpr, work, positions, head, call):
-    """Those of 64 rows at ``positions`` of query heads ``head`` ([rows] each)."""
+    """Return the :class:`TileScales` of 64 rows: ``positions`` and query heads ``head`` are [rows]."""
     arrays, strides, numbers = call.scales, call.scales.strides, call.numbers
     q_index = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
     first_q = 0
@@ -85,7 +87,7 @@ def tile_scales(C: gl.constexpr, work, positions, head, call):
 
 @gluon.jit
 def load_scales(C: gl.constexpr, scales, n):
-    """(k's, v's) scale of block ``n``, or of block 0 for one before it."""
+    """Load (k's, v's) scale of block ``n`` of keys, or of block 0 if n < 0; 1.0 without a scale."""
     block = gl.maximum(n, 0) * C.BLOCK_N // KEY_BLOCK
     k_scale, v_scale = gl.to_tensor(1.0), gl.to_tensor(1.0)
     if C.HAS_K_SCALE:
@@ -97,7 +99,8 @@ def load_scales(C: gl.constexpr, scales, n):
 
 @gluon.jit
 def score_factor(C: gl.constexpr, scales, k_scale):
-    """[rows]: what raw products are multiplied by. Kept positive and finite, or -inf would become NaN."""
+    """Return the factor of raw products, [rows]. Unless C.HAS_SCORE_MOD it is clamped to be positive and
+    finite, because 0 times a masked score (-inf) is NaN."""
     factor = scales.rows * k_scale
     if not C.HAS_SCORE_MOD:
         factor = gl.minimum(gl.maximum(factor, LEAST), 1 / LEAST)
@@ -106,6 +109,6 @@ def score_factor(C: gl.constexpr, scales, k_scale):
 
 @gluon.jit
 def value_scale(v_scale):
-    """(log2 of a block's value scale, its inverse)."""
+    """Return (log2 of a block's value scale, inverse of the scale)."""
     exponent = log2(gl.maximum(v_scale, LEAST))
     return exponent, gl.exp2(-exponent)

@@ -1,10 +1,10 @@
-"""The FP8 forward's softmax: scores of one block of keys to P in e4m3, in wgmma's order of bytes.
+"""Softmax of the FP8 forward: scores of one block of keys to P in e4m3, in the byte order of wgmma's operand.
 
 Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, section 3.3).
 
-P stays in registers. In an accumulator, thread t of a quad holds columns 8 a + 2 t + i; as the left operand
-of the next product it has to hold columns 16 a + 4 t + j. Nothing is moved: the keys of V^T are stored in the
-order that P has, so that the same registers are right for both (``fp8.layout.key_order``).
+P stays in registers. In an accumulator, thread t of a quad holds columns 8 a + 2 t + i. In the left operand
+of the next product it holds columns 16 a + 4 t + j. P is not moved between threads: instead, the keys of V^T
+are stored in the resulting order of P's columns (``fp8_layout.key_order``).
 """
 
 from triton.experimental import gluon
@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.hopper.constants import left_operand_layout
 
 P_LOG2 = gl.constexpr(8.0)
-"""The largest P of a row is 2 ** 8: e4m3 reaches from 2 ** -9 to 448."""
+"""P is scaled by 2 ** 8, so the largest P of a row is 256: e4m3 represents 2 ** -9 to 448."""
 LEAST = gl.constexpr(2.0**-90)
-"""The least value scale, and the least factor of scores, where an exact zero would make NaN of infinities."""
+"""Lower bound of value scales and of score factors. Zero times infinity would be NaN."""
 
 
 @gluon.jit
@@ -34,7 +34,7 @@ def by_byte(x):
 
 @gluon.jit
 def pack(b0, b1, b2, b3):
-    """Four numbers to the bytes of an int32, each rounded to the nearest e4m3, ties to even."""
+    """Pack four float32 values into the bytes of an int32, each rounded to the nearest e4m3, ties to even."""
     return gl.inline_asm_elementwise(
         """
         {
@@ -54,17 +54,17 @@ def pack(b0, b1, b2, b3):
 
 @gluon.jit
 def as_operand(packed, product_layout: gl.constexpr):
-    """int32 [rows, N / 32, 2, 4] -> e4m3 [rows, N], the same registers as the left operand of a product.
+    """int32 [rows, N / 32, 2, 4] -> e4m3 [rows, N], the left operand of a product in the same registers.
 
-    P goes from step to step as integers: as bytes, the compiler would take every register apart and put it
-    together again at the edge of the loop.
+    P is carried between iterations as int32. Carried as bytes, the compiler would split and reassemble every
+    register at the boundary of the loop.
     """
     M: gl.constexpr = packed.shape[0]
     N: gl.constexpr = packed.shape[1] * 32
     layout: gl.constexpr = left_operand_layout(product_layout, 4)
     twice = gl.join(packed, packed)
     by_key = gl.convert_layout(gl.join(twice, twice).reshape([M, N]), layout, assert_trivial=True)
-    # Four neighbours in this layout are four copies of one register: it is taken as it is.
+    # Four adjacent elements in this layout are copies of one register: use its four bytes as the elements.
     bytes_of = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r,r,r", [by_key], dtype=gl.int8, is_pure=False, pack=4
     )
@@ -81,20 +81,20 @@ def log2(x):
 
 @gluon.jit
 def sums_of(b0, b1, b2, b3):
-    """[rows, 4]: what each of the four threads that share a row holds, summed without a shuffle."""
+    """Return [rows, 4]: the partial sum of each of the four threads that share a row, without a shuffle."""
     return gl.sum(gl.sum((b0 + b1) + (b2 + b3), 2), 1)
 
 
 @gluon.jit
 def exponentials(C: gl.constexpr, s, m, scale, value_log2):
-    """(P by its bytes, four numbers; its new row maximum; the factor for what was summed before).
+    """Return (P as four tensors by byte, see :func:`by_byte`; the new m; the factor for earlier sums and O).
 
     Args:
         s: [rows, N], raw products, or if C.HAS_SCORE_MOD scores in log2 units.
-        m: [rows], maximum so far of score plus the value scale's logarithm.
-        scale: [rows], positive: raw products to log2 units.
-        value_log2: log2 of the block's value scale. P holds it, so that O is in units of 1; it is part of
-            the maximum, so that P of the block that matters most to O spreads over e4m3's range.
+        m: [rows], maximum so far of score + value_log2.
+        scale: [rows], positive factor from raw products to log2 units.
+        value_log2: log2 of the block's value scale. P contains the value scale, so O needs no further scale.
+            m contains it so that the block with the largest contributions to O uses e4m3's full range.
     """
     top = gl.max(s, 1)
     if not C.HAS_SCORE_MOD:

@@ -1,9 +1,9 @@
-"""V's tiles transposed in shared memory, for FP8 products, whose right operand has its keys contiguous.
+"""Transposes tiles of V in shared memory, because FP8 products need V with contiguous keys.
 
-FlashAttention-3 (Shah et al. 2024, section 3.3) does it with LDSM.T and STSM, which move 16-bit numbers: two
-neighbours of a row of V together. They arrive with two keys in a register; exchanging bytes between the
-registers of four keys separates the neighbours. The four keys of a register are those that P has in one, so
-that V^T's keys come in P's order (``fp8.layout.key_order``) without a further step.
+FlashAttention-3 (Shah et al. 2024, section 3.3) uses LDSM.T and STSM. They move 16-bit units, each two
+adjacent columns of a row of V. A register then holds two keys of two columns. Exchanging bytes between two
+registers gives one register for each column, with four keys. These are the keys that one register of P holds,
+so the keys of V^T are in P's order (``fp8_layout.key_order``) without a further step.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ GROUP = gl.constexpr(layout.KEY_GROUP)
 
 @gluon.constexpr_function
 def pair_layout(pairs, warps):
-    """[pairs of columns, GROUP keys] of int16 as LDSM.T leaves them: bit by bit, from the lowest."""
+    """Layout of int16 [pairs of columns, GROUP keys] as LDSM.T distributes them over the threads."""
     key_registers = [[0, 1], [0, 8], [0, 16]]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     rest = []
@@ -37,13 +37,13 @@ def pair_layout(pairs, warps):
 
 @gluon.constexpr_function
 def words(columns):
-    """Shared memory of rows of ``columns`` bytes, as TMA stores them, seen as 16-bit numbers."""
+    """Shared layout of rows of ``columns`` bytes, as TMA stores them, viewed as 16-bit elements."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(columns, 128), element_bitwidth=16, rank=2)
 
 
 @gluon.constexpr_function
 def transposed_layout(block_n):
-    """Shared memory of a tile [head_dim, BLOCK_N] of V^T."""
+    """Shared layout of a tile [head_dim, BLOCK_N] of V^T, in 8-bit elements."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(block_n, 128), element_bitwidth=8, rank=2)
 
 
@@ -56,7 +56,7 @@ def transpose_tile(rows, transposed):
     source = reinterpret(rows, gl.int16, [N, D // 2], words(D))
     target = reinterpret(transposed, gl.int16, [D, N // 2], words(N))
     for group in gl.static_range(N // GROUP):
-        # Key 16 a + 8 b + 2 t + c of the group. Bytes: columns 2 d and 2 d + 1.
+        # Element [d, key] has columns 2 d and 2 d + 1. The key in the group is 16 a + 8 b + 2 t + c.
         x = source.slice(group * GROUP, GROUP, dim=0).permute((1, 0)).load(loaded)
         x = x.reshape([D // 2, 2, 2, 4, 2]).permute((0, 1, 3, 4, 2))  # [d, a, t, c, b]
         low_keys, high_keys = gl.split(x)
@@ -67,6 +67,6 @@ def transpose_tile(rows, transposed):
             dtype=(gl.int16, gl.int16),
             is_pure=True,
             pack=2,
-        )  # [d, a, t, b] each: the two keys c of a column
+        )  # even and odd columns, [d, a, t, b] each; an int16 holds the two keys c
         y = gl.join(even, odd).permute((0, 4, 1, 2, 3)).reshape([D, GROUP // 2])
         target.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(y)

@@ -1,4 +1,4 @@
-"""The flat product with a ring, for compilation ahead of time (``flashtile inspect``, tests)."""
+"""Configurations of the flat product for compilation ahead of time (``flashtile inspect``, tests)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashtile.problems.linear import LinearProblem
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Each tile without ends, and with room for 16 rows the default one with each end."""
+    """Yield each tile with the plain epilogue, and the default tile of 16 rows with every other one."""
     if arch != HOPPER:
         return
     for (rows, width), tiles in TILES.items():

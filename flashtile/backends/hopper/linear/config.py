@@ -1,4 +1,4 @@
-"""Configurations of the flat product with a ring: data, from the measured table where it has the shape."""
+"""Configurations of the flat product: from the measured table if it has the shape, otherwise defaults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from flashtile.hardware.linear_table import FLAT
 from flashtile.problems.linear import E4M3, LinearProblem
 
 MAX_ROWS = 16
+"""Maximum rows of x."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class FlatConfig:
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    """Columns of a slot for each warp."""
+    """Columns of K per warp in each slot of the ring."""
     num_stages: int
     programs_per_sm: int
     num_warps: int
@@ -28,10 +29,10 @@ class FlatConfig:
 SHARED_BYTES = 228 * 2**10
 """Shared memory of a multiprocessor."""
 PROGRAM_BYTES = 2**10
-"""Shared memory of a program in addition to its ring and the sums of the warps: what CUDA takes."""
+"""Shared memory that CUDA reserves per program, in addition to the ring and the sums of the warps."""
 WARPS = 4
 Tile = tuple[int, ...]
-"""(BLOCK_N, BLOCK_K, num_stages, programs_per_sm), and num_warps where it is not WARPS."""
+"""(BLOCK_N, BLOCK_K, num_stages, programs_per_sm) and, if it is not WARPS, num_warps."""
 DEFAULT: dict[tuple[int, int], Tile] = {
     (8, 2): (16, 64, 8, 2),
     (16, 2): (16, 64, 6, 2),
@@ -56,7 +57,7 @@ TILES: dict[tuple[int, int], tuple[Tile, ...]] = {
         (64, 64, 4, 1, 8),
     ),
 }  # fmt: skip
-"""Tiles that ``flashtile profile`` measures."""
+"""(BLOCK_M, bytes of an element of W) -> tiles that ``flashtile profile`` measures."""
 
 
 def padded_rows(rows: int) -> int:
@@ -64,12 +65,12 @@ def padded_rows(rows: int) -> int:
 
 
 def key_of(problem: LinearProblem) -> tuple[int, int]:
-    """By which tiles are chosen."""
+    """Return the key of TILES and DEFAULT: (BLOCK_M, bytes of an element of W)."""
     return padded_rows(problem.M), 1 if problem.weight_dtype == E4M3 else 2
 
 
 def fits(problem: LinearProblem, tile: Tile) -> bool:
-    """Whether as many programs as the tile means to run on a multiprocessor have the shared memory."""
+    """Whether the tile's ``programs_per_sm`` programs fit the shared memory of a multiprocessor."""
     BLOCK_N, BLOCK_K, stages, programs_per_sm, *warps = tile
     num_warps, BLOCK_M = (*warps, WARPS)[0], padded_rows(problem.M)
     rows = BLOCK_M + problem.norm  # the norm's weights are one more
@@ -85,7 +86,7 @@ def make(problem: LinearProblem, tile: Tile) -> FlatConfig:
 
 
 def choose(problem: LinearProblem, measured: Tile | None) -> FlatConfig:
-    """By what was measured for this shape, else the tile that was good for most."""
+    """Return the configuration of the tile ``measured`` for this shape; None: of the default tile."""
     return make(problem, measured or DEFAULT[key_of(problem)])
 
 

@@ -1,13 +1,16 @@
 """Flat products for Hopper, y [M, N] = x [M, K] W [N, K]^T with up to 16 rows of x (FlashDecoding++, Hong et
 al. 2023, arXiv:2311.01282, section 4). The time is that of reading W, so the memory should never be idle:
 
-* Every program reads equally many rows of W, in tiles of equal parts of them. Within a tile the warps share
-  K; their sums are added at its end, in one order.
-* A ring of asynchronous copies runs on over the edges of tiles.
+* All programs read equally many rows of W, divided into tiles of equal size. Within a tile, each warp
+  computes a part of K. The sums of the warps are added at the end of the tile, in a fixed order.
+* A ring of asynchronous copies continues across the boundaries of tiles.
 * Under programmatic dependent launch the kernel loads its first weights before it waits for the previous
   kernel.
 
-Rows of W are the first operand of the tensor cores. M, padded to 8 or 16 and not to 64, is the second.
+Rows of W are the first operand of the tensor cores, and rows of x the second. So M is padded only to 8 or 16.
+
+A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one. *Places* are output
+columns or pairs of them (``common.linear_epilogue``).
 """
 
 from dataclasses import dataclass
@@ -37,29 +40,29 @@ from flashtile.backends.hopper.compat import partition_barrier
 COPY_BYTES = gl.constexpr(16)
 """Bytes of an asynchronous copy."""
 PARTS_AT_ONCE = gl.constexpr(2048)
-"""Sums of squares, of a program and a row of x each, that are added at a time."""
+"""Sums of squares that are added at a time; there is one for each program and row of x."""
 BANK_BYTES = gl.constexpr(128)
-"""Bytes of a line through all banks of shared memory."""
+"""Bytes that all banks of shared memory deliver at a time."""
 
 
 @dataclass(frozen=True)
 class FlatVariant:
-    """The constant of the product; its end has another."""
+    """Constants of the product; those of its epilogue are ``EpilogueVariant``."""
 
     HALVES: int
-    """Rows of W to a place of the output."""
+    """Rows of W per place of the output."""
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    """Columns of a slot of the ring that one warp multiplies."""
+    """Columns of a chunk that one warp multiplies."""
     EVEN_K: bool
-    """Whether K is whole slots."""
+    """Whether K is a multiple of WARPS * BLOCK_K."""
     STAGES: int
     WARPS: int
     AHEAD: bool
     """Whether weights may be loaded before the previous kernel has ended."""
     K_WIDTH: int
-    """Neighbours in K that a thread has in the operands' layout: 2, or 4 where W is e4m3."""
+    """Adjacent elements in K per thread in the operands' layout: 2, or 4 if W is e4m3."""
 
 
 class FlatRing(NamedTuple):
@@ -71,7 +74,7 @@ class FlatRing(NamedTuple):
 
 
 class FlatTiles(NamedTuple):
-    """A program's places, in ``count`` tiles of equal size, or one less."""
+    """A program's ``places`` places from ``begin`` on, in ``count`` tiles of equal size or one less."""
 
     begin: Any
     places: Any
@@ -80,12 +83,13 @@ class FlatTiles(NamedTuple):
 
 @gluon.constexpr_function
 def vector_of(dtype):
-    """Elements of an asynchronous copy."""
+    """Elements per asynchronous copy."""
     return COPY_BYTES.value * 8 // dtype.primitive_bitwidth
 
 
 @gluon.constexpr_function
 def copy_layout(C, dtype):
+    """Layout of asynchronous copies of [WARPS, rows, BLOCK_K] into a slot."""
     vector = vector_of(dtype)
     vectors = C.BLOCK_K // vector
     lanes = min(vectors, 32)
@@ -94,8 +98,8 @@ def copy_layout(C, dtype):
 
 @gluon.constexpr_function
 def ring_layout(C, dtype):
-    """Layout of a slot: what four threads take of a row at a time, K_WIDTH neighbours each, lies in other
-    banks than the next rows' does."""
+    """Swizzled layout of a slot. Four threads read 4 * K_WIDTH adjacent elements of a row at a time; in
+    adjacent rows these lie in different banks."""
     unit = 4 * C.K_WIDTH
     units = C.BLOCK_K // unit
     per_line = BANK_BYTES.value * 8 // (unit * dtype.primitive_bitwidth)
@@ -104,7 +108,7 @@ def ring_layout(C, dtype):
 
 @gluon.jit
 def tiles_of(program, programs, places, C: gl.constexpr):
-    """The equal part of all places that a program computes."""
+    """Return the :class:`FlatTiles` of a program, an equal share of all places."""
     begin = (places.to(gl.int64) * program // programs).to(gl.int32)
     end = (places.to(gl.int64) * (program + 1) // programs).to(gl.int32)
     return FlatTiles(begin, end - begin, gl.cdiv(end - begin, C.BLOCK_N // C.HALVES))
@@ -112,13 +116,13 @@ def tiles_of(program, programs, places, C: gl.constexpr):
 
 @gluon.jit
 def edge_of(tiles, t):
-    """The first place of tile ``t``."""
+    """Return the first place of tile ``t``."""
     return tiles.begin + tiles.places * t // tiles.count
 
 
 @gluon.jit
 def columns_of(C: gl.constexpr, dtype: gl.constexpr):
-    """[WARPS, 1, BLOCK_K]: the columns of a chunk, by the warp that multiplies them."""
+    """Return [WARPS, 1, BLOCK_K]: the columns of a chunk, by the warp that multiplies them."""
     layout: gl.constexpr = copy_layout(C, dtype)
     warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     k = gl.arange(0, C.BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -127,7 +131,8 @@ def columns_of(C: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
-    """(offsets in W of a tile's first chunk [WARPS, BLOCK_N, BLOCK_K], which rows are its)."""
+    """Return (offsets in W of tile ``t``'s first chunk [WARPS, BLOCK_N, BLOCK_K], mask of the tile's rows [1,
+    BLOCK_N, 1])."""
     dtype: gl.constexpr = call.pointers.w.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
@@ -140,7 +145,7 @@ def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
 
 @gluon.jit
 def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
-    """Asynchronous copies of a chunk of K into a slot. What is not ``mine`` or behind K becomes 0."""
+    """Start asynchronous copies of a chunk into a slot, zeros outside of the mask ``mine`` and beyond K."""
     start = chunk * (C.WARPS * C.BLOCK_K)
     if not C.EVEN_K:
         mine = mine & (start + columns_of(C, source.dtype.element_ty) < depth.K)
@@ -149,7 +154,7 @@ def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
 
 @gluon.jit
 def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
-    """A chunk of a tile's rows of W, and of the norm's weights for it."""
+    """Start copies of a chunk of a tile's rows of W and, if NORM, of the norm's weights."""
     copy(pointers.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
     if E.NORM:
         columns = columns_of(C, pointers.norm_weight.dtype.element_ty)
@@ -158,7 +163,7 @@ def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.conste
 
 @gluon.jit
 def load_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
-    """Load the same columns of x. Rows behind the last become 0."""
+    """Start copies of a chunk of x. Rows beyond M become 0."""
     dtype: gl.constexpr = pointers.x.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -168,7 +173,7 @@ def load_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
 
 @gluon.jit
 def as_numbers(w, dtype: gl.constexpr):
-    """W in the dtype of x, in which e4m3 is exact."""
+    """Return W in the dtype of x, in which e4m3 is exact."""
     if w.dtype == gl.float8e4nv and dtype == gl.bfloat16:
         return to_bfloat16(w)
     else:
@@ -177,16 +182,17 @@ def as_numbers(w, dtype: gl.constexpr):
 
 @gluon.constexpr_function
 def pairs_layout(C):
-    """Layout of a tile's sums [places, BLOCK_M, 2]: neighbouring places to neighbouring threads."""
+    """Layout of a tile's sums [places, BLOCK_M, 2]: adjacent threads have adjacent places."""
     lanes = min(C.BLOCK_N // C.HALVES, 32)
     return gl.BlockedLayout([1, 1, 2], [lanes, 32 // lanes, 1], [1, C.WARPS, 1], [2, 0, 1])
 
 
 @gluon.jit
 def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexpr):
-    """The end of tile ``t``. sums [BLOCK_N, BLOCK_M], factor [BLOCK_M].
+    """Apply the epilogue to the sums of tile ``t`` and store the results.
 
-    ``square`` [BLOCK_M] comes back, with NEXT_NORM plus the sums of this tile's squares.
+    sums [BLOCK_N, BLOCK_M], factor [BLOCK_M] (scale of each row of x). Returns ``square`` [BLOCK_M], to which
+    the squares of this tile's results are added if NEXT_NORM.
     """
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
     pairs: gl.constexpr = pairs_layout(C)
@@ -210,8 +216,8 @@ def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexp
 
 @gluon.jit
 def leave_factor(square, call, C: gl.constexpr):
-    """Leave the sums of squares of a program's places; the last program to arrive adds up all, in their
-    order."""
+    """Store a program's sums of squares. The last program to arrive adds those of all programs, in a fixed
+    order, and stores the factor of the next norm."""
     BLOCK_M: gl.constexpr = C.BLOCK_M
     PARTS: gl.constexpr = PARTS_AT_ONCE // BLOCK_M
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [C.WARPS, 1], [1, 0])
@@ -231,7 +237,7 @@ def leave_factor(square, call, C: gl.constexpr):
 
 @gluon.jit
 def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl.constexpr):
-    """The :class:`FlatRing`; weights of the norm take next to nothing where there is none."""
+    """Allocate the :class:`FlatRing`. Without NORM, the norm's weights have a minimal placeholder."""
     STAGES: gl.constexpr = C.STAGES
     WARPS: gl.constexpr = C.WARPS
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -249,7 +255,7 @@ def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl
 
 @gluon.jit
 def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.constexpr, E: gl.constexpr):
-    """(tile, chunk, offsets, mine) of the chunk after this one: of the next tile behind the last."""
+    """Return (tile, chunk, offsets, mine) of the next chunk of this tile, or of the next tile's first."""
     chunk += 1
     if chunk == chunks:
         chunk = 0
@@ -262,8 +268,8 @@ def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.con
 def flat_kernel(
     pointers, depth, eps, places, strides, cache_strides, sizes, C: gl.constexpr, E: gl.constexpr
 ):
-    """Grid: as many programs as run at a time, but no more than there are places. ``arrived`` is 0 before
-    and after."""
+    """Flat product. Grid: as many programs as run at a time, at most one per place. The counter ``arrived``
+    is 0 before and after."""
     STAGES: gl.constexpr = C.STAGES
     WARPS: gl.constexpr = C.WARPS
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -272,7 +278,7 @@ def flat_kernel(
     K, M = depth.K, sizes.M
     x_type: gl.constexpr = pointers.x.dtype.element_ty
     w_type: gl.constexpr = pointers.w.dtype.element_ty
-    # Copies are of whole vectors (``LinearProblem.aligned``), which the compiler can see so.
+    # K and the strides are multiples of a vector (``LinearProblem.aligned``). This tells the compiler so.
     of_x: gl.constexpr = vector_of(x_type)
     of_w: gl.constexpr = vector_of(w_type)
     depth = ProductDepth(K // of_w * of_w, depth.x_stride // of_x * of_x, depth.w_stride // of_w * of_w)
@@ -282,7 +288,7 @@ def flat_kernel(
     chunks = gl.cdiv(K, WARPS * BLOCK_K)
     count = tiles.count * chunks
 
-    # The chunk that is loaded next.
+    # The chunk to load next.
     tile = 0
     chunk = 0
     offsets, mine = rows_of(tiles, tile, depth, call, C, E)
@@ -313,14 +319,14 @@ def flat_kernel(
         m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_sums))
         factor = gl.load(pointers.x_scale + m, mask=m < M, other=0.0)
     of_stored: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, pairs_layout(C)))
-    square = gl.zeros([BLOCK_M], gl.float32, of_stored)  # of what is stored
+    square = gl.zeros([BLOCK_M], gl.float32, of_stored)  # sums of squares of the stored results
     i = 0
     for t in range(tiles.count):
         acc = gl.zeros([WARPS, BLOCK_N, BLOCK_M], gl.float32, mma)
         for _ in range(chunks):
             slot = i % STAGES
             async_copy.wait_group(STAGES - 2)
-            partition_barrier()  # all have their copies, and are done with the slot before
+            partition_barrier()  # all copies have arrived, and all warps have read the previous slot
             if i + STAGES - 1 < count:
                 free = (i + STAGES - 1) % STAGES
                 load_weights(offsets, mine, chunk, free, pointers, ring, depth, C, E)

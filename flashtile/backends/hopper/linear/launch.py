@@ -1,4 +1,4 @@
-"""From tensors to the flat product's arguments; prepared once for each signature."""
+"""The launch of the flat product: tensors to kernel arguments, prepared once for each signature."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def flat_variant(problem: LinearProblem, config: FlatConfig) -> FlatVariant:
 
 
 class FlatLaunch:
-    """``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature; before a norm
-    ``(y, scaled, factor)``."""
+    """``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature, or ``-> (y, scaled,
+    factor)`` if a norm follows."""
 
     def __init__(self, problem: LinearProblem, config: FlatConfig) -> None:
         self._problem, self._config = problem, config

@@ -1,5 +1,5 @@
-"""Device steps that change the scores or probabilities of a tile: an additive bias, dropout, functions of
-scores and masks, the lists of a block mask.
+"""Device steps that change the scores or probabilities of a tile: an additive bias, dropout, score and mask
+functions, the lists of a block mask.
 
 The forward and the backward call them where their variant says that a call has them
 (``config.ModifierFlags``). Steps that are absent are not compiled.
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Modifiers(NamedTuple):
-    """Modifiers of a warpgroup's tile, for the device steps. 0 stands for each that a call does not have."""
+    """Modifiers of a warpgroup's tile, for the device steps; 0 for each that a call does not have."""
 
     bias: Any
     """The channel that brings tiles of the bias, as :class:`~flashtile.backends.hopper.channels.Channel`."""

@@ -1,10 +1,10 @@
 """Tiles of an additive bias, from TMA to the scores that they are added to.
 
-A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last of stride 1. TMA brings a tile of it
-for each tile of scores; keys and rows behind the end arrive as zeros. In the forward tiles have shared memory
-of their own. In the backward they lie where dS of the same step will be: a warpgroup reads its part of the
-bias, then writes dS over it. Where each element of the bias belongs to one score, dS is the bias's gradient,
-and leaves by TMA from there.
+A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last with stride 1. TMA loads a tile of it
+for each tile of scores; keys and rows behind the end arrive as zeros. In the forward, tiles of the bias have
+shared memory of their own. In the backward they use the shared memory of dS of the same step: a warpgroup
+reads its part of the bias, then overwrites it with dS. If each element of the bias belongs to one score, dS
+is the bias's gradient, and TMA stores it from there.
 """
 
 from triton.experimental import gluon
@@ -17,12 +17,12 @@ from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumula
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
 
 SQUARE = gl.constexpr(64)
-"""Rows and columns of a tile in the backward: 128 bytes a row, whichever of the two sequences is rows."""
+"""Rows and columns of a tile in the backward: 128 bytes per row, with queries or with keys as rows."""
 
 
 @gluon.jit
 def make_row_tiles(C: gl.constexpr, desc):
-    """The channel of the forward; 0 without a bias."""
+    """Make the forward's channel of the bias; 0 without a bias."""
     if C.HAS_BIAS:
         return make_channel(desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     else:
@@ -31,7 +31,7 @@ def make_row_tiles(C: gl.constexpr, desc):
 
 @gluon.jit
 def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
-    """Producer of the forward: the tile of block ``n`` of keys for all warpgroups, as use ``i``."""
+    """Producer of the forward: load the tiles of block ``n`` of keys for all warpgroups, as use ``i``."""
     slot = bias.acquire(i)
     barrier = bias.full.index(slot)
     mbarrier.expect(barrier, C.WARPGROUPS * desc.block_type.nbytes)
@@ -45,9 +45,9 @@ def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
 
 @gluon.jit
 def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Consumer W of the forward: the first WIDTH keys of its part of use ``i``, [64, WIDTH] in 16 bits.
+    """Consumer W of the forward: load the first WIDTH keys of its part of use ``i``, [64, WIDTH] in 16 bits.
 
-    They are on their way; :func:`release_rows` waits for them.
+    :func:`release_rows` waits until these loads from shared memory are complete.
     """
     slot = bias.wait(i)
     tile = bias.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
@@ -58,7 +58,7 @@ def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, la
 
 @gluon.jit
 def release_rows(bias, i, added):
-    """Return the values that :func:`read_rows` has read, and release use ``i``."""
+    """Wait until :func:`read_rows` has loaded ``added``, release use ``i``, and return ``added``."""
     added = wait_for_loads(added)
     bias.release(i)
     return added
@@ -66,7 +66,7 @@ def release_rows(bias, i, added):
 
 @gluon.jit
 def over_ds(C: gl.constexpr, desc, ds):
-    """The channel of the backward: the memory of dS, which has two slots. 0 without a bias."""
+    """Make the backward's channel of the bias in the memory of dS, which has two slots; 0 without a bias."""
     if C.HAS_BIAS:
         SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
         squares = reinterpret(ds, ds.dtype, [SQUARES] + desc.block_type.shape, desc.layout)
@@ -78,10 +78,10 @@ def over_ds(C: gl.constexpr, desc, ds):
 
 @gluon.jit
 def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
-    """The tile of the ``c``-th 64 rows and of the keys of warpgroup W, [1, 1, 64 rows, 64 keys].
+    """Return the tile of rows 64 c to 64 c + 63 and of warpgroup W's keys, [1, 1, 64 rows, 64 keys].
 
-    It has the bytes of the same 64 keys by 64 rows of dS, which is stored 64 columns of all keys at a time;
-    with STORES_DS of the same 64 rows by 64 keys, 64 keys of all rows at a time.
+    It uses the memory of the same rows and keys of dS. Shared memory has dS [keys, rows] as parts of 64 rows,
+    each with all keys. With STORES_DS it has dS [rows, keys] as parts of 64 keys, each with all rows.
     """
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     if C.STORES_DS:
@@ -92,13 +92,13 @@ def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
 
 @gluon.jit
 def read_square(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot, layout: gl.constexpr):
-    """Read a square of the bias with keys as rows, in registers."""
+    """Load a tile of the bias to registers, with keys as rows."""
     return square_of(C, W, c, bias, slot).reshape([SQUARE, SQUARE]).permute((1, 0)).load(layout)
 
 
 @gluon.jit
 def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
-    """Producer of the backward: the tile of BLOCK_M rows from ``row`` on, as use ``i``."""
+    """Producer of the backward: load the tiles of BLOCK_M rows from ``row`` on, as use ``i``."""
     slot = bias.acquire(i)
     barrier = bias.full.index(slot)
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
@@ -113,7 +113,7 @@ def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
 
 @gluon.jit
 def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
-    """Consumer W of the backward: its part of use ``i`` with keys as rows, [64, BLOCK_M] in 16 bits."""
+    """Consumer W of the backward: load its part of use ``i`` with keys as rows, [64, BLOCK_M] in 16 bits."""
     slot = bias.wait(i)
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
@@ -127,14 +127,16 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
 
 @gluon.jit
 def release_keys(bias, i):
-    """Consumer of the backward: dQ has been made of dS of step ``i``, so that its memory is free."""
+    """Consumer of the backward: release use ``i`` when dQ of step ``i`` has been computed from dS."""
     bias.release(i)
 
 
 @gluon.jit
 def store_ds(C: gl.constexpr, bias, gradient_desc, ds_full, work, head, row, i):
-    """dS of step ``i`` and of BLOCK_M rows from ``row`` on to the bias's gradient, once both consumers have
-    written it. Returns when its memory has been read."""
+    """Store dS of step ``i``, of BLOCK_M rows from ``row`` on, as the bias's gradient by TMA.
+
+    Waits until both consumers have written dS, and returns when TMA has read it from shared memory.
+    """
     slot = i & 1
     mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
@@ -155,7 +157,7 @@ def in_log2(added):
 
 @gluon.jit
 def hide_rows(C: gl.constexpr, p, m, work, layout: gl.constexpr):
-    """P of block ``m``, 0 for rows behind the last of a packed sequence, where the bias may be anything."""
+    """Return P of block ``m`` with 0 for rows behind a packed sequence, where the bias is arbitrary."""
     if C.VARLEN:
         rows = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, layout))
         p = gl.where((rows < work.seqlen_q)[None, :], p, 0.0)

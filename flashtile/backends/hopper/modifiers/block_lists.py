@@ -1,11 +1,11 @@
 """The blocks that a block mask leaves to a tile, in the order in which a Hopper kernel visits them.
 
-The lists are a block mask's own (``flashtile.masks.BlockMask``), read on the device by every partition that
-needs them. An *entry* of a list is TILES_PER_MASK_BLOCK blocks of the kernel next to each other. Partial
-entries, which are under the mask, come first, as blocks at an edge of the mask do in the kernels' pipelines.
-Full ones follow.
+The lists are those of the block mask (``flashtile.masks.block_mask``). Each partition that needs them reads
+them on the device. An *entry* of a list is a block of the block mask, which is TILES_PER_MASK_BLOCK adjacent
+blocks of the kernel. Partial entries, which need the mask, come first, like blocks at an edge of the mask in
+the kernels' pipelines. Full entries follow.
 
-The functions on integers are the kernels' own; Python calls them through ``.fn``.
+The kernels' functions on integers can be called from Python through ``.fn``.
 """
 
 from typing import Any, NamedTuple
@@ -25,25 +25,27 @@ class BlockList(NamedTuple):
     partial: Any
     """Pointer to the list of partial entries, of which there are ``num_partial``."""
     full: Any
-    """Number of unmasked blocks."""
+    """Pointer to the list of full entries."""
     num_partial: Any
     first_full: Any
-    """Index in its list of the full entry that comes first: the one that the sequence ends in, if any."""
+    """Index, in the list of full entries, of the one visited first. It is the entry in which the sequence
+    ends, if that is listed."""
     num_others: Any
-    """Entries that a list may name: 0 to num_others - 1."""
+    """Number of entries that the other sequence has. A list may contain 0 to num_others - 1."""
     is_empty: Any
-    """Nothing is listed; the one visit is to the block behind the last, which is masked as a whole."""
+    """Whether no block is listed. A tile of queries then visits the block behind the last key, which is
+    masked as a whole."""
 
 
 @gluon.jit
 def list_index(lists, sequence, head, own, num_own):
-    """Which list of a block mask is that of ``own`` of ``num_own`` blocks; batch and heads may be shared."""
+    """Return the index of the list of block ``own`` of ``num_own``. Sequences and heads may share lists."""
     return ((sequence % lists.batch) * lists.heads + head % lists.heads).to(gl.int64) * num_own + own
 
 
 @gluon.jit
 def index_of(listed, count, entry, WARPS: gl.constexpr):
-    """Where ``entry`` stands among the first ``count`` of a list; -1 if it does not."""
+    """Return the index of ``entry`` among the first ``count`` entries of a list; -1 if it is not there."""
     layout: gl.constexpr = gl.BlockedLayout([SEARCHED // 32], [32], [WARPS], [0])
     found = count * 0 - 1
     for first in range(0, count, SEARCHED):
@@ -55,7 +57,10 @@ def index_of(listed, count, entry, WARPS: gl.constexpr):
 
 @gluon.jit
 def read_lists(lists, index, num_others):
-    """(partial entries, how many, full entries, how many); never outside of the lists."""
+    """Return (pointer to partial entries, their number, pointer to full entries, their number).
+
+    Numbers are clamped to the length of a list.
+    """
     num_partial = min(max(gl.load(lists.num_blocks + index), 0), num_others)
     num_full = min(max(gl.load(lists.full_num_blocks + index), 0), num_others)
     return lists.indices + index * num_others, num_partial, lists.full_indices + index * num_others, num_full
@@ -63,7 +68,10 @@ def read_lists(lists, index, num_others):
 
 @gluon.jit
 def listed_keys(C: gl.constexpr, WARPS: gl.constexpr, work, block, lists):
-    """The blocks of keys of a block of query rows, at least one, by a partition of WARPS warps."""
+    """Return the :class:`BlockList` of keys for a block of query rows; it has at least one block.
+
+    The calling partition has WARPS warps.
+    """
     ENTRY: gl.constexpr = C.BLOCK_N * C.TILES_PER_MASK_BLOCK
     num_others = (work.seqlen_k + ENTRY - 1) // ENTRY
     num_own = (work.seqlen_q + C.MASK_BLOCK - 1) // C.MASK_BLOCK
@@ -83,7 +91,10 @@ def listed_keys(C: gl.constexpr, WARPS: gl.constexpr, work, block, lists):
 
 @gluon.jit
 def listed_rows(C: gl.constexpr, work, lists):
-    """The blocks of query rows of a block of keys, perhaps none: the same for all query heads of its head."""
+    """Return the :class:`BlockList` of query rows for a block of keys; it may be empty.
+
+    All query heads of the key head have the same list.
+    """
     ENTRY: gl.constexpr = C.BLOCK_M * C.TILES_PER_MASK_BLOCK
     num_others = (work.seqlen_q + ENTRY - 1) // ENTRY
     num_own = (work.seqlen_k + C.MASK_BLOCK - 1) // C.MASK_BLOCK
@@ -92,16 +103,16 @@ def listed_rows(C: gl.constexpr, work, lists):
     partial, num_partial, full, num_full = read_lists(lists, index, num_others)
     count = (num_partial + num_full) * C.TILES_PER_MASK_BLOCK
     masked = num_partial * C.TILES_PER_MASK_BLOCK
-    if not C.EVEN_N:  # what the sequence ends in takes a mask throughout
+    if not C.EVEN_N:  # the block of keys in which the sequence ends is masked for all rows
         masked = count if (work.tile_in_head + 1) * C.BLOCK_N > work.seqlen_k else masked
     return BlockList(count, masked, partial, full, num_partial, num_partial * 0, num_others, num_partial < 0)
 
 
 @gluon.jit
 def entry_of_visit(listed, i, TILES: gl.constexpr):
-    """(whether its entry is full, its index in its list, the part of it) of the ``i``-th visited block.
+    """Return (whether the entry is full, its index in its list, the block within it) of the ``i``-th visit.
 
-    The first full entry and the one that the sequence ends in are exchanged.
+    The full entry in which the sequence ends changes places with the first full entry.
     """
     entry = i // TILES
     index = entry - listed.num_partial
@@ -112,7 +123,7 @@ def entry_of_visit(listed, i, TILES: gl.constexpr):
 
 @gluon.jit
 def visited_block(C: gl.constexpr, listed, i):
-    """(block, whether its entry is full) of the ``i``-th visit; never outside of the tensor."""
+    """Return (block, whether its entry is full) of the ``i``-th visit. Blocks are clamped to the sequence."""
     is_full, index, part = entry_of_visit(listed, i, C.TILES_PER_MASK_BLOCK)
     entry = gl.load((listed.full if is_full else listed.partial) + index)
     block = min(max(entry, 0), listed.num_others - 1) * C.TILES_PER_MASK_BLOCK + part
@@ -121,5 +132,5 @@ def visited_block(C: gl.constexpr, listed, i):
 
 @gluon.jit
 def key_block(C: gl.constexpr, listed, n):
-    """:func:`visited_block` of the forward, whose blocks of keys are numbered downwards."""
+    """:func:`visited_block` of the forward, where ``n`` falls from one visit to the next."""
     return visited_block(C, listed, listed.count - 1 - n)

@@ -1,8 +1,8 @@
-"""Dropout on a warpgroup's tile of scores: the numbers of ``flashtile.dropout``, and what they drop.
+"""Dropout on a warpgroup's tile of scores, with the random numbers of ``flashtile.dropout``.
 
-Of wgmma's accumulator a thread holds rows r and r + 8 and columns c, c + 1, c + 8 and c + 9: the eight
-probabilities that share two words. In S^T, where keys are rows, a warp makes the same words for its keys and
-exchanges them by transposing matrices of 8 x 8 halves.
+A thread holds rows r and r + 8 and columns c, c + 1, c + 8 and c + 9 of wgmma's accumulator. These are eight
+probabilities that share two random words. In S^T, where keys are rows, a warp computes the same words and
+transposes them as matrices of 8 x 8 halves.
 """
 
 from typing import Any, NamedTuple
@@ -21,21 +21,22 @@ DROP = gl.constexpr(
     "lop3.b32 $0, $4, m0, 0, 0x30; lop3.b32 $1, $5, m1, 0, 0x30; "
     "lop3.b32 $2, $6, m2, 0, 0x30; lop3.b32 $3, $7, m3, 0, 0x30; }"
 )
-"""Masks of pairs of probabilities in 16 bits, at (row, column) of (0, 0), (8, 0), (0, 8) and (8, 8), of their
-words, one for each, and of a limit. Numbers of 15 bits, with a sign that ``abs`` takes away, are in the order
-of the fp16 numbers with the same bits, so that one instruction compares two; the limit is infinity at most.
-Columns 8 have the bytes of their halves exchanged. 0x30 is a & ~b."""
+"""Inline assembly that sets dropped probabilities to 0. Its operands are four pairs of 16-bit probabilities,
+at (row, column) (0, 0), (8, 0), (0, 8) and (8, 8), a random word for each pair, and the limit. Numbers of 15
+bits are ordered like the fp16 numbers with the same bits, so one instruction compares two; ``abs`` clears the
+bit in front. The limit is at most infinity. For column 8, the bytes of each half are exchanged. The table
+0x30 of ``lop3`` is a & ~b."""
 DROP_KEYS_FIRST = gl.constexpr(
     DROP.value.replace("x2, $12", "x2, $10").replace("a1, $10", "a1, x2").replace("a2, x2", "a2, $12")
 )
-"""Masks of a transposed tile, in which rows 8 have the bytes of their halves exchanged."""
+"""DROP for a transposed tile, in which the bytes are exchanged for row 8 instead of column 8."""
 DROP_CONSTRAINTS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 20)
 BARRIER_PACK = gl.constexpr(32)
 
 
 @gluon.constexpr_function
 def barrier_asm(count):
-    """A scheduling barrier for the words of ``count`` probabilities of a thread; see ``inline_asm.pin``."""
+    """Return PTX of a scheduling barrier (``inline_asm.pin``) for the words of ``count`` probabilities."""
     words = [f"${count + 8 * (n // 2) + n % 2 * 2}" for n in range(count // 4)]
     either = [f"or.b32 all, {words[0]}, {words[1]};", *(f"or.b32 all, all, {word};" for word in words[2:])]
     outputs = [f"mov.b32 ${n}, 0;" for n in range(count)]
@@ -49,16 +50,17 @@ def barrier_constraints(count):
 
 
 class Generator(NamedTuple):
-    """The state from which the words of a warpgroup's tiles are made, for a sequence, a head and rows."""
+    """State of the random words of a warpgroup's rows, for a sequence and a query head."""
 
     key: Any
     first_query: Any
     first_key: Any
-    """First key of the tile, combined with the pairs of queries and of keys."""
+    """key, first_query and first_key are the first three words of a head (:func:`philox`). The latter two are
+    XORed with the numbers of query pairs and of key groups, as counters of :func:`two_words`."""
     start: Any
     """The first of the warpgroup's rows: queries in the forward, keys in the backward."""
     limit: Any
-    """In both halves of a word: numbers of 15 bits below it drop their probability."""
+    """The threshold in both halves of a word: probabilities with a number of 15 bits below it are dropped."""
 
 
 @gluon.jit
@@ -96,7 +98,7 @@ def generator_of(head_of_batch, start, pointers, schedule):
 
 @gluon.jit
 def two_words(key, word, other):
-    """Philox-2x32-7 of a key and a counter."""
+    """Return the two words of Philox-2x32-7 for a key and the counter (word, other)."""
     for _ in gl.static_range(7):
         high, low = wide_product(word, 0xD256D193)
         word, other = high ^ key ^ other, low
@@ -108,16 +110,15 @@ def two_words(key, word, other):
 def random_bits(
     generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, FINE: gl.constexpr, s_layout: gl.constexpr
 ):
-    """[64, N] uint32, the words of a tile with columns from ``start`` on, a multiple of N, ready for
-    :func:`drop`.
+    """Return the words of a tile for :func:`drop`, [64, N] uint32. ``start`` is its first column.
 
-    Each probability computes its words as if they were its own; the compiler sees which are the same.
+    The code computes the words for each probability on its own; the compiler merges those that are equal.
     """
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
-    # Numbers of pairs and fours within a tile have no bits in common with those of the tile, so that
-    # exclusive or adds them. What more words share is combined first. With keys as rows, each thread computes
-    # the same words as with queries as rows.
+    # Numbers of pairs and fours within a tile have no bits in common with the numbers at its start, so XOR
+    # adds them. Terms that more words share are combined first. With keys as rows, each thread computes the
+    # same words as with queries as rows; they are transposed at the end.
     if KEYS_FIRST:
         pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)
         four = (rows // 16 * 4).to(gl.uint32) ^ (columns % 8 // 2).to(gl.uint32)
@@ -157,7 +158,7 @@ def schedule_barrier(words):
 
 @gluon.jit
 def drop(p, words, generator, KEYS_FIRST: gl.constexpr):
-    """P in 16 bits, [64, N], 0 where dropout drops it."""
+    """Return P (16 bits, [64, N]) with 0 where dropout drops it."""
     ASM: gl.constexpr = DROP_KEYS_FIRST if KEYS_FIRST else DROP
     return gl.inline_asm_elementwise(
         ASM, DROP_CONSTRAINTS, [p, words, generator.limit],

@@ -1,6 +1,6 @@
-"""Functions of scores and masks on a warpgroup's tile of scores, where the kernels modify and hide them.
+"""Score and mask functions (SCORE_MOD, MASK_MOD) on a warpgroup's tile of scores.
 
-Queries are rows of a tile, as in the forward; the backward has keys as rows (``backward.scores``).
+Rows of a tile are queries, as in the forward. For the backward, where rows are keys, see ``backward.scores``.
 """
 
 from collections import namedtuple
@@ -19,16 +19,16 @@ KEEP_SEEN = gl.constexpr(
     "{ .reg .pred seen; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 seen, bit, 0; "
     "selp.f32 $0, $1, 0fFF800000, seen; }"
 )
-"""From (score, bits, bit): the score if the bit is set, else -inf. Each test stands next to its choice: the
-compiler would make all tests first and pack their results."""
+"""Inline assembly of (score, bits, bit) -> the score if the bit is set, else -inf. It keeps each test next to
+its selection; the compiler would do all tests first and pack their results."""
 
 
 CapturedTensors = namedtuple(  # type: ignore[misc]
     "CapturedTensors",
     [f"tensor_{i}" for i in range(MAX_CAPTURED)] + [f"size_{i}" for i in range(MAX_SIZES)],
 )
-"""Tensors that functions read, contiguous, 0 for those that a call does not have, and the sizes of all their
-dimensions in order. The last sizes hold numbers of the programs."""
+"""Contiguous tensors that functions read, 0 for those that a call lacks, then the sizes of all their
+dimensions in order. Unused sizes at the end hold numbers of the functions' programs."""
 
 
 class FunctionArguments(NamedTuple):
@@ -38,7 +38,7 @@ class FunctionArguments(NamedTuple):
     head: Any
     """The query head."""
     offset: Any
-    """Where the first row stands among the keys."""
+    """Position of the first query among the keys."""
     captured: Any
 
 
@@ -50,7 +50,7 @@ def function_arguments(work, head, captured):
 
 @gluon.jit
 def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
-    """SCORE_MOD of scores of block ``n`` of keys, in natural units."""
+    """Apply SCORE_MOD to the scores of block ``n`` of keys, in natural units."""
     own = rows.modifiers.functions
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     queries = rows.positions - own.offset
@@ -62,10 +62,10 @@ def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
 def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
     """Return the keys of block ``n`` that MASK_MOD shows, all if it ``is_full``: [rows, COLUMNS] ints.
 
-    Bit a of column c is key a * COLUMNS + c, of ``WIDTH`` keys.
+    Bit a of column c is for key a * COLUMNS + c, of ``WIDTH`` keys.
 
-    A loop has the instructions of MASK_MOD once. Written out they would be there for each of a thread's
-    scores and for each consumer, more than the instruction cache holds.
+    A loop contains the instructions of MASK_MOD once. Unrolled, they would be repeated for each score of a
+    thread and for each consumer, and would not fit in the instruction cache.
     """
     layout: gl.constexpr = accumulator_layout(COLUMNS)
     own, blocks = rows.modifiers.functions, rows.modifiers.blocks
@@ -76,7 +76,7 @@ def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
     if C.LISTED:
         bits = gl.where(is_full, 0 if blocks.is_empty else -1, bits)
         steps = 0 if is_full or blocks.is_empty else steps
-    # A number of steps that the compiler knew would make it write the loop out.
+    # The compiler would unroll the loop if it knew the number of steps.
     steps = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [steps], gl.int32, True, 1)
     for a in range(steps):
         seen = C.MASK_MOD(own.sequence, own.head, queries, keys + a * COLUMNS, own.captured)
@@ -86,7 +86,7 @@ def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
 
 @gluon.jit
 def hide_scores(C: gl.constexpr, s, n, is_full, rows, s_layout: gl.constexpr):
-    """-inf for the keys of block ``n`` that MASK_MOD hides, unless the block is full."""
+    """Return the scores with -inf for keys of block ``n`` that MASK_MOD hides, unless the block is full."""
     M: gl.constexpr = s.shape[0]
     N: gl.constexpr = s.shape[1]
     bits = seen_bits(C, n, is_full, rows, N)

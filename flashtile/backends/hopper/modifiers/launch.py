@@ -14,8 +14,11 @@ from flashtile.problems.masks import Mods
 
 
 def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
-    """Fields of :class:`ModifierFlags`, both passes'. ``fixed`` numbers of functions take no registers, of
-    which a SCORE_MOD never leaves any."""
+    """Return fields of :class:`ModifierFlags` for either pass.
+
+    If ``fixed``, numbers of a mask_mod are literals, which take no registers. Those of a score_mod always
+    are, because it leaves no registers free.
+    """
     dropout, mods = problem.dropout_p > 0, problem.mods
     flags = {
         "HAS_BIAS": problem.bias,
@@ -39,7 +42,7 @@ def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
 
 
 def modifier_integers(problem: Problem, bias: Tensor | None) -> dict[str, int]:
-    """The fields of both passes' schedules that modifiers read."""
+    """Return the fields of a schedule that modifiers read; they are the same for both passes."""
     integers = {}
     if problem.dropout_p:
         integers["drop_threshold"] = threshold(problem.dropout_p)
@@ -49,19 +52,20 @@ def modifier_integers(problem: Problem, bias: Tensor | None) -> dict[str, int]:
 
 
 def own_sizes(bias: Tensor) -> tuple[int, ...]:
-    """Its shape, 1 for sequences or heads that share it by a stride of 0."""
+    """Return the shape of ``bias``, with 1 for dimensions that it is expanded along (stride 0)."""
     return tuple(size if step else 1 for size, step in zip(bias.shape, bias.stride(), strict=True))
 
 
 def is_shared(problem: Problem, bias: Tensor | None) -> bool:
-    """Whether several sequences have the bias of a head."""
+    """Whether several sequences share the bias of a head."""
     return bias is not None and own_sizes(bias)[0] == 1 < problem.batch
 
 
 class FunctionTensors:
     """Tensors that the functions of a call and its block mask read, as the kernels' pointers hold them.
 
-    One object serves the calls of one signature. ``by_keys``: the lists are those of blocks of keys.
+    One object serves the calls of one signature. ``by_keys``: each block of keys has a list; else each block
+    of query rows has one.
     """
 
     def __init__(self, mods: Mods, extras: Any, by_keys: bool) -> None:
@@ -83,9 +87,9 @@ class FunctionTensors:
     def __call__(self, extras: Any, missing: Tensor, by_address: bool) -> tuple[Any, Any, list]:
         """Return (lists, captured, tensors that must live until the launch).
 
-        ``missing`` stands for lists that the block mask does not have. 0 stands for captured tensors that a
-        call does not have, and for the whole structure if it has neither tensors nor numbers: functions of
-        Triton 3.6 return no structure that contains None.
+        ``missing`` replaces lists that the block mask lacks. Captured tensors that a call lacks are 0, and so
+        is the whole structure if it would have neither tensors nor numbers. They are not None, because
+        functions of Triton 3.6 cannot return a structure that contains None.
         """
         lists, captured, tensors = None, self._without_captured, []
         if self._has_captured:

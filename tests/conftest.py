@@ -82,10 +82,10 @@ def balanced_work(monkeypatch: pytest.MonkeyPatch, fresh_launches: None) -> None
         monkeypatch.setattr(config, name, -1)
 
 
-@pytest.fixture(params=["as users get it", "balanced"])
+@pytest.fixture(params=["as users get it", "stream-K"])
 def either_work(request: pytest.FixtureRequest) -> None:
     """A test of decoding, once with each way of sharing out the work."""
-    if request.param == "balanced":
+    if request.param == "stream-K":
         request.getfixturevalue("balanced_work")
 
 

@@ -18,7 +18,7 @@ from cases import FP16, FP32
 from decode_cases import CASES, build
 from flashtile.backends.common.e4m3 import decode_bits, encode_bits
 from flashtile.backends.portable.decode import config, plan, prepare_combine, prepare_copy_blocks
-from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, balanced_start
+from flashtile.backends.portable.decode.schedule import DecodeLengths, Layout, stream_k_start
 from flashtile.backends.portable.decode.schedule import share_of as share_of_kernel
 from flashtile.backends.portable.decode.schedule import share_start as share_start_kernel
 from flashtile.problems.decode import FP8, CombineProblem, CopyProblem, CopyTensors
@@ -61,7 +61,7 @@ def test_short_work_tiles_are_left_whole(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("keys", "sequences", "even", "balanced"),
+    ("keys", "sequences", "even", "stream_k"),
     [
         (256, 1, True, False),
         (512, 1, True, True),
@@ -74,11 +74,11 @@ def test_short_work_tiles_are_left_whole(name, monkeypatch):
         (1024, 34, True, True),
     ],
 )
-def test_which_work_tiles_are_left_whole(keys, sequences, even, balanced):
+def test_which_work_tiles_are_left_whole(keys, sequences, even, stream_k):
     """Of 8 key heads of 128 on an H200: those that a program reads while parts would be combined, and longer
     ones where a last round of programs keeps the card busy."""
     chosen = config.row("hopper", 2, config.NARROW, 128)
-    assert chosen.balances(1, 8 * sequences, 132, 512 * keys, even) is balanced
+    assert chosen.takes_stream_k(1, 8 * sequences, 132, 512 * keys, even) is stream_k
 
 
 class Sequences(NamedTuple):
@@ -88,7 +88,7 @@ class Sequences(NamedTuple):
 @triton.jit
 def _starts_kernel(pointers, out, lengths, C: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    total, position, m_block, m_block_start = balanced_start(
+    total, position, m_block, m_block_start = stream_k_start(
         tl.arange(0, C.SCAN_BLOCK), program, programs, pointers, lengths, C
     )
     tl.store(out + 4 * program, total)

@@ -30,7 +30,7 @@ from flashtile.backends.hopper.decode.work import (
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 from flashtile.backends.portable.decode.combine import CombinePointers, CombineVariant
 from flashtile.backends.portable.decode.results import Splits
-from flashtile.backends.portable.decode.schedule import DecodeLengths, balanced_start, share_start
+from flashtile.backends.portable.decode.schedule import DecodeLengths, share_start, stream_k_start
 
 pytestmark = pytest.mark.interpreter
 
@@ -63,7 +63,7 @@ VARIANT = Variant(
     ONE_TOKEN=False,
     HEADS_PER_TEAM=1,
     ONE_TEAM=False,
-    BALANCED=True,
+    STREAM_K=True,
     BY_WORK_TILE=False,
     HAS_SINK=False,
     HAS_PRIOR=False,
@@ -118,7 +118,7 @@ def n_blocks_of(m_block):
 @triton.jit
 def _balanced_kernel(pointers, covered, slots_of, partial, lengths, slots, C: tl.constexpr):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    total, position, m_block, m_block_start = balanced_start(
+    total, position, m_block, m_block_start = stream_k_start(
         tl.arange(0, C.SCAN_BLOCK), program, programs, pointers, lengths, C
     )
     start = Start(total, share_start(program + 1, programs, total))

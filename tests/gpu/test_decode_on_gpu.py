@@ -113,7 +113,7 @@ def test_heads_in_teams(heads_kv: int) -> None:
 
 
 def test_many_row_blocks_are_a_prefill() -> None:
-    """More rows than the balanced grid takes: blocks of rows run each for itself."""
+    """More rows than the stream-K grid takes: blocks of rows run each for itself."""
     tensors, arguments = paged([2000, 1111], (16, 1), 64, seqlen_q=150)
     testing.check(*tensors, backend="portable", causal=True, **arguments)
 

@@ -64,7 +64,7 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     most = max((len(tile.blocks) for tile in every), default=0)
     even = not call.page_size and all(len(tile.blocks) == most for tile in every)
     tile_bytes = bytes_to_read(most * block, call.head_dim + call.width_v, _operand_bytes(call))
-    if config.balances(m_blocks, len(every), card.sm_count, tile_bytes, even):
+    if config.takes_stream_k(m_blocks, len(every), card.sm_count, tile_bytes, even):
         programs, parts, cut_rows = _runs(every, card.sm_count * config.programs_per_sm)
     partial_bytes = parts * (call.width_v + 1) * STATISTIC_BYTES
     cut_out = cut_rows * (call.width_v * call.element_bytes + 4)

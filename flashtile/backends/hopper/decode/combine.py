@@ -3,7 +3,7 @@
 In the portable kernel, each program searches the lengths of the whole batch for the parts to combine. With
 many rows the search takes longer than combining. Here the attention kernel says which parts exist:
 
-* A balanced program that begins a work tile writes a *partial record*. There is one record for each work
+* A stream-K program that begins a work tile writes a *partial record*. There is one record for each work
   tile. If there are fewer programs than work tiles, there is one for each program: only the last work tile
   that a program begins can be continued by others.
 * With a work queue, the queue's table lists the work tiles that were divided.

@@ -174,7 +174,7 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
         v_descale=scales,
     )
     descriptors = dict(zip(("q_desc", "k_desc", "v_desc"), views(problem, variant, q, k, v), strict=True))
-    more = words({"balanced": variant.BALANCED, "queue": not variant.BALANCED})
+    more = words({"stream-K": variant.STREAM_K, "queue": not variant.STREAM_K})
     head = f"head_dim {variant.BLOCK_D}/{variant.BLOCK_DV} {variant.BLOCK_M}x{variant.BLOCK_N}"
     return CompileCase(
         name=" ".join(("hopper decode", head, name, *more)),

@@ -46,7 +46,7 @@ class HopperDecodeConfig(DecodeConfig):
     LAZY_RESCALE: bool
     PIN_WAIT: bool
 
-    def balances(
+    def takes_stream_k(
         self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
     ) -> bool:
         programs = multiprocessors * self.programs_per_sm
@@ -93,14 +93,14 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     """Scales of an FP8 cache: "none", "head", "sequence" or "block"."""
     KEY_SCALES: bool
     """Whether DESCALE is "block", so the keys of one tile may have different scales."""
-    BALANCED: bool
+    STREAM_K: bool
     """Whether programs take equal runs of n_blocks; otherwise they take splits from a queue."""
     DIVIDES: bool
     """Whether the queue's table divides the work tiles of long sequences."""
     SPLIT: bool
-    """Whether a work tile may have several splits; True if BALANCED or DIVIDES."""
+    """Whether a work tile may have several splits; True if STREAM_K or DIVIDES."""
     BY_WORK_TILE: bool
-    """Whether balanced programs write a partial record for each work tile, otherwise one for each program."""
+    """Whether stream-K programs write a partial record for each work tile, otherwise one for each program."""
     PDL: bool
     """Programmatic dependent launch: programs start while another kernel fills the queue's table, and wait
     for its end."""

@@ -6,7 +6,7 @@ TMA, at the pages that the block table names. The rows of a tile are query token
 share a key head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``. The keys are read once for
 all of them.
 
-If BALANCED, programs take equal runs of all n_blocks of the batch, which may begin and end within work tiles.
+If STREAM_K, programs take equal runs of all n_blocks of the batch, which may begin and end within work tiles.
 Otherwise they take work tiles, or splits of them, from a queue, those of long sequences first. Parts of a
 work tile are stored as partial results, as in the portable kernel.
 
@@ -47,7 +47,7 @@ from flashtile.backends.hopper.decode.work import (
     wait_for_table,
 )
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.backends.portable.decode.schedule import balanced_start, sequence_of, share_start
+from flashtile.backends.portable.decode.schedule import sequence_of, share_start, stream_k_start
 
 
 class HopperDecodePointers(NamedTuple):
@@ -134,7 +134,7 @@ class KeyLoads(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a balanced program's run of n_blocks begins and ends (``schedule.balanced_start``)."""
+    """Where a stream-K program's run of n_blocks begins and ends (``schedule.stream_k_start``)."""
 
     total: Any
     position: Any
@@ -248,7 +248,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
     """Consumer partition, warpgroup W: computes rows 64 W to 64 W + 63 of all m_blocks of the program."""
     i = 0
     j = 0
-    if C.BALANCED:
+    if C.STREAM_K:
         start = uniform_start(start)
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         program = gl.program_id(0)
@@ -294,7 +294,7 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
     """
     i = 0
     j = 0
-    if C.BALANCED:
+    if C.STREAM_K:
         start = uniform_start(start)
         position, m_block, m_block_start = start.position, start.m_block, start.m_block_start
         while position < start.end:
@@ -333,11 +333,11 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
 
 @gluon.jit
 def find_start(C: gl.constexpr, pointers, lengths):
-    """Return the :class:`Start` of a balanced program; all 0 if not BALANCED."""
-    if C.BALANCED:
+    """Return the :class:`Start` of a stream-K program; all 0 if not STREAM_K."""
+    if C.STREAM_K:
         index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
         program, programs = gl.program_id(0), gl.num_programs(0)
-        total, position, m_block, m_block_start = balanced_start(
+        total, position, m_block, m_block_start = stream_k_start(
             index, program, programs, pointers, lengths, C
         )
         return Start(total, position, share_start(program + 1, programs, total), m_block, m_block_start)
@@ -384,7 +384,7 @@ def attend_kernel(
     v_loads = make_loads(C, v, v_desc, v_source)
     faults = work_queue.make_work_queue(C.WARPGROUPS)
     queries = QueryLoads(q, faults, q_desc)
-    queue = 0 if C.BALANCED else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
+    queue = 0 if C.STREAM_K else work_queue.make_work_queue(C.WARPGROUPS + 2 * C.LOADERS - 1)
     start = find_start(C, pointers, lengths)
     table = behind_partials(pointers.partial, splits, C)
     call = HopperDecodeCall(pointers, table, lengths, splits, cache, outer)

@@ -50,7 +50,7 @@ from flashtile.backends.portable.decode.plan import (
     outer_strides_of,
     round_up,
 )
-from flashtile.backends.portable.decode.plan import is_balanced as shares_blocks
+from flashtile.backends.portable.decode.plan import is_stream_k as shares_blocks
 from flashtile.backends.portable.decode.results import Splits
 from flashtile.backends.portable.decode.schedule import DecodeLengths
 from flashtile.problems.common import UNLIMITED
@@ -81,8 +81,8 @@ def packed(problem: DecodeProblem) -> DecodeProblem:
     return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem))
 
 
-def is_balanced(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """:func:`portable.decode.plan.is_balanced` of the :func:`packed` problem."""
+def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
+    """:func:`portable.decode.plan.is_stream_k` of the :func:`packed` problem."""
     return shares_blocks(packed(problem), config)
 
 
@@ -94,7 +94,7 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
 
 
 def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Number of programs of a balanced grid.
+    """Number of programs of a stream-K grid.
 
     At most as many as run at a time. Preferably a multiple of the number of work tiles: programs that read
     the same keys for several m_blocks then do so at the same time.
@@ -107,15 +107,15 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
 
 
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """Whether the queue's table divides long work tiles. It does unless the call chooses splits, programs are
-    balanced, or sequences have many m_blocks."""
+    """Whether the queue's table divides long work tiles. It does unless the call chooses splits, the grid
+    is stream-K, or sequences have many m_blocks."""
     chosen = problem.num_splits != 0 or problem.split_size != 0
     few = m_blocks_of(packed(problem), config) < DIVIDED_M_BLOCKS
-    return few and not chosen and not is_balanced(problem, config)
+    return few and not chosen and not is_stream_k(problem, config)
 
 
 def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> HopperDecodeVariant:
-    balanced = is_balanced(problem, config)
+    stream_k = is_stream_k(problem, config)
     divided = divides(problem, config)
     pack = pack_of(problem)
     work_tiles = problem.batch * m_blocks_of(packed(problem), config) * (problem.num_heads_q // pack)
@@ -144,11 +144,11 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
         E4M3=e4m3,
         DESCALE=problem.descale,
         KEY_SCALES=problem.descale == "block",
-        BALANCED=balanced,
+        STREAM_K=stream_k,
         DIVIDES=divided,
-        SPLIT=balanced or divided or num_splits_of(problem, config)[0] > 1,
+        SPLIT=stream_k or divided or num_splits_of(problem, config)[0] > 1,
         BY_WORK_TILE=work_tiles < balanced_programs(problem, config),
-        PDL=not balanced,
+        PDL=not stream_k,
         PACK=pack,
         KV_GROUP=problem.group_size // pack,
         HEAD_DIM=problem.head_dim,
@@ -168,7 +168,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
 def recorded_variant(
     problem: DecodeProblem, config: HopperDecodeConfig, variant: HopperDecodeVariant
 ) -> tuple[CombineVariant, int]:
-    """(variant, warps) of the kernel that combines partial results of balanced programs."""
+    """(variant, warps) of the kernel that combines partial results of stream-K programs."""
     programs = balanced_programs(problem, config)
     problem = packed(problem)
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
@@ -179,7 +179,7 @@ def recorded_variant(
     rows = min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size)
     tile = CombineTile(min(triton.next_power_of_2(rows), most // splits), splits, num_warps)
     combining = combine_variant(problem, config, tile, variant.BY_WORK_TILE, pdl=True)
-    return replace(combining, BALANCED=True), num_warps
+    return replace(combining, STREAM_K=True), num_warps
 
 
 def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
@@ -239,7 +239,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             maxnreg=config.registers[-1],
         )
         floats = splits.slots * splits.partial_rows * (problem.head_dim_v + 1)
-        if variant.BALANCED:
+        if variant.STREAM_K:
             records = programs
             if variant.BY_WORK_TILE:
                 records = lengths.m_blocks * problem.num_heads_kv
@@ -274,7 +274,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         """(number of programs, :class:`Splits`) of the packed problem."""
         num_splits, split_n_blocks = num_splits_of(problem, config)
         programs = multiprocessors(self._device) * config.programs_per_sm
-        if variant.BALANCED:
+        if variant.STREAM_K:
             programs = balanced_programs(self._problem, config)
             slots = 2 * programs
         elif variant.DIVIDES:
@@ -289,7 +289,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_recorded(
         self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, records: int
     ) -> CachedLaunch:
-        """The launch that combines partial results of balanced programs, from ``records`` partial records."""
+        """The launch that combines partial results of stream-K programs, from ``records`` partial records."""
         assert isinstance(self._config, HopperDecodeConfig)
         combining, num_warps = recorded_variant(self._problem, self._config, variant)
         row_blocks = triton.cdiv(splits.partial_rows, combining.ROWS)
@@ -313,7 +313,7 @@ class HopperDecodeLaunch(DecodeLaunch):
             combine_kernel,
             work_tiles * row_blocks,
             (lengths, splits, 0, row_blocks),
-            (replace(combining, BALANCED=False),),
+            (replace(combining, STREAM_K=False),),
             combined.num_warps,
         )
 

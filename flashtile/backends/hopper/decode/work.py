@@ -44,7 +44,7 @@ class TablePointers(NamedTuple):
 @triton.jit
 def behind_partials(partial, splits, C: tl.constexpr):
     """Return the int32 pointer to the memory after the partial results and their log-sum-exps. It holds the
-    partial records of balanced programs, or the table of the queue."""
+    partial records of stream-K programs, or the table of the queue."""
     floats = splits.slots.to(tl.int64) * splits.partial_rows * (C.HEAD_DIM_V + 1)
     return (partial + floats).to(tl.pointer_type(tl.int32), bitcast=True)
 
@@ -63,7 +63,7 @@ def wait_for_table():
 
 @triton.jit
 def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths):
-    """Find the work at ``position`` of a balanced program's run.
+    """Find the work at ``position`` of a stream-K program's run.
 
     Returns (work tile, n_begin, n_end, slot, splits, position, m_block, m_block_start). The program computes
     n_blocks [n_begin, n_end) of the work tile; the last three values locate its next work.

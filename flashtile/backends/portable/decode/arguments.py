@@ -37,10 +37,10 @@ class DecodeVariant(Layout):
     """Whether e4m3 elements are decoded in software."""
     E4M3_PAIRS: bool
     """Whether the cache is viewed as pairs of elements; even and odd columns are multiplied separately."""
-    BALANCED: bool
+    STREAM_K: bool
     """Whether programs share all n_blocks equally (stream-K, :mod:`schedule`)."""
     SPLIT: bool
-    """Whether a work tile may have several splits; always True if BALANCED."""
+    """Whether a work tile may have several splits; always True if STREAM_K."""
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int

@@ -25,12 +25,12 @@ from flashtile.backends.portable.decode.results import (
 )
 from flashtile.backends.portable.decode.schedule import (
     WorkTile,
-    balanced_start,
     heads_of_rows,
     load_sequence,
     reach_of,
     sequence_of,
     share_start,
+    stream_k_start,
     work_tile_at,
 )
 from flashtile.backends.portable.decode.steps import NextWork, ScoreRows, as_float16, attend_n_blocks
@@ -196,7 +196,7 @@ def prefetch_first(program, call, C: tl.constexpr):
     pointers, lengths = call.pointers, call.lengths
     team = program // HEADS
     teams = tl.num_programs(0) // HEADS
-    total, position, m_block, m_block_start = balanced_start(
+    total, position, m_block, m_block_start = stream_k_start(
         tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C, True
     )
     work, nth, _ = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C, True)
@@ -212,12 +212,12 @@ def prefetch_first(program, call, C: tl.constexpr):
 
 @triton.jit
 def attend_balanced(program, call, C: tl.constexpr):
-    """Do the work of a program of a balanced (stream-K) grid: an equal, contiguous share of all n_blocks."""
+    """Do the work of a program of a stream-K grid: an equal, contiguous share of all n_blocks."""
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     pointers, lengths = call.pointers, call.lengths
     team = program // HEADS
     teams = tl.num_programs(0) // HEADS
-    total, position, m_block, m_block_start = balanced_start(
+    total, position, m_block, m_block_start = stream_k_start(
         tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C
     )
     end = share_start(team + 1, teams, total)
@@ -251,7 +251,7 @@ def attend_balanced(program, call, C: tl.constexpr):
 
 @triton.jit
 def attend_split(program, call, C: tl.constexpr):
-    """Do the work of a program of an unbalanced grid: one split of a work tile.
+    """Do the work of a program of a grid without stream-K: one split of a work tile.
 
     The split depends only on the length of the tile's sequence. The m_blocks of a sequence run concurrently
     and share keys in the L2 cache; the last ones start first, because they see the most keys.
@@ -281,7 +281,7 @@ def attend_split(program, call, C: tl.constexpr):
 
 @kernel(do_not_specialize=("outer", "lengths", "num_blocks", "splits"))
 def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits, C: tl.constexpr):
-    """Grid: (teams * HEADS_PER_TEAM,) if BALANCED, else (m_blocks * splits * heads_kv * batch,).
+    """Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
 
     q (batch, seqlen_q, heads_q, HEAD_DIM), without the batch when VARLEN. Caches (rows, capacity, heads_kv,
     ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out like q with HEAD_DIM_V and lse (batch, heads_q,
@@ -298,7 +298,7 @@ def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits
         tl.extra.cuda.gdc_wait()
         if C.PREFETCH == 0:
             tl.extra.cuda.gdc_launch_dependents()
-    if C.BALANCED:
+    if C.STREAM_K:
         attend_balanced(program, call, C)
     else:
         attend_split(program, call, C)

@@ -21,13 +21,13 @@ from flashtile.backends.portable.decode.results import (
 )
 from flashtile.backends.portable.decode.schedule import (
     Layout,
-    balanced_start,
     heads_of_rows,
     load_sequence,
     locate_m_block,
     reach_of,
     sequence_of,
     share_of,
+    stream_k_start,
 )
 from flashtile.backends.portable.tiles import sink_step
 
@@ -36,7 +36,7 @@ from flashtile.backends.portable.tiles import sink_step
 class CombineVariant(Layout):
     """Constants of the combining kernel, passed as one argument."""
 
-    BALANCED: bool
+    STREAM_K: bool
     BY_WORK_TILE: bool
     """Whether programs belong to work tiles; otherwise to boundaries between the shares of two teams."""
     HAS_SINK: bool
@@ -203,8 +203,8 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
 
 
 @triton.jit
-def balanced_parts(unit, teams, pointers, lengths, C: tl.constexpr):
-    """Return the :class:`Parts` of one work tile, which a balanced grid of ``teams`` teams left.
+def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
+    """Return the :class:`Parts` of one work tile, which a stream-K grid of ``teams`` teams left.
 
     If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is a boundary: between the share of a
     program and that of its counterpart in the next team. The work tile is the one that the boundary divides.
@@ -217,7 +217,7 @@ def balanced_parts(unit, teams, pointers, lengths, C: tl.constexpr):
         total, m_block_start = locate_m_block(m_block, pointers, lengths, C)
     else:
         head_kv = unit % HEADS
-        total, position, m_block, m_block_start = balanced_start(
+        total, position, m_block, m_block_start = stream_k_start(
             tl.arange(0, C.SCAN_BLOCK), unit // HEADS + 1, teams, pointers, lengths, C
         )
     b, m = sequence_of(m_block, lengths, C)
@@ -255,7 +255,7 @@ def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths", "splits", "teams", "row_blocks"))
 def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr):
-    """Combine the partial results of ``decode_kernel``; ``teams`` is 0 unless its grid was balanced.
+    """Combine the partial results of ``decode_kernel``; ``teams`` is 0 unless its grid was stream-K.
 
     Grid: (row blocks * work tiles,). Unless BY_WORK_TILE it is (row blocks * boundaries between programs of
     adjacent teams,), which is smaller for large batches. A row block is ROWS rows of a work tile.
@@ -264,8 +264,8 @@ def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr
         tl.extra.cuda.gdc_launch_dependents()
     row_block = tl.program_id(0) % row_blocks
     unit = tl.program_id(0) // row_blocks
-    if C.BALANCED:
-        parts = balanced_parts(unit, teams, pointers, lengths, C)
+    if C.STREAM_K:
+        parts = stream_k_parts(unit, teams, pointers, lengths, C)
     else:
         parts = split_parts(unit, pointers, lengths, splits, C)
     if C.PDL:

@@ -139,7 +139,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
                     yield _attention_case(f"decode {name}", problem, chosen, capability, variant)
                     if head_dim == 128 and variant in ("page 16", "splits") and element_bytes == 2:
                         yield _combine_case(f"decode combine {name}", problem, chosen, capability, True)
-                        if plan.is_balanced(problem, chosen):
+                        if plan.is_stream_k(problem, chosen):
                             by_boundary = f"decode combine {name} by boundary"
                             yield _combine_case(by_boundary, problem, chosen, capability, False)
     latent = replace(_PAGED, num_heads_q=128, num_heads_kv=1, head_dim=64, head_dim_v=512, qv=True)
@@ -224,8 +224,8 @@ def _attention_case(
 def _combine_case(
     name: str, problem: DecodeProblem, chosen: DecodeConfig, capability: int, by_work_tile: bool
 ) -> CompileCase:
-    balanced = plan.is_balanced(problem, chosen)
-    tile = plan.combine_tile(problem, chosen, (33 if by_work_tile else 1) if balanced else None)
+    stream_k = plan.is_stream_k(problem, chosen)
+    tile = plan.combine_tile(problem, chosen, (33 if by_work_tile else 1) if stream_k else None)
     compiled_for = plan.combine_variant(problem, chosen, tile, by_work_tile, capability >= 90)
     signature = {
         "pointers": types_of(

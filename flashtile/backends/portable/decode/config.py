@@ -21,15 +21,15 @@ TALL serves so many rows that products take longer than reading: 64 tokens, or s
 """
 
 BALANCED_M_BLOCKS = 16
-"""Maximum m_blocks per sequence of a balanced grid. More are a prefill, with enough work for any grid."""
+"""Maximum m_blocks per sequence of a stream-K grid. More are a prefill, with enough work for any grid."""
 
 WHOLE_BYTES = 192 * 1024
 """Bytes of keys and values that a program reads in about the time of writing and combining partial results.
-Narrow work tiles of up to this size gain nothing from a balanced grid."""
+Narrow work tiles of up to this size gain nothing from a stream-K grid."""
 MAX_WHOLE_BYTES = 512 * 1024
-"""Work tiles with more bytes get a balanced grid even if all multiprocessors are busy without it.
+"""Work tiles with more bytes get a stream-K grid even if all multiprocessors are busy without it.
 
-Programs of a balanced grid prefetch the next work tile's keys and read adjacent heads at about the same time,
+Programs of a stream-K grid prefetch the next work tile's keys and read adjacent heads at about the same time,
 which saves more if there are more bytes.
 """
 MAX_UNEVEN_BYTES = 256 * 1024
@@ -45,10 +45,10 @@ class DecodeConfig:
 
     tile: KernelConfig
     programs_per_sm: int
-    """Programs per multiprocessor of a balanced grid, which run concurrently."""
+    """Programs per multiprocessor of a stream-K grid, which run concurrently."""
     precision: str
 
-    def balances(
+    def takes_stream_k(
         self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
     ) -> bool:
         """Whether programs share all n_blocks equally.

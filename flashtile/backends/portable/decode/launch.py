@@ -163,7 +163,7 @@ class DecodeLaunch:
         longest = max(plan.extent(k_cache), plan.extent(v_cache))
         return (
             left != UNLIMITED, right != UNLIMITED, plan.aligned(problem, k_cache, v_cache), longest >= 2**31,
-            longest * k_cache.element_size() >= 2**31, plan.is_balanced(problem, config),
+            longest * k_cache.element_size() >= 2**31, plan.is_stream_k(problem, config),
             plan.grid_size(problem, config), plan.softmax_max_kind(problem, config),
             problem.split_size and problem.capacity, k_cache.dtype,
         )  # fmt: skip
@@ -183,11 +183,11 @@ class DecodeLaunch:
     ) -> tuple[CachedLaunch, CachedLaunch | None]:
         """Return the attention kernel and, if it leaves partial results, the kernel that combines them."""
         problem, config = self._problem, self._config
-        balanced = plan.is_balanced(problem, config)
+        stream_k = plan.is_stream_k(problem, config)
         num_splits, split_n_blocks = plan.num_splits_of(problem, config)
         work_tiles = problem.batch * plan.m_blocks_of(problem, config) * problem.num_heads_kv
         programs, teams = work_tiles * num_splits, 0
-        if balanced:
+        if stream_k:
             team = plan.heads_per_team(problem, config)
             teams = max(1, plan.grid_size(problem, config) // team)
             programs = teams * team
@@ -200,7 +200,7 @@ class DecodeLaunch:
             wide=any(plan.extent(cache) >= 2**31 for cache in (k_cache, v_cache)),
             aligned=plan.aligned(problem, k_cache, v_cache),
         )
-        if num_splits == 1 and not balanced:
+        if num_splits == 1 and not stream_k:
             variant = replace(variant, SPLIT=False)
         scale = problem.softmax_scale
         softmax_max = problem.softmax_max if variant.SOFTMAX_MAX == "number" else None
@@ -212,7 +212,7 @@ class DecodeLaunch:
             max(problem.num_blocks, 1),
             Splits(
                 partial_rows=min(config.tile.BLOCK_M, problem.seqlen_q * problem.group_size),
-                slots=2 * programs if balanced else programs,
+                slots=2 * programs if stream_k else programs,
                 num_splits=num_splits,
                 split_n_blocks=split_n_blocks,
             ),
@@ -235,7 +235,7 @@ class DecodeLaunch:
     ) -> CachedLaunch:
         """Return the kernel that combines the partial results of ``programs`` programs.
 
-        ``teams``: number of teams of a balanced grid; 0 for other grids.
+        ``teams``: number of teams of a stream-K grid; 0 for other grids.
         """
         problem, config = self._problem, self._config
         tile = plan.combine_tile(problem, config, triton.cdiv(programs, work_tiles) if teams else None)

@@ -81,7 +81,7 @@ def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
     return -(-problem.seqlen_q * problem.group_size // config.tile.BLOCK_M)  # triton.cdiv takes 2 us
 
 
-def is_balanced(problem: DecodeProblem, config: DecodeConfig) -> bool:
+def is_stream_k(problem: DecodeProblem, config: DecodeConfig) -> bool:
     """Whether programs share all n_blocks equally. Else a work tile's splits depend on its length only."""
     if problem.num_splits != 0 or problem.split_size != 0:
         return False
@@ -91,7 +91,7 @@ def is_balanced(problem: DecodeProblem, config: DecodeConfig) -> bool:
     columns = problem.head_dim + problem.head_dim_v
     tile_bytes = bytes_to_read(keys_seen(problem), columns, operand_bytes(problem))
     even = not (problem.page_size or problem.lengths or problem.leftpad or problem.varlen)
-    return config.balances(m_blocks, work_tiles, multiprocessors(problem.device), tile_bytes, even)
+    return config.takes_stream_k(m_blocks, work_tiles, multiprocessors(problem.device), tile_bytes, even)
 
 
 def keys_seen(problem: DecodeProblem) -> int:
@@ -125,7 +125,7 @@ def layout(problem: DecodeProblem, config: DecodeConfig) -> dict[str, Any]:
 
 
 def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
-    """Return the number of programs of a balanced grid."""
+    """Return the number of programs of a stream-K grid."""
     count = multiprocessors(problem.device)
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
     most_n_blocks = work_tiles * -(-problem.capacity // config.tile.BLOCK_N)
@@ -140,13 +140,13 @@ def heads_per_team(problem: DecodeProblem, config: DecodeConfig) -> int:
     In tiles of few rows, reading adjacent heads together saves time. With more rows, a team is one head,
     because a grid of whole teams would leave programs idle.
     """
-    if not is_balanced(problem, config) or config.tile.BLOCK_M > NARROW:
+    if not is_stream_k(problem, config) or config.tile.BLOCK_M > NARROW:
         return 1
     return largest_divisor(problem.num_heads_kv, MAX_HEADS_PER_TEAM)
 
 
 def num_splits_of(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
-    """Return (splits per work tile, n_blocks per split or 0) for a grid that is not balanced."""
+    """Return (splits per work tile, n_blocks per split or 0) for a grid without stream-K."""
     split_n_blocks = triton.cdiv(problem.split_size, config.tile.BLOCK_N)
     if not split_n_blocks:
         return max(problem.num_splits, 1), 0
@@ -198,9 +198,9 @@ def decode_variant(
     wide: bool,
     aligned: bool,
 ) -> DecodeVariant:
-    balanced = is_balanced(problem, config)
+    stream_k = is_stream_k(problem, config)
     e4m3 = problem.cache_dtype == FP8
-    bound_by_bytes = balanced and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
+    bound_by_bytes = stream_k and config.tile.BLOCK_M == NARROW and problem.dtype.itemsize < 4
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
     if pairs:  # half a row must still be wide enough for a product
         block_d, block_dv = max(block_d, MIN_PAIRED_WIDTH), max(block_dv, MIN_PAIRED_WIDTH)
@@ -222,8 +222,8 @@ def decode_variant(
         E4M3=e4m3,
         E4M3_BITS=e4m3 and not native_e4m3,
         E4M3_PAIRS=pairs,
-        BALANCED=balanced,
-        SPLIT=balanced or problem.num_splits > 1 or problem.split_size > 0,
+        STREAM_K=stream_k,
+        SPLIT=stream_k or problem.num_splits > 1 or problem.split_size > 0,
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_D=block_d,
@@ -246,7 +246,7 @@ class CombineTile(NamedTuple):
 def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | None) -> CombineTile:
     """Return the tile of the combining kernel.
 
-    ``programs``: programs per work tile of a balanced grid. If they are few, a tile has room for all rows of
+    ``programs``: programs per work tile of a stream-K grid. If they are few, a tile has room for all rows of
     a work tile. Few combining programs then do the work, and all are resident before attention ends. If they
     are many, twice as many warps load their results, because a second round would wait for memory again.
 
@@ -268,7 +268,7 @@ def combine_variant(
 ) -> CombineVariant:
     return CombineVariant(
         **layout(problem, config),
-        BALANCED=is_balanced(problem, config),
+        STREAM_K=is_stream_k(problem, config),
         BY_WORK_TILE=by_work_tile,
         HAS_SINK=problem.sink,
         HAS_PRIOR=problem.prior,

@@ -29,7 +29,7 @@ class Splits(NamedTuple):
     slots: Any
     """Number of partial results that are allocated."""
     num_splits: Any
-    """Splits per work tile, if not balanced."""
+    """Splits per work tile, without stream-K."""
     split_n_blocks: Any
     """n_blocks per split; 0: as many as give ``num_splits`` splits of the work tile."""
 

@@ -5,7 +5,7 @@ of its group. So all query heads of a key/value head form one tile. BLOCK_M rows
 *m_block*, BLOCK_N keys an *n_block*. m_blocks are numbered consecutively through the batch. A *work tile* is
 an m_block and a key/value head.
 
-If BALANCED, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads.
+If STREAM_K, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads.
 Keys of these heads are adjacent in memory and are read at about the same time. The n_blocks of all work tiles
 are flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
 equal, contiguous share of that sequence for any lengths, as stream-K does for matrix products (Osama et al.
@@ -13,7 +13,7 @@ equal, contiguous share of that sequence for any lengths, as stream-K does for m
 end within work tiles. So a program leaves at most two partial results: one for a tile that an earlier team
 began, and one for a tile that a later team continues.
 
-If not BALANCED, each work tile is cut into splits that depend on its own length only. So its result is
+If not STREAM_K, each work tile is cut into splits that depend on its own length only. So its result is
 independent of the rest of the batch.
 
 Lengths are read from device memory by every program: no host synchronisation, and one captured CUDA graph
@@ -250,7 +250,7 @@ def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths,
 
 
 @triton.jit
-def balanced_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
+def stream_k_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
     """Return where ``team`` begins: (number of all n_blocks, position of its first n_block, the m_block that
     contains it, position of that m_block's first n_block).
 

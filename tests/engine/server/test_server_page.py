@@ -373,6 +373,7 @@ def test_every_size_is_accessible_and_never_scrolls_sideways(visit, width, heigh
         assert page.evaluate("document.documentElement.scrollHeight") <= height, state
         assert axe_violations(page) == [], state
 
+    page.evaluate("byId('model').textContent = 'a model with a long name, '.repeat(6)")
     check("start")
     for button in page.locator("header button, #send").all():
         box = button.bounding_box()

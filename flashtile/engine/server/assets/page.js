@@ -100,7 +100,7 @@ async function describeModel() {
     const found = (await (await call("v1/models")).json()).data[0];
     model.name = found.id;
     model.maxLength = found.max_model_len;
-    byId("model").textContent = `${model.name}, ${plural(model.maxLength, "token")}`;
+    byId("model").textContent = `${model.name}, up to ${plural(model.maxLength, "token")}`;
     document.title = `${model.name} - flashtile`;
     notify("");
     draw();
@@ -293,7 +293,7 @@ class Turn {
     const retry = quiet("Retry", () => this.run(), true);
     const mine = [edit, copyButton(() => this.prompt)];
     this.ask.hidden = this.isInline;
-    this.ask.replaceChildren(make("div", { class: "user", textContent: this.prompt }), make("div", { class: "actions" }, ...mine));
+    this.ask.replaceChildren(make("div", { class: `user${this.mode === "text" ? " plain" : ""}`, textContent: this.prompt }), make("div", { class: "actions" }, ...mine));
     this.foot.replaceChildren(...(this.isInline ? [quiet("Edit", () => this.edit(), true)] : []), retry, this.note);
   }
 

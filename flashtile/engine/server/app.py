@@ -175,7 +175,7 @@ async def _metrics(request: web.Request, service: Service) -> web.Response:
 
 
 async def _live(request: web.Request, service: Service) -> web.Response:
-    return json_response(await service.asynchronous.call(_snapshot))
+    return json_response({"server": service.id, **await service.asynchronous.call(_snapshot)})
 
 
 def _snapshot(engine: Engine) -> dict[str, Any]:

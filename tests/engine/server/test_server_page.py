@@ -239,6 +239,7 @@ def test_a_refused_call_is_one_line_and_can_be_tried_again(visit):
     assert "n must be at most max_num_seqs=64, got 100" in one.page.inner_text(".turn .error")
     assert "\n" not in one.page.inner_text(".turn .error").strip()
     assert not one.page.is_visible(".answer")
+    assert "written" not in one.page.inner_text(".turn")
     one.set(n=1, max_tokens=2)
     one.page.click("text=Retry")
     one.settle()

@@ -378,9 +378,10 @@ class Turn {
       waiting = [];
       const count = sum(answers) - before, seconds = (performance.now() - first) / 1000;
       const rate = count > answers.length && seconds > 0 ? `, ${((count - answers.length) / seconds).toFixed(0)} tokens/s` : "";
+      if (!first) return;
       const of = prompt ? `${plural(prompt, "prompt token")}, ` : "";
-      const wait = first ? `, first after ${(first - begun).toFixed(0)} ms` : "";
-      this.note.textContent = `${this.name ?? ""}${of}${plural(count, "token")} written${wait}${rate}`;
+      const wait = `first after ${(first - begun).toFixed(0)} ms`;
+      this.note.textContent = `${this.name ?? ""}${of}${plural(count, "token")} written, ${wait}${rate}`;
     };
     try {
       const body = await this.body(asked, controller.signal);
@@ -531,7 +532,7 @@ function sendOnEnter(event, form) {
 
 const COLORS = 8, SECONDS = 60, LISTED_BLOCKS = 40;
 const requests = new Map(); // by the engine's request id: {number, color}
-const samples = []; // {time in seconds, total tokens, tokens per second}
+const samples = []; // {time in seconds, total tokens, rate in tokens per second, server}
 let seen = null; // the last answer of /live
 let owners = new Map(); // by block: the sequences that use it
 
@@ -545,10 +546,10 @@ const nameOf = (sequence) => `Request ${request(sequence.request_id).number}, an
 /** Count tokens per second over the last second, and forget what is older than the chart. */
 function sample(total) {
   const time = performance.now() / 1000;
-  if (samples.length && total < samples.at(-1).total) samples.length = 0; // another replica, or a new server
+  if (samples.at(-1)?.server !== seen.server) samples.length = 0; // another replica counts its own tokens
   const before = samples.findLast((one) => time - one.time >= 0.9) ?? samples[0];
   const rate = before && time > before.time ? (total - before.total) / (time - before.time) : 0;
-  samples.push({ time, total, rate });
+  samples.push({ time, total, rate, server: seen.server });
   while (samples[0].time < time - SECONDS) samples.shift();
   return rate;
 }
@@ -572,16 +573,27 @@ function layout(count) {
   return { size, columns: Math.max(1, Math.floor(width / size)) };
 }
 
+/** Return a function from a variable of the design to its colour in the present scheme, which a canvas needs. */
+function resolvedColors(element) {
+  const found = new Map();
+  return (name) => {
+    if (!found.has(name)) {
+      element.style.color = `var(${name})`;
+      found.set(name, getComputedStyle(element).color);
+    }
+    return found.get(name);
+  };
+}
+
 function drawBlocks() {
-  const canvas = byId("blocks"), scale = devicePixelRatio || 1, style = getComputedStyle(document.documentElement);
-  const color = (name) => style.getPropertyValue(name).trim(), count = seen.refs.length;
+  const canvas = byId("blocks"), scale = devicePixelRatio || 1, count = seen.refs.length;
   const { size, columns } = layout(count), side = size - (size > 8 ? 2 : 1), height = Math.ceil(count / columns) * size;
   canvas.width = canvas.clientWidth * scale;
   canvas.height = height * scale;
   canvas.style.height = `${height}px`;
   const context = canvas.getContext("2d");
   context.scale(scale, scale);
-  const found = { used: 0, shared: 0, cached: 0, free: 0 };
+  const color = resolvedColors(canvas), found = { used: 0, shared: 0, cached: 0, free: 0 };
   for (let block = seen.null_blocks; block < count; block++) {
     const x = (block % columns) * size, y = Math.floor(block / columns) * size, sequences = owners.get(block);
     if (!sequences) {

@@ -185,6 +185,23 @@ def test_text_is_completed_and_continued(visit):
     assert one.bodies[1]["prompt"] == "abcdef"
 
 
+def test_an_answer_of_a_chat_that_was_cut_is_continued_and_copied(visit):
+    one = visit(permissions=["clipboard-read", "clipboard-write"])
+    one.set(max_tokens=3)
+    one.ask("abc")
+    (start,) = one.texts(".answer .text")
+    one.page.click(".answer >> text=Continue")
+    one.settle()
+    (whole,) = one.texts(".answer .text")
+    assert (whole[:3], len(whole)) == (start, 6)
+    sent = one.bodies[-1]
+    assert sent["messages"][-1] == {"role": "assistant", "content": start}
+    assert (sent["continue_final_message"], sent["add_generation_prompt"]) == (True, False)
+    one.page.click(".answer >> text=Copy")
+    one.page.wait_for_selector(".answer >> text=Copied")
+    assert one.page.evaluate("navigator.clipboard.readText()") == whole
+
+
 def test_a_message_is_edited_and_an_answer_tried_again(visit):
     one = visit()
     one.set(max_tokens=2)

@@ -207,7 +207,7 @@ def test_a_message_is_edited_and_an_answer_tried_again(visit):
     one.set(max_tokens=2)
     one.ask("abc")
     one.ask("klm")
-    one.page.click(".turn:first-child >> text=Edit")
+    one.page.click(".turn >> nth=0 >> text=Edit")
     one.page.fill(".turn textarea", "xyz")
     one.page.press(".turn textarea", "Enter")
     one.settle()

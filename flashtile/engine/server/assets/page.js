@@ -17,8 +17,12 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-const quiet = (text, onclick, whenIdle = false) =>
-  make("button", { type: "button", class: "quiet", textContent: text, onclick, ...(whenIdle && { "data-idle": "" }) });
+/** A button without a border. One that is only for idle times is disabled while answers are written. */
+function quiet(text, onclick, whenIdle = false) {
+  const properties = { type: "button", class: "quiet", textContent: text, onclick };
+  return make("button", whenIdle ? { ...properties, "data-idle": "" } : properties);
+}
+
 const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const announce = (text) => { byId("status").textContent = text; };
 
@@ -253,8 +257,8 @@ function alternatives(token) {
   const rows = token.top.map(([text, logprob]) => {
     const bar = make("i");
     bar.style.width = `${100 * Math.exp(logprob)}%`;
-    return make("tr", {}, make("td", { textContent: JSON.stringify(text) }), make("td", { textContent: percent(logprob) }),
-      make("td", {}, bar));
+    const cells = [JSON.stringify(text), percent(logprob)].map((textContent) => make("td", { textContent }));
+    return make("tr", {}, ...cells, make("td", {}, bar));
   });
   return [make("table", { "aria-label": "Likeliest tokens" }, make("tbody", {}, ...rows))];
 }
@@ -291,15 +295,18 @@ class Turn {
   drawAsk() {
     const edit = quiet("Edit", () => this.edit(), true);
     const retry = quiet("Retry", () => this.run(), true);
-    const mine = [edit, copyButton(() => this.prompt)];
+    const style = this.mode === "text" ? "user plain" : "user";
     this.ask.hidden = this.isInline;
-    this.ask.replaceChildren(make("div", { class: `user${this.mode === "text" ? " plain" : ""}`, textContent: this.prompt }), make("div", { class: "actions" }, ...mine));
-    this.foot.replaceChildren(...(this.isInline ? [quiet("Edit", () => this.edit(), true)] : []), retry, this.note);
+    this.ask.replaceChildren(
+      make("div", { class: style, textContent: this.prompt }),
+      make("div", { class: "actions" }, ...(this.isInline ? [] : [edit]), copyButton(() => this.prompt)));
+    this.foot.replaceChildren(...(this.isInline ? [edit] : []), retry, this.note);
   }
 
   /** Let the user change the message. Later messages of a chat depend on it and go. */
   edit() {
-    const area = make("textarea", { value: this.prompt, "aria-label": "Edit message", rows: Math.min(10, this.prompt.split("\n").length + 1) });
+    const rows = Math.min(10, this.prompt.split("\n").length + 1);
+    const area = make("textarea", { value: this.prompt, "aria-label": "Edit message", rows });
     const form = make("form", {}, area, make("div", { class: "buttons" },
       make("button", { type: "button", textContent: "Cancel", onclick: () => this.drawAsk() }),
       make("button", { class: "primary", textContent: "Send", "data-idle": "" })));
@@ -351,12 +358,15 @@ class Turn {
 
   offerChoice() {
     const name = `choice-${Math.random()}`;
-    const mark = () => this.answers.forEach((answer, i) => answer.element.classList.toggle("chosen", i === this.chosen));
+    const choose = (chosen) => {
+      this.chosen = chosen;
+      this.answers.forEach((answer, i) => answer.element.classList.toggle("chosen", i === chosen));
+    };
     this.answers.forEach((answer, i) => {
-      const input = make("input", { type: "radio", name, checked: i === 0, onchange: () => { this.chosen = i; mark(); } });
+      const input = make("input", { type: "radio", name, checked: i === 0, onchange: () => choose(i) });
       answer.actions.append(make("label", { class: "choose" }, input, "Reply to this"));
     });
-    mark();
+    choose(0);
   }
 
   /** Make one answer longer. */
@@ -376,12 +386,13 @@ class Turn {
     const show = () => {
       keepAtEnd(() => waiting.forEach(([answer, piece]) => answer.add(piece)));
       waiting = [];
-      const count = sum(answers) - before, seconds = (performance.now() - first) / 1000;
-      const rate = count > answers.length && seconds > 0 ? `, ${((count - answers.length) / seconds).toFixed(0)} tokens/s` : "";
       if (!first) return;
-      const of = prompt ? `${plural(prompt, "prompt token")}, ` : "";
-      const wait = `first after ${(first - begun).toFixed(0)} ms`;
-      this.note.textContent = `${this.name ?? ""}${of}${plural(count, "token")} written, ${wait}${rate}`;
+      const count = sum(answers) - before, later = count - answers.length;
+      const seconds = (performance.now() - first) / 1000;
+      const parts = [`${plural(count, "token")} written`, `first after ${(first - begun).toFixed(0)} ms`];
+      if (prompt) parts.unshift(plural(prompt, "prompt token"));
+      if (later > 0 && seconds > 0) parts.push(`${(later / seconds).toFixed(0)} tokens/s`);
+      this.note.textContent = `Request ${this.number}: ${parts.join(", ")}`;
     };
     try {
       const body = await this.body(asked, controller.signal);
@@ -422,7 +433,8 @@ class Turn {
     const wanted = Number(byId("max_tokens").value) || 256, room = most - count;
     const fields = { ...asked, ...sampling(), max_tokens: room > 0 ? Math.min(wanted, room) : wanted };
     if (byId("show-tokens").checked) {
-      Object.assign(fields, this.mode === "chat" ? { logprobs: true, top_logprobs: TOP_TOKENS } : { logprobs: TOP_TOKENS });
+      if (this.mode === "chat") Object.assign(fields, { logprobs: true, top_logprobs: TOP_TOKENS });
+      else fields.logprobs = TOP_TOKENS;
     }
     return { ...fields, stream: true, stream_options: { include_usage: true }, return_token_ids: true };
   }
@@ -430,7 +442,7 @@ class Turn {
   /** Give the turn the colour that the engine's blocks of its request have. */
   color(id) {
     const { number, color } = request(id);
-    this.name = `Request ${number}: `;
+    this.number = number;
     this.element.style.setProperty("--request", `var(${color})`);
   }
 }
@@ -442,9 +454,11 @@ function pieceOf(choice, kind) {
   const found = choice.logprobs;
   let scores = [];
   if (found && kind === "chat") {
-    scores = found.content.map((one) => ({ logprob: one.logprob, top: one.top_logprobs.map((top) => [top.token, top.logprob]) }));
+    const pair = (one) => [one.token, one.logprob];
+    scores = found.content.map((one) => ({ logprob: one.logprob, top: one.top_logprobs.map(pair) }));
   } else if (found) {
-    scores = found.token_logprobs.map((logprob, i) => ({ logprob, top: Object.entries(found.top_logprobs[i] ?? {}) }));
+    const pairs = (i) => Object.entries(found.top_logprobs[i] ?? {});
+    scores = found.token_logprobs.map((logprob, i) => ({ logprob, top: pairs(i) }));
   }
   for (const { top } of scores) top.sort((a, b) => b[1] - a[1]);
   const text = kind === "chat" ? choice.delta.content : choice.text;
@@ -475,7 +489,7 @@ function draw() {
   const shown = turns[mode], system = byId("system").value.trim();
   document.body.dataset.mode = mode;
   byId("welcome").hidden = shown.length > 0;
-  byId("welcome-title").textContent = mode === "chat" ? `Chat with ${model.name}` : `Complete text with ${model.name}`;
+  byId("welcome-title").textContent = `${mode === "chat" ? "Chat" : "Complete text"} with ${model.name}`;
   byId("welcome-text").textContent = mode === "chat"
     ? "Messages go to this server as chat completions, with the model's own chat template."
     : `${model.hasTemplate ? "" : "This model has no chat template. "}The model writes what follows your text.`;
@@ -484,8 +498,9 @@ function draw() {
   byId("prompt-label").textContent = mode === "chat" ? "Message" : "Text to complete";
   byId("prompt").placeholder = mode === "chat" ? "Write a message" : "Write the beginning of a text";
   byId("prompt").classList.toggle("plain", mode === "text");
-  const head = mode === "chat" && system && shown.length ? [make("p", { class: "system", textContent: `System prompt: ${system}` })] : [];
-  byId("turns").replaceChildren(...head, ...shown.map((turn) => turn.element));
+  const head = make("p", { class: "system", textContent: `System prompt: ${system}` });
+  head.hidden = mode !== "chat" || !system || !shown.length;
+  byId("turns").replaceChildren(head, ...shown.map((turn) => turn.element));
 }
 
 /** Focus the prompt, except where that would open a keyboard on the screen. */
@@ -556,14 +571,15 @@ function sample(total) {
 
 function drawChart(rate) {
   const most = Math.max(...samples.map((one) => one.rate)), now = samples.at(-1).time;
-  const top = Math.max(10, 10 ** Math.floor(Math.log10(most || 1)) * Math.ceil(most / 10 ** Math.floor(Math.log10(most || 1))));
+  const power = 10 ** Math.max(1, Math.floor(Math.log10(most || 1))), top = power * Math.max(1, Math.ceil(most / power));
   const points = samples.map((one) => [600 * (1 - (now - one.time) / SECONDS), 98 - 96 * one.rate / top]);
   const line = points.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L");
   byId("chart-line").setAttribute("d", `M${line}`);
   byId("chart-area").setAttribute("d", `M${points[0][0].toFixed(1)} 100L${line}L600 100Z`);
   byId("chart-most").textContent = top.toLocaleString("en");
   byId("rate").textContent = rate.toFixed(rate < 10 && rate > 0 ? 1 : 0);
-  byId("chart").setAttribute("aria-label", `Tokens per second over the last minute: ${rate.toFixed(0)} now, at most ${most.toFixed(0)}`);
+  const described = `Tokens per second over the last minute: ${rate.toFixed(0)} now, at most ${most.toFixed(0)}`;
+  byId("chart").setAttribute("aria-label", described);
 }
 
 /** Size and columns of the squares in the picture of the blocks. */
@@ -587,7 +603,8 @@ function resolvedColors(element) {
 
 function drawBlocks() {
   const canvas = byId("blocks"), scale = devicePixelRatio || 1, count = seen.refs.length;
-  const { size, columns } = layout(count), side = size - (size > 8 ? 2 : 1), height = Math.ceil(count / columns) * size;
+  const { size, columns } = layout(count), side = size - (size > 8 ? 2 : 1);
+  const height = Math.ceil(count / columns) * size;
   canvas.width = canvas.clientWidth * scale;
   canvas.height = height * scale;
   canvas.style.height = `${height}px`;
@@ -619,7 +636,9 @@ function drawBlocks() {
     context.fillRect(x + rim, y + rim, side - 2 * rim, side - 2 * rim);
   }
   for (const [name, number] of Object.entries(found)) byId(`count-${name}`).textContent = number.toLocaleString("en");
-  canvas.setAttribute("aria-label", `Blocks of the KV cache: ${found.used} used, of which ${found.shared} shared; ${found.cached} in the prefix cache, ${found.free} free`);
+  const described = `${found.used} used, of which ${found.shared} shared; `
+    + `${found.cached} in the prefix cache, ${found.free} free`;
+  canvas.setAttribute("aria-label", `Blocks of the KV cache: ${described}`);
 }
 
 function describeBlocks() {
@@ -642,7 +661,8 @@ function describeBlock(event) {
 function batchItem(sequence, longest) {
   const item = make("li"), { computed, tokens, prompt_tokens: prompt } = sequence;
   item.style.setProperty("--request", `var(${request(sequence.request_id).color})`);
-  const state = computed < prompt ? `${computed} of ${prompt} prompt tokens` : `${prompt} prompt + ${tokens - prompt} written`;
+  const state = computed < prompt
+    ? `${computed} of ${prompt} prompt tokens` : `${prompt} prompt + ${tokens - prompt} written`;
   const step = sequence.step_tokens ? `+${sequence.step_tokens}` : "waits";
   const bars = [Math.min(computed, prompt), Math.max(0, computed - prompt)].map((length) => {
     const bar = make("i");
@@ -652,8 +672,9 @@ function batchItem(sequence, longest) {
   const table = sequence.blocks.slice(0, LISTED_BLOCKS).map((block) =>
     make("span", { class: owners.get(block)?.length > 1 ? "shared" : "", textContent: block }));
   if (sequence.blocks.length > LISTED_BLOCKS) table.push(`and ${sequence.blocks.length - LISTED_BLOCKS} more`);
+  const words = [nameOf(sequence), state].map((textContent) => make("span", { textContent }));
   item.append(
-    make("div", { class: "line" }, make("i", { class: "dot" }), make("span", { textContent: nameOf(sequence) }), make("span", { textContent: state }), make("b", { textContent: step })),
+    make("div", { class: "line" }, make("i", { class: "dot" }), ...words, make("b", { textContent: step })),
     make("div", { class: "progress" }, ...bars), make("div", { class: "table" }, ...table));
   return item;
 }
@@ -672,11 +693,13 @@ function drawEngine() {
   byId("usage").textContent = `${(100 * seen.cache_usage).toFixed(1)} % in use`;
   drawBlocks();
   if (!byId("blocks").matches(":hover")) describeBlocks();
-  byId("batch-state").textContent = `${seen.num_running} of ${plural(seen.max_num_seqs, "sequence")}, ${seen.num_waiting} waiting`;
+  const seats = plural(seen.max_num_seqs, "sequence");
+  byId("batch-state").textContent = `${seen.num_running} of ${seats}, ${seen.num_waiting} waiting`;
   const longest = Math.max(1, ...seen.running.map((one) => one.tokens));
   byId("batch").replaceChildren(...seen.running.map((one) => batchItem(one, longest)));
   byId("totals").textContent = `Since the start: ${plural(seen.generation_tokens, "token")} written, `
-    + `${plural(seen.prompt_tokens, "prompt token")} computed, ${plural(seen.prefix_hits, "prompt token")} found in the prefix cache, `
+    + `${plural(seen.prompt_tokens, "prompt token")} computed, `
+    + `${plural(seen.prefix_hits, "prompt token")} found in the prefix cache, `
     + `${plural(seen.num_preemptions, "preemption")}.`;
 }
 
@@ -727,7 +750,9 @@ byId("show-tokens").addEventListener("change", () => {
 byId("key").addEventListener("change", start);
 byId("blocks").addEventListener("mousemove", describeBlock);
 byId("blocks").addEventListener("mouseleave", () => { if (seen) describeBlocks(); });
-for (const input of document.querySelectorAll("[name=mode]")) input.addEventListener("change", () => setMode(input.value));
+for (const input of document.querySelectorAll("[name=mode]")) {
+  input.addEventListener("change", () => setMode(input.value));
+}
 for (const name of ["temperature", "top_p"]) {
   const show = () => { byId(`${name}-value`).textContent = Number(byId(name).value).toFixed(2); };
   byId(name).addEventListener("input", show);

@@ -14,6 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from chromium import axe_violations, launched
 from flashtile.engine.rotary import rotary_frequencies
 from flashtile.hardware.machine import find_device
 from flashtile.tools.commands.demo import demo
@@ -21,6 +22,7 @@ from flashtile.tools.demo import exactness, operations, plots, scaling
 from flashtile.tools.demo.attention import ATTENTIONS, standard
 from flashtile.tools.demo.corpus import VALIDATION_EVERY, python_library, sample_batch
 from flashtile.tools.demo.exactness import Check
+from flashtile.tools.demo.findings import claim, findings
 from flashtile.tools.demo.llama import ROPE, rotate, sized
 from flashtile.tools.demo.results import Results, Training, inspect_setting, write
 from flashtile.tools.demo.training import (
@@ -374,6 +376,12 @@ def test_operations_are_of_gpt2():
 
 
 @pytest.fixture(scope="module")
+def chromium():
+    with launched() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
 def results(trained, corpus) -> Results:
     config, _, result = trained
     return Results(
@@ -443,6 +451,55 @@ def test_report_is_one_file_that_needs_no_network(results, tmp_path):
     assert "def <b>&sample</b>" in page.text  # escaped
     assert "does not fit in 4.0 GiB" in page.text
     assert all(check.name in page.text for check in results.checks())
+
+
+def test_claim_and_findings_follow_the_numbers(results, tmp_path):
+    assert claim(results) == "Exact attention, 3.0 times as fast with 16 times less memory"
+    found = findings(results)
+    assert found["scaling"] == (
+        "At 512 tokens a pass takes 3 ms instead of 9 ms, 3.0 times as fast, and needs 2 MiB instead of "
+        "32 MiB, 16 times less."
+    )
+    assert found["operations"] == "A forward pass takes 5 ms instead of 15 ms, 3.0 times as fast."
+    assert found["exactness"] == "All 15 results are as close to float64 as the error rule allows."
+    write(results, tmp_path)
+    text = Page((tmp_path / "report.html").read_text()).text
+    assert all(sentence in text for sentence in [claim(results), *found.values()])
+    assert text.index(claim(results)) < text.index("Time of a pass") < text.index(found["scaling"])
+
+
+def test_claim_of_a_demo_that_fails_or_cannot_compare(results):
+    slow = scaling.ScalingRow(512, cost(9.1, 40), cost(9.0, 32), None)
+    assert claim(replace(results, scaling=[slow])) == f"2 of {len(results.checks())} checks failed"
+    alone = replace(results, scaling=ROWS[2:])
+    assert claim(alone) == "Exact attention, without the score matrix"
+    assert findings(alone)["scaling"] == "Standard attention ran at none of the lengths."
+    broken = [replace(results.exactness[0], holds=False)]
+    assert findings(replace(results, exactness=broken))["exactness"].startswith("Results are outside of it: ")
+
+
+def test_finding_of_operations_leaves_dropout_out_on_both_sides_or_on_neither(results):
+    undropped = {name: value for name, value in APART["operations"].items() if name != "fused_dropout_ms"}
+    found = findings(replace(results, operations={**APART, "operations": undropped}))
+    assert found["operations"] == "A forward pass takes 2.5 ms instead of 11 ms, 4.4 times as fast."
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "height"), [(1366, 768), (768, 1024), (360, 640)])
+def test_report_is_accessible_at_every_size(results, tmp_path, chromium, width, height, scheme):
+    write(results, tmp_path, "visualize.html")
+    context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page, complaints = context.new_page(), []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.locator("h1").bounding_box()["y"] < page.locator(".bars").bounding_box()["y"] < height
+    widths = [bar.bounding_box()["width"] for bar in page.locator(".bar i").all()]
+    assert widths[1] / widths[0] == pytest.approx(1 / 3, abs=0.01)  # as long as the times, 9 ms and 3 ms
+    assert widths[3] / widths[2] == pytest.approx(1 / 16, abs=0.01)
+    assert axe_violations(page) == []
+    assert complaints == []
+    context.close()
 
 
 def test_report_links_to_the_interactive_page(results, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import functools
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from visits import SETTINGS, Visit
 
+import chromium as chromium_browser
 from flashtile.learn.visualizer.page import write_page
 from flashtile.learn.visualizer.recording import Recording, record
 from flashtile.learn.visualizer.settings import Setting
@@ -34,27 +34,9 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    """A headless Chromium: playwright's own, or one of the system's.
-
-    For a module, because Playwright's event loop runs until it ends, and other tests run loops of their own.
-    """
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed (extra: browser)"
-    )
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    on_path = next(filter(None, map(shutil.which, names)), None)
-    with playwright.sync_playwright() as running:
-        candidates = [None, on_path] if on_path else [None]
-        for executable in candidates:
-            try:
-                browser = running.chromium.launch(executable_path=executable, args=["--no-sandbox"])
-                break
-            except playwright.Error as error:
-                reason = str(error).splitlines()[0]
-        else:
-            pytest.skip(f"no Chromium: {reason} (python -m playwright install chromium, or a system package)")
+    """A headless Chromium."""
+    with chromium_browser.launched() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from importlib import metadata
-from pathlib import Path
+from importlib.resources import files
 from typing import Any
 
 from aiohttp import web
@@ -29,7 +29,8 @@ POLICY = (
 )
 """Content security policy of the page: it loads no resources and connects only to this server."""
 
-PAGE = Path(__file__).with_name("page.html")
+ASSETS = files("flashtile.engine.server") / "assets"
+DESIGN = files("flashtile") / "assets" / "design.css"
 
 MAX_SEQUENCES = 64
 MAX_BLOCKS = 4096
@@ -61,7 +62,12 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     get("/load", bind(_load))
     get("/metrics", bind(_metrics))
     get("/live", bind(_live))
-    get("/", _page)
+    page = _page()
+
+    async def show_page(request: web.Request) -> web.Response:
+        return web.Response(text=page, content_type="text/html", headers={"Content-Security-Policy": POLICY})
+
+    get("/", show_page)
     return app
 
 
@@ -169,13 +175,14 @@ async def _metrics(request: web.Request, service: Service) -> web.Response:
 
 
 async def _live(request: web.Request, service: Service) -> web.Response:
-    return json_response(await service.asynchronous.call(_snapshot))
+    return json_response({"server": service.id, **await service.asynchronous.call(_snapshot)})
 
 
 def _snapshot(engine: Engine) -> dict[str, Any]:
     """Describe blocks and sequences, without any text of a request. Call it on the engine's thread.
 
-    ``refs`` has one digit for each block: its references, at most 9, the prefix cache's included.
+    ``refs`` has one digit for each block: its references, at most 9, the prefix cache's included. The first
+    ``null_blocks`` blocks hold no tokens.
     """
     scheduler, stats = engine.scheduler, engine.stats()
     manager, pool = scheduler.manager, scheduler.manager.pool
@@ -184,8 +191,11 @@ def _snapshot(engine: Engine) -> dict[str, Any]:
     return {
         "block_size": manager.block_size,
         "num_blocks": pool.num_blocks,
+        "null_blocks": pool.null_blocks,
         "refs": "".join(str(min(9, count)) for count in pool.refs[:MAX_BLOCKS]),
         "cache_usage": stats.cache_usage,
+        "chat_template": engine.tokenizer is not None and "default" in engine.tokenizer.chat_templates,
+        "max_num_seqs": scheduler.max_num_seqs,
         "num_running": stats.running,
         "num_waiting": stats.waiting,
         "num_preemptions": stats.num_preemptions,
@@ -211,6 +221,9 @@ def _described_sequence(engine: Engine, sequence: Sequence, step_tokens: int) ->
     }
 
 
-async def _page(request: web.Request) -> web.Response:
-    text = PAGE.read_text(encoding="utf-8")
-    return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": POLICY})
+def _page() -> str:
+    """Return the page with its styles and its script, as one HTML file."""
+    page = (ASSETS / "page.html").read_text("utf-8")
+    for path in (DESIGN, ASSETS / "page.css", ASSETS / "page.js"):
+        page = page.replace(f"/* {path.name} */", path.read_text("utf-8"))
+    return page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -86,6 +87,7 @@ class Service:
         limits: limits of calls.
 
     Attributes:
+        id: random text, different in each replica and after each start.
         in_flight: number of calls not answered yet.
         max_calls: maximum of ``in_flight``.
         draining: whether the server is being shut down.
@@ -94,7 +96,7 @@ class Service:
 
     def __init__(self, llm: LLM, model_name: str, limits: Limits):
         self.model_name, self.limits = model_name, limits
-        self.created = int(time.time())
+        self.created, self.id = int(time.time()), uuid.uuid4().hex
         self.metrics = Metrics(model_name)
         self.engine: Engine = llm.engine
         self._counted = llm.engine.last_schedule

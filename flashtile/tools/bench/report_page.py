@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -47,7 +48,8 @@ def render(package: str, template: str, **values: Any) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"rows": _rows, "bytes": format_bytes}
-    return environment.get_template(template).render(**values)
+    design = (files("flashtile") / "assets" / "design.css").read_text("utf-8")
+    return environment.get_template(template).render(design=design, **values)
 
 
 def _rows(table: Table) -> Iterator[list[list[tuple[str, str]]]]:

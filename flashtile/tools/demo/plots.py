@@ -4,17 +4,63 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import matplotlib as mpl
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from flashtile.learn.io_model.tables import format_bytes
-from flashtile.tools.bench.report_charts import INK, figure_of, length_axis, operation_bars
+from flashtile.learn.io_model.tables import format_bytes, format_seconds
+from flashtile.tools.bench.report_charts import INK, as_svg, figure_of, length_axis, operation_bars
 from flashtile.tools.demo.scaling import Cost, ScalingRow
 
-OURS, THEIRS = "C0", "C1"
+OURS, THEIRS = "#0072b2", "#b34700"
+VARIABLES = {OURS: "--q", THEIRS: "--k"}
+"""Variable of the page's design for each colour; it has another value in a dark page."""
+
+OPERATIONS = ("#e8894a", "#f0b27e", "#d9a441", "#f3d06b", "#c9b79c")
+"""Colours of standard attention's operations, light enough for black text."""
+
+HALF_WIDTH = (5.4, 3.6)
+"""Inches of a figure that has half of the page's width."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of the report's first picture; ``share`` is its length compared with the longest, up to 1."""
+
+    label: str
+    value: str
+    share: float
+    color: str
+
+
+def bars(row: ScalingRow | None) -> dict[str, list[Bar]]:
+    """Return the bars of time and of memory, of standard attention and of flashtile, at one length."""
+    if row is None or row.standard is None:
+        return {}
+    ours, theirs = row.flashtile, row.standard
+    found = {"Time": _bars(ours.milliseconds / 1e3, theirs.milliseconds / 1e3, format_seconds)}
+    if ours.peak_bytes and theirs.peak_bytes:
+        found["Memory"] = _bars(ours.peak_bytes, theirs.peak_bytes, format_bytes)
+    return found
+
+
+def _bars(ours: float, theirs: float, described: Callable[[float], str]) -> list[Bar]:
+    sides = (("standard attention", theirs, VARIABLES[THEIRS]), ("flashtile", ours, VARIABLES[OURS]))
+    longest = max(ours, theirs)
+    return [Bar(label, described(value), value / longest, color) for label, value, color in sides]
+
+
+def themed_svg(figure: Figure) -> str:
+    """Return an SVG element whose two main colours follow the page's design."""
+    svg = as_svg(figure)
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, f"var({variable}, {color})")
+    return svg
 
 
 def time_figure(rows: Sequence[ScalingRow]) -> Figure:
@@ -25,7 +71,7 @@ def time_figure(rows: Sequence[ScalingRow]) -> Figure:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(FuncFormatter(lambda ms, _: _duration(ms)))
 
-    return figure_of(draw, "Time of a forward and backward pass")
+    return _half(figure_of(draw, "Time of a pass"))
 
 
 def memory_figure(rows: Sequence[ScalingRow]) -> Figure:
@@ -36,13 +82,14 @@ def memory_figure(rows: Sequence[ScalingRow]) -> Figure:
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda size, _: format_bytes(size)))
 
-    return figure_of(draw, "Peak memory of a forward and backward pass, beyond q, k, v")
+    return _half(figure_of(draw, "Peak memory of a pass, beyond q, k and v"))
 
 
 def operations_figure(cell: dict[str, Any]) -> Figure:
     """Plot the milliseconds of standard attention by operation, and of flashtile's call."""
     title = f"Forward pass of GPT-2's attention: {cell['shape']}"
-    return figure_of(lambda axes: operation_bars(axes, cell, "flashtile"), title)
+    with mpl.rc_context({"axes.prop_cycle": cycler(color=[OURS, *OPERATIONS])}):
+        return figure_of(lambda axes: operation_bars(axes, cell, "flashtile"), title)
 
 
 def loss_figure(losses: Sequence[float], twin: Sequence[float], validation: float) -> Figure:
@@ -63,7 +110,7 @@ def loss_figure(losses: Sequence[float], twin: Sequence[float], validation: floa
         axes.plot([len(losses)], [validation], "o", color=INK, fillstyle="none", label="files it never saw")
         axes.set_xlabel("step", fontsize=8)
 
-    return figure_of(draw, "Loss, nats a byte")
+    return figure_of(draw, "Training loss, nats per byte")
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -79,7 +126,14 @@ def _two_curves(axes: Axes, rows: Sequence[ScalingRow], value: Callable[[Cost], 
         points = [(seqlen, found) for seqlen, cost in costs if cost is not None and (found := value(cost))]
         if points:
             seqlens, values = zip(*points, strict=True)
-            axes.plot(seqlens, values, "o-", color=color, linewidth=1.8, markersize=4.5, label=label)
+            axes.plot(seqlens, values, "o-", color=color, linewidth=1.8, markersize=4.5)
+            # Curves rise, so there is room above the upper one at its left, and below the lower at its right.
+            is_upper = name == "standard"
+            axes.annotate(
+                label, points[-1 if is_upper else len(points) // 2], xytext=(-8, 3) if is_upper else (4, -11),
+                textcoords="offset points", ha="right" if is_upper else "left", va="center", fontsize=9,
+                color=color,
+            )  # fmt: skip
     for row in rows:
         if row.obstacle is not None:
             reason = "does not fit" if "does not fit" in row.obstacle else "left out"
@@ -89,6 +143,12 @@ def _two_curves(axes: Axes, rows: Sequence[ScalingRow], value: Callable[[Cost], 
                 ha="right", va="bottom", fontsize=8, color=THEIRS,
             )  # fmt: skip
     length_axis(axes, [row.seqlen for row in rows])
+    axes.margins(y=0.14)
+
+
+def _half(figure: Figure) -> Figure:
+    figure.set_size_inches(HALF_WIDTH)
+    return figure
 
 
 def _duration(milliseconds: float) -> str:

@@ -15,10 +15,10 @@ from flashtile import explain
 from flashtile.hardware import machine
 from flashtile.learn.io_model.tables import format_bytes
 from flashtile.tools.bench.operations import DROPOUT
-from flashtile.tools.bench.report_charts import as_svg
 from flashtile.tools.bench.report_page import render
 from flashtile.tools.demo import exactness, operations, plots, scaling
 from flashtile.tools.demo.exactness import Check
+from flashtile.tools.demo.findings import claim, findings
 from flashtile.tools.demo.training import Agreement, TrainingConfig, TrainingResult, bits_per_byte
 
 LEARNED_BITS = 6.0
@@ -178,12 +178,15 @@ def write(results: Results, folder: Path, page: str | None = None) -> list[Path]
         setting=results.setting,
         training=training,
         checks=results.checks(),
-        bits_per_byte=bits_per_byte(training.validation_loss),
+        claim=claim(results),
+        findings=findings(results),
+        bars=plots.bars(scaling.compared(results.scaling)),
+        compared=scaling.compared(results.scaling),
         exactness=exactness.table(results.exactness),
         scaling=scaling.table(results.scaling),
         score_matrices=scaling.SCORE_MATRICES,
         dropout=DROPOUT,
-        pictures={name: as_svg(figure) for name, figure in figures.items()},
+        pictures={name: plots.themed_svg(figure) for name, figure in figures.items()},
     )
     folder.mkdir(parents=True, exist_ok=True)
     written = [

@@ -18,7 +18,6 @@ from rich.table import Column, Table
 
 from flashtile.hardware import machine
 from flashtile.hardware.timing import peak_allocated, time_call
-from flashtile.learn.io_model.tables import format_bytes
 from flashtile.tools.demo.attention import Attention, flashtile, later_keys, standard
 from flashtile.tools.demo.exactness import Check
 
@@ -203,30 +202,41 @@ def _peak_resident_bytes() -> int | None:
 
 def table(rows: Sequence[ScalingRow]) -> Table:
     """Table with a row per sequence length."""
-    headings = ("seqlen", "flashtile", "standard", "speed-up", "flashtile memory", "standard memory", "ratio")
+    headings = (
+        "tokens", "flashtile\nms", "standard\nms", "speed-up", "flashtile\nMiB", "standard\nMiB",
+        "memory\nratio",
+    )  # fmt: skip
     columns = [Column(heading, justify="right") for heading in headings]
     found = Table(*columns, box=None, padding=(0, 1), pad_edge=False)
     for row in rows:
         costs = row.flashtile, row.standard
-        times = ("–" if cost is None else _milliseconds(cost) for cost in costs)
-        peaks = (None if cost is None else cost.peak_bytes for cost in costs)
-        memory = ("–" if peak is None else format_bytes(peak) for peak in peaks)
+        times = (None if cost is None else cost.milliseconds for cost in costs)
+        peaks = (
+            None if cost is None or cost.peak_bytes is None else cost.peak_bytes / 2**20 for cost in costs
+        )
         speed_up = "" if row.speed_up is None else f"{row.speed_up:.2f}x"
         ratio = "" if row.memory_ratio is None else f"{row.memory_ratio:.1f}x"
-        found.add_row(str(row.seqlen), *times, speed_up, *memory, ratio)
+        found.add_row(f"{row.seqlen:,}", *map(_number, times), speed_up, *map(_number, peaks), ratio)
     return found
 
 
-def _milliseconds(cost: Cost) -> str:
-    return f"{cost.milliseconds:,.0f} ms" if cost.milliseconds >= 100 else f"{cost.milliseconds:.3g} ms"
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def compared(rows: Sequence[ScalingRow]) -> ScalingRow | None:
+    """Return the row of the longest length that both attentions ran; None if there is none."""
+    return next((row for row in reversed(rows) if row.standard is not None), None)
 
 
 def checks(rows: Sequence[ScalingRow]) -> list[Check]:
     """Check speed and memory at the longest length that both attentions ran."""
-    shared = [row for row in rows if row.standard is not None]
-    if not shared:
+    row = compared(rows)
+    if row is None:
         return []
-    row, length = shared[-1], f"sequence length {shared[-1].seqlen}"
+    length = f"sequence length {row.seqlen}"
     ratios = (
         ("faster", row.speed_up, "{:.2f} times as fast"),
         ("less memory", row.memory_ratio, "{:.1f} times less"),

@@ -506,3 +506,5 @@ def test_what_the_page_shows(server):
     assert len(seen["refs"]) == seen["num_blocks"]
     assert seen["num_running"] == 0
     assert seen["running"] == []
+    assert (seen["null_blocks"], seen["max_num_seqs"], seen["chat_template"]) == (0, 64, True)
+    assert seen["server"] == server.service.id

@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             self.answer("# TYPE a counter\\na{m=\\"x\\"} 1\\n", "text/plain")
         else:
-            self.answer(json.dumps({"server_load": 2, "path": self.path}))
+            self.answer(json.dumps({"server_load": 2, "path": self.path, "replica": int(NUMBER)}))
     def do_POST(self):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if "Transfer-Encoding" in self.headers:
@@ -236,6 +236,18 @@ def test_a_replica_that_is_stopped_is_noticed(monkeypatch):
             stopped = next(one for one in replicas if one.hangs)
             stopped.signal(signal.SIGTERM)
             await stopped.wait()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_the_page_shows_the_engine_of_the_busiest_replica():
+    async def run() -> None:
+        async with serving() as (_, replicas, client):
+            for busy in (1, 0):
+                replicas[busy].in_flight, replicas[1 - busy].in_flight = 2, 0
+                assert json.loads((await get(client, "/live"))[1])["replica"] == busy
+                assert json.loads((await get(client, "/v1/models"))[1])["replica"] == 1 - busy
+                replicas[busy].in_flight = 0
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -24,7 +24,7 @@ from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import answer_errors, authorised, check_content_type, logged
 from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
-from flashtile.engine.server.replicas.routing import Routing, prompt_of
+from flashtile.engine.server.replicas.routing import Routing, busiest, prompt_of
 from flashtile.engine.server.service import Limits
 
 HOP_BY_HOP = (
@@ -44,6 +44,9 @@ CHECK_SECONDS, MAX_FAILED_CHECKS = 1.0, 3
 """Seconds between two health checks of a replica; failed checks in a row after which it counts as hanging."""
 
 CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
+
+Choose = Callable[[Sequence[Replica], bytes], Replica | None]
+"""Choice of one of several replicas for a prompt, None if none accepts calls."""
 
 logger = logging.getLogger("flashtile.server")
 
@@ -154,6 +157,7 @@ class Front:
         add("GET", "/health", self._health)
         add("GET", "/metrics", self._metrics)
         add("GET", "/load", self._load)
+        add("GET", "/live", self._live)
         add("POST", "/reset_prefix_cache", self._reset)
         add("*", "/{path:.*}", self._forward)
         app.cleanup_ctx.append(self._connected)
@@ -210,7 +214,11 @@ class Front:
         if self.draining:
             raise shutting_down()
 
-    async def _forward(self, request: web.Request) -> web.StreamResponse:
+    async def _live(self, request: web.Request) -> web.StreamResponse:
+        """Show the engine of the busiest replica, because the page is opened to see one at work."""
+        return await self._forward(request, lambda replicas, prompt: busiest(replicas))
+
+    async def _forward(self, request: web.Request, choose: Choose | None = None) -> web.StreamResponse:
         self._check_open()
         if self._in_flight >= self.listener.max_calls:
             text = f"the server answers at most {self.listener.max_calls} calls at a time: try again later"
@@ -220,18 +228,18 @@ class Front:
         hang_up = asyncio.get_running_loop().call_later(patience, request.transport.abort)
         self._in_flight += 1
         try:
-            return await self._forward_to_one(request)
+            return await self._forward_to_one(request, choose or self.routing.choose)
         finally:
             self._in_flight -= 1
             hang_up.cancel()
 
-    async def _forward_to_one(self, request: web.Request) -> web.StreamResponse:
+    async def _forward_to_one(self, request: web.Request, choose: Choose) -> web.StreamResponse:
         body = RequestBody(request, self.limits)
         prompt = prompt_of(await body.head())
         tried: list[Replica] = []
         while True:
             untried = [one for one in self.replicas if one not in tried]
-            replica = self.routing.choose(untried, prompt) if body.can_be_sent else None
+            replica = choose(untried, prompt) if body.can_be_sent else None
             if replica is None:
                 self._check_open()
                 raise _replica_ended() if tried else _no_replica()

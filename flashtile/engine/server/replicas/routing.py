@@ -62,6 +62,12 @@ class Routing:
         return chosen
 
 
+def busiest(replicas: Sequence[AnyCandidate]) -> AnyCandidate | None:
+    """Return the replica with the most calls, or None if no replica accepts calls."""
+    up = [replica for replica in replicas if replica.is_up]
+    return max(up, key=lambda replica: replica.in_flight, default=None)
+
+
 def prompt_of(head: bytes) -> bytes:
     """Return the part of a body's first bytes ``head`` from its prompt or messages on, b"" if there are none.
 

@@ -1,0 +1,45 @@
+"""A headless Chromium for the tests of pages, and axe-core, which judges their accessibility."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[Any]:
+    """Playwright's own Chromium, or one of the system's. The test is skipped where there is none.
+
+    Use it for a module at most, because Playwright's event loop runs until it ends, and other tests run
+    loops of their own.
+    """
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (extra: browser)"
+    )
+    on_path = next(filter(None, map(shutil.which, NAMES)), None)
+    with playwright.sync_playwright() as running:
+        for executable in [None, on_path] if on_path else [None]:
+            try:
+                browser = running.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+                break
+            except playwright.Error as error:
+                reason = str(error).splitlines()[0]
+        else:
+            pytest.skip(f"no Chromium: {reason} (python -m playwright install chromium, or a system package)")
+        yield browser
+        browser.close()
+
+
+def axe_violations(page: Any) -> list[str]:
+    """The rules of axe-core that a page breaks, each with the elements that break it."""
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe-core is not installed (extra: browser)"
+    )
+    found = axe.Axe().run(page).response["violations"]
+    return [f"{one['id']}: {[node['html'][:120] for node in one['nodes']]}" for one in found]

@@ -310,7 +310,7 @@ class Sram:
         return self._values[name][1]
 
     def part(self, number: int, **ranges: range) -> Sram:
-        """Return the tiles of one of several workers, such as warpgroups; worker 0 has S.0, worker 1 has S.1.
+        """Return a view for one of several workers, such as warpgroups, whose tiles are named S.0, S.1, ...
 
         The worker's tiles are freed with this scope. ``ranges`` are the worker's rows and columns, in
         addition to the ranges of this scope.

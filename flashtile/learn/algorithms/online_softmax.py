@@ -59,7 +59,7 @@ def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -
 def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
     """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
 
-    A first pass computes the maximum, a second one the sum.
+    Three passes over x compute the maximum, the sum and the result.
 
     Examples:
         >>> from flashtile.algorithms import Memory, online_softmax
@@ -84,7 +84,7 @@ def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) ->
 def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
     """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
 
-    One pass computes both the maximum and the sum.
+    One pass over x computes both the maximum and the sum, a second one the result.
 
     Examples:
         >>> from flashtile.algorithms import Memory, online_softmax

@@ -129,7 +129,10 @@ def for_the_longest(request: Request) -> int:
 
 
 def to_a_power_of_two(request: Request) -> int:
-    """Reserve the prompt plus the output rounded up to a power of two, a rough guess of its length."""
+    """Reserve the prompt's length, plus the output's length rounded up to a power of two.
+
+    A server does not know the output's length in advance. This function assumes that a guess is that good.
+    """
     return min(request.prompt + (1 << (request.output - 1).bit_length()), LONGEST)
 
 

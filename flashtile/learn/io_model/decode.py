@@ -139,6 +139,7 @@ def _runs(tiles: list[QueryTile], most_programs: int) -> tuple[int, int, int]:
     for program in range(1, programs):
         position = program * total // programs
         index = bisect_right(ends, position)
-        cuts[index] += not (index and ends[index - 1] == position)  # else it splits no tile
+        # A run that ends between two tiles splits neither of them.
+        cuts[index] += not (index and ends[index - 1] == position)
     parts = sum((count + 1) * tiles[index].rows for index, count in cuts.items() if count)
     return programs, parts, sum(tiles[index].rows for index, count in cuts.items() if count)

@@ -79,7 +79,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory held at once, inputs and results included."""
+        """Bytes held at the same time, including inputs and results."""
         return resident_bytes(self.call, self.which) + self.extra_bytes
 
     @property
@@ -201,7 +201,7 @@ def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:
 
 
 def _papers(call: Call, card: Card, which: str) -> Iterator[Counted]:
-    """Counts of the papers' algorithms.
+    """Yield the counts of the papers' algorithms.
 
     FlashAttention 1 has a program for each head. FlashAttention 2 has one for each block of query rows, and
     in the backward pass one for each block of keys.
@@ -231,7 +231,7 @@ def _launched(
 
 
 def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
-    """Counts of flashtile's portable kernels, if they support the call."""
+    """Yield the counts of flashtile's portable kernels, or nothing if they do not support the call."""
     try:
         config = portable_config(call, card)
     except ValueError:
@@ -253,7 +253,7 @@ def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
 
 
 def _decoding(call: Call, card: Card) -> Counted:
-    """Counts of Flash-Decoding with enough splits to give every SM a program."""
+    """Return the counts of Flash-Decoding with enough splits to give every SM a program."""
     heads = max(1, len(call.sequences) * call.num_heads_kv)
     blocks = max(1, -(-call.seqlen_k // DECODE_BLOCK_N))
     splits = min(blocks, max(1, -(-card.sm_count // heads)))

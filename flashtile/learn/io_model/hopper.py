@@ -29,7 +29,7 @@ LARGEST_HEAD_DIM = 256
 START_AND_END = 1
 """Approximate cost of a query block's prologue and epilogue, in units of one key block."""
 VISITS = 2**19
-"""Approximate limit of a simulation, in pieces visited by all programs: about half a second of work."""
+"""Approximate limit of a simulation: visits of all programs to pieces of K and V, half a second of work."""
 
 
 def serves(call: Call, card: Card) -> bool:
@@ -178,7 +178,7 @@ class WorkTiles:
         return by_program(self.count, programs, cost if self.variant.QUEUED else None)
 
     def tile(self, index: int) -> tuple[int, int, list[range]]:
-        """Return (sequence, head, key blocks that each of its query blocks visits) of a work tile."""
+        """Return a work tile as (sequence, head, key blocks that each query block of the tile visits)."""
         from flashtile.backends.hopper.forward.schedule import block_of_part, dense_tile, num_parts
 
         if self.variant.VARLEN:

@@ -88,11 +88,12 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
     """Return how many programs of a kernel ("forward", "dkdv" or "dq") fit on one SM.
 
     Shared memory and registers limit the number. Tiles are in shared memory. Registers are estimated from the
-    accumulators and from operands of fp32.
+    accumulators, the scores and fp32 operands.
     """
     rows, keys = tile.BLOCK_M, tile.BLOCK_N
     widths = padded(call.head_dim) + padded(call.width_v)
-    # Elements in shared memory that a program owns and loops over, fp32 accumulators, tiles of fp32 scores.
+    # Elements in shared memory: those that a program owns, and those of one block that it loops over.
+    # Elements in registers: fp32 accumulators. Last, the number of score tiles in registers.
     owned, walked, sums, scores = {
         "forward": (rows * padded(call.head_dim), keys * widths, rows * padded(call.width_v), 1),
         "dkdv": (keys * widths, rows * widths, keys * widths, 2),

@@ -193,8 +193,8 @@ COPIED_TOTALS: dict[str, tuple[int | None, int]] = {
 def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, card: Card) -> Table:
     """Table of a model's memory while it reads prompts of each length.
 
-    Also shows whether that fits ``card``, and how many times as long the floor of standard attention is as
-    those of FlashAttention.
+    Also shows whether the memory fits ``card``, and the time floor of standard attention divided by that of
+    FlashAttention.
     """
     headings = (
         "weights", "cache", "q, out", "attention,\nstandard", "attention,\nflash", "total,\nstandard",

@@ -65,7 +65,10 @@ def draw_state(q: Tensor) -> Tensor:
 
 
 def threshold(dropout_p: float) -> int:
-    """Return dropout_p in units of 1 / UNITS, from 1 to UNITS - 1; numbers below it drop a probability."""
+    """Return dropout_p in units of 1 / UNITS, rounded, from 1 to UNITS - 1.
+
+    A probability whose number is below this threshold is dropped. Numbers are uniform from 0 to UNITS - 1.
+    """
     coarse = round(dropout_p * UNITS / _COARSE) * _COARSE
     if abs(coarse / UNITS - dropout_p) <= _NEAR * min(dropout_p, 1 - dropout_p):
         return coarse
@@ -108,7 +111,7 @@ def small_philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     c0, c1 = counter
     for _ in range(7):
         product = c0 * SMALL_MULTIPLIER
-        # Bits of c1 above the low 32 are cleared with those of the next c0, and at the end.
+        # c1 still has high bits here. The mask of the next c0 clears them, and the return does at the end.
         c0, c1 = ((product >> 32) ^ c1).bitwise_xor_(key).bitwise_and_(_WORD), product
         key = key + KEY_STEPS[0] & _WORD
     return c0, c1 & _WORD

@@ -202,7 +202,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             pattern = MaskPattern(None, causal, False) if keys is None else pattern_of(keys, causal, seqlen_q)
         if pattern is not None:
             return _Masking(pattern, None, bias)
-        if causal and keys is not None:  # the padding is not at one end
+        if causal and keys is not None:  # padding that is not on one side or not readable
             causal, mask = False, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
             mask = mask[None, None]
         return _Masking(MaskPattern(keys, causal, False), mask, bias)

@@ -22,16 +22,16 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:
-    """Estimate the dot product of a row of ``left`` and a row of ``right`` with unrelated directions.
+    """Estimate the size of the dot product of a row of ``left`` and a row of ``right``.
 
-    ``of`` reduces the norms of a tensor's rows to one number.
+    Their directions are assumed to be unrelated. ``of`` reduces the norms of a tensor's rows to one number.
     """
     sizes = [of(finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
     return sizes[0] * sizes[1] / left.shape[-1] ** 0.5
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return the magnitudes of the finite values, because unused rows of a tensor may hold NaN."""
+    """Return the magnitudes of the finite values. Rows of a tensor outside the call may hold NaN."""
     sizes = values.detach().double().abs()
     return sizes[sizes.isfinite()]
 

@@ -279,8 +279,8 @@ def random_tensor(
     """Return standard normal numbers in a chosen memory layout, with NaN in its gaps.
 
     Args:
-        shape: any; for layouts other than "contiguous" (batch, seqlen, heads, head_dim) or (total, heads,
-            head_dim).
+        shape: any shape if ``layout`` is "contiguous", otherwise (batch, seqlen, heads, head_dim) or (total,
+            heads, head_dim).
         dtype: a floating dtype.
         device: device of the tensor; the numbers depend on the device type.
         seed: seed of the numbers.

@@ -112,7 +112,7 @@ def merge(
 
 
 def split_blocks(seqlen_k: int, block_n: int, num_splits: int) -> list[list[range]]:
-    """Return the blocks of keys of each split: equally many, and fewer for the last splits.
+    """Return the blocks of keys of each split. The last splits may have fewer blocks, or none.
 
     Raises:
         ValueError: num_splits is below 1.

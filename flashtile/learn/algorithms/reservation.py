@@ -131,7 +131,8 @@ def for_the_longest(request: Request) -> int:
 def to_a_power_of_two(request: Request) -> int:
     """Reserve the prompt's length, plus the output's length rounded up to a power of two.
 
-    A server does not know the output's length in advance. This function assumes that a guess is that good.
+    A server does not know the output's length in advance. This function assumes that it can be predicted to
+    a factor of two.
     """
     return min(request.prompt + (1 << (request.output - 1).bit_length()), LONGEST)
 
@@ -208,7 +209,9 @@ class Served:
 
 
 def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, every: int = 32) -> Served:
-    """Answer all requests, first come, first served; each step adds a token to every running sequence.
+    """Simulate a server that answers all requests, first come, first served; return its statistics.
+
+    Each step adds a token to every running sequence.
 
     Args:
         requests: requests that all arrive at the start.

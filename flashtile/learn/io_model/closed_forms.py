@@ -84,7 +84,7 @@ def _standard(
 
 
 def flash1_forward(call: Call, blocks: tuple[int, int]) -> Cost:
-    """FlashAttention 1, algorithm 1: an outer loop over keys and values, an inner loop over queries.
+    """Cost of FlashAttention 1, algorithm 1: an outer loop over keys and values, an inner loop over queries.
 
     O, l and m go to HBM and back once for every block of keys: Theta(N^2 d^2 / M) traffic. Blocks that a mask
     hides are not skipped.
@@ -100,7 +100,7 @@ def flash1_forward(call: Call, blocks: tuple[int, int]) -> Cost:
 
 
 def flash1_backward(call: Call, blocks: tuple[int, int]) -> Cost:
-    """FlashAttention 1, algorithm 4: an outer loop over keys and values, an inner loop over queries.
+    """Cost of FlashAttention 1, algorithm 4: an outer loop over keys and values, an inner loop over queries.
 
     Each block of keys reads all of Q, O, dO, dQ, l and m and writes dQ back.
     """
@@ -115,7 +115,7 @@ def flash1_backward(call: Call, blocks: tuple[int, int]) -> Cost:
 
 
 def flash2_forward(call: Call, blocks: tuple[int, int]) -> Cost:
-    """FlashAttention 2, algorithm 1: an outer loop over queries, an inner loop over keys and values.
+    """Cost of FlashAttention 2, algorithm 1: an outer loop over queries, an inner loop over keys and values.
 
     O and the log-sum-exp are written once. Blocks that the mask hides entirely are skipped.
     """
@@ -133,7 +133,7 @@ def flash2_forward(call: Call, blocks: tuple[int, int]) -> Cost:
 
 
 def flash2_backward(call: Call, blocks: tuple[int, int]) -> Cost:
-    """FlashAttention 2, algorithm 2: D of each row first, then an outer loop over blocks of keys.
+    """Cost of FlashAttention 2, algorithm 2: D of each row first, then an outer loop over blocks of keys.
 
     For each block of rows that attends to the keys, the inner loop reads Q, dO, dQ, the log-sum-exp and D,
     and writes dQ back.
@@ -152,7 +152,7 @@ def flash2_backward(call: Call, blocks: tuple[int, int]) -> Cost:
 
 
 def flash_decoding(call: Call, splits: int) -> Cost:
-    """Flash-Decoding without a mask: the keys of each head are cut into ``splits`` parts.
+    """Cost of Flash-Decoding without a mask: the keys of each head are cut into ``splits`` parts.
 
     The query heads of a group share a tile. A second kernel merges the partial results by their log-sum-exp.
     """
@@ -166,7 +166,7 @@ def flash_decoding(call: Call, splits: int) -> Cost:
 
 
 def paged(call: Call, page_size: int) -> Cost:
-    """PagedAttention: FlashAttention 2 whose blocks of keys are pages, each with a block table entry.
+    """Cost of PagedAttention: FlashAttention 2 whose blocks of keys are pages, each with a block table entry.
 
     Each head has one block of query rows.
     """

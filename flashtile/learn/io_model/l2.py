@@ -78,7 +78,7 @@ def path_of(program: Iterable[range], unit: int) -> list[int]:
 
 
 def misses(queues: Iterable[Iterator[tuple[int, Sequence[int]]]], capacity: float) -> int:
-    """Count the misses of a least-recently-used cache. All programs run in step, one piece at a time.
+    """Count the misses of a least-recently-used cache. All programs run in lockstep, one piece at a time.
 
     Args:
         queues: one iterator for each slot that a program runs in. For each program of the slot in turn, it

@@ -7,16 +7,15 @@ share the work on each tile of S in one of two ways (Figure 3 of the paper):
               has a share of every row's maximum, sum and output. The shares are written to shared memory, all
               warps wait, and the shares of each row are added. FlashAttention does this.
     split_q   Each warp takes a part of the rows, and all of K and V. The maxima, sums and outputs
-              of its rows stay in its registers: nothing is exchanged, and no warp waits. FlashAttention-2
-              does this.
+              of its rows stay in its registers: the warps exchange nothing. FlashAttention-2 does this.
 
 split_q reads each block of K and V once per warp, split_k only once in all. Still split_q moves less: in
 split_k each warp writes a partial output of Br x d float32 numbers, which is read again. That is more than a
 few copies of K and V. With four warps and 16-bit operands this holds up to about Bc = 2.7 Br.
 
-Both are counted by the same rules. A warp reads each number that it needs once and keeps Q, its sums and its
-accumulator in registers. Operands have the memory's ``element_bytes``; statistics and accumulators are
-float32. Loading a tile from HBM takes two barriers in both: one before the tile is read, one before it is
+Both splits are counted by the same rules. A warp reads each number that it needs once and keeps Q, its sums
+and its accumulator in registers. Operands have the memory's ``element_bytes``; statistics and accumulators
+are float32. Loading a tile from HBM takes two barriers in both: one before the tile is read, one before it is
 overwritten.
 """
 

@@ -58,10 +58,10 @@ BACKWARD_TILES = {
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc), line 1 of Algorithm 1: about Bc = ceil(M / 4d) and Br = min(Bc, d).
+    """Return (Br, Bc) for line 1 of Algorithm 1: Br = min(Bc, d), and Bc somewhat below ceil(M / 4d).
 
-    With exactly M / 4d, the blocks of Q, K, V and O would fill SRAM. Here Bc is smaller. SRAM also holds S
-    (Br * Bc <= d Bc), the old and new m and l, and the contribution of a block to O, so M is never exceeded.
+    With Bc = M / 4d, the blocks of Q, K, V and O would fill SRAM. A smaller Bc leaves space for S
+    (Br * Bc <= d Bc), the old and new m and l, and the contribution of a block to O.
     """
     block_n = block_size(memory, 3 * head_dim + 2 * head_dim_v + 6)
     return min(block_n, head_dim), block_n

@@ -217,8 +217,8 @@ def _visible_tiles(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (rows, keys loaded, count) for the blocks of query rows of all sequences and heads.
 
-    A block of that many rows loads that many keys, and there are ``count`` equal blocks. With ``by_keys``,
-    yield (keys, rows loaded, count) for the blocks of keys.
+    ``rows`` is the number of rows in a block, ``count`` the number of equal blocks. With ``by_keys``, yield
+    (keys, rows loaded, count) for the blocks of keys.
     """
     for lengths, count in counted(call.sequences):
         seen = walks(call, lengths, blocks, by_keys=by_keys)

@@ -92,8 +92,8 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
     """
     rows, keys = tile.BLOCK_M, tile.BLOCK_N
     widths = padded(call.head_dim) + padded(call.width_v)
-    # Elements in shared memory: those that a program owns, and those of one block that it loops over.
-    # Elements in registers: fp32 accumulators. Last, the number of score tiles in registers.
+    # Shared memory: elements of the tile that a program owns, elements of one block that it loops over.
+    # Registers: elements of fp32 accumulators, number of fp32 score tiles.
     owned, walked, sums, scores = {
         "forward": (rows * padded(call.head_dim), keys * widths, rows * padded(call.width_v), 1),
         "dkdv": (keys * widths, rows * widths, keys * widths, 2),

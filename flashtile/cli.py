@@ -48,7 +48,7 @@ def application() -> Any:
 
 
 def _first_sentence(command: Callable[..., None]) -> str:
-    """Return the summary for the list of commands, which Click would cut after 45 characters otherwise."""
+    """Return the first sentence of a command's docstring, which Click would cut after 45 characters."""
     paragraph = " ".join((command.__doc__ or "").split("\n\n")[0].split())
     return re.split(r"(?<=\.)\s", paragraph)[0]
 

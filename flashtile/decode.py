@@ -1,4 +1,4 @@
-"""Decoding: attention of new queries over a key/value cache; its check on the user's machine, ``testing``."""
+"""Decoding on the user's machine: ``testing`` checks attention of new queries over a key/value cache."""
 
 import sys
 

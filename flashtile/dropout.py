@@ -16,13 +16,14 @@ to keys j + 8, j, j + 9 and j + 1.
 
 Each probability has a number: the low seven bits of its byte. The probability is dropped if this number is
 below dropout_p * 128, rounded. If that rounding would change dropout_p or 1 - dropout_p by more than 2 %, the
-number gets eight more bits below the seven. They are a byte of the words of a second counter, which differs
-from the first in bit 31 of its second word. In these words the bytes of keys j and j + 8 are exchanged, and
-those of j + 1 and j + 9.
+number gets eight more bits below the seven. They are a byte of two more words, made by Philox-2x32 with the
+same key and with bit 31 of the counter's second word inverted. In these words the bytes of keys j and j + 8
+are exchanged, and those of j + 1 and j + 9.
 
-In a product on the tensor cores, one thread holds those eight probabilities. In the transposed product four
-threads hold two each; a warp then computes the same words and transposes them as matrices of 8 x 8 halves.
-Numbers of 15 bits are ordered like the fp16 numbers with the same bits, so one instruction compares two.
+In a product on the tensor cores, one thread holds the eight probabilities of a group. In the transposed
+product four threads hold two each; a warp then computes the same words and transposes them as 8 x 8 matrices
+of 16-bit elements. Numbers of 15 bits are ordered like the fp16 numbers with the same bits, so one
+instruction compares two of them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from flashtile.checks.arguments import as_float, check_dense, check_share
 UNITS = 2**15
 """dropout_p is rounded to a multiple of 1 / UNITS."""
 _COARSE = 2**8
-"""dropout_p is rounded to a multiple of _COARSE / UNITS if p and 1 - p change by at most _NEAR (a ratio)."""
+"""dropout_p is rounded to a multiple of _COARSE / UNITS if that changes p and 1 - p by at most _NEAR.
+
+_NEAR is relative to the smaller of p and 1 - p.
+"""
 _NEAR = 0.02
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -46,8 +50,11 @@ SMALL_MULTIPLIER = 0xD256D193
 def draw_state(q: Tensor) -> Tensor:
     """Draw (2,) int64, seed and offset, from torch's generator of q's device.
 
-    This is an ordinary operation: each replay of a CUDA graph draws new numbers, and checkpointing, which
-    restores the generator's state, draws the same ones again.
+    This is an ordinary operation: each replay of a CUDA graph draws new numbers. Checkpointing restores the
+    generator's state and draws the same numbers again.
+
+    Raises:
+        NotImplementedError: q is a DTensor.
     """
     if type(q).__name__ == "DTensor":
         raise NotImplementedError(
@@ -58,7 +65,10 @@ def draw_state(q: Tensor) -> Tensor:
 
 
 def threshold(dropout_p: float) -> int:
-    """Return how many of UNITS numbers drop their probability: at least 1, at most UNITS - 1."""
+    """Return dropout_p in units of 1 / UNITS, rounded, from 1 to UNITS - 1.
+
+    A probability whose number is below this threshold is dropped. Numbers are uniform from 0 to UNITS - 1.
+    """
     coarse = round(dropout_p * UNITS / _COARSE) * _COARSE
     if abs(coarse / UNITS - dropout_p) <= _NEAR * min(dropout_p, 1 - dropout_p):
         return coarse
@@ -66,7 +76,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def is_fine(dropout_p: float) -> bool:
-    """Whether numbers of 15 bits decide instead of 7."""
+    """Whether numbers of 15 bits, instead of 7, decide which probabilities are dropped."""
     return threshold(dropout_p) % _COARSE != 0
 
 
@@ -97,11 +107,11 @@ def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Te
 
 
 def small_philox(key: Tensor, counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Philox-2x32-7: return two words, int64 from 0 to 2^32 - 1."""
+    """Return the two words of Philox-2x32-7, int64 from 0 to 2^32 - 1."""
     c0, c1 = counter
     for _ in range(7):
         product = c0 * SMALL_MULTIPLIER
-        # Bits of c1 above the low 32 are cleared with those of the next c0, and at the end.
+        # c1 still has high bits here. The mask of the next c0 clears them, and the return does at the end.
         c0, c1 = ((product >> 32) ^ c1).bitwise_xor_(key).bitwise_and_(_WORD), product
         key = key + KEY_STEPS[0] & _WORD
     return c0, c1 & _WORD
@@ -169,5 +179,8 @@ def _bytes(words: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _units(extent: range, per_sixteen: int) -> range:
-    """Return the units, ``per_sixteen`` per 16 positions, of the blocks of 16 that cover ``extent``."""
+    """Return the range of units that covers ``extent``, extended to whole blocks of 16 positions.
+
+    A block has ``per_sixteen`` units.
+    """
     return range(extent.start // 16 * per_sixteen, -(-extent.stop // 16) * per_sixteen)

@@ -1,7 +1,7 @@
 """Attention in FP8 (e4m3): quantisation with scales by block, head or tensor, and incoherent processing.
 
 Shah et al. 2024, FlashAttention-3 (arXiv:2407.08608), section 3.3. Forward only.
-``flashtile.fp8.quantized`` is the module that pickles of version 0.1 name.
+Pickles of version 0.1 need the module ``flashtile.fp8.quantized``.
 """
 
 import sys

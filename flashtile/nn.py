@@ -117,7 +117,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
         try:
             if masking.is_pattern and not (need_weights and dropout_p > 0):
                 out, lse = attend(q, k, v, masking.pattern, **options)
-            else:  # dropout of the weights follows from positions, which packing would change
+            else:  # the dropout mask depends on positions, which packing would change
                 out, lse = attention(q, k, v, **masking.keywords, return_lse=True, **options)
         except ERRORS as error:
             raise renamed(error, _OF_MODULE) from None
@@ -170,6 +170,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _masking(
         self, padding: Tensor | None, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor
     ) -> _Masking:
+        """Check the masks and combine them: a pattern if they form one, otherwise booleans and a bias."""
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         keys: Tensor | None = None
         mask: Tensor | None = None
@@ -201,7 +202,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             pattern = MaskPattern(None, causal, False) if keys is None else pattern_of(keys, causal, seqlen_q)
         if pattern is not None:
             return _Masking(pattern, None, bias)
-        if causal and keys is not None:  # padding in more than one place
+        if causal and keys is not None:  # padding that is not on one side or not readable
             causal, mask = False, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
             mask = mask[None, None]
         return _Masking(MaskPattern(keys, causal, False), mask, bias)
@@ -240,7 +241,7 @@ class _Masking(NamedTuple):
 
     @property
     def is_pattern(self) -> bool:
-        """Whether there is only a pattern, and its keys may be packed."""
+        """Whether there is only a pattern, and the host may read its keys to pack them."""
         keys = self.pattern.keys
         return self.mask is self.bias is None and (keys is None or can_look(keys))
 
@@ -271,9 +272,8 @@ class _Masking(NamedTuple):
 def _as_visible(name: str, mask: Tensor) -> Tensor | None:
     """Convert a mask in torch's form to booleans that are True for visible keys or scores.
 
-    In torch's form, True is excluded, or floats of 0 and -inf are added.
-
-    Returns None for a mask that adds other values or requires a gradient.
+    In torch's form, True excludes a key or score, or floats are added to the scores. The result is None for a
+    mask that adds values other than 0 and -inf, or that requires a gradient.
     """
     if mask.requires_grad:
         return None

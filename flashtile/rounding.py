@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 SCORE_UNITS = 2.0
-"""Rounding units of the accumulator (float32 or float64) by which a score may be off."""
+"""Allowed error of a score, in rounding units of the accumulator (float32 or float64)."""
 
 
 def score_noise(q: Tensor, k: Tensor, softmax_scale: float | None, of: Callable[[Tensor], float]) -> float:
-    """Return the rounding error that a score may have, by the norm ``of`` (:func:`largest`, :func:`rms`)."""
+    """Return the allowed rounding error of scores in the norm ``of`` (:func:`largest` or :func:`rms`)."""
     eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
     return SCORE_UNITS * eps_of_sums * scale_of(q, softmax_scale) * product(q, k, of)
 
@@ -22,13 +22,16 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:
-    """Estimate the size of a product of one row of each tensor, assuming unrelated directions."""
+    """Estimate the size of the dot product of a row of ``left`` and a row of ``right``.
+
+    Their directions are assumed to be unrelated. ``of`` reduces the norms of a tensor's rows to one number.
+    """
     sizes = [of(finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
     return sizes[0] * sizes[1] / left.shape[-1] ** 0.5
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return the magnitudes of the values that are finite. Rows outside the call may hold NaN."""
+    """Return the magnitudes of the finite values. Rows of a tensor outside the call may hold NaN."""
     sizes = values.detach().double().abs()
     return sizes[sizes.isfinite()]
 

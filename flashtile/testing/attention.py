@@ -37,7 +37,7 @@ CANCELLED_UNITS = 16.0
 """Rounding units allowed for a gradient of a score, which is a difference of sums that may cancel."""
 
 LSE_UNITS = 1 / 8
-"""Rounding units of q's dtype allowed for lse. The relative error of P stays far below P's own rounding."""
+"""Rounding units of q's dtype allowed for lse; its error is a relative error of P, far below P's rounding."""
 
 LEARNED = ("sink", "bias")
 """Arguments other than q, k and v that get gradients."""
@@ -146,8 +146,8 @@ def measure(
 
     Errors of out and the gradients may be a multiple of those of plain PyTorch in the dtype of q. lse is not
     rounded to that dtype. Its error may be a multiple of that of plain PyTorch in lse's dtype (float32), plus
-    a small part of a rounding unit of q's dtype. The call takes the memory of standard attention in float64:
-    several times 8 bytes per score (batch * heads * seqlen_q * seqlen_k).
+    a small part of a rounding unit of q's dtype. The measurement takes the memory of standard attention in
+    float64: several times 8 bytes per score (batch * heads * seqlen_q * seqlen_k).
 
     Args:
         q, k, v: as for :func:`flashtile.attention`, on any device. They are not changed and get no gradients.
@@ -244,8 +244,9 @@ def poisoned_memory() -> Iterator[None]:
     """Fill all memory that ``torch.empty`` and similar functions return with NaN (integers: the maximum).
 
     Output elements that are never written become visible. torch fills memory in its deterministic mode, which
-    is switched on inside the context; operations without a deterministic form only warn. Queries of the mode
-    return its previous value, so calls are deterministic only if they would be without the poison.
+    is switched on inside the context; operations without a deterministic form only warn. There
+    ``torch.are_deterministic_algorithms_enabled()`` still returns its previous value, so flashtile chooses
+    the same kernels as without the context.
 
     Examples:
         >>> from flashtile import testing
@@ -278,8 +279,8 @@ def random_tensor(
     """Return standard normal numbers in a chosen memory layout, with NaN in its gaps.
 
     Args:
-        shape: any; for layouts other than "contiguous" (batch, seqlen, heads, head_dim) or (total, heads,
-            head_dim).
+        shape: any shape if ``layout`` is "contiguous", otherwise (batch, seqlen, heads, head_dim) or (total,
+            heads, head_dim).
         dtype: a floating dtype.
         device: device of the tensor; the numbers depend on the device type.
         seed: seed of the numbers.
@@ -406,8 +407,9 @@ def _rounding_noise(
 
     A gradient of a score is ``dS = P (dP - delta)``, the difference of two sums of products of dout and v. It
     is 0 where a query sees one key. With more keys, delta is computed from an out that is rounded to the
-    dtype of q, and dS is rounded to it before its products with k and q. A key sums dS over its share of the
-    queries. The sink has no value, so its dS is ``P (dlse - delta)``, summed over all rows.
+    dtype of q, and dS is rounded to this dtype before its products with k and q. The gradient of a key sums
+    dS over the queries that see the key. The sink has no value, so its dS is ``P (dlse - delta)``, summed
+    over all rows.
     """
     dout, dlse = upstream
     eps = torch.finfo(q.dtype).eps
@@ -442,7 +444,10 @@ def _rounding_noise(
 
 
 def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
-    """Return (heads,): the norm over rows of the factors of their errors in the sink's gradient."""
+    """Return (heads,): the Euclidean norm over all rows of the sink's probability.
+
+    The probability is the factor with which an error of a row enters the gradient of the sink.
+    """
     p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     squares = p.square().sum(-1)
     return (squares if squares.dim() == 1 else squares.sum(0)).sqrt()

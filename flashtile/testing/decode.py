@@ -3,7 +3,7 @@
     from flashtile.decode import testing
     print(testing.check(q, k_cache, v_cache, k, v, cache_seqlens=lengths, block_table=table, causal=True))
 
-The caches are compared byte by byte.
+The caches are compared bit by bit, except for new tokens that the call rotates or scales.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     print(testing.check(q, k, v, causal=True))
 
 The reference is standard attention in float64 over the dequantised e4m3 tensors. So the error of quantisation
-is not counted. Plain PyTorch in the same dtype also rounds its probabilities to e4m3, multiplied by 2**8 as
-in flashtile.
+is not counted. Plain PyTorch, whose error sets the limit, multiplies its probabilities by 2**8 and rounds
+them to e4m3, as flashtile does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashtile.rounding import finite, largest, rms
 from flashtile.testing import Report, compare, poisoned_memory
 
 P_ROUNDING = 2.0**-5
-"""Typical relative error of a probability in e4m3: a quarter of the distance of neighbouring numbers."""
+"""Typical relative error of a probability in e4m3: a quarter of the distance between neighbours."""
 
 SCORE_ERROR = 2.0**-20
 """Rounding error of a score, relative to the largest score that the norms of q and k allow."""

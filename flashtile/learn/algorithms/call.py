@@ -1,4 +1,4 @@
-"""Common start of all algorithms: one head of attention in HBM, and the keys that its queries attend to."""
+"""Shared by the algorithms: one head of attention in HBM, its mask, block sizes, and row statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Mask:
-    """Keys that each query attends to, aligned at the bottom right; a window side of -1 is unlimited."""
+    """Mask of one head, aligned to the bottom right of the score matrix.
+
+    A query attends to its own position, ``left`` keys before it and ``right`` keys after it; -1 is unlimited.
+    """
 
     seqlen_q: int
     seqlen_k: int
@@ -27,8 +30,7 @@ class Mask:
     right: int = -1
 
     def sees_any(self, rows: range, keys: range) -> bool:
-        """Whether a tile of the score matrix has a visible score; FlashAttention-2 skips tiles that have
-        none."""
+        """Whether any score of the tile (rows, keys) is visible; FlashAttention-2 skips all other tiles."""
         seen = visible_keys(rows, self.seqlen_k, self.seqlen_k - self.seqlen_q, self.left, self.right)
         return max(seen.start, keys.start) < min(seen.stop, keys.stop)
 
@@ -49,7 +51,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Head:
-    """Q, K and V of one head in HBM, the factor of the scores, and the mask."""
+    """Q, K and V of one head in HBM, the softmax scale, and the mask."""
 
     Q: Array  # (seqlen_q, head_dim)
     K: Array  # (seqlen_k, head_dim)
@@ -112,8 +114,11 @@ def check(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
 ) -> Problem:
-    """Check the arguments of :func:`place`, with its errors, and return them as an attention call of one
-    head."""
+    """Check the arguments of :func:`place` and return them as an attention call of one head.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument is wrong; the message names it.
+    """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")

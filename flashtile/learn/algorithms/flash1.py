@@ -1,8 +1,8 @@
 """FlashAttention: exact attention that never writes the score matrix (Dao et al. 2022, arXiv:2205.14135).
 
-Tiling. Softmax couples all keys of a row, but the online softmax takes them piece by piece. The row's output
-is updated with it: given O = softmax over the keys so far times their V, with their maximum m and sum l, a
-further block with scores S gives
+Tiling. Softmax couples all keys of a row, but the online softmax processes them block by block, and the row's
+output is updated with each block. Let O be the softmax over the keys so far times their V, with maximum m and
+sum l. A further block with scores S gives
 
     m' = max(m, rowmax S)     P = exp(S - rowmax S)     l' = l exp(m - m') + rowsum(P) exp(rowmax S - m')
     O' = (l exp(m - m') O + exp(rowmax S - m') P V) / l'
@@ -11,8 +11,8 @@ Recomputation. The backward pass needs P. Instead of N^2 probabilities the forwa
 numbers, and the backward pass recomputes each tile of P from Q and K: more operations, but less traffic and
 less time.
 
-Traffic. K and V are read once. For each of their Tc = N / Bc blocks, all of Q, O, m and l are moved. Bc can
-grow with M / d, so Theta(N^2 d^2 / M) numbers are moved (Theorem 2), compared with Theta(N d + N^2) in
+Traffic. K and V are read once. For each of their Tc = N / Bc blocks, all of Q, O, m and l are moved. Bc is
+proportional to M / d, so Theta(N^2 d^2 / M) numbers are moved (Theorem 2), compared with Theta(N d + N^2) in
 standard attention. No exact algorithm does better for all M from d to N d (Proposition 3).
 """
 
@@ -58,10 +58,10 @@ BACKWARD_TILES = {
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc), line 1 of Algorithm 1: about Bc = ceil(M / 4d) and Br = min(Bc, d).
+    """Return (Br, Bc) for line 1 of Algorithm 1: Br = min(Bc, d), and Bc somewhat below ceil(M / 4d).
 
-    With exactly M / 4d, the blocks of Q, K, V and O would fill SRAM. Here S (Br * Bc <= d Bc), the old and
-    new m and l, and the contribution of a block to O also fit, so that M is never exceeded.
+    With Bc = M / 4d, the blocks of Q, K, V and O would fill SRAM. A smaller Bc leaves space for S
+    (Br * Bc <= d Bc), the old and new m and l, and the contribution of a block to O.
     """
     block_n = block_size(memory, 3 * head_dim + 2 * head_dim_v + 6)
     return min(block_n, head_dim), block_n
@@ -79,11 +79,11 @@ def forward(
     block_m: int | None = None,
     block_n: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, m, l) by Algorithm 1: out (seqlen_q, head_dim_v), maximum and sum of each row (seqlen_q,
-    1).
+    """Return (out, m, l) by Algorithm 1: out (seqlen_q, head_dim_v); m and l (seqlen_q, 1).
 
-    The arguments are those of :func:`flashtile.algorithms.call.place`; block_m (Br) and block_n (Bc) default
-    to :func:`block_sizes`. Hidden tiles are computed like others: FlashAttention-2 introduced skipping them.
+    m is the maximum of each row of scores, l its sum of exp(S - m). The arguments are those of
+    :func:`flashtile.algorithms.call.place`; block_m (Br) and block_n (Bc) default to :func:`block_sizes`.
+    Tiles that the mask hides are computed like all others. FlashAttention-2 introduced skipping them.
 
     Examples:
         >>> from flashtile.algorithms import Memory, flash1
@@ -130,7 +130,7 @@ def forward(
 
 
 def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc) of Algorithm 4: SRAM holds K, V, dK, dV, Q, dQ, O, dO, P and dS, and three columns."""
+    """Return (Br, Bc) of Algorithm 4: SRAM holds K, V, dK, dV, Q, dQ, O, dO, P, dS, m, l and D."""
     block_n = block_size(memory, 4 * head_dim + 2 * head_dim + 4 * head_dim_v + 3)
     return min(block_n, head_dim), block_n
 
@@ -153,8 +153,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) by Algorithm 4 from the results of :func:`forward`, recomputing P tile by tile.
 
-    Standard attention sums rowsum(P * dP) over all keys. It equals rowsum(dO * O) (appendix B.2), a sum over
-    head_dim numbers, so the tiles do not depend on each other.
+    dS needs rowsum(P * dP), a sum over all keys. It equals rowsum(dO * O) (appendix B.2), a sum over head_dim
+    numbers. So each tile is computed independently of the others.
 
     Examples:
         >>> from flashtile.algorithms import Memory, flash1

@@ -55,10 +55,10 @@ BACKWARD_TILES = {
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc): FlashAttention's sizes with the roles exchanged, the outer block as large as SRAM
-    allows.
+    """Return (Br, Bc), where Br, the outer block, is as large as SRAM allows.
 
-    SRAM holds Q (Br, d), the accumulator, S, m, l, and K and V (Bc, d), where Bc = min(Br, d).
+    In FlashAttention, Bc has this role. SRAM holds Q (Br, d), the accumulator, S, m, l, and K and V (Bc, d),
+    where Bc = min(Br, d).
     """
     block_m = block_size(memory, 3 * head_dim + 2 * head_dim_v + 2)
     return block_m, min(block_m, head_dim)
@@ -112,10 +112,10 @@ def attend(
     key_blocks: Iterable[range],
     load_keys: Callable[[Sram, range], tuple[Tensor, Tensor]] | None = None,
 ) -> None:
-    """Attend with one block of rows to blocks of keys (lines 4 to 11).
+    """Compute attention of one block of rows over blocks of keys (Algorithm 1, lines 4 to 11).
 
-    Leaves O = sum of exp(S - m) V, m and l in SRAM. ``load_keys`` loads K and V of a block, by default from
-    contiguous memory.
+    O = sum of exp(S - m) V, not yet divided by l, stays in SRAM with m and l. ``load_keys`` loads K and V of
+    a block; None loads them from contiguous memory.
     """
     load_keys = load_keys or call.load_keys
     q_i = sram.load(call.Q, rows)
@@ -133,7 +133,7 @@ def attend(
 
 
 def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc) of Algorithm 2: SRAM holds K, V, dK, dV, Q, dQ, dO, P, dS and two columns."""
+    """Return (Br, Bc) of Algorithm 2: SRAM holds K, V, dK, dV, Q, dQ, dO, P, dS, lse and D."""
     block_n = block_size(memory, 4 * head_dim + 2 * head_dim + 3 * head_dim_v + 2)
     return min(block_n, head_dim), block_n
 

@@ -114,8 +114,10 @@ class Warpgroup:
         )
 
     def step(self, k_next: Tensor, v: Tensor | None, keys: range) -> None:
-        """Issue S of the next block and O += P V of the previous one, then compute the next block's
-        softmax."""
+        """Issue S of the next block and O += P V of the previous one, then compute the softmax of the next.
+
+        ``v`` is V of the previous block, None in the first step.
+        """
         sram = self.sram
         sram.move(keys=keys)
         sram.S = self.call.mask.hide(self.q @ k_next.T * self.call.scale, self.rows, keys)
@@ -128,7 +130,7 @@ class Warpgroup:
         sram.O = correction * acc
 
     def multiply(self, v: Tensor | None) -> Tensor:
-        """Return O + P V of the previous block; O if there is none."""
+        """Return O + P V of the previous block, or O in the first step, where ``v`` is None."""
         if v is None:
             return self.sram.O
         self.sram.PV = self.sram.O + self.sram.P @ v

@@ -1,18 +1,19 @@
 """FlashAttention-3 in FP8: half the bytes, twice the products per second, and two ways to keep errors small.
 
-arXiv:2407.08608, section 3.3. An e4m3 number has 3 bits after its leading one. Rounding changes it by up to
-6 % between 1/64 and 448, and by more below. Values are stored as x / scale, the largest as 448.
+arXiv:2407.08608, section 3.3. An e4m3 number has 3 bits after its leading one. Rounding to e4m3 changes
+numbers from 1/64 to 448 by up to 6 %, and smaller numbers by more. Values are stored as x / scale, the
+largest as 448.
 
 Block quantisation. The largest outlier sets the scale of a whole tensor: numbers 30000 times smaller lose
 bits, numbers 500000 times smaller become 0. With a scale for each block of rows, an outlier affects only its
-block. This costs nothing more: a tile of S, from one block of Q and one of K, is multiplied by both scales.
+block. This costs nothing extra: a tile of S, from one block of Q and one of K, is multiplied by both scales.
 
 Incoherent processing. Outliers lie in a few columns, the same in Q and K, and the rounding errors of their
 large products hide the rest of a score. An orthogonal matrix R spreads each row over all columns, while
-(Q R)(K R)^T = Q K^T is unchanged. R is a Hadamard matrix with random signs: d log d additions per row, which
-can be fused with the rotary embedding before them.
+(Q R)(K R)^T = Q K^T is unchanged. R is a Hadamard matrix with random signs. The rotation takes d log d
+additions per row, which can be fused with the rotary embedding before it.
 
-This is a simulation: numbers are rounded to e4m3 and multiplied in float32, in which tensor cores accumulate.
+This is a simulation: numbers are rounded to e4m3, then multiplied and accumulated in the dtype of q.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TILES = {
 LARGEST = torch.finfo(E4M3).max
 SCALE_BYTES = 4
 P_SCALE = 256.0
-"""Factor of the probabilities, which are at most 1: with it they use e4m3's range; a power of 2 is exact."""
+"""Factor that spreads the probabilities, at most 1, over e4m3's range; a power of 2 adds no rounding."""
 
 
 def forward(
@@ -113,7 +114,7 @@ def forward(
                 with sram.scope(keys=keys):
                     k_j, v_j = call.load_keys(sram, keys)
                     k_scale, v_scale = scale_of(sram, "K", keys), scale_of(sram, "V", keys)
-                    s = (q_i @ k_j.T) * (q_scale * k_scale * call.scale)  # both factors of a tile at once
+                    s = (q_i @ k_j.T) * (q_scale * k_scale * call.scale)  # one factor per tile of S
                     sram.S = call.mask.hide(s, rows, keys)
                     m_new = torch.maximum(sram.m, row_max(sram.S))
                     p = torch.exp(sram.S - m_new)
@@ -128,8 +129,10 @@ def forward(
 
 
 def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return (values rounded to e4m3, scales (blocks, 1)), one scale per ``block`` rows: x ~ values *
-    scale."""
+    """Return (values rounded to e4m3, scales (blocks, 1)), with one scale per ``block`` rows.
+
+    x is about values * scale. The values keep the dtype of x.
+    """
     values, scales = torch.empty_like(x), []
     for rows in blocks(x.shape[0], block):
         part = x[rows.start : rows.stop]

@@ -6,10 +6,12 @@ in the sequence that the barriers between the warpgroups impose. An operation st
 its inputs are ready. The queues of the units define the schedule, and all times follow from them.
 
 The unit of time is a product, Q K^T or P V. On an H100 with head_dim 128 a softmax takes about as long: exp
-has 1/256 of the tensor cores' throughput, and the two products have 512 operations per exp (section 3.1).
+has 1/256 of the tensor cores' throughput, and the two products have 512 operations per exp (section 3.1), so
+the exps take half as long as both products.
 Executed one after the other, softmaxes would take a third of the time; overlapped with products, they cost
 nothing. In this ideal model, ping-pong alone hides the softmaxes of two warpgroups, and pipelining alone
-those of one. On a GPU the turns are less regular, and the paper gains from each of them (Table 2).
+those of one. On a GPU the turns are less regular, and the paper's kernel gains from both techniques
+(Table 2).
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ PRODUCER = "producer"
 
 
 class Order(NamedTuple):
-    """An operation that a worker issues: a load of "K" or "V" of a key block, or its "S", "softmax" or "P
-    V"."""
+    """An operation that a worker issues for one block of keys.
+
+    ``label`` is "K" or "V" for a load by the producer, and "S", "softmax" or "P V" for a warpgroup.
+    """
 
     worker: str
     label: str
@@ -99,7 +103,7 @@ def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: b
 
 
 def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, stages: int) -> list[Order]:
-    """Operations that must be done before an operation can start on its free unit."""
+    """Return the operations that must end before ``order`` can start, if its unit is free."""
     worker, label, j = order
     if worker == PRODUCER:  # a stage is free when all consumers have used its block
         user = {"K": "S", "V": "P V"}[label]
@@ -114,6 +118,6 @@ def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, s
 
 
 def busy(spans: list[Span], unit: str) -> float:
-    """Share of the total time in which a unit works."""
+    """Return the share of the total time in which a unit works; 0 if there are no spans."""
     total = max((span.end for span in spans), default=0.0)
     return sum(span.end - span.start for span in spans if span.unit == unit) / total if total else 0.0

@@ -91,7 +91,7 @@ def forward(
 def merge(
     memory: Memory, O_s: Array, LSE_s: Array, O: Array, LSE: Array, rows: range, num_splits: int
 ) -> None:
-    """Merge the splits (the second kernel): an online softmax whose terms are whole splits."""
+    """Merge the splits (the second kernel) by an online softmax over splits instead of keys."""
     with memory.sram("merge", MERGE_TILES, rows=rows) as sram:
         sram.start(
             O=zeros(len(rows), O.cols, O.tensor),
@@ -112,7 +112,7 @@ def merge(
 
 
 def split_blocks(seqlen_k: int, block_n: int, num_splits: int) -> list[list[range]]:
-    """Return the blocks of keys of each split: equally many, and fewer for the last splits.
+    """Return the blocks of keys of each split. The last splits may have fewer blocks, or none.
 
     Raises:
         ValueError: num_splits is below 1.

@@ -11,8 +11,8 @@ moves, refuses tiles that do not fit into SRAM, and records every step if it is 
         sram.E = torch.exp(a)                         # a second tile, 8192 FLOPs
     memory.hbm_read                                   # 128 * 64 * 2 bytes
 
-The body of an algorithm therefore has only loads, computations and stores. A table of :class:`Tile` next to
-it describes its tiles for the trace.
+The body of an algorithm therefore has only loads, computations and stores. A dictionary of :class:`Tile`
+above each algorithm describes its computed tiles for the trace.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ class Tile(NamedTuple):
 
     Attributes:
         op: formula of the tile.
-        rows, cols: names of the ranges that give its position in the whole matrix; None if it has none.
-        name: name in SRAM and in the trace, if not that of the attribute. Tiles with one name replace each
-            other.
-        element_bytes: bytes of a number, if not the memory's.
+        rows, cols: names of the ranges that give the tile's position in the whole matrix, such as "keys".
+            None: the tile has no position on this axis.
+        name: name in SRAM and in the trace; None is the name of the attribute. A new tile replaces an older
+            tile of the same name.
+        element_bytes: bytes of one number; None is the ``element_bytes`` of the memory.
 
     Examples:
         >>> from flashtile.algorithms import Memory, Tile, Trace
@@ -91,7 +92,7 @@ class Tile(NamedTuple):
     element_bytes: int | None = None
 
     def position(self, ranges: Mapping[str, range]) -> tuple[range | None, range | None]:
-        """Return the tile's (rows, cols) from ``ranges``; None for an axis that is not there."""
+        """Return the tile's (rows, cols), looked up in ``ranges``; None for an axis without a range."""
         rows, cols = (ranges.get(axis) if axis else None for axis in (self.rows, self.cols))
         return rows, cols
 
@@ -117,8 +118,8 @@ class Memory:
     Args:
         sram_bytes: size M of SRAM in bytes. Named tiles occupy it; temporaries of one expression are assumed
             to be in registers.
-        element_bytes: bytes of one number, independent of the dtype in which torch computes. The papers count
-            elements: 1 gives their counts; 2 is float16.
+        element_bytes: bytes of one number, independent of the dtype in which torch computes. 2 is float16.
+            With 1 the counters count elements, as the papers do.
         trace: records every step; None records nothing.
 
     Attributes:
@@ -130,7 +131,7 @@ class Memory:
         hbm_used, hbm_peak: bytes of HBM in use now, and the most so far, including inputs and results.
 
     Raises:
-        ValueError: a size that is not a positive int.
+        ValueError: ``sram_bytes`` or ``element_bytes`` is not a positive int.
 
     Examples:
         >>> from flashtile.algorithms import Memory
@@ -238,7 +239,10 @@ class Memory:
         column: Tensor | None = None,
         data: Mapping[str, Any] | None = None,
     ) -> None:
-        """Add an event to the trace, if there is one, with the watched rows of ``column`` (rows, 1)."""
+        """Add an event to the trace, if there is one.
+
+        The event gets the watched rows of ``column``, if this tensor has one column.
+        """
         if self.trace is None:
             return
         flops = (self.matmul_flops, self.other_flops)
@@ -306,10 +310,10 @@ class Sram:
         return self._values[name][1]
 
     def part(self, number: int, **ranges: range) -> Sram:
-        """Return the part of one of several workers, whose tiles are named S.0, S.1, ... by its number.
+        """Return a view for one of several workers, such as warpgroups, whose tiles are named S.0, S.1, ...
 
-        The tiles are freed with this scope. ``ranges`` are the worker's rows and columns, in addition to this
-        scope's.
+        The worker's tiles are freed with this scope. ``ranges`` are the worker's rows and columns, in
+        addition to the ranges of this scope.
         """
         part = Sram(self.memory, self._tiles, {**self._ranges, **ranges}, f".{number}")
         part.names = self.names
@@ -326,10 +330,10 @@ class Sram:
 
     @contextmanager
     def scope(self, **ranges: range) -> Iterator[None]:
-        """Open a scope within this one, such as an iteration; its own tiles are freed at its end.
+        """Open an inner scope, such as an iteration; tiles that are new in it are freed at its end.
 
         Args:
-            ranges: rows and columns of this scope, in addition to those around it.
+            ranges: rows and columns of the inner scope, in addition to those of the outer one.
         """
         around = self.names, self._ranges
         self.names, self._ranges = [], {**self._ranges, **ranges}
@@ -356,7 +360,8 @@ class Sram:
     ) -> Tensor:
         """Copy a tile of an array from HBM; ``rows`` and ``cols`` default to all.
 
-        The tile has the array's name by default. Several tiles of one array need a ``name`` each.
+        The tile has the array's name by default. SRAM holds several tiles of one array only under different
+        values of ``name``.
         """
         rows, cols = array.extent(rows, cols)
         tile = array.tensor[rows.start : rows.stop, cols.start : cols.stop].clone()
@@ -377,14 +382,14 @@ class Sram:
         op: str = "",
         element_bytes: int | None = None,
     ) -> Tensor:
-        """Keep a computed value as the tile ``name``, with a position and a formula of its own.
+        """Hold a computed value in SRAM as the tile ``name``, and return it.
 
         Args:
             name: name of the tile.
             value: the computed tile, (rows, cols).
             rows, cols: position of the tile in the whole matrix, for the trace.
             op: formula of the tile, for the trace.
-            element_bytes: bytes of a number, if not the memory's.
+            element_bytes: bytes of one number; None is the ``element_bytes`` of the memory.
         """
         size = value.numel() * (element_bytes or self.memory.element_bytes)
         self._hold(name, size, rows, cols)

@@ -5,14 +5,14 @@ safe     maximum, then sum of exp(x - max), then the result   3 reads, 1 write
 online   maximum and sum together, then the result            2 reads, 1 write
 average  maximum, sum and the result's product with V         1 read
 
-The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3) sums before the maximum is
-known, relative to the maximum so far, and rescales the sum when the maximum grows: if l is the sum of
-exp(x - m) so far, then relative to m' it is l exp(m - m'). The pairs (m, l) of two pieces of a row give the
-pair of both, in any order:
+The online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867, Algorithm 3) sums before the maximum of the
+row is known. Its sum l of exp(x - m) is relative to m, the maximum so far. When the maximum grows to m', the
+sum becomes l exp(m - m'). The pairs (m, l) of two pieces of a row, in any order, combine to the pair of both
+pieces:
 
     m = max(m1, m2)        l = l1 exp(m1 - m) + l2 exp(m2 - m)
 
-FlashAttention applies this identity to the output row as well, which is a sum over the same terms
+FlashAttention also rescales the output row in this way, because it is a sum over the same terms
 (:func:`average`). The probabilities are then never written, and one pass is enough.
 """
 
@@ -35,7 +35,9 @@ ONLINE_TILES = {
 
 
 def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Softmax of each row of x (rows, cols) in tiles of (block_m, block_n); inf / inf = NaN for large x.
+    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+
+    The maximum is not subtracted, so the result is inf / inf = NaN for large x.
 
     Examples:
         >>> from flashtile.algorithms import Memory, online_softmax
@@ -55,8 +57,9 @@ def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -
 
 
 def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Softmax of each row of x (rows, cols) in tiles of (block_m, block_n), with a first pass for the
-    maximum.
+    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+
+    Three passes over x compute the maximum, the sum and the result.
 
     Examples:
         >>> from flashtile.algorithms import Memory, online_softmax
@@ -79,7 +82,9 @@ def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) ->
 
 
 def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Softmax of each row of x (rows, cols) in tiles of (block_m, block_n), maximum and sum in one pass.
+    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+
+    One pass over x computes both the maximum and the sum, a second one the result.
 
     Examples:
         >>> from flashtile.algorithms import Memory, online_softmax
@@ -134,8 +139,10 @@ def update(sram: Sram, x: Tensor) -> None:
 
 
 def write_softmax(memory: Memory, X: Array, Y: Array) -> None:
-    """Write Y = softmax(X) for standard attention; rows that fit into SRAM are read once, longer ones
-    twice."""
+    """Write Y = softmax(X) for standard attention.
+
+    Rows that fit into SRAM are read once, longer rows twice.
+    """
     statistics = 2
     block_n = min(max(X.cols, 1), memory.sram_elements - statistics)
     block_m = memory.sram_elements // (block_n + statistics)
@@ -152,8 +159,10 @@ def write_softmax(memory: Memory, X: Array, Y: Array) -> None:
 
 
 def write_softmax_gradient(memory: Memory, Y: Array, dY: Array, dX: Array) -> None:
-    """Write dX = Y * (dY - rowsum(Y * dY)), the gradient of a softmax Y; rows longer than SRAM are read
-    twice."""
+    """Write dX = Y * (dY - rowsum(Y * dY)), the gradient of the softmax Y.
+
+    Rows that fit into SRAM are read once, longer rows twice.
+    """
     statistics = 1
     block_n = min(max(Y.cols, 1), (memory.sram_elements - statistics) // 2)
     block_m = memory.sram_elements // (2 * block_n + statistics)

@@ -2,7 +2,7 @@
 
 Kwon et al. 2023, arXiv:2309.06180. The cache of a sequence grows by one token per step, to a length that is
 not known in advance. Reserving room for the longest sequence wastes most of the memory. So HBM is one pool of
-pages of page_size tokens. The block table of a sequence lists the physical page of each page_size tokens:
+pages of page_size tokens. The block table of a sequence lists the physical page of each logical page:
 logical pages are consecutive, physical pages may lie anywhere. A sequence wastes less than one page.
 
 Tables may share pages. A fork copies the table and adds a reference to each page. Full pages are never
@@ -79,7 +79,10 @@ class PagedCache:
         self._record("free", sequence)
 
     def attend(self, sequence: str, q: Tensor, softmax_scale: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) of the sequence's last queries q (seqlen_q, head_dim) over its cache, causal."""
+        """Return (out, lse) of causal attention of q over the cache of a sequence.
+
+        q (seqlen_q, head_dim) are the queries of the last seqlen_q tokens. Each block of keys is one page.
+        """
         memory, length = self.memory, self.lengths[sequence]
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         Q = memory.place(f"Q.{sequence}", q)
@@ -104,6 +107,7 @@ class PagedCache:
         return O.tensor, LSE.tensor
 
     def _rows_next_to_a_page(self, head_dim: int, head_dim_v: int) -> int:
+        """Return the number of query rows that fit into SRAM together with one page of K and V."""
         page = self.page_size * (head_dim + head_dim_v) + TABLE_ENTRY_BYTES
         rows = (self.memory.sram_elements - page) // (head_dim + head_dim_v + self.page_size + 2)
         if rows < 1:
@@ -167,7 +171,9 @@ def forward(
     page_size: int = 16,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write k and v to pages and return (out, lse) of the last seqlen_q queries over them, causal.
+    """Write k and v to pages, and return (out, lse) of causal attention over them.
+
+    q (seqlen_q, head_dim) are the queries of the last seqlen_q tokens.
 
     Examples:
         >>> from flashtile.algorithms import Memory, paged
@@ -192,11 +198,10 @@ def forked(
     page_size: int = 16,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse), (2, ...) each, of q (2, head_dim), one query for each of two sequences with one
-    prompt.
+    """Return (out, lse) of one query for each of two sequences that share a prompt.
 
-    The first ``prompt`` tokens of k and v are sequence A. It is forked into B, and the remaining tokens are
-    appended to A and B in turn.
+    q is (2, head_dim), out (2, head_dim_v) and lse (2, 1). The first ``prompt`` tokens of k and v are
+    sequence A. It is forked into B, and the remaining tokens are appended to A and B in turn.
 
     Raises:
         ValueError: ``prompt`` is below 1 or above the number of tokens of k.
@@ -211,7 +216,7 @@ def forked(
     check(q, k, v, True, softmax_scale=softmax_scale)
     if not 0 < prompt <= k.shape[0]:
         raise ValueError(f"prompt must be from 1 to the {k.shape[0]} tokens of k, got {prompt}")
-    num_pages = pages_of(k.shape[0], page_size) + 2  # a copy, and a last page that is not full
+    num_pages = pages_of(k.shape[0], page_size) + 2  # one page is copied, and both last pages may be partial
     cache = PagedCache(memory, num_pages, page_size, k.shape[1], v.shape[1], like=k)
     for token in range(prompt):
         cache.append("A", k[token : token + 1], v[token : token + 1])

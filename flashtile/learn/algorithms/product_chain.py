@@ -9,9 +9,9 @@ Its contribution to O is partial: rows of O are sums over all keys, complete onl
 keys. So tiles of O are accumulated while tiles of S are computed and dropped.
 
 A softmax between the products makes fusion harder: a tile of P needs the maxima and sums of whole rows, which
-one tile does not have. The online softmax makes ``fused`` possible; the result is FlashAttention. Nothing
-makes ``reordered`` possible: products can be regrouped, but not across a softmax. Linear attention drops the
-softmax for that reason.
+one tile does not have. The online softmax makes ``fused`` possible; the result is FlashAttention. But
+``reordered`` stays impossible: products can be regrouped, but not across a softmax. Linear attention drops
+the softmax for that reason.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ three ways:
 
     reserved    for tokens of this request that will come, but are not here yet
     never used  room beyond the length that the answer turns out to have (internal fragmentation)
-    too small   free regions between others, none of which a waiting request fits into (external)
+    too small   free regions between others, too small for a waiting request (external fragmentation)
 
 With pages, a sequence takes any free page when it needs one. Only the rest of its last page is held without
 being used. The pages are those of :class:`flashtile.kv_cache.BlockManager`.
@@ -87,7 +87,7 @@ class Contiguous:
 
     Args:
         slots: capacity in tokens.
-        reserve: function that returns the number of slots of a request.
+        reserve: function that returns the number of slots to reserve for a request.
 
     Raises:
         ValueError: ``reserve`` gives a request fewer slots than its tokens need.
@@ -129,7 +129,11 @@ def for_the_longest(request: Request) -> int:
 
 
 def to_a_power_of_two(request: Request) -> int:
-    """Reserve the output's length rounded up to a power of two, as if it could be guessed that well."""
+    """Reserve the prompt's length, plus the output's length rounded up to a power of two.
+
+    A server does not know the output's length in advance. This function assumes that it can be predicted to
+    a factor of two.
+    """
     return min(request.prompt + (1 << (request.output - 1).bit_length()), LONGEST)
 
 
@@ -139,7 +143,7 @@ class Pages:
     Args:
         slots: capacity in tokens, rounded down to whole pages.
         page_size: tokens in a page.
-        spare: share of the pages that stays free when a request is admitted, for those that grow.
+        spare: share of the pages that admission leaves free, for sequences that grow.
     """
 
     def __init__(self, slots: int, page_size: int = 16, spare: float = 0.01):
@@ -183,12 +187,13 @@ class Served:
 
     Attributes:
         steps: decoding steps until all requests were answered.
-        crowded: steps in which a request waited.
+        crowded: number of steps in which a request waited.
         sequences: average number of sequences at a time.
         waste: share of the allocated memory that holds no token.
-        reserved, never_used: parts of the waste that tokens will fill later, and that none will ever fill.
+        reserved, never_used: share of the allocated memory that tokens will fill later, and share that stays
+            unused to the end; their sum is ``waste``.
         unusable: share of all memory that is free although a request waits.
-        preempted: sequences that lost their memory and were computed again.
+        preempted: number of preemptions, after which a sequence is computed again.
         most_sequences: largest number of sequences at a time.
     """
 
@@ -204,12 +209,14 @@ class Served:
 
 
 def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, every: int = 32) -> Served:
-    """Answer all requests, first come, first served; each step adds a token to every running sequence.
+    """Simulate a server that answers all requests, first come, first served; return its statistics.
+
+    Each step adds a token to every running sequence.
 
     Args:
         requests: requests that all arrive at the start.
-        room: memory of their tokens. If a sequence cannot grow, the sequence that came last is preempted: it
-            waits at the head of the queue and keeps the tokens that it has.
+        room: memory of their tokens. If a sequence cannot grow, the sequence that came last is preempted. It
+            loses its memory and waits at the head of the queue; its tokens so far become its prompt.
         trace: gets an event of kind "page" every ``every`` steps, with the positions of all sequences.
 
     Raises:
@@ -229,7 +236,7 @@ def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, e
     sums: dict[bool, Counter[str]] = {
         True: Counter(),
         False: Counter(),
-    }  # while a request waits, and while none does
+    }  # by whether a request waits
     served = Served()
     while waiting or tokens:
         while waiting and room.admit(*waiting[0]):
@@ -243,7 +250,7 @@ def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, e
             _record(trace, served.steps, room, tokens, final, len(waiting))
         for number in list(tokens):
             if number not in tokens:
-                continue  # preempted in this very step
+                continue  # preempted earlier in this step
             while not room.grow(number):
                 last = max(tokens)
                 room.free(last)

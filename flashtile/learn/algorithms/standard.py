@@ -80,8 +80,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq, dk, dv) from the P that the forward pass kept (FlashAttention paper, Algorithm 3).
 
-    dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(P * dP)), dQ = dS K, dK = dS^T Q: traffic of three more
-    N^2 matrices in addition to P. Hidden scores have P = 0, so the mask is not needed again.
+    dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(P * dP)), dQ = dS K, dK = dS^T Q. In addition to P, the
+    N^2 matrices dP and dS are written to HBM and read back. Hidden scores have P = 0, so the mask is not
+    needed again.
 
     Examples:
         >>> from flashtile.algorithms import Memory, standard

@@ -1,17 +1,18 @@
 """The tiled matrix product: the simplest example of blocks that save memory traffic.
 
-Computed one element at a time, C = A B of (m, k) by (k, n) reads a row of A and a column of B for each of its
-m n elements: 2 m n k reads. All columns of a block of C need the same rows of A, and all its rows the same
-columns of B. So a (block_m, block_n) tile of C stays in SRAM while strips of A and B are streamed:
+Let A be (m, k), B (k, n) and C = A B. If each of the m n elements of C is computed on its own, it reads a row
+of A and a column of B: 2 m n k reads. But all columns of a block of C need the same rows of A, and all its
+rows the same columns of B. So a (block_m, block_n) tile of C stays in SRAM while strips of A and B are
+streamed:
 
     reads of A: m k * ceil(n / block_n)      reads of B: k n * ceil(m / block_m)      writes of C: m n
 
-The width of the strips does not matter: they may be narrow, which leaves nearly all of SRAM to C. With square
+The width of the strips does not change this traffic. Narrow strips leave nearly all of SRAM to C. With square
 tiles of side sqrt(M) the traffic is about 2 m n k / sqrt(M), which no order of operations can beat by more
 than a constant factor (Hong and Kung, "I/O complexity: the red-blue pebble game", 1981).
 
-A thread block repeats this one level below (:func:`two_levels`): its tile of C is cut into tiles of warps,
-which stay in registers while the strips are read from shared memory.
+The same idea works one level below (:func:`two_levels`): the tile of a thread block is cut into tiles of
+warps, which stay in registers while the strips are read from shared memory.
 """
 
 from __future__ import annotations
@@ -37,13 +38,18 @@ WARP_TILES = {
 
 
 def strip_width(memory: Memory) -> int:
-    """Return block_k, which is small compared with a tile of C."""
+    """Return block_k, the width of a strip, which is small compared with a tile of C."""
     return max(1, min(math.isqrt(memory.sram_elements) // 4, MAX_BLOCK_K))
 
 
 def block_sizes(memory: Memory, cols: int) -> tuple[int, int]:
-    """Return (block_m, block_n): the largest square tile of C that fits with two strips, taller if C is
-    narrow."""
+    """Return (block_m, block_n) of the largest square tile of C that fits into SRAM with two strips.
+
+    If C has fewer columns than this tile, the tile is narrower and taller.
+
+    Raises:
+        SramExceededError: SRAM cannot hold a tile of one element and its strips.
+    """
     M, strip = memory.sram_elements, strip_width(memory)
     block_n = min(math.isqrt(strip**2 + M) - strip, cols)  # block_n^2 + 2 block_n strip <= M
     if block_n < 1:
@@ -91,7 +97,7 @@ def product(
 ) -> None:
     """Compute C = finish(A B), where A is stored transposed if ``transpose_a``, and B if ``transpose_b``.
 
-    ``finish`` gets each tile of the product with its rows and columns before it is stored.
+    ``finish`` takes each tile of the product with its rows and columns, and returns the tile that is stored.
     """
     block_m, block_n = chosen_blocks(block_m, block_n, block_sizes(memory, max(C.cols, 1)))
     depth = A.rows if transpose_a else A.cols

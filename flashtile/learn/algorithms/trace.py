@@ -1,6 +1,6 @@
-"""Trace of an algorithm, event by event, in a form that can be stored as JSON and played by a page.
+"""Trace of an algorithm, event by event, which can be stored as JSON and replayed by the interactive page.
 
-A trace is complete: from its events follow the totals that :class:`~flashtile.algorithms.memory.Memory`
+A trace is complete. Its events determine the totals that :class:`~flashtile.algorithms.memory.Memory`
 counted, the contents of SRAM at any moment, and the part of each matrix that is being worked on.
 """
 
@@ -19,12 +19,20 @@ KINDS = (
 )  # fmt: skip
 """Kinds of events.
 
-place, empty: an input, or room for a result, is allocated in HBM; release: it is freed. load: HBM to a tile
-in SRAM; compute: a value becomes a tile in SRAM; both replace a tile of the same name. store: a tile or the
-value of an expression to HBM; free: a tile leaves SRAM. skip: a tile of the score matrix is not computed.
-page: block tables change, see ``data``. shared_load: a warp reads from shared memory into its registers;
-shared_store: it writes to shared memory; register: it computes; barrier: all warps of the thread block wait
-for each other. "K.2" is K in warp 2.
+* place, empty: an input (place) or space for a result (empty) is allocated in HBM.
+* release: an array in HBM is freed.
+* load: a tile is copied from HBM to SRAM and replaces a tile of the same name.
+* compute: a computed value becomes a tile in SRAM and replaces a tile of the same name.
+* store: a tile, or the value of an expression, is written to HBM.
+* free: a tile in SRAM is freed.
+* skip: a tile of the score matrix is not computed.
+* page: block tables or the sequences in memory change; ``data`` holds the new state.
+* shared_load: a warp reads from shared memory into its registers.
+* shared_store: a warp writes from its registers to shared memory.
+* register: a warp computes a value in its registers.
+* barrier: all warps of the thread block wait for each other.
+
+Names of a warp's tiles end with the number of the warp: "K.2" is K in warp 2.
 """
 
 
@@ -33,9 +41,10 @@ class Event(NamedTuple):
 
     ``rows`` and ``cols`` are half-open ranges of the named matrix, or None. A tile of "S" or "P" has query
     rows and key columns. ``bytes`` are moved (load, store), held in SRAM (compute, free) or held in HBM
-    (place, empty, release). ``op`` is the computed formula in a fixed short form. The FLOPs are those since
-    the previous event. ``program`` numbers the programs of ``kernel`` that can run in parallel (a GPU's
-    thread blocks). ``values`` are the watched rows of a column vector such as the running maximum m.
+    (place, empty, release). ``op`` is the short formula of a computed tile. The FLOPs are those since the
+    previous event. ``program`` numbers the programs of ``kernel`` that can run in parallel (a GPU's thread
+    blocks). ``values`` maps each watched row to its number in a column vector such as the running maximum m.
+    ``data`` is the state that an event of kind page records.
     """
 
     kind: str
@@ -129,7 +138,7 @@ class Trace:
             yield used
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain lists and dictionaries, one list per column, which are small and compress well.
+        """Return the trace as lists and dictionaries for JSON, with one list per field of the events.
 
         Kinds, names, kernels and ops are indices into the lists ``kinds``, ``names``, ``kernels`` and
         ``ops``. Missing ranges are -1, infinities are None. The keys of ``values`` and ``data`` are event

@@ -1,16 +1,16 @@
 """FlashDecoding++: partial softmaxes with one unified maximum (Hong et al. 2023, arXiv:2311.01282).
 
-The maximum is subtracted only to keep exp from overflowing; any number phi gives the same quotient,
+The maximum is subtracted only to keep exp from overflowing. Any number phi gives the same quotient:
 
-    softmax(x)_i = exp(x_i - phi) / sum_j exp(x_j - phi),
+    softmax(x)_i = exp(x_i - phi) / sum_j exp(x_j - phi)
 
-and if the scores of a model are known to lie around phi, that number works for every row and every part of a
-row (section 3). The parts are then independent: there is no running maximum, earlier sums are never rescaled,
+If the scores of a model are known to lie around phi, that number works for every row and every part of a row
+(section 3). The parts are then independent: there is no running maximum, earlier sums are never rescaled,
 and parts are merged by addition. In the paper, rescaling takes 18.8 % of the time of attention in Llama2-7B.
 
 The result is exact while every x_i - phi lies between two bounds. A block of rows with a score outside of the
-bounds is recomputed with the online softmax. So any input gives a correct result, and inputs that phi was
-chosen for give it fast.
+bounds is recomputed with the online softmax. So every input gives a correct result, and inputs whose
+scores lie around phi give it faster.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def attend(
     phi: float,
     bounds: tuple[float, float],
 ) -> bool:
-    """Return whether all visible scores are within the bounds.
+    """Compute one split of a block of rows; return whether all visible scores are within the bounds.
 
-    Leaves O = sum of exp(S - phi) V and l = sum of exp(S - phi) in SRAM.
+    O = sum of exp(S - phi) V and l = sum of exp(S - phi) stay in SRAM.
     """
     low, high = bounds
     q_i = sram.load(call.Q, rows)

@@ -7,16 +7,15 @@ share the work on each tile of S in one of two ways (Figure 3 of the paper):
               has a share of every row's maximum, sum and output. The shares are written to shared memory, all
               warps wait, and the shares of each row are added. FlashAttention does this.
     split_q   Each warp takes a part of the rows, and all of K and V. The maxima, sums and outputs
-              of its rows stay in its registers: nothing is exchanged, and no warp waits. FlashAttention-2
-              does this.
+              of its rows stay in its registers: the warps exchange nothing. FlashAttention-2 does this.
 
-split_q reads each block of K and V once per warp instead of once, and still moves less: in split_k each warp
-writes a partial output of Br x d float32 numbers, which is read again, and that is more than a few copies of
-K and V. With four warps and 16-bit operands this holds up to about Bc = 2.7 Br.
+split_q reads each block of K and V once per warp, split_k only once in all. Still split_q moves less: in
+split_k each warp writes a partial output of Br x d float32 numbers, which is read again. That is more than a
+few copies of K and V. With four warps and 16-bit operands this holds up to about Bc = 2.7 Br.
 
-Both are counted by the same rules. A warp reads each number that it needs once and keeps Q, its sums and its
-accumulator in registers. Operands have the memory's ``element_bytes``; statistics and accumulators are
-float32. Loading a tile from HBM takes two barriers in both: one before the tile is read, one before it is
+Both splits are counted by the same rules. A warp reads each number that it needs once and keeps Q, its sums
+and its accumulator in registers. Operands have the memory's ``element_bytes``; statistics and accumulators
+are float32. Loading a tile from HBM takes two barriers in both: one before the tile is read, one before it is
 overwritten.
 """
 
@@ -69,7 +68,7 @@ SPLIT_K_TILES = {
     "O_w": Tile("O = P V", name="O"),
     "O": Tile("O = exp(m - m') O + sum of the warps' O", element_bytes=FLOAT32),
 }
-"""Tiles of a warp, for the trace; ``m_w`` and ``O_w`` are those of its keys."""
+"""Tiles of a warp, for the trace; ``m_w`` and ``O_w`` are m and O over the keys of this warp only."""
 
 EXCHANGED_TILES = {
     "maxima": Tile(name="m of warps", element_bytes=FLOAT32),
@@ -225,8 +224,10 @@ def _exchange_maxima(sram: Sram, warps: Warps, m: Tensor) -> tuple[Tensor, Tenso
 def _exchange_outputs(
     sram: Sram, warps: Warps, state: Accumulated, correction: Tensor, rows: range
 ) -> Accumulated:
-    """Add the tile's sums and outputs: every warp writes its shares, then adds all shares of some of the
-    rows."""
+    """Add the sums and outputs of a tile to ``state``.
+
+    Every warp writes its shares for all rows, then adds the shares of all warps for a part of the rows.
+    """
     sram.sums = torch.cat([warp.l for warp in warps], 1)
     sram.outputs = torch.stack([warp.O_w for warp in warps])
     for warp in warps:
@@ -250,7 +251,8 @@ TENSOR_CORE, ARITHMETIC, SHARED_MEMORY, WAITING = "tensor core", "softmax", "sha
 MATMUL_RATE, OTHER_RATE, SHARED_RATE = 512, 16, 128
 """Rates of an A100 per cycle: FLOPs of a warp's tensor core and of its 16 lanes, bytes of shared memory.
 
-A multiprocessor has four tensor cores with 1024 fp16 multiply-adds together, and four times 16 fp32 lanes."""
+The four tensor cores of a multiprocessor do 1024 fp16 multiply-adds per cycle; it has four times 16 fp32
+lanes."""
 
 
 def timeline(events: list[Event]) -> list[Span]:
@@ -297,8 +299,10 @@ def _between_barriers(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
 
 
 def _phase(phase: list[tuple[int, Event]], free: list[float]) -> list[Span]:
-    """Spans of the warps up to the next barrier; ``free`` is the time at which each is free and is
-    updated."""
+    """Return the spans of the warps up to the next barrier.
+
+    ``free`` holds the time at which each warp is free, and is updated.
+    """
     queues = [[entry for entry in phase if _warp_of(entry[1]) == warp] for warp in range(len(free))]
     port, spans = 0.0, []
     while any(queues):

@@ -36,31 +36,34 @@ class Cost:
 
 
 def standard_forward(call: Call, sram_bytes: int | None = None) -> Cost:
-    """S = Q K^T, P = softmax(S), O = P V, each written out and read back (Dao et al. 2022, algorithm 0).
+    """Cost of S = Q K^T, P = softmax(S), O = P V with S and P in HBM (Dao et al. 2022, algorithm 0).
 
     The mask hides scores, but all of them are computed and stored.
 
     Args:
-        sram_bytes: size of the SRAM that tiles of the products and rows of the softmax must fit into. None is
-            an SRAM so large that each product reads its inputs once.
+        sram_bytes: size of the SRAM that tiles of the products and rows of the softmax must fit into. None
+            means that each product and softmax reads its inputs once.
     """
     return _standard(call, sram_bytes, ("qdk", "qkv"), inputs=1, statistics=2, stored=2)
 
 
 def standard_backward(call: Call, sram_bytes: int | None = None) -> Cost:
-    """dV = P^T dO, dP = dO V^T, dS = P (dP - D), dQ = dS K, dK = dS^T Q with P kept from the forward pass
-    (Dao et al. 2022, algorithm 3); ``sram_bytes`` as for :func:`standard_forward`."""
+    """Cost of the backward pass with P kept from the forward pass (Dao et al. 2022, algorithm 3).
+
+    dV = P^T dO, dP = dO V^T, dS = P (dP - D), dQ = dS K, dK = dS^T Q. ``sram_bytes`` is that of
+    :func:`standard_forward`.
+    """
     return _standard(call, sram_bytes, ("kqv", "qvk", "qkd", "kqd"), inputs=2, statistics=1, stored=3)
 
 
 def _standard(
     call: Call, sram_bytes: int | None, products: Sequence[str], *, inputs: int, statistics: int, stored: int
 ) -> Cost:
-    """Cost of matrix products and a softmax.
+    """Cost of matrix products and one softmax or softmax gradient.
 
-    Three letters stand for a product in ``products``, its rows, depth and columns: q is seqlen_q, k seqlen_k,
-    d head_dim and v head_dim_v. The softmax reads ``inputs`` score matrices and ``statistics`` numbers a row.
-    ``stored`` score matrices stay in HBM.
+    Each string of ``products`` names the rows, depth and columns of a product by one letter each: q is
+    seqlen_q, k seqlen_k, d head_dim and v head_dim_v. The softmax reads ``inputs`` score matrices and keeps
+    ``statistics`` numbers per row in SRAM. ``stored`` score matrices are held in HBM.
     """
     read = written = flops = 0
     for seqlen_q, seqlen_k in call.sequences:
@@ -81,24 +84,26 @@ def _standard(
 
 
 def flash1_forward(call: Call, blocks: tuple[int, int]) -> Cost:
-    """FlashAttention 1, algorithm 1: an outer loop over keys and values, an inner loop over queries.
+    """Cost of FlashAttention 1, algorithm 1: an outer loop over keys and values, an inner loop over queries.
 
     O, l and m go to HBM and back once for every block of keys: Theta(N^2 d^2 / M) traffic. Blocks that a mask
     hides are not skipped.
     """
     passes = _passes(call, blocks[1])
-    running = call.width_v * call.element_bytes + 2 * STATISTIC_BYTES  # of a row: O, l, m
+    running = call.width_v * call.element_bytes + 2 * STATISTIC_BYTES  # bytes of O, l and m per row
     return Cost(
         hbm_read=_keys(call) + passes * (call.head_dim * call.element_bytes + running),
-        hbm_written=(call.rows_q + passes) * running,  # the first are zeros
+        hbm_written=(call.rows_q + passes) * running,  # initial values, then one write per pass
         matmul_flops=2 * call.score_pairs * (call.head_dim + call.width_v),
         extra_bytes=2 * STATISTIC_BYTES * call.rows_q,
     )
 
 
 def flash1_backward(call: Call, blocks: tuple[int, int]) -> Cost:
-    """FlashAttention 1, algorithm 4: each block of keys reads all of Q, O, dO, dQ, l and m and writes dQ
-    back."""
+    """Cost of FlashAttention 1, algorithm 4: an outer loop over keys and values, an inner loop over queries.
+
+    Each block of keys reads all of Q, O, dO, dQ, l and m and writes dQ back.
+    """
     passes = _passes(call, blocks[1])
     q, out = call.head_dim * call.element_bytes, call.width_v * call.element_bytes
     return Cost(
@@ -110,7 +115,7 @@ def flash1_backward(call: Call, blocks: tuple[int, int]) -> Cost:
 
 
 def flash2_forward(call: Call, blocks: tuple[int, int]) -> Cost:
-    """FlashAttention 2, algorithm 1: an outer loop over queries, an inner loop over keys and values.
+    """Cost of FlashAttention 2, algorithm 1: an outer loop over queries, an inner loop over keys and values.
 
     O and the log-sum-exp are written once. Blocks that the mask hides entirely are skipped.
     """
@@ -128,7 +133,7 @@ def flash2_forward(call: Call, blocks: tuple[int, int]) -> Cost:
 
 
 def flash2_backward(call: Call, blocks: tuple[int, int]) -> Cost:
-    """FlashAttention 2, algorithm 2: D of each row first, then an outer loop over blocks of keys.
+    """Cost of FlashAttention 2, algorithm 2: D of each row first, then an outer loop over blocks of keys.
 
     For each block of rows that attends to the keys, the inner loop reads Q, dO, dQ, the log-sum-exp and D,
     and writes dQ back.
@@ -147,7 +152,7 @@ def flash2_backward(call: Call, blocks: tuple[int, int]) -> Cost:
 
 
 def flash_decoding(call: Call, splits: int) -> Cost:
-    """Flash-Decoding without a mask: the keys of each head are cut into ``splits`` parts.
+    """Cost of Flash-Decoding without a mask: the keys of each head are cut into ``splits`` parts.
 
     The query heads of a group share a tile. A second kernel merges the partial results by their log-sum-exp.
     """
@@ -161,7 +166,7 @@ def flash_decoding(call: Call, splits: int) -> Cost:
 
 
 def paged(call: Call, page_size: int) -> Cost:
-    """PagedAttention: FlashAttention 2 whose blocks of keys are pages, each with a block table entry.
+    """Cost of PagedAttention: FlashAttention 2 whose blocks of keys are pages, each with a block table entry.
 
     Each head has one block of query rows.
     """
@@ -177,7 +182,7 @@ def paged(call: Call, page_size: int) -> Cost:
 
 
 def _product(call: Call, rows: int, depth: int, cols: int, sram_bytes: int | None) -> tuple[int, int]:
-    """Elements that a tiled product of (rows, depth) and (depth, cols) reads and writes."""
+    """Return the elements that a tiled product of (rows, depth) and (depth, cols) reads and writes."""
     block_m, block_n = max(1, rows), max(1, cols)
     if sram_bytes is not None:
         memory = Memory(sram_bytes, call.element_bytes)
@@ -189,7 +194,10 @@ def _product(call: Call, rows: int, depth: int, cols: int, sram_bytes: int | Non
 def _softmax(
     call: Call, rows: int, cols: int, sram_bytes: int | None, inputs: int, statistics: int
 ) -> tuple[int, int]:
-    """Elements that a softmax or its gradient reads and writes; rows longer than SRAM are read twice."""
+    """Return the elements that a softmax or its gradient reads and writes.
+
+    Rows that do not fit into SRAM are read twice.
+    """
     fits = sram_bytes is None or inputs * cols + statistics <= sram_bytes // call.element_bytes
     return inputs * rows * cols * (1 if fits else 2), rows * cols
 
@@ -200,17 +208,17 @@ def _keys(call: Call) -> int:
 
 
 def _passes(call: Call, block_n: int) -> int:
-    """Rows of q read in all if every block of keys reads all rows."""
+    """Return the number of rows of q that are read if every block of keys reads all rows."""
     return call.num_heads_q * sum(seqlen_q * -(-seqlen_k // block_n) for seqlen_q, seqlen_k in call.sequences)
 
 
 def _visible_tiles(
     call: Call, blocks: tuple[int, int], *, by_keys: bool = False
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield (rows, keys that they load, number of such blocks) for the blocks of rows of all sequences and
-    heads.
+    """Yield (rows, keys loaded, count) for the blocks of query rows of all sequences and heads.
 
-    ``by_keys`` yields (keys, rows that they load, number of such blocks) for the blocks of keys instead.
+    ``rows`` is the number of rows in a block, ``count`` the number of equal blocks. With ``by_keys``, yield
+    (keys, rows loaded, count) for the blocks of keys.
     """
     for lengths, count in counted(call.sequences):
         seen = walks(call, lengths, blocks, by_keys=by_keys)

@@ -1,8 +1,9 @@
 """Bytes that the decoding kernels of both GPU backends move for attention over a key/value cache.
 
-The query heads that share a key head form one tile, so keys are read once for all of them. Programs may get
-equal runs of key blocks (stream-K). A tile that the end of a run cuts leaves partial results, which a second
-kernel combines (Flash-Decoding). The ends of runs are computed as in the kernels' schedule.
+The query heads that share a key head form one tile, so keys are read once for all of them. The key blocks of
+all tiles may be divided into equal runs, one per program (stream-K). If a run ends within a tile, the tile is
+split: its programs write partial results, which a second kernel combines (Flash-Decoding). Runs end at the
+same key blocks as in the kernels' schedule.
 """
 
 from __future__ import annotations
@@ -103,12 +104,12 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
 
 
 def _operand_bytes(call: Call) -> int:
-    """Bytes of an element of the products' operands, as the portable kernels choose them."""
+    """Return the bytes of one operand element in the matrix products of the portable kernels."""
     return 4 if call.element_bytes == 4 else call.cache_element_bytes
 
 
 def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: int) -> Iterator[QueryTile]:
-    """Yield the tiles of ``pack`` query heads of one sequence that share a key head."""
+    """Yield the query tiles of one sequence for ``pack`` query heads that share a key head."""
     seqlen_q, seqlen_k = lengths
     rows, step = seqlen_q * pack, config.tile.BLOCK_M
     window = (call.window_left, call.window_right)
@@ -127,8 +128,10 @@ def _keys(call: Call) -> Iterator[tuple[int, int]]:
 
 
 def _runs(tiles: list[QueryTile], most_programs: int) -> tuple[int, int, int]:
-    """Return (programs, rows of partial results, rows of split tiles) if all key blocks are cut into equal
-    runs."""
+    """Return (programs, rows of partial results, rows of split tiles) with equal runs of key blocks.
+
+    There are at most ``most_programs`` programs, and one run per program.
+    """
     ends = list(accumulate(len(tile.blocks) for tile in tiles))
     total = ends[-1] if ends else 0
     programs = min(total, most_programs)
@@ -136,6 +139,7 @@ def _runs(tiles: list[QueryTile], most_programs: int) -> tuple[int, int, int]:
     for program in range(1, programs):
         position = program * total // programs
         index = bisect_right(ends, position)
-        cuts[index] += not (index and ends[index - 1] == position)  # else it lies between two tiles
+        # A run that ends between two tiles splits neither of them.
+        cuts[index] += not (index and ends[index - 1] == position)
     parts = sum((count + 1) * tiles[index].rows for index, count in cuts.items() if count)
     return programs, parts, sum(tiles[index].rows for index, count in cuts.items() if count)

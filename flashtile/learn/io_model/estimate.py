@@ -1,4 +1,4 @@
-"""Time floors of a call: the bytes and FLOPs of an algorithm over what a card can do."""
+"""Time floors of a call: an algorithm's bytes and FLOPs, divided by the bandwidth and peak of a card."""
 
 from __future__ import annotations
 
@@ -46,13 +46,15 @@ Counted = tuple[str, float, float, float, int, int]
 """Fields of :class:`Estimate` after ``which``."""
 
 DECODE_ROWS = 128
-"""Query rows of a key/value head up to which splitting its keys is worth showing."""
+"""Largest number of query rows per key/value head for which Flash-Decoding is listed."""
 
 DECODE_BLOCK_N = 64
 
 L2_BYTES_PER_CLOCK = 64
-"""Most bytes that an SM loads from L2 per clock: Volta's (Jia et al. 2018, arXiv:1804.06826), used for
-all."""
+"""Most bytes that an SM loads from L2 per clock.
+
+The number is that of Volta (Jia et al. 2018, arXiv:1804.06826) and is used for all cards.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Estimate:
     ``bytes`` go to and from HBM, ``sm_bytes`` to and from the SMs: L2 serves the difference. The papers'
     algorithms have no L2, so both are equal there. ``extra_bytes`` are held in addition to inputs and
     results. ``programs`` can run in parallel: if there are fewer than SMs, the other SMs are idle. 0 means
-    enough.
+    at least one per SM.
     """
 
     call: Call
@@ -77,7 +79,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory held at once, inputs and results included."""
+        """Bytes held at the same time, including inputs and results."""
         return resident_bytes(self.call, self.which) + self.extra_bytes
 
     @property
@@ -117,10 +119,11 @@ class Estimate:
 
 
 def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
-    """Estimates for every algorithm that serves the call; the last row is the least that any could do.
+    """Return the estimates of all algorithms that serve the call, and last the least that any could need.
 
     Raises:
-        ValueError: ``which`` is not a pass, or the card has no peak for the call's dtype.
+        ValueError: ``which`` is not a pass, or is "backward" for a call over a cache. Also if the card has no
+            peak for the call's dtype, or no decoding kernel supports a call over a cache.
 
     Examples:
         >>> from flashtile.io_model import Call, estimates, find_card
@@ -133,12 +136,12 @@ def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
     """
     if which not in PASSES:
         raise ValueError(f"which must be one of {', '.join(PASSES)}, got {which!r}")
-    card.peak_tflops(call.dtype)  # raises
+    card.peak_tflops(call.dtype)  # raises if the peak is unknown
     return [Estimate(call, card, which, *cost) for cost in _costs(call, card, which)]
 
 
 def least_bytes(call: Call, which: str) -> int:
-    """Bytes if every input is read once and every result is written once."""
+    """Return the HBM traffic if every input is read once and every result is written once."""
     inputs = call.q_bytes + call.k_bytes + call.v_bytes
     if which == "forward":
         return inputs + call.out_bytes + call.lse_bytes
@@ -147,14 +150,14 @@ def least_bytes(call: Call, which: str) -> int:
 
 
 def least_flops(call: Call, which: str) -> int:
-    """FLOPs for the visible pairs: two products forward; five backward, with the scores recomputed."""
+    """Return the FLOPs for the visible scores: two products forward, five backward with scores recomputed."""
     if which == "forward":
         return 2 * call.visible_pairs * (call.head_dim + call.width_v)
     return 2 * call.visible_pairs * (3 * call.head_dim + 2 * call.width_v)
 
 
 def resident_bytes(call: Call, which: str) -> int:
-    """Bytes that a caller holds during a pass: q, k, v and out, and in the backward pass their gradients."""
+    """Return the bytes of the call's tensors: q, k, v and out, and in the backward pass their gradients."""
     held = call.q_bytes + call.k_bytes + call.v_bytes + call.out_bytes
     return held if which == "forward" else 2 * held
 
@@ -198,7 +201,7 @@ def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:
 
 
 def _papers(call: Call, card: Card, which: str) -> Iterator[Counted]:
-    """Counts of the papers' algorithms.
+    """Yield the counts of the papers' algorithms.
 
     FlashAttention 1 has a program for each head. FlashAttention 2 has one for each block of query rows, and
     in the backward pass one for each block of keys.
@@ -228,7 +231,7 @@ def _launched(
 
 
 def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
-    """Counts of flashtile's portable kernels, if they support the call."""
+    """Yield the counts of flashtile's portable kernels, or nothing if they do not support the call."""
     try:
         config = portable_config(call, card)
     except ValueError:
@@ -250,7 +253,7 @@ def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
 
 
 def _decoding(call: Call, card: Card) -> Counted:
-    """Counts of Flash-Decoding with enough splits to give every SM a program."""
+    """Return the counts of Flash-Decoding with enough splits to give every SM a program."""
     heads = max(1, len(call.sequences) * call.num_heads_kv)
     blocks = max(1, -(-call.seqlen_k // DECODE_BLOCK_N))
     splits = min(blocks, max(1, -(-card.sm_count // heads)))

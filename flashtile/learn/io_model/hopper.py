@@ -27,9 +27,9 @@ from flashtile.problems.attention import OptionalTensors, Options, Problem
 LARGEST_HEAD_DIM = 256
 
 START_AND_END = 1
-"""Approximate cost of the start and end of a query block, in key blocks."""
+"""Approximate cost of a query block's prologue and epilogue, in units of one key block."""
 VISITS = 2**19
-"""Approximate number of pieces that programs visit in a simulation: about half a second of work."""
+"""Approximate limit of a simulation: visits of all programs to pieces of K and V, half a second of work."""
 
 
 def serves(call: Call, card: Card) -> bool:
@@ -44,7 +44,7 @@ def serves(call: Call, card: Card) -> bool:
 
 
 def forward(call: Call, card: Card) -> KernelTraffic:
-    """Traffic of one launch, for a call that the kernel ``serves``.
+    """Return the traffic of one launch, for a call and card that pass :func:`serves`.
 
     In a large grid only the first work tiles of every program are simulated; the rest is extrapolated.
     """
@@ -81,12 +81,12 @@ def forward(call: Call, card: Card) -> KernelTraffic:
 
 
 def cost_of(walk: range) -> int:
-    """Cost of a query block that visits these key blocks, in key blocks."""
+    """Return the cost of a query block that visits the key blocks ``walk``, in units of one key block."""
     return START_AND_END + len(walk)
 
 
 def by_program(count: int, programs: int, cost: Callable[[int], int] | None) -> Iterator[Iterable[int]]:
-    """Yield each program's work tiles in its order, as indices below ``count``.
+    """Yield for each program the indices (below ``count``) of its work tiles, in the order of execution.
 
     Args:
         cost: cost of the work tile at an index, if programs take tiles from the work queue. None if tiles are
@@ -111,8 +111,15 @@ def by_program(count: int, programs: int, cost: Callable[[int], int] | None) -> 
 def paths_of(
     work: WorkTiles, indices: Iterable[int], key_blocks: list[int], unit: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield (first piece of a key/value head, pieces of it that are visited) for each work tile of a
-    program."""
+    """Yield the pieces of K and V that each work tile of a program visits, for :func:`misses`.
+
+    Each item is (number of the key/value head's first piece, visited pieces counted from there).
+
+    Args:
+        indices: work tiles of the program, in order.
+        key_blocks: number of key blocks of each sequence.
+        unit: key blocks per piece.
+    """
     pieces = [-(-blocks // unit) for blocks in key_blocks]
     heads_kv = work.heads // work.variant.KV_GROUP
     first = list(accumulate((count * heads_kv for count in pieces), initial=0))
@@ -128,10 +135,11 @@ class WorkTiles:
 
     Args:
         variant: compile-time options of the kernel.
-        heads: heads of the schedule: query heads divided by the number of them that share a tile.
+        heads: number of query heads divided by the number of query heads that share a tile.
         swizzle: number of heads whose work tiles are interleaved.
         walks: for each sequence, the key blocks that each of its query blocks attends to.
-        rows: (sequence, tile in the head) of each work tile of a head, in the order of the tile table.
+        rows: (sequence, tile in the head) of the work tiles that one head has in all sequences, in the order
+            of the tile table.
         count: work tiles of all heads.
     """
 
@@ -170,7 +178,7 @@ class WorkTiles:
         return by_program(self.count, programs, cost if self.variant.QUEUED else None)
 
     def tile(self, index: int) -> tuple[int, int, list[range]]:
-        """Return (sequence, head, key blocks that each of its query blocks visits) of a work tile."""
+        """Return a work tile as (sequence, head, key blocks that each query block of the tile visits)."""
         from flashtile.backends.hopper.forward.schedule import block_of_part, dense_tile, num_parts
 
         if self.variant.VARLEN:
@@ -185,7 +193,7 @@ class WorkTiles:
 
 
 def _problem(call: Call) -> Problem:
-    """The call as a ``Problem`` of contiguous tensors on the meta device, which take no memory."""
+    """Return the call as a ``Problem`` of contiguous tensors on the meta device, which take no memory."""
 
     def tensor(length: int, heads: int, width: int) -> torch.Tensor:
         shape = (length, heads, width) if call.lengths else (call.batch, length, heads, width)

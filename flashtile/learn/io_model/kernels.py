@@ -16,7 +16,7 @@ from flashtile.learn.io_model.l2 import Stream, dram_blocks
 from flashtile.problems.common import UNLIMITED
 
 L2_SHARE = 0.5
-"""Share of L2 that blocks read by every SM can fill: each half of L2 keeps its own copy of them.
+"""Share of L2 available to blocks that all SMs read, because each half of L2 keeps its own copy of them.
 
 The value is not fitted; the counters confirm it.
 """
@@ -31,7 +31,7 @@ STATISTIC_BYTES = 4
 """Bytes of a running maximum, a sum, a log-sum-exp or an element of a partial result: fp32."""
 
 STATISTICS_BYTES = 2 * STATISTIC_BYTES
-"""Bytes per row for the backward kernels: two numbers that are computed first from out, dout and lse."""
+"""Bytes per row of the two numbers that ``preprocess`` computes for the other backward kernels."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ def forward(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
 
 
 def dq(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
-    """Kernel of dQ: a program owns BLOCK_M rows of q and dout and loops over keys as the forward kernel
-    does."""
+    """Kernel of dQ: a program owns BLOCK_M rows of q and dout and loops over keys, as in :func:`forward`."""
     own = call.q_bytes + call.out_bytes + call.rows_q * STATISTICS_BYTES
     return _traffic("dq", call, tile, card, own, call.q_bytes)
 
@@ -86,13 +85,15 @@ def preprocess(call: Call, card: Card) -> KernelTraffic:
 
 
 def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
-    """Programs of a kernel ("forward", "dkdv" or "dq") that fit on one SM by shared memory and registers.
+    """Return how many programs of a kernel ("forward", "dkdv" or "dq") fit on one SM.
 
-    Tiles fill shared memory. Registers are estimated from the accumulators and from operands of fp32.
+    Shared memory and registers limit the number. Tiles are in shared memory. Registers are estimated from the
+    accumulators, the scores and fp32 operands.
     """
     rows, keys = tile.BLOCK_M, tile.BLOCK_N
     widths = padded(call.head_dim) + padded(call.width_v)
-    # Elements in shared memory that a program owns and loops over, fp32 accumulators, tiles of fp32 scores.
+    # Shared memory: elements of the tile that a program owns, elements of one block that it loops over.
+    # Registers: elements of fp32 accumulators, number of fp32 score tiles.
     owned, walked, sums, scores = {
         "forward": (rows * padded(call.head_dim), keys * widths, rows * padded(call.width_v), 1),
         "dkdv": (keys * widths, rows * widths, keys * widths, 2),
@@ -112,9 +113,10 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
 def reach(
     start: int, end: int, offset: int, length: int, window_back: int, window_ahead: int, block: int
 ) -> range:
-    """Blocks of a sequence of ``length`` that positions ``start <= i < end`` of the other sequence see.
+    """Return the blocks of one sequence that positions ``start <= i < end`` of the other sequence attend to.
 
-    Position ``i`` sees ``i + offset - window_back`` to ``i + offset + window_ahead``; -1 means no limit.
+    Position ``i`` attends to ``i + offset - window_back`` to ``i + offset + window_ahead``, cut to
+    ``length``; -1 means no limit. ``block`` is the number of positions in a block.
     """
     first = 0 if window_back == UNLIMITED else max(0, start + offset - window_back)
     after = length if window_ahead == UNLIMITED else min(length, max(0, end + offset + window_ahead))
@@ -125,10 +127,10 @@ def reach(
 def walks(
     call: Call, lengths: tuple[int, int], blocks: tuple[int, int], *, by_keys: bool = False
 ) -> list[range]:
-    """Key blocks that each query block attends to; with ``by_keys``, query blocks that attend to each key
-    block.
+    """Return the key blocks that each query block attends to.
 
-    ``lengths`` and ``blocks`` are (of queries, of keys), for one sequence.
+    With ``by_keys``, return the query blocks that attend to each key block. ``lengths`` and ``blocks`` are
+    (of queries, of keys), for one sequence.
     """
     window = (call.window_left, call.window_right)
     if by_keys:  # seen from the keys, the window is mirrored
@@ -143,7 +145,7 @@ def walks(
 def _traffic(
     kernel: str, call: Call, tile: KernelConfig, card: Card, own_read: int, written: int
 ) -> KernelTraffic:
-    """Traffic of a kernel whose programs own ``own_read`` bytes in all: query rows, or keys for "dkdv"."""
+    """Return a kernel's traffic. Its programs own query rows ("dkdv": keys) of ``own_read`` bytes in all."""
     by_keys = kernel == "dkdv"
     width = (call.head_dim + call.width_v) * call.element_bytes + by_keys * STATISTICS_BYTES
     resident = residents(kernel, call, tile, card) * card.sm_count
@@ -178,8 +180,10 @@ def _traffic(
 
 
 def counted(sequences: tuple[tuple[int, int], ...]) -> list[tuple[tuple[int, int], int]]:
-    """Merge neighbouring sequences of equal lengths into (lengths, count); drop those without queries or
-    keys."""
+    """Merge neighbouring sequences of equal lengths into (lengths, count).
+
+    Sequences without queries or keys are dropped.
+    """
     counted: list[tuple[tuple[int, int], int]] = []
     for lengths in sequences:
         if counted and counted[-1][0] == lengths:

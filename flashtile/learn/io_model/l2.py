@@ -2,8 +2,8 @@
 
 A program of an attention kernel loads its own tile once and then loops over the blocks of the other sequence.
 Programs that load the same block at the same time cost one DRAM read; a block that is loaded again after L2
-evicted it costs another. In the model as many programs run as the card holds, in the order of the grid and in
-step with each other. L2 is a list of blocks, least recently used first.
+evicted it costs another. In the model, the card runs as many programs at a time as fit on it, in the order of
+the grid and in lockstep. L2 is a cache of blocks that evicts the least recently used one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 UNITS = 256
-"""Most pieces that a stream is cut into for the simulation: L2 holds dozens of them either way."""
+"""Most pieces that a stream is cut into for the simulation; a piece is one or more consecutive blocks."""
 
 WAVES = 8
 """Rounds of resident programs that are simulated; the rest of a grid is extrapolated."""
@@ -48,7 +48,7 @@ class Stream:
 
 
 def dram_blocks(stream: Stream, count: int, resident: int, capacity: float) -> float:
-    """Blocks read from DRAM by ``count`` equal streams that follow each other in the grid.
+    """Return the blocks read from DRAM for ``count`` equal streams that follow each other in the grid.
 
     Args:
         resident: programs that run at once.
@@ -69,7 +69,7 @@ def dram_blocks(stream: Stream, count: int, resident: int, capacity: float) -> f
 
 
 def path_of(program: Iterable[range], unit: int) -> list[int]:
-    """Pieces of ``unit`` blocks that a program visits, in order; a range may count down."""
+    """Return the pieces of ``unit`` blocks that a program visits, in order; a range may count down."""
     found: list[int] = []
     for part in program:
         if len(part):
@@ -78,11 +78,12 @@ def path_of(program: Iterable[range], unit: int) -> list[int]:
 
 
 def misses(queues: Iterable[Iterator[tuple[int, Sequence[int]]]], capacity: float) -> int:
-    """Count the misses of a least-recently-used cache. All programs run in step, one piece at a time.
+    """Count the misses of a least-recently-used cache. All programs run in lockstep, one piece at a time.
 
     Args:
-        queues: one iterator for each slot that a program runs in. It yields (first piece of a stream, pieces
-            of that stream) for each program of the slot in turn. Slots may share an iterator.
+        queues: one iterator for each slot that a program runs in. For each program of the slot in turn, it
+            yields (number of the stream's first piece, visited pieces counted from there). Slots may share an
+            iterator.
         capacity: pieces that L2 holds.
     """
     programs = [(first + piece for first, path in queue for piece in path) for queue in queues]

@@ -1,4 +1,4 @@
-"""Memory of attention by sequence length, of models that read prompts, and what fits on a card."""
+"""Memory of attention and of models that read prompts, by sequence length, and what fits on a card."""
 
 from __future__ import annotations
 
@@ -96,8 +96,9 @@ class PromptMemory:
 
 
 def prompt_memory(model: Model, batch: int, seqlen: int, dtype: str = "float16") -> PromptMemory:
-    """Memory of ``model`` while it reads ``batch`` prompts of ``seqlen`` tokens, weights and cache in
-    ``dtype``.
+    """Return the memory of ``model`` while it reads ``batch`` prompts of ``seqlen`` tokens.
+
+    ``dtype`` is that of the weights, the cache and the attention.
 
     Examples:
         >>> from flashtile.io_model import find_model, prompt_memory
@@ -130,7 +131,7 @@ def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int =
 
 
 def longest_prompt(model: Model, batch: int, card: Card, dtype: str = "float16", *, standard: bool) -> int:
-    """Longest prompt, in tokens, that ``model`` can read on ``card``, ``batch`` of them at once; 0 if none.
+    """Longest prompt, in tokens, of which ``model`` can read ``batch`` at once on ``card``; 0 if none.
 
     Examples:
         >>> from flashtile.io_model import find_card, find_model

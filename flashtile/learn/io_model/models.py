@@ -16,7 +16,7 @@ class Model:
         intermediate: width between the feed-forward products.
         parameters: number of parameters of the whole model.
         longest: longest sequence that the model was trained for, in tokens.
-        gated: whether the feed-forward layer has a gate next to its first product.
+        gated: whether the first feed-forward product has a gate projection.
 
     Examples:
         >>> from flashtile.io_model import MODELS
@@ -37,8 +37,10 @@ class Model:
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
-        """(N, K) of a layer's products: queries, keys and values; output; first feed-forward product with its
-        gate; second feed-forward product."""
+        """(N, K) of the products of a layer.
+
+        They are: q, k and v together; output; first feed-forward product with its gate; second one.
+        """
         hidden = self.num_heads_q * self.head_dim
         qkv = (self.num_heads_q + 2 * self.num_heads_kv) * self.head_dim
         first = (2 if self.gated else 1) * self.intermediate
@@ -119,8 +121,7 @@ class Product:
         return 2 * self.M * self.N * self.K
 
     def floor_seconds(self, card: Card) -> float:
-        """Lower bound for any kernel on the card: the longer of moving the bytes and multiplying in
-        ``dtype``."""
+        """Lower bound for any kernel on the card: the time of the traffic or of the FLOPs, the longer one."""
         return max(self.bytes / card.bandwidth_gbps * 1e-9, self._arithmetic_seconds(card))
 
     def bound(self, card: Card) -> str:
@@ -128,8 +129,10 @@ class Product:
         return "arithmetic" if self._arithmetic_seconds(card) == self.floor_seconds(card) else "memory"
 
     def intensity(self, block_n: int) -> float:
-        """FLOPs per element read or written, if programs of ``block_n`` columns each read x once
-        (FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section 4)."""
+        """FLOPs per element read or written, if each program computes ``block_n`` columns and reads x once.
+
+        FlashDecoding++, Hong et al. 2023, arXiv:2311.01282, section 4.
+        """
         return 2 * self.M * self.K / (self.K + self.M * self.K / block_n + self.M)
 
     def _arithmetic_seconds(self, card: Card) -> float:

@@ -1,4 +1,4 @@
-"""The model's numbers as tables for a terminal."""
+"""The numbers of the I/O model as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def card_table(card: Card, dtype: str) -> Table:
 
 
 def why_not_all_shared(card: Card) -> str:
-    """Explain why a tile cannot use all of an SM's L1 memory (CUDA C++ Programming Guide, compute
-    capabilities)."""
+    """Explain why a tile cannot use all of an SM's L1 memory.
+
+    CUDA C++ Programming Guide, compute capabilities.
+    """
     whole, most = (size // KIB for size in (card.l1_bytes, card.shared_bytes))
     said = (
         f"an SM's {whole} KiB serve as L1 cache and shared memory: shared memory may take {most} of them, "
@@ -99,8 +101,10 @@ def why_flash1_is_slower(found: Sequence[Estimate]) -> str | None:
 
 
 def memory_table(call: Call, card: Card, training: bool) -> Table:
-    """Memory of standard and flash attention by sequence length, and the lengths at which the card is
-    full."""
+    """Table of the memory of standard and flash attention by sequence length.
+
+    The caption gives the lengths at which the card is full.
+    """
     what = "training" if training else "inference"
     title = f"memory of one layer's attention, {what}: batch {call.batch}, {call.num_heads_q} heads"
     table = new_table(
@@ -189,7 +193,8 @@ COPIED_TOTALS: dict[str, tuple[int | None, int]] = {
 def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, card: Card) -> Table:
     """Table of a model's memory while it reads prompts of each length.
 
-    Also shows whether that fits ``card`` and how much faster the floor of attention is.
+    Also shows whether the memory fits ``card``, and the time floor of standard attention divided by that of
+    FlashAttention.
     """
     headings = (
         "weights", "cache", "q, out", "attention,\nstandard", "attention,\nflash", "total,\nstandard",

@@ -103,7 +103,7 @@ def recordings(test_files: list[str]) -> dict[tuple[str, str], Path]:
 
 
 def record(workers: Workers, test_files: list[str]) -> Map | None:
-    """Record the test files that have no recording yet; return the map of all, or None if the time was up."""
+    """Record test files that have no recording yet; return the lines of all tests, or None if time was up."""
     wanted = recordings(test_files)
     KEPT.mkdir(parents=True, exist_ok=True)
     missing = [task for task, path in wanted.items() if not path.exists()]
@@ -214,7 +214,7 @@ def draw(options: argparse.Namespace) -> list[tuple[str, Mutant]]:
 
 
 def sample(mutants: list[tuple[str, Mutant]], judges: Judge, count: int) -> list[tuple[str, Mutant]]:
-    """Return the first ``count`` faults of each area whose lines a test runs and that may change a result."""
+    """Return the first ``count`` faults of each area that may change a result and whose lines a test runs."""
     left = Counter({area: count for area, _ in mutants})
     found = []
     for area, mutant in mutants:

@@ -34,7 +34,7 @@ class Contender:
         return None
 
     def load(self, folder: Path, model: str, device: torch.device, most_tokens: int) -> None:
-        """Load a model, whose workloads have at most ``most_tokens`` tokens, summed over their sequences."""
+        """Load a model for workloads with up to ``most_tokens`` tokens, summed over their sequences."""
         raise NotImplementedError
 
     def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:

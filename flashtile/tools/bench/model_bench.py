@@ -31,8 +31,8 @@ Named = TypeVar("Named", bound=OfModel)
 def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -> tuple[Named, ...]:
     """Return the workloads that ``names`` choose.
 
-    A name is that of a workload, "KIND-MODEL" for all workloads of a model, or ``kind`` for all workloads
-    except the small model's. The result is () if all names belong to another kind of workload.
+    A name chooses one workload, "KIND-MODEL" all workloads of a model, and ``kind`` all workloads except
+    those of the small model. The result is () if all names belong to another kind of workload.
 
     Raises:
         ValueError: some names belong to these workloads and some do not.

@@ -125,7 +125,7 @@ def taken_apart(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
-    """Return a table by cell of the milliseconds of standard attention's operations and the fused call."""
+    """Return a table of milliseconds: operations of standard attention and the fused call, by cell."""
     table = Table(
         "forward, milliseconds",
         *(Column(escape(cell["workload"]), justify="right") for cell in cells),

@@ -185,7 +185,7 @@ class Apart:
         self._inputs = inputs
 
     def measure(self) -> None:
-        """Measure one turn of each operation."""
+        """Measure each operation once, and the fused call with dropout."""
         if self._entry.call is None:
             return
         with _contained(self._entry, self._settings.device), torch.no_grad():
@@ -265,7 +265,7 @@ def _timed_function(call: PeerCall, inputs: Inputs, which: str) -> Iterator[Call
 
 
 def _measure(entry: Entry, inputs: Inputs, which: str, settings: Settings) -> None:
-    """Measure one turn of a contestant."""
+    """Measure a contestant once and add the milliseconds to its times."""
     assert entry.call is not None
     if which == "graph":
         milliseconds = _graph_time(entry.call, inputs, settings)

@@ -1,4 +1,4 @@
-"""Speeds up Triton's interpreter: leaves out work that changes no result, half of the time of small kernels."""
+"""Speeds up Triton's interpreter by leaving out work that changes no result, half its time on small kernels."""
 
 from __future__ import annotations
 

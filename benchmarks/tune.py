@@ -1,9 +1,10 @@
 """Offline search for the portable kernels' tiles: ``python benchmarks/tune.py -w paper -w decode-grid``.
 
-Candidates are compiled in parallel processes first (they land in Triton's disk cache), then each kernel is
-timed alone, on a cold L2 cache, and for decoding in a graph over rotating caches. A candidate that does not
-fit the device or gives wrong results is listed with the reason. Rows that win go into the tables of
-``flashtile/backends/portable/config.py`` and ``flashtile/backends/portable/decode/config.py``.
+Parallel processes first compile the candidates into Triton's disk cache. Each kernel is then timed alone with
+a cold L2 cache. Decoding kernels are also timed in a CUDA graph that rotates over several KV caches. A
+candidate that does not fit the device or gives wrong results is listed with the reason. Copy the fastest rows
+into the tables of ``flashtile/backends/portable/config.py`` and
+``flashtile/backends/portable/decode/config.py``.
 """
 
 from __future__ import annotations
@@ -35,15 +36,16 @@ from flashtile.tools.bench.inputs import Inputs, make_inputs
 from flashtile.tools.bench.workloads import Workload, select
 
 PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
-"""Number of matrix products of each kernel of attention."""
+"""Number of matrix products of each attention kernel."""
 SHARED_LIMIT = 227 * 1024
+"""Bytes of shared memory of a multiprocessor."""
 SHOWN = 10
 """Number of candidates of a series that are printed, the fastest first."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile of one kernel; only decoding has ``programs_per_sm``."""
+    """A tile configuration of one kernel; ``programs_per_sm`` is None except for decoding."""
 
     kernel: str
     tile: KernelConfig
@@ -51,8 +53,7 @@ class Candidate:
 
 
 def candidates(kernel: str, workload: Workload, problem: Any) -> Iterator[Candidate]:
-    """Yield the tile in the table, then others whose accumulators and operands roughly fit registers and
-    shared memory."""
+    """Yield the configuration of the table, then others that roughly fit registers and shared memory."""
     sizes = (16, 32, 64, 128)
     if kernel == "decode":
         chosen = decode_config.choose(problem)
@@ -70,7 +71,7 @@ def candidates(kernel: str, workload: Workload, problem: Any) -> Iterator[Candid
         owned, walked = (block_n, block_m) if kernel == "dkdv" else (block_m, block_n)
         registers = (accumulated * owned * width + scored * block_m * block_n) / (warps * 32)
         shared = (scored * owned + stages * 2 * walked) * width * size
-        if owned < warps * 16 and not (owned == 64 and size == 2):  # a warp without rows of its own
+        if owned < warps * 16 and not (owned == 64 and size == 2):  # fewer than 16 rows per warp
             continue
         if owned < 64 or walked < 32 // (size // 2):
             continue
@@ -80,7 +81,7 @@ def candidates(kernel: str, workload: Workload, problem: Any) -> Iterator[Candid
 
 
 def describe(workload: Workload, inputs: Inputs) -> tuple[Any, CacheTensors]:
-    """Return the problem of a workload's call, and a decoding call's tensors except q and the caches."""
+    """Return (problem, decoding's tensors except q and the caches) of a workload's call."""
     qkv = inputs.q, inputs.k, inputs.v
     if workload.cache is None:
         options = Options(causal=workload.causal, window_left=workload.window_left, softcap=workload.softcap)
@@ -127,7 +128,7 @@ def calls(candidate: Candidate, workload: Workload, inputs: Inputs) -> list[Call
 
 
 def _compile(candidate: Candidate, workload: Workload) -> None:
-    """Compile by running on a small problem; a candidate that fails is reported when it is timed."""
+    """Compile a candidate by running it on a small problem. Errors are ignored; they recur in its timing."""
     small = replace(workload, batch=1, seqlen_q=128, seqlen_k=128)
     try:
         calls(candidate, small, make_inputs(small, "cuda"))[0]()
@@ -139,7 +140,7 @@ def _compile(candidate: Candidate, workload: Workload) -> None:
 def time_candidate(
     candidate: Candidate, workload: Workload, inputs: Inputs, oracle: Oracle, rep: float
 ) -> dict[str, Any]:
-    """Return the microseconds of one candidate, or why it has none."""
+    """Return {"us": microseconds} of a candidate, for decoding also "cold_us", or {"refused": the reason}."""
     try:
         functions = calls(candidate, workload, inputs)
         wrong = [found for found in oracle.check(functions[0]()) if not found.holds]
@@ -149,13 +150,16 @@ def time_candidate(
         if candidate.kernel != "decode":
             return {"us": cold}
         in_graph = timing.replay_time(timing.capture(functions), rep) * 1e3 / len(functions)
-    except Exception as error:  # what does not fit this device
+    except Exception as error:  # for example, too much shared memory for this device
         return {"refused": f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"}
     return {"us": in_graph, "cold_us": cold}
 
 
 def tune(kernel: str, series: list[Workload], rep: float) -> list[dict[str, Any]]:
-    """Time every candidate on the workloads of a series, which differ in length only; the fastest first."""
+    """Time every candidate on the workloads of a series, and return a row for each, the fastest first.
+
+    The workloads of a series differ only in sequence length. ``rep`` is the milliseconds of a measurement.
+    """
     rows: dict[Candidate, dict[str, Any]] = {}
     for workload in series:
         inputs = make_inputs(workload, "cuda")
@@ -199,7 +203,7 @@ def main(
             if name not in PRODUCTS:
                 raise ValueError(f"kernel must be one of {', '.join(PRODUCTS)}, got {name!r}")
         for one in select(workload, dtype=dtype):
-            if head_dim is not None and one.cache is None:  # as many columns in all
+            if head_dim is not None and one.cache is None:  # keep heads * head_dim
                 heads = max(1, one.num_heads_q * one.head_dim // head_dim)
                 one = replace(one, head_dim=head_dim, num_heads_q=heads, num_heads_kv=heads)
             if one.kind == "fp8" or one.varlen:

@@ -3,10 +3,10 @@
     python benchmarks/two_trees.py OLD NEW --out ratios.json
     python benchmarks/two_trees.py OLD NEW --only host,grid --seconds 300
 
-OLD and NEW are folders that contain ``flashtile/``. Each has a process of its own, and only one of them works
-at a time. The cells are the host's time to issue plain calls, and both passes of the papers' grid and of the
-set ``shapes``. Results of both are compared before they are timed. A ratio is old time / new time: above 1,
-NEW is faster.
+OLD and NEW are folders that contain ``flashtile/``. Each runs in its own process, and only one is timed at a
+time. The cells are the host time to issue small calls, and both passes of the FlashAttention papers' grid and
+of the workloads ``shapes``. The results of the two checkouts are compared before they are timed. A ratio is
+old time / new time, so NEW is faster where it exceeds 1.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 MIN_TURNS, MAX_TURNS = 3, 9
 SETTLED = 0.02
-"""Cells whose ratio differs from 1 by more take up to MAX_TURNS: clocks and other work of a machine vary."""
+"""Cells whose ratio differs from 1 by more are timed up to MAX_TURNS times, because clocks and load vary."""
 MAX_DIFFERENCE = 0.02
-"""Largest difference between results of the two trees, as a part of the result's norm."""
+"""Largest allowed difference between the results of the two checkouts, relative to the result's norm."""
 HOST_BATCHES, HOST_CALLS = 15, 200
 
 
@@ -58,7 +58,7 @@ def host_cells() -> list[dict[str, Any]]:
 
 
 def attention_call(cell: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return the function to time and one that returns the results to compare."""
+    """Return (function to time, function that returns the results to compare) of an attention cell."""
     import torch
 
     import flashtile
@@ -118,7 +118,7 @@ def host_call(name: str) -> Callable[[], Any]:
 
 
 def device_time(call: Callable[[], Any], milliseconds: float = 20.0) -> float:
-    """Return the median milliseconds of a call with a cold L2 cache, the host's time hidden."""
+    """Return the median milliseconds of a call on the GPU with a cold L2 cache, without the host time."""
     import torch
 
     flushed = torch.empty(2**28, dtype=torch.int8, device="cuda")
@@ -139,9 +139,9 @@ def device_time(call: Callable[[], Any], milliseconds: float = 20.0) -> float:
 
 
 def host_time(call: Callable[[], Any]) -> float:
-    """Return the microseconds that the host needs to issue a call: the least of several batches.
+    """Return the microseconds that the host needs to issue a call.
 
-    Other work of the machine only ever adds to a batch.
+    This is the minimum over several batches of calls, because other load on the machine only adds time.
     """
     import torch
 
@@ -156,7 +156,11 @@ def host_time(call: Callable[[], Any]) -> float:
 
 
 def work() -> None:
-    """Answer the questions on standard input: a cell to prepare, or "time"."""
+    """Run as a worker: read questions from standard input and write an answer to each, as lines of JSON.
+
+    A question is a cell to prepare, which is answered with checksums of its results, or "time", which is
+    answered with the time of the last cell. An error is the answer {"error": text}.
+    """
     import torch
 
     call: Callable[[], Any] = lambda: None  # noqa: E731
@@ -176,7 +180,7 @@ def work() -> None:
                     answer = []
                 else:
                     call, results = attention_call(cell)
-                    # A norm alone is the same for permuted results.
+                    # Permuted results have the same norm, so a sum over some elements is added.
                     answer = [
                         [float(t.double().norm()), float((t.double().flatten()[::7]).sum())]
                         for t in results()
@@ -188,7 +192,7 @@ def work() -> None:
 
 
 class Tree:
-    """A checkout and its process."""
+    """A checkout and its worker process."""
 
     def __init__(self, folder: str) -> None:
         environment = {**os.environ, "PYTHONPATH": str(Path(folder).resolve())}
@@ -216,8 +220,8 @@ def same(old: Any, new: Any) -> bool:
 
 
 def measure(trees: list[Tree], cell: dict[str, Any]) -> dict[str, Any]:
-    """Return the cell with the times of both trees and their ratio, or with an error."""
-    for tree in trees:  # both compile at once
+    """Return the cell with the times of both checkouts and their ratio, or with an error."""
+    for tree in trees:  # both checkouts compile in parallel
         tree.ask(cell)
     first = [tree.answer() for tree in trees]
     errors = [a["error"] for a in first if isinstance(a, dict)]

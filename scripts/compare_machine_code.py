@@ -1,13 +1,14 @@
-"""Whether a change of kernels changes the machine code that the compiler makes of them.
+"""Finds out whether a change of kernels changes their machine code.
 
-Compiles the cases of a checkout for NVIDIA architectures, which needs no GPU, and writes a digest of each:
+``dump`` compiles the compile cases of a checkout for NVIDIA architectures and writes a digest of each. This
+needs no GPU. ``compare`` lists the cases that differ:
 
     PYTHONPATH=OLD python scripts/compare_machine_code.py dump old.json --only forward dkdv
     PYTHONPATH=NEW python scripts/compare_machine_code.py dump new.json --only forward dkdv
     python scripts/compare_machine_code.py compare old.json new.json --renamed prepare=preprocess
 
-Exits with 1 if a case differs. Code is compiled without line numbers, which change the order in which ptxas
-puts instructions.
+The exit code of ``compare`` is 1 if a case differs. Kernels are compiled without line numbers, because ptxas
+orders instructions differently if line numbers change.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ INSTRUCTION_BYTES = 16
 
 
 def machine_code(cubin: bytes) -> bytes:
-    """The instructions of a kernel: the .text section of its binary, a 64-bit ELF file."""
+    """Return the instructions of a kernel: the .text section of its binary, a 64-bit ELF file.
+
+    Raises:
+        ValueError: the binary has no such section.
+    """
     (headers,) = struct.unpack_from("<Q", cubin, 0x28)
     size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", cubin, headers + i * size) for i in range(count)]
@@ -40,7 +45,10 @@ def machine_code(cubin: bytes) -> bytes:
 
 
 def dump(path: Path, only: list[str], jobs: int) -> None:
-    """Write {architecture: {case: {sha256, instructions, shared}}} of this interpreter's flashtile."""
+    """Write {architecture: {case: {sha256, instructions, shared}}} of the flashtile that Python imports.
+
+    ``only`` has parts of the cases' names (empty: all cases), and ``jobs`` cases are compiled at a time.
+    """
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
     from flashtile.backends.common import compile_report
 
@@ -65,7 +73,10 @@ def dump(path: Path, only: list[str], jobs: int) -> None:
 
 
 def differences(old: dict, new: dict, renamed: list[list[str]]) -> Iterator[str]:
-    """A line for each case of either side that the other has not, or has with other machine code."""
+    """Yield a line for each case that only one dump has, or whose machine code differs.
+
+    ``renamed`` has pairs (before, after) to replace in the names of the old dump.
+    """
     for arch in sorted({*old, *new}):
         ours, theirs = dict(new.get(arch, {})), {}
         for name, row in old.get(arch, {}).items():

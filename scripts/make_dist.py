@@ -1,7 +1,7 @@
 """Builds dist/flashtile-VERSION.tar.gz and the wheel made from it: ``python scripts/make_dist.py [FOLDER]``.
 
-The build works on a copy, so that nothing that lies in the checkout from earlier builds gets in, and with the
-setuptools that is installed, so that it needs no network.
+The build uses a copy of the sources, so files of earlier builds in the checkout are left out. It uses the
+installed setuptools, so it needs no network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ CONTENTS = ("pyproject.toml", "README.md", "LICENSE", "flashtile")
 
 
 def build(kind: str, source: Path, folder: Path) -> Path:
-    """Run the hook ``build_sdist`` or ``build_wheel`` of setuptools in ``source``; the file that it wrote."""
+    """Build in ``source`` with setuptools and return the file that it wrote to ``folder``.
+
+    ``kind`` is "sdist" or "wheel".
+    """
     code = f"import sys, setuptools.build_meta as backend; backend.build_{kind}(sys.argv[1])"
     before = set(folder.iterdir())
     subprocess.run(
@@ -29,7 +32,10 @@ def build(kind: str, source: Path, folder: Path) -> Path:
 
 
 def make(folder: Path) -> tuple[Path, Path]:
-    """The sdist, and the wheel built from what the sdist holds."""
+    """Write the sdist and the wheel to ``folder`` and return their paths; the wheel is built from the sdist.
+
+    Earlier files of flashtile in ``folder`` are deleted.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("flashtile-*"):
         old.unlink()

@@ -2,16 +2,17 @@
 
     python scripts/mutants.py                           # 32 faults in each area; exit code 1 below 95 %
     python scripts/mutants.py --areas cache,engine --count 8 --seed 3
-    python scripts/mutants.py --sample 30               # 3 in each area, met by the tests near it
-    python scripts/mutants.py --shard 2/4 --out 2.json  # a part; --add 1.json 2.json 3.json 4.json sums up
-    python scripts/mutants.py --list                    # plant nothing
+    python scripts/mutants.py --sample 30               # 3 faults in each area, and the tests near it
+    python scripts/mutants.py --shard 2/4 --out 2.json  # one part of four
+    python scripts/mutants.py --add 1.json 2.json 3.json 4.json  # report the results of all parts
+    python scripts/mutants.py --list                    # print the faults without planting them
 
-A seed draws the same faults as long as their lines stay. ``scripts/mutation/areas.py`` says which files are
-in an area, ``not_planted.json`` which code and which faults change no result, with the reason. Each fault is
-planted in a copy of the checkout and meets the tests that run its line, quick ones first, until one fails.
-Which those are is recorded once and kept in ``build/mutants``. Long runs may be cut: ``--seconds 300 --out
-found.json`` begins nothing after that time and, called again, goes on. The exit code is 0 if enough is
-noticed, 1 if not, 3 if the time was up.
+A seed draws the same faults as long as their lines do not change. ``scripts/mutation/areas.py`` lists the
+files of each area. ``not_planted.json`` lists code and faults that change no result, with reasons. Each fault
+is planted in a copy of the checkout. The tests that run its line then run, quick ones first, until one fails.
+The lines of all tests are recorded once and kept in ``build/mutants``. A long run can be split: with
+``--seconds 300 --out found.json`` no fault is planted after that time, and the same command continues later.
+The exit code is 0 if the tests notice enough faults, 1 if not, and 3 if the time was up.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ from mutation.run import MODES, PROCESSES, Checkout, Judge
 
 KEPT = ROOT / "build" / "mutants"
 LEAST = 0.95
-"""Share of the faults that must be noticed, in all and in each area with at least ENOUGH of them."""
+"""Least share of noticed faults, over all areas and in each area with at least ENOUGH faults."""
 SPARE = 8
-"""Faults drawn for one of a sample: it has those whose lines are run by the tests near them."""
+"""Faults drawn for each fault of a sample, which takes only faults whose lines the tests near them run."""
 ENOUGH = 20
+"""Least number of faults of an area for which its own share is judged."""
 PATIENCE = 1800
-"""Seconds of the CPU for recording one file of tests."""
+"""Most CPU seconds to record one test file."""
 UNFINISHED = 3
 """Exit code of a run that was out of time."""
 
 
 class Workers:
-    """Checkouts, and threads that use one each."""
+    """A pool of ``count`` threads, each with a checkout of its own; no task starts after the time ``end``."""
 
     def __init__(self, count: int, folder: Path, end: float) -> None:
         self._end = end
@@ -60,7 +62,7 @@ class Workers:
             self._checkouts.put(checkout)
 
     def each(self, act: Callable[[Checkout, Any], Any], tasks: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """(task, result) of each as it is done; without those that would have begun too late."""
+        """Yield (task, ``act(checkout, task)``) as tasks are done. Tasks that did not start are left out."""
 
         def one(task: Any) -> tuple[Any, Any] | None:
             checkout = self._checkouts.get()
@@ -81,7 +83,10 @@ class Workers:
 
 
 def recordings(test_files: list[str]) -> dict[tuple[str, str], Path]:
-    """(mode, file of tests): where its recording is kept. The name stands for what it depends on."""
+    """Return the path of the recording of each (mode, test file).
+
+    The name of a recording contains a digest of everything that it depends on, so changes make it obsolete.
+    """
     helpers = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
     shared = blake2b(f"{sys.version_info[:2]}".encode(), digest_size=8)
     for path in (*sorted((ROOT / "flashtile").rglob("*.py")), *sorted(helpers)):
@@ -98,7 +103,7 @@ def recordings(test_files: list[str]) -> dict[tuple[str, str], Path]:
 
 
 def record(workers: Workers, test_files: list[str]) -> Map | None:
-    """The map of those files; None if the time was up before."""
+    """Record test files that have no recording yet; return the lines of all tests, or None if time was up."""
     wanted = recordings(test_files)
     KEPT.mkdir(parents=True, exist_ok=True)
     missing = [task for task, path in wanted.items() if not path.exists()]
@@ -124,7 +129,11 @@ def record(workers: Workers, test_files: list[str]) -> Map | None:
 
 
 def judge(workers: Workers, mutants: list[tuple[str, Mutant]], covered: Map, out: Path | None) -> list[dict]:
-    """An entry for each that was planted or need not be; kept in ``out`` as they come."""
+    """Judge the faults and return an entry for each, also for those that change no result.
+
+    Entries that ``out`` already has are taken from it, and new ones are written to it at once. Faults for
+    which there was no time have no entry.
+    """
     known = {tuple(entry["key"]): entry for entry in read(out)} if out and out.exists() else {}
     entries = [known[m.key] for _, m in mutants if m.key in known]
     for area, mutant in mutants:
@@ -145,7 +154,7 @@ def _entry(area: str, mutant: Mutant, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def report(entries: list[dict]) -> bool:
-    """Prints what got through and the shares; whether those are enough."""
+    """Print the unnoticed faults, and the shares that were noticed; return whether these are high enough."""
     for entry in entries:
         if entry["status"] in ("survived", "uncovered"):
             file, line, fault, _ = entry["key"]
@@ -195,7 +204,7 @@ def arguments() -> argparse.Namespace:
 
 
 def draw(options: argparse.Namespace) -> list[tuple[str, Mutant]]:
-    """(area, fault) of the shard."""
+    """Return (area, fault) of each fault of the chosen areas that is in the shard."""
     count = options.count
     if options.sample:
         count = SPARE * -(-options.sample // len(options.areas))
@@ -205,7 +214,7 @@ def draw(options: argparse.Namespace) -> list[tuple[str, Mutant]]:
 
 
 def sample(mutants: list[tuple[str, Mutant]], judges: Judge, count: int) -> list[tuple[str, Mutant]]:
-    """The first ``count`` of each area that some test may notice."""
+    """Return the first ``count`` faults of each area that may change a result and whose lines a test runs."""
     left = Counter({area: count for area, _ in mutants})
     found = []
     for area, mutant in mutants:

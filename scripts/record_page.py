@@ -1,4 +1,4 @@
-"""Record all runs of the interactive page for the package: a minute on two idle cores.
+"""Records all runs of the interactive page into a file of the package; takes a minute on two idle cores.
 
 python scripts/record_page.py
 """

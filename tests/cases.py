@@ -51,9 +51,9 @@ class Case:
     seqlen_k: int = 203
     lengths: tuple[tuple[int, int], ...] | None = None
     unused_tail: int = 0
-    """Rows of NaN behind the last sequence, in q, k, v and the gradients."""
+    """Number of rows of NaN after the last sequence, in q, k, v and the gradients."""
     slack: int = 0
-    """How far max_seqlen_q and max_seqlen_k lie above the longest sequence."""
+    """Difference of max_seqlen_q and max_seqlen_k from the length of the longest sequence."""
     heads_q: int = 4
     heads_kv: int = 2
     head_dim: int = 64
@@ -64,7 +64,7 @@ class Case:
     softcap: float = 0.0
     softmax_scale: float | None = None
     alibi: str | None = None
-    """Slopes per "head", or per "batch" and head."""
+    """ALiBi slopes: per "head", or for "batch" per batch entry and head."""
     sink: str | None = None
     """A sink in "float32" or in the dtype of q ("own")."""
     unused_keys: int = 0
@@ -202,7 +202,7 @@ class Case:
 
 
 def poison_last_rows(tensor: Tensor, count: int) -> None:
-    """Write NaN into the last rows, unless all rows are one in memory."""
+    """Write NaN into the last rows, unless all rows share memory (stride 0)."""
     if tensor.stride(0) == 0:
         return
     once = (slice(1) if stride == 0 else slice(None) for stride in tensor.stride()[1:])

@@ -1,4 +1,4 @@
-"""One suite for every backend: each test that takes a ``target`` runs on all that exist here."""
+"""One suite for every backend: a test with the fixture ``target`` runs on all available targets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if INTERPRETING:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``target``: every target; ``gpu_target``: those on a GPU; ``case`` beside ``target``: its cases."""
+    """Parametrise ``target``, ``gpu_target`` (targets on a GPU) and ``case`` (the cases of a target)."""
     targets = [target for target in TARGETS if target.available]
     if "gpu_target" in metafunc.fixturenames:
         on_gpu = [pytest.param(t, id=t.name, marks=t.marks) for t in targets if t.device == "cuda"]
@@ -45,7 +45,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What is marked ``gpu`` or ``interpreter`` is skipped where there is none."""
+    """Skip tests marked ``gpu`` without a CUDA device, and ``interpreter`` without TRITON_INTERPRET=1."""
     skips = {}
     if not CUDA:
         skips["gpu"] = pytest.mark.skip(reason="no CUDA device (or TRITON_INTERPRET=1)")
@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def fresh_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding knows no launch of another test, and leaves none to another."""
+    """Replace the cached launches of decoding by empty caches during the test."""
     from flashtile.caches import BoundedCache
     from flashtile.op.operation import CACHE_BYTES
     from flashtile.operators import decode as operators
@@ -75,7 +75,7 @@ def fresh_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def balanced_work(monkeypatch: pytest.MonkeyPatch, fresh_launches: None) -> None:
-    """Programs share even short caches, and combine their parts; users get short work tiles whole."""
+    """Let decoding split even short work tiles among programs, which by default are left whole."""
     from flashtile.backends.portable.decode import config
 
     for name in ("MAX_WHOLE_BYTES", "MAX_UNEVEN_BYTES"):
@@ -84,20 +84,20 @@ def balanced_work(monkeypatch: pytest.MonkeyPatch, fresh_launches: None) -> None
 
 @pytest.fixture(params=["as users get it", "stream-K"])
 def either_work(request: pytest.FixtureRequest) -> None:
-    """A test of decoding, once with each way of sharing out the work."""
+    """Run a test of decoding twice: with the default work partitioning, and with all work split."""
     if request.param == "stream-K":
         request.getfixturevalue("balanced_work")
 
 
 @pytest.fixture(autouse=True)
 def _exact_matmuls() -> None:
-    """The yardstick must not use TF32, whatever another test left behind."""
+    """Turn off TF32, so references are exact even if another test has turned it on."""
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 @pytest.fixture(autouse=True)
 def _leave_memory_to_others(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Workers share the card: what one of them no longer needs goes back to it."""
+    """Return unused GPU memory after a test, because parallel workers share the GPU."""
     yield
     if request.node.get_closest_marker("gpu") and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
-"""Small calls of flash_attn_with_kvcache, each with the features its name says, in poisoned caches.
+"""Small calls of flash_attn_with_kvcache, each with the features in its name, on poisoned caches.
 
-What no sequence has is NaN in the cache and out of range in the block table, so that reading it shows.
+Memory of the cache that belongs to no sequence is NaN, and unused entries of the block table are out of
+range. A kernel that reads either one gives a wrong result.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor
 from flashtile.problems.decode import FP8
 
 NOBODY = 2**30
-"""In a block table beyond a sequence's length."""
+"""Entry of a block table beyond a sequence's length."""
 
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A call: shapes, what lies where, and arguments that are passed on."""
+    """A call: shapes, layout of the cache, and further arguments of flash_attn_with_kvcache."""
 
     name: str
     lengths: tuple[int, ...] | None = (17, 1, 40)  # in the cache beforehand; None: all of the capacity
@@ -45,7 +46,7 @@ class DecodeCase:
 
 
 def case(name: str, **features: Any) -> DecodeCase:
-    """Features by name; what is no feature is an argument of the call."""
+    """Return a case with features by name; other names are arguments of the call."""
     known = {n: features.pop(n) for n in list(features) if n in DecodeCase.__dataclass_fields__}
     return DecodeCase(name, arguments=features, **known)
 
@@ -124,7 +125,7 @@ CASES = (
 def build(
     case: DecodeCase, dtype: torch.dtype, device: str, seed: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(q, k_cache, v_cache, k, v) and the other arguments of the call."""
+    """Return ((q, k_cache, v_cache, k, v), other arguments of the call by name)."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -194,7 +195,7 @@ def build(
 
 
 def _tokens(count: int | tuple[int, ...], batch: int, tail: tuple[int, int], normal: Any) -> Tensor:
-    """Dense, or one behind the other with a token in the end that is nobody's."""
+    """Return (batch, count, *tail), or for a tuple packed (sum + 1, *tail), whose last token is unused."""
     if isinstance(count, int):
         return normal(batch, count, *tail)
     return normal(sum(count) + 1, *tail)
@@ -208,7 +209,7 @@ def _offsets(name: str, lengths: tuple[int, ...], int32: Any) -> dict[str, Any]:
 def _places(
     case: DecodeCase, before: tuple[int, ...], added: tuple[int, ...], generator: torch.Generator
 ) -> tuple[Any, Tensor | None, int, int]:
-    """(where position i of sequence b lies, block table, rows of the cache, tokens of a row)."""
+    """Return (function of (b, i) -> (row, token) in the cache, block table, rows, tokens per row)."""
     if case.page_size is None:
         rows = case.batch_idx or tuple(range(len(before)))
         return (lambda b, i: (rows[b], i)), None, max(rows) + 1, case.capacity
@@ -233,8 +234,11 @@ def paged(
     seed: int = 0,
     device: str = "cuda",
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """(q, k_cache, v_cache) on ``device`` and a call's arguments; what no sequence holds is NaN, its entries
-    far off. ``seqlen_q`` of several numbers is ragged, ``page_size`` 0 a dense cache in another order."""
+    """Return ((q, k_cache, v_cache), other arguments) of a decoding call on ``device``.
+
+    Memory of the caches that no sequence uses is NaN, and unused entries of the block table are out of range.
+    A tuple ``seqlen_q`` is a packed batch. ``page_size`` 0 is a dense cache with sequences in random order.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     dense = page_size == 0
     page_size = page_size or max([*contexts, 1]) + 3

@@ -1,4 +1,4 @@
-"""Functions of kernels run as Python, without the compiler and the interpreter."""
+"""Runs functions of kernels as plain Python, without Triton's compiler or interpreter."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 
 def functions_of(*modules: ModuleType, **instead: Any) -> dict[str, Any]:
-    """What the modules define, by name: functions that call one another, constants as their values, and
-    ``instead`` in place of what only the compiler has. Later modules win."""
+    """Return the functions and constants of modules by name, as plain Python.
+
+    The functions call one another. Names of ``instead`` replace functions that only the compiler has. If
+    modules share a name, the last module's is used.
+    """
     names: dict[str, Any] = {}
     for module in modules:
         for name, value in vars(module).items():
@@ -23,5 +26,5 @@ def functions_of(*modules: ModuleType, **instead: Any) -> dict[str, Any]:
 def make_work_tile(
     sequence: int, head: int, tile_in_head: int, start_q: int, start_k: int, seqlen_q: int, seqlen_k: int
 ) -> SimpleNamespace:
-    """In place of the Hopper kernels' ``WorkTile``."""
+    """Return a plain object with the fields of the Hopper kernels' ``WorkTile``."""
     return SimpleNamespace(**locals())

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def load(path: str) -> ModuleType:
-    """The script at a path below the repository's root, as a module; its ``main`` is not run."""
+    """Import the script at a path relative to the repository, without running its ``main``."""
     name = path.removesuffix(".py").replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None
@@ -28,7 +28,7 @@ def load(path: str) -> ModuleType:
 
 
 def runner(module: ModuleType) -> Callable[..., Result]:
-    """Runs the script's ``main`` with command line arguments."""
+    """Return a function that runs the script's ``main`` with command line arguments."""
     app = typer.Typer()
     app.command()(module.main)
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])

@@ -30,7 +30,7 @@ def dense(
 
 
 def varlen(device="cpu", lengths_q=(3, 0, 6), lengths_k=(4, 2, 6), heads=4, heads_kv=2, grad=False):
-    """q, k, v and the keyword arguments that go with them."""
+    """Return ([q, k, v], keyword arguments with cu_seqlens and max_seqlen) of a packed batch."""
     q, _, _ = dense(device, 1, sum(lengths_q), 1, heads, heads_kv)
     _, k, v = dense(device, 1, 1, sum(lengths_k), heads, heads_kv)
     offsets = [
@@ -51,7 +51,7 @@ def slopes(device="cpu", *shape):
 
 
 def results(function, tensors):
-    """(out, lse) and the gradients of all tensors that want one, by a loss that uses both."""
+    """Return out, lse, and the gradients of a loss of both for all tensors that require one."""
     out, lse = function(*tensors)
     weights = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).view_as(out)
     loss = (out * weights).sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
@@ -59,7 +59,7 @@ def results(function, tensors):
 
 
 def results_with_backward(function, tensors):
-    """Like ``results``, by ``backward``: reentrant checkpointing knows no other."""
+    """Return out, lse and gradients by ``backward``, which reentrant checkpointing requires."""
     for tensor in tensors:
         tensor.grad = None
     out, lse = function(*tensors)
@@ -68,8 +68,10 @@ def results_with_backward(function, tensors):
 
 
 def assert_same(actual, expected):
-    """Equal but for rounding, whatever a CPU's order of additions: as many units of the largest element (of
-    the inputs' size 1 at least) as the error rule allows where its reference is plain PyTorch itself."""
+    """Check that results are equal except for rounding, which depends on a CPU's order of additions.
+
+    The tolerance is FLOAT64_UNITS rounding units of the largest element, or of 1 if that is larger.
+    """
     assert len(actual) == len(expected)
     for a, e in zip(actual, expected, strict=True):
         size = max(largest(finite(e)), 1.0)

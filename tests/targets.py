@@ -1,7 +1,4 @@
-"""The backends under test, each on a device, and which of them exist here.
-
-A new backend is one line: ``replace`` of a target with its name.
-"""
+"""The backends under test, each on a device, and which of them are available on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +14,10 @@ INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def own_gpu_first(visible: str | None, count: int, worker: str) -> str | None:
-    """``CUDA_VISIBLE_DEVICES`` for a worker of pytest-xdist ("gw3"): all GPUs, in turn another one first."""
+    """Return ``CUDA_VISIBLE_DEVICES`` for a worker of pytest-xdist such as "gw3".
+
+    It has all GPUs; worker number n gets GPU n (modulo their number) as the first one.
+    """
     devices = visible.split(",") if visible else [str(i) for i in range(count)]
     if not worker.startswith("gw") or len(devices) < 2:
         return visible
@@ -36,7 +36,7 @@ if _visible is not None:  # before anything asks for a device, which would fix t
 
 @dataclass(frozen=True)
 class Target:
-    """A backend on a device, and how much it is asked."""
+    """A backend on a device, and the extent of its tests."""
 
     name: str
     backend: str | None
@@ -94,7 +94,7 @@ TARGETS = (
     ),
     Target(
         name="hopper",
-        backend=None,  # as users call it; tests/gpu/test_hopper.py holds what the backend itself serves
+        backend=None,  # as users call it; tests/gpu/test_hopper.py tests which calls the backend accepts
         device="cuda",
         sizes=("tiny", "medium", "large"),
         dtypes=(FP16, BF16),

@@ -1,4 +1,4 @@
-"""Triton's interpreter without work that changes no result: over half of its time on small kernels."""
+"""Makes Triton's interpreter over twice as fast on small kernels, without work that changes no result."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from triton.runtime import interpreter
 
 
 def spare() -> None:
-    """At each call of a nested function it looks through all of ``triton.language`` for what to replace,
-    although the launch or an earlier call has replaced it. It makes a table of all dtypes for each value. And
-    it adds and multiplies integers again to check for overflows, which it does in debug mode alone."""
+    """Patch Triton's interpreter to leave out three kinds of work.
+
+    At each call of a nested function, the interpreter patches all of ``triton.language``, although the launch
+    or an earlier call has done so. For each value it builds a table of all dtypes. It also repeats integer
+    additions and multiplications to check for overflow, although it reports overflows only in debug mode.
+    """
     patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     modules: set[str] = set()
 
@@ -33,7 +36,7 @@ def spare() -> None:
 
 
 def by_name(function: Any) -> Any:
-    """A function of a dtype, called once for each name."""
+    """Return ``function`` of a dtype with its results cached by the dtype's name."""
     known: dict[str, Any] = {}
 
     def found(dtype: Any) -> Any:

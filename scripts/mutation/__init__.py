@@ -1,1 +1,1 @@
-"""Faults drawn by a program, the tests that cover their lines, and whether those notice."""
+"""Mutation testing: plants faults in the package and finds out whether the tests of their lines fail."""

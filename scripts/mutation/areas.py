@@ -1,4 +1,4 @@
-"""Where faults are planted, and where they would change no result: to be edited when files move."""
+"""Where faults are planted, and where a fault would change no result. Edit this module when files move."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Area:
-    """Files of the package, by patterns in which ``*`` takes slashes as well, and the tests near them."""
+    """A group of files of the package, and the tests near them.
+
+    ``files`` and ``near`` are patterns of paths, in which ``*`` also matches slashes.
+    """
 
     name: str
     files: tuple[str, ...]
     near: tuple[str, ...]
-    """Tests that a sample traces; a whole run traces all of ``TESTS``."""
+    """Tests that meet the faults of a sample; a whole run uses all of ``TESTS``."""
 
 
 AREAS = (
@@ -112,7 +115,7 @@ AREAS = (
         ("tests/integrations/*",),
     ),
 )
-"""A file belongs to the first that has it."""
+"""All areas. A file belongs to the first area whose patterns match it."""
 
 TESTS = (
     *(f"tests/{folder}/*" for folder in ("attn", "decode", "engine", "fp8", "integrations")),
@@ -121,17 +124,23 @@ TESTS = (
     "tests/docs/test_examples.py",
     "tests/test_[!m]*.py",
 )
-"""Those of the other folders test what is in no area: pages, pictures, benchmarks. test_mutants.py reads the
-lines that faults change; test_compile.py compiles kernels for minutes and runs none."""
+"""Patterns of the test files that meet faults.
+
+Tests of other folders are left out, because they test code that is in no area: pages, pictures, benchmarks.
+test_mutants.py is left out because it reads the source that faults change, and test_compile.py because it
+compiles kernels for minutes without running them.
+"""
 
 NOT_PLANTED = json.loads(Path(__file__).with_name("not_planted.json").read_text("utf-8"))
-"""With reasons. ``code``: functions and tables that change no result or run on cards alone, by a pattern of
-files and a regular expression of names. ``faults``: single ones that change no result, by the line's text.
+"""Where no fault is planted, each with the reason.
+
+``code`` lists functions and tables that change no result or run only on a GPU, by a pattern of paths and a
+regular expression of names. ``faults`` lists single faults that change no result, by the text of the line.
 """
 
 
 def area_of(file: str) -> str | None:
-    """The area of a file, a path below the repository's root."""
+    """Return the name of a file's area, None if it is in no area; ``file`` is relative to the repository."""
     for area in AREAS:
         if any(fnmatchcase(file, pattern) for pattern in area.files):
             return area.name
@@ -139,12 +148,12 @@ def area_of(file: str) -> str | None:
 
 
 def files_of(name: str) -> list[str]:
-    """The files of an area."""
+    """Return the files of an area, sorted, relative to the repository."""
     every = (path.relative_to(ROOT).as_posix() for path in (ROOT / "flashtile").rglob("*.py"))
     return sorted(file for file in every if area_of(file) == name)
 
 
 def files_matching(patterns: tuple[str, ...]) -> list[str]:
-    """The files of tests that match."""
+    """Return the test files that match one of ``patterns``, sorted, relative to the repository."""
     every = (path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py"))
     return sorted(file for file in every if any(fnmatchcase(file, pattern) for pattern in patterns))

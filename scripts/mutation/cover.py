@@ -1,4 +1,4 @@
-"""Which tests run which lines of the package: recorded while they run, in child processes as well."""
+"""Records which lines of the package each test runs, also in its child processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from types import CodeType, FrameType
 from typing import Any
 
 FOLLOWED = "FLASHTILE_LINES_OF"
-"""Environment variable: the checkout and the file to which child processes append their lines."""
+"""Environment variable with the checkout, and the file to which child processes append their lines."""
 OFTEN = 20
-"""Calls of a function within one test whose lines are looked at, where Python has no ``sys.monitoring``."""
+"""Most calls of a function per test that are traced if Python has no ``sys.monitoring``, to save time."""
 
 
 class Lines:
-    """Lines of the package in the checkout ``root`` that run in this process; since ``reset``."""
+    """Records which lines of the package in the checkout ``root`` this process runs after :meth:`reset`."""
 
     def __init__(self, root: str) -> None:
         self._root = root.rstrip("/") + "/"
         self.files: dict[str, set[int] | None] = {}
-        """None: a file that is not the package's."""
+        """Line numbers by path; None for a file outside the package."""
         self._calls: dict[int, int] = {}
 
     def reset(self) -> None:
@@ -35,7 +35,7 @@ class Lines:
             sys.monitoring.restart_events()
 
     def seen(self) -> dict[str, list[int]]:
-        """By file, a path below the root."""
+        """Return the recorded line numbers by file, relative to the checkout."""
         return {name.removeprefix(self._root): sorted(lines) for name, lines in self.files.items() if lines}
 
     def _of(self, name: str) -> set[int] | None:
@@ -102,7 +102,10 @@ class Lines:
 
 
 class AppendedLines(Lines):
-    """Lines of a child process, which may be ended at any time: each goes to a file at once."""
+    """Records the lines of a child process.
+
+    Each line is written to a file immediately, because the process may be killed at any time.
+    """
 
     def __init__(self, root: str, file: str) -> None:
         super().__init__(root)
@@ -116,13 +119,13 @@ class AppendedLines(Lines):
 
 
 def follow() -> None:
-    """In a child process: its lines are those of all tests of its file."""
+    """Record the lines of this child process. They count for every test of the test file that is recorded."""
     root, file = os.environ[FOLLOWED].split(os.pathsep)
     AppendedLines(root, file).start()
 
 
 class Recorder:
-    """A plugin of pytest: how long each test takes, and which lines it runs. Only tests that pass count."""
+    """pytest plugin that records the CPU time and the lines of each test. Only tests that pass are kept."""
 
     def __init__(self, root: Path, children: Path) -> None:
         self._children = children
@@ -175,11 +178,11 @@ def masked(lines: list[int]) -> str:
 
 
 class Map:
-    """Lines that the tests of all files run, as the recorders found them."""
+    """The lines that all recorded tests run, to look up the tests that run a line."""
 
     def __init__(self) -> None:
         self._tests: dict[str, list[tuple[str, str, float, int]]] = {}
-        """(mode, test, seconds, lines) by file of the package."""
+        """(mode, test, CPU seconds, lines as a bit mask) of each test, by file of the package."""
 
     def add(self, mode: str, recorded: dict[str, Any]) -> None:
         for name, test in recorded["tests"].items():
@@ -190,7 +193,10 @@ class Map:
     def covering(
         self, file: str, first: int, last: int, anywhere: bool = False
     ) -> Iterator[tuple[str, str, float]]:
-        """(mode, test, seconds) of those that run one of the lines, or ``anywhere`` any line of the file."""
+        """Yield (mode, test, CPU seconds) of each test that runs a line from ``first`` to ``last``.
+
+        With ``anywhere``, any line of the file counts.
+        """
         wanted = ((1 << (last + 1)) - 1) & ~((1 << first) - 1)
         for mode, name, seconds, bits in self._tests.get(file, ()):
             if anywhere or bits & wanted:

@@ -1,4 +1,4 @@
-"""Faults of one line that a program may have, found in its syntax tree, and which of them a seed draws."""
+"""Finds possible one-line faults in the syntax tree of a file, and draws some of them by a seed."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ SYMMETRIC = {
     *EXTREMES,
     *("isinstance", "equal", "allclose", "gcd", "transpose", "swapaxes", "broadcast_shapes", "promote_types"),
 }
-"""Calls that mean the same with two arguments swapped."""
+"""Functions whose result stays the same if two arguments are swapped."""
 DROPPED_CALLS = {"masked_fill", "clamp", "clip", "reversed", "sorted", "flip", "unsqueeze", "mul", "sub"}
-"""Methods that return a changed copy, which may be forgotten."""
+"""Methods that return a changed copy. The fault is to use the original."""
 SILENT = re.compile(
     r"(warn|warning|error|debug|info|log|print|device_print|static_print|static_assert|device_assert|assume|multiple_of|gdc_\w+"
     r"|max_contiguous|max_constancy|debug_barrier|\w*Layout|\w*Error|join|TypeVar|cast|field|getLogger)$"
 )
-"""Calls that say something to a person, a compiler or a type checker, or that only a card understands."""
+"""Calls without effect on results: messages, hints to a compiler or type checker, and code for GPUs alone."""
 SPEED = re.compile(
     r"(num_warps|num_stages|num_ctas|maxnreg|eviction_policy|cache_modifier|loop_unroll_factor|warp_specialize"
     r"|pack|is_pure|timeout|non_blocking|daemon|stacklevel|strict|name|help|description)$"
 )
-"""Arguments that no result follows from."""
+"""Keyword arguments that change no result."""
 SPOKEN = re.compile(r"(__repr__|__str__|_?explain\w*|_?describe\w*|\w*compile_cases|_?reason\w*)$")
-"""Functions that say something to a person."""
+"""Functions whose result is a text for a person, or a list of compile cases."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Bytes of a file that are replaced."""
+    """Replacement of the bytes ``start`` to ``end`` (exclusive) of a file by ``text``."""
 
     start: int
     end: int
@@ -75,7 +75,10 @@ class Edit:
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault. Two lines of one text have the same fault: ``nth`` counts them."""
+    """One possible fault: ``line`` becomes ``fault``.
+
+    If a file has several lines with the same text and fault, ``nth`` counts them from 0.
+    """
 
     file: str
     line: str
@@ -83,12 +86,12 @@ class Mutant:
     nth: int
     kind: str
     in_function: bool
-    """False for what runs when the module is imported."""
+    """False if the line runs when the module is imported."""
     first: int
     last: int
-    """Lines of its statement, or of the head of that."""
+    """First and last line of the statement, or of its head: the tests that run one of them meet the fault."""
     at: int
-    """Its own line."""
+    """Line number of the fault."""
     edit: Edit
 
     @property
@@ -105,31 +108,31 @@ class Mutant:
 
     @cached_property
     def reason(self) -> str:
-        """Why no result follows from it; nothing if one may."""
+        """The reason why the fault changes no result; "" if it may change one."""
         for entry in NOT_PLANTED["faults"]:
             if (entry["file"], entry["line"], entry["fault"]) == self.key[:3]:
                 return entry["reason"]
         return ""
 
     def rank(self, seed: int) -> bytes:
-        """Its place in a draw, which does not depend on other code."""
+        """Return the key that sorts faults into the order of a draw. It does not depend on other lines."""
         return blake2b(repr((seed, *self.key)).encode()).digest()
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Classes and functions around a piece of code."""
+    """The classes and functions around a piece of code; ``name`` joins their names with dots."""
 
     name: str = ""
     runs_later: bool = False
-    """Within a function, so not when the file is imported."""
+    """Whether the code is in a function, so it does not run when the file is imported."""
 
     def inner(self, name: str) -> str:
         return f"{self.name}.{name}".lstrip(".")
 
 
 class Source:
-    """A file, and the faults that it may have."""
+    """A source file, in which :meth:`mutants` finds all possible faults."""
 
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text = file, text
@@ -141,7 +144,7 @@ class Source:
         self._starts = starts
 
     def mutants(self) -> list[Mutant]:
-        """All, in the order of the file."""
+        """Return all faults in the order of the syntax tree."""
         found: list[Mutant] = []
         seen: dict[tuple[str, str], int] = {}
         for kind, edit, statement, scope in self._walk(ast.parse(self.text), None, Scope()):
@@ -155,7 +158,7 @@ class Source:
         return found
 
     def _rows(self, edit: Edit) -> tuple[str, str]:
-        """The lines that an edit touches, before and after it."""
+        """Return the lines of an edit before and after it, with white space reduced to single spaces."""
         start = self._data.rfind(b"\n", 0, edit.start) + 1
         end = self._data.find(b"\n", edit.end)
         before, after = self._data[start : edit.start], self._data[edit.end : end]
@@ -177,7 +180,7 @@ class Source:
         self, node: ast.AST, statement: ast.stmt | None, scope: Scope
     ) -> Iterator[tuple[str, Edit, ast.stmt, Scope]]:
         if isinstance(node, ast.stmt) and not isinstance(node, (ast.Continue, ast.Break)):
-            statement = node  # Python may leave out the lines of those two
+            statement = node  # the compiler may optimise continue and break away, so no test runs their lines
         if self._is_left_out(node, scope):
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -218,7 +221,7 @@ class Source:
         return Edit(*self._span(node), text)
 
     def _between(self, left: ast.AST, right: ast.AST, old: str, new: str) -> Iterator[Edit]:
-        """The operator between two operands."""
+        """Yield the edit that replaces the operator ``old`` between two operands by ``new``."""
         start, end = self._span(left)[1], self._span(right)[0]
         gap = self._data[start:end].decode()
         place = re.search(re.escape(old).replace(r"\ ", r"\s+"), gap)
@@ -287,7 +290,7 @@ class Source:
         return f"{text} + 1" if isinstance(node, (ast.Name, ast.Attribute, ast.Call)) else f"({text}) + 1"
 
     def _swapped(self, left: ast.AST, middle: ast.AST | None, right: ast.AST) -> Edit:
-        """``left`` and ``right`` in each other's place."""
+        """Return the edit that exchanges ``left`` and ``right``; with a ``middle`` node, its text stays."""
         (start, left_end), (right_start, end) = self._span(left), self._span(right)
         between = self._data[left_end:right_start].decode()
         return Edit(start, end, self._text(right) + between + self._text(left))
@@ -323,7 +326,7 @@ class Source:
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes that run: no annotation, no decorator, no docstring."""
+    """Yield the children of a node without annotations, decorators, base classes and type parameters."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue
@@ -333,7 +336,7 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _name(node: ast.AST) -> str:
-    """The last name of ``a.b.c``."""
+    """Return the last name of an expression such as ``a.b.c``; "" if it is not of this form."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
@@ -346,9 +349,10 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _end_of_head(statement: ast.stmt) -> int:
-    """The last line of a statement, or of the head of one that has others in it.
+    """Return the last line of a statement, or of its head if it contains other statements.
 
-    The head of a function has defaults, which its body uses.
+    For a function this is the last line of its body: defaults in the head take effect where the body uses
+        them.
     """
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return statement.end_lineno or statement.lineno
@@ -367,13 +371,13 @@ def _is_python(text: str) -> bool:
 
 
 def drawn(area: str, count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
-    """``count`` faults of an area that may change a result, and those met on the way that do not.
+    """Draw ``count`` faults of an area that may change a result, from each kind in turn.
 
-    The kinds take turns.
+    Faults drawn on the way that change no result are returned as well; they have a ``reason``.
     """
     texts = {file: (root / file).read_text("utf-8") for file in files_of(area)}
     every = [mutant for file, text in texts.items() for mutant in Source(file, text).mutants()]
-    begin = len(area) % len(KINDS)  # a few faults in each of many areas are of all kinds
+    begin = len(area) % len(KINDS)  # areas begin with different kinds, so small samples cover all kinds
     kinds = KINDS[begin:] + KINDS[:begin]
     of_kinds = [sorted((m for m in every if m.kind == kind), key=lambda m: m.rank(seed)) for kind in kinds]
     found: list[Mutant] = []

@@ -1,4 +1,7 @@
-"""Tests of a copy of the checkout, recorded as it is or run with a fault, in processes with torch loaded."""
+"""Runs tests in copies of the checkout: once to record their lines, and then with planted faults.
+
+Each run is a process that is forked from a server that has imported torch, which saves the time to import it.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +28,31 @@ MODES = {
     "plain": "not gpu and not interpreter and not exhaustive and not slow",
     "interpreted": "interpreter and not slow",
 }
-"""Tests that run in one process, by their markers. The second is Triton's interpreter's."""
+"""Marker expressions of the tests of each mode; "interpreted" tests run in Triton's interpreter."""
 PASSED, FAILED, EMPTY, STOPPED = 0, 1, 5, (2, 4)
-"""Exit codes of pytest; the last are for files that cannot be imported."""
+"""Exit codes of pytest. It ends with one of ``STOPPED`` if a file cannot be imported."""
 RAN = 100
-"""Is added to them, lest a process that never came to pytest passes for a test that failed."""
+"""Added to pytest's exit codes, to tell them from that of a process that failed before pytest ran."""
 PROCESSES = multiprocessing.get_context("forkserver")
 FRESH = multiprocessing.get_context("spawn")
-"""For interpreted tests: what the fork server has imported includes a Triton that compiles."""
+"""For interpreted tests, which need a process that has not yet imported Triton without the interpreter."""
 LEFT_OUT = ("__pycache__", "*.pyc", "*.egg-info", "build", "dist")
 FIRST_SECONDS, FIRST_FILES = 2.0, 3
-"""Most faults are noticed by a few quick tests: those come first, without the time to import the others."""
+"""Most recorded seconds and files of the tests that a fault meets first, in a process of their own.
+
+A few quick tests notice most faults, and the other test files then need not be imported.
+"""
 MAX_SECONDS = 120.0
-"""Most seconds of tests for one fault, by their recorded time."""
+"""Most recorded seconds of the tests that one fault meets."""
 MAX_BYTES = 24 * 2**30
-"""Address space of a process, because a fault may allocate all memory."""
+"""Most bytes of address space per process, because a fault may try to allocate all memory."""
 
 
 class Checkout:
-    """A copy in which faults are planted."""
+    """A copy of the repository in ``folder``, in which faults are planted.
+
+    It is copied from the repository, or from another copy, ``original``, which has compiled bytecode.
+    """
 
     def __init__(self, folder: Path, original: Checkout | None = None) -> None:
         self.root = folder
@@ -51,12 +60,18 @@ class Checkout:
             shutil.copytree(original.root, folder)
             return
         shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", *LEFT_OUT))
-        # By default Python tells versions of a file apart by their seconds: too coarse for faults.
+        # By default Python compares times in seconds, so it may run the bytecode without the fault.
         by_content = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder / "flashtile", quiet=2, invalidation_mode=by_content)
 
     def record(self, mode: str, file: str, patience: float) -> dict[str, Any]:
-        """Return the lines that the tests of a file run."""
+        """Run a test file without a fault and return the recorder's result, the lines of each test.
+
+        ``patience`` limits the CPU seconds.
+
+        Raises:
+            RuntimeError: pytest could not run the file.
+        """
         answer = self.root / ".answer"
         code = _in_process(patience, _record, self.root, mode, file, answer)
         if code not in (PASSED, FAILED, EMPTY):
@@ -65,7 +80,15 @@ class Checkout:
         return json.loads(answer.read_text("utf-8"))
 
     def run(self, mode: str, tests: Sequence[tuple[str, float]]) -> str:
-        """The first of the tests that fails; nothing if all pass. Each comes with its seconds."""
+        """Return the name of the first test that fails, or "" if all pass.
+
+        Other failures give "time" for a process that ran out of time, "import" for a file that cannot be
+        imported, or a description of how the process ended.
+
+        Args:
+            mode: key of ``MODES``.
+            tests: (name, recorded CPU seconds) of each test, in the order in which to run them.
+        """
         answer = self.root / ".answer"
         answer.unlink(missing_ok=True)
         patience = 30 + 4 * sum(seconds for _, seconds in tests)
@@ -82,15 +105,18 @@ class Checkout:
 
 
 def _in_process(patience: float, act: Callable[..., None], *arguments: Any) -> int | str | None:
-    """Exit code of pytest, or what ended the process before it had one; None if it took over ``patience``
-    seconds of the CPU, or many more in all."""
+    """Call ``act`` in a process of its own and return pytest's exit code.
+
+    The result is a text if the process ended without an exit code of pytest. It is None if the process took
+    more than ``patience`` seconds of CPU time, or ten times as long in wall-clock time.
+    """
     processes: Any = FRESH if "interpreted" in arguments else PROCESSES
     process = processes.Process(target=_begin, args=(patience, act, arguments))
     process.start()
     process.join(10 * patience)
     assert process.pid is not None
     with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its children, and itself if it hangs
+        os.killpg(process.pid, signal.SIGKILL)  # ends its children, and the process itself if it hangs
     process.join()
     code = process.exitcode
     assert code is not None
@@ -100,7 +126,7 @@ def _in_process(patience: float, act: Callable[..., None], *arguments: Any) -> i
 
 
 def _begin(patience: float, act: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    os.setsid()  # that its children can be ended with it
+    os.setsid()  # a process group of its own, so its children can be ended with it
     resource.setrlimit(resource.RLIMIT_CPU, (int(patience), int(patience) + 5))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     act(*arguments)
@@ -130,14 +156,14 @@ def _record(root: Path, mode: str, file: str, answer: Path) -> None:
 
 
 class _Chosen:
-    """A plugin of pytest: these tests alone, in this order."""
+    """pytest plugin that runs only the tests ``names``, in this order, and writes the failed test's name."""
 
     def __init__(self, names: Iterable[str], answer: Path) -> None:
         self._order = {name: number for number, name in enumerate(names)}
         self._answer = answer
 
     def pytest_sessionstart(self) -> None:
-        """A failure of a generated call is enough: the smallest one takes long to find."""
+        """Let Hypothesis stop at the first failing example, because shrinking it takes long."""
         from hypothesis import Phase, settings
 
         settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate))
@@ -162,8 +188,14 @@ def _run(root: Path, mode: str, names: list[str], answer: Path) -> None:
 
 
 def in_turn(tests: Iterable[tuple[str, str, float]]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """(mode, tests) of the processes that a fault meets: quick tests first, one call of each function before
-    further ones, within MAX_SECONDS."""
+    """Return (mode, tests) of each process to run for a fault, in order.
+
+    Quick tests come first, and one case of each test function before its further cases. Tests are added until
+    their recorded seconds reach MAX_SECONDS.
+
+    Args:
+        tests: (mode, name, recorded CPU seconds) of each test.
+    """
     calls: dict[str, int] = {}
     ranked = []
     for mode, name, seconds in sorted(tests, key=lambda test: test[2]):
@@ -189,18 +221,18 @@ def in_turn(tests: Iterable[tuple[str, str, float]]) -> list[tuple[str, list[tup
 
 
 def sorted_by_file(tests: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """The tests of one file together, files as they come."""
+    """Sort tests such that those of one file are adjacent; files are in the order of their first test."""
     files = list(dict.fromkeys(name.split("::")[0] for name, _ in tests))
     return sorted(tests, key=lambda test: files.index(test[0].split("::")[0]))
 
 
 class Judge:
-    """Says of faults whether the tests notice."""
+    """Plants faults and finds out whether the tests notice them."""
 
     def __init__(self, covered: Map) -> None:
         self._covered = covered
         self._fit: dict[tuple[str, str], bool] = {}
-        """(mode, test) that failed with a fault: whether it passes alone without one."""
+        """Whether a test that failed with a fault passes alone without one, by (mode, test)."""
 
     def tests(self, mutant: Mutant) -> list[tuple[str, str, float]]:
         at_import = not mutant.in_function
@@ -208,7 +240,11 @@ class Judge:
         return [test for test in found if self._fit.get(test[:2], True)]
 
     def judge(self, checkout: Checkout, mutant: Mutant) -> dict[str, Any]:
-        """``status``: killed (``by`` a test), survived, or uncovered by any test."""
+        """Plant a fault in a checkout, run the tests that may notice it, and return the result.
+
+        Its ``status`` is "killed" (``by`` a test or an error), "survived", or "uncovered" if no test runs the
+        line. ``tests`` is the number of tests found, and ``seconds`` the wall-clock time.
+        """
         began = time.perf_counter()
         tests = self.tests(mutant)
         status, by = "survived" if tests else "uncovered", ""

@@ -79,13 +79,14 @@ EXPECT_V = "expect(v.full.index(slot), V_PARTS * v_desc.block_type.nbytes"
 WAIT_FOR_DS = "mbarrier.wait(shared.ds_full.index(before & 1), (before >> 1) & 1)"
 WAIT_FOR_ADDED = "wait_for(accum.added_blocks + head, blocks * C.ROW_SPLITS)"
 ADDED, CONVERTED = "signal(accum.added_blocks + key_head, ", "wait_until_zeroed(key_head, blocks, accum)"
+OWN_TILE = "o_tile = output.tiles.index(W)\n            "
 SOME_END = "global memory at .* by a (TMA store|load).* knows of no end"
 MANY_HEADS_RUN = "backward, many heads"
 FAULTS: list[tuple[str, Any, str, str, str]] = [
     # A wait less.
     ("forward", products.tile_of_v, "v.wait(i)", "i % v.STAGES",
      r"multiplies by b, v\.tiles\[\d\], written by a load that completes on v\.full\[\d\]"),
-    ("forward", tiles.store_tile, "tma.store_wait(0)  # of the tile before", "pass",
+    ("forward", tiles.store_tile, OWN_TILE + "tma.store_wait(0)", OWN_TILE + "pass",
      r"stores to o_tiles\[\d\], read by a TMA store"),
     ("forward", forward.consumer, "tma.store_wait(0)", "pass", "ends before its TMA stores have read"),
     ("forward, long", forward_attend.attend_unmasked, WAIT_FOR_S, "", "used before warpgroup_mma_wait"),

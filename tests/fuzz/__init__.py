@@ -25,4 +25,4 @@ FAMILIES = {
         "bad_calls",
     )
 }
-"""By name, what gives the module."""
+"""Functions that import the module of a family, by the family's name."""

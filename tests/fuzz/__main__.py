@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     print(f"fuzz: seed {seed}, {options.seconds:g} s, {options.device}", flush=True)
     chosen = {name: FAMILIES[name] for name in options.family or FAMILIES}
-    # A call that waits for ever uses no time of the CPU.
+    # A deadlocked call uses no CPU time, so the limit on CPU time does not end it.
     faulthandler.dump_traceback_later(options.seconds + WAIT_SECONDS, exit=True)
     outcome = runner.run(
         {name: family() for name, family in chosen.items()}, seed, options.seconds, options.calls, options.device,

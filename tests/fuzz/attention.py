@@ -1,4 +1,4 @@
-"""Attention in every form of the front door, with all its arguments, both passes."""
+"""Family of calls of every attention function of the public API, with all arguments, forward and backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def dtype_for(rng: Random, device: str) -> str:
 
 
 def sizes_for(rng: Random, longest: int = 70) -> dict[str, int]:
-    """Lengths that share a number of blocks or not, one token, more queries than keys."""
+    """Draw sizes: short lengths, multiples of tiles and others, and more queries than keys among them."""
 
     def length() -> int:
         return rng.choice(
@@ -47,7 +47,7 @@ def qkv(rng: Random, varlen: bool, seed: int) -> dict[str, str]:
 
 
 def masking(rng: Random) -> list[str]:
-    """Options that every form has."""
+    """Draw options that every attention function has, as texts."""
     window = (rng.choice([-1, 0, 1, rng.randint(2, 40)]), rng.choice([-1, 0, 1, rng.randint(2, 40)]))
     drawn = [
         (0.4, "causal=True"),
@@ -63,7 +63,7 @@ def lengths(rng: Random, count: int, most: int) -> list[int]:
 
 
 def packed(rng: Random, sizes: dict[str, int], same: bool = False) -> tuple[list[str], dict[str, str]]:
-    """``cu_seqlens`` of both sides as options, and the totals that go with them."""
+    """Draw a packed batch: return (options with ``cu_seqlens`` and ``max_seqlen``, numbers of tokens by name)."""
     of_q = lengths(rng, sizes["batch"], sizes["seqlen_q"])
     of_k = of_q if same else lengths(rng, sizes["batch"], sizes["seqlen_k"])
     tail = rng.choice([0, 0, 2])
@@ -80,7 +80,7 @@ def _call(values: list[int]) -> str:
 
 
 def extras(rng: Random, sizes: dict[str, int], varlen: bool, of_k: list[int] | None = None):
-    """Options of :func:`flashtile.attention` with tensors: (options, tensors)."""
+    """Draw optional tensors of :func:`flashtile.attention`: return (options, tensors) as texts."""
     options, tensors = [], {}
     sides = ("longest_q", "longest_k") if varlen else ("seqlen_q", "seqlen_k")
     shape = f"{rng.choice(['1', 'batch'])}, {rng.choice(['1', 'heads'])}, {rng.choice(['1', sides[0]])}, {sides[1]}"
@@ -147,7 +147,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
 
 
 def spelled(tensors: dict[str, str]) -> dict[str, str]:
-    """``heads`` is spelled out: the shrinker changes its two factors."""
+    """Replace ``heads`` by its two factors, which the shrinker can change on their own."""
     return {name: re.sub(r"\bheads\b", "group * heads_kv", text) for name, text in tensors.items()}
 
 
@@ -202,7 +202,7 @@ def _one_side(text: str) -> str:
 
 
 def _weights(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
-    """Probabilities by a second pass; alone, and with the call."""
+    """Attention weights, returned by the attention call and computed separately."""
     shape = "'full'" if varlen else rng.choice(["'full'", "'columns'", str(rng.randint(1, 5))])
     options = [o for o in options if not o.startswith(("sink", "qv", "deterministic"))]
     body = f"""def ours(*tensors, **options):
@@ -241,7 +241,7 @@ agree(call, flashtile.merge_states, exact, GIVEN)"""
 
 
 def _dropout(rng, form, varlen, sizes, tensors, options, fixed) -> Call:
-    """Which probabilities are kept is read from a call whose values are the identity."""
+    """Attention with dropout. The dropout mask is read from a call whose values are the identity matrix."""
     share = rng.choice([0.125, 0.5])
     options = [o for o in options if not o.startswith(("qv", "seqused_q"))]
     body = f"""state = torch.tensor([{rng.randrange(2**62)}, {rng.randrange(2**62)}], device=device)

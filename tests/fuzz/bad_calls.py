@@ -1,4 +1,4 @@
-"""Bad calls: a good call of each public function with one argument made nonsense, which must be refused by name."""
+"""Family of bad calls: a good call of a public function with one wrong argument, which the error must name."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ GOOD: dict[str, dict[str, str]] = {
         "key_padding_mask": "torch.zeros(2, 5).bool()", "need_weights": "True", "average_attn_weights": "True", "is_causal": "False",
     },
 }  # fmt: skip
-"""By function (spaces tell several calls of one apart), good arguments as text."""
+"""Good arguments as texts, by function. Trailing spaces distinguish several calls of one function."""
 
 NONSENSE = ("object()", "'nonsense'", "math.nan", "math.inf", "2**70", "-(2**70)", "-7", "b'x'", "[object()]", "{1: 2}", "1j", "(1, 2, 3, 4, 5)",
             "rand(2, 3, 4).numpy()", "torch.float32", "lambda x: x", "10**400", "None", "''", "[]", "'cuda:' + '9' * 30", "rand(2, 3, 4)", "True", "1.5")  # fmt: skip
@@ -228,7 +228,7 @@ def draw(rng: Random, device: str = "cpu", functions: tuple[str, ...] = ()) -> C
     value = rng.choice(SPOILT if tensor and rng.random() < 0.5 else NONSENSE)
     taken = TAKEN.get(f"{name} {victim}", ()) + TAKEN.get(f"* {victim}", ())
     names = [victim, *ALSO_NAMED.get(victim, ())]
-    # What may be right here must at least end well: with a result, or an error of ours.
+    # A value that this argument may accept must give a result or one of our errors.
     well = value in taken or value in MAY_BE_TAKEN
     if well or "{}" in value:  # an error may name what it does not fit
         names += [n for n in arguments if n != victim]
@@ -239,7 +239,7 @@ def draw(rng: Random, device: str = "cpu", functions: tuple[str, ...] = ()) -> C
     required = _required(name, arguments)
     options = tuple(f"{n}={given[n]}" for n in order if n != victim and n not in required)
     fixed = [f"{n}={given[n]}" for n in order if n == victim or n in required]
-    if positional:  # behind the first, by position
+    if positional:  # positional arguments follow the first one
         fixed = [
             given[order[0]],
             *positional,
@@ -252,7 +252,7 @@ def draw(rng: Random, device: str = "cpu", functions: tuple[str, ...] = ()) -> C
 
 
 def _required(name: str, arguments: dict[str, str]) -> set[str]:
-    if name.endswith("explain"):  # it takes whatever the function takes
+    if name.endswith("explain"):  # it takes the arguments of the function that it explains
         return set(arguments)
     function = eval(name, vars(prelude).copy())
     parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()

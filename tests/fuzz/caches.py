@@ -1,4 +1,4 @@
-"""Attention over caches, dense and in pages; what writes, copies and combines them."""
+"""Family of calls over dense and paged KV caches: decoding, appending, copies, and combining partial results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _ints(values: list[int]) -> str:
 
 
 def cache(rng: Random, sizes: dict[str, int], new: int, paged: bool, dtype: str = "dtype"):
-    """(tensors, options, lengths): a cache with room for ``new`` tokens more, in pages or not."""
+    """Draw a dense or paged cache with room for ``new`` more tokens: return (tensors, options, lengths)."""
     batch, capacity = sizes["batch"], sizes["seqlen_k"] + new
     lengths = [rng.choice([0, rng.randint(0, capacity - new), capacity - new]) for _ in range(batch)]
     options = [f"cache_seqlens={_ints(lengths)}"]
@@ -216,7 +216,7 @@ agree(call, flashtile.flash_attn_combine, exact, gradients=False, GIVEN)"""
 
 
 def _metadata(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
-    """FlashAttention-3's names."""
+    """Decoding by the function with FlashAttention-3's argument names."""
     sizes["head_dim_v"] = sizes["head_dim"]
     made, options, _ = cache(rng, sizes, 0, rng.random() < 0.5)
     tensors = {"q": "rand(batch, seqlen_q, heads, head_dim, dtype=dtype, device=device, seed=1)", **made}

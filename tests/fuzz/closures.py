@@ -1,4 +1,4 @@
-"""Functions that read something from outside, which changes between calls: kinds of state, of change and of call."""
+"""Family of score and mask functions that read outside state, which changes between calls."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ sys.path.append(str(Path(__file__).parents[1] / "masks"))
 import closures
 
 WEIGHTS = {"eager": 20, "compiled": 1, "fullgraph": 1, "exported": 1}
-"""How often each way is drawn: graphs take seconds."""
+"""Relative frequency of each way to call; the compiled ways are rare because they take seconds."""
 
 
 def follows(state: str, way: str, changes: int, seed: int, device: str) -> None:
-    """Raise :class:`Wrong` where a call does not see what has changed."""
+    """Check that calls see the changes of outside state.
+
+    Raises:
+        Wrong: a call uses the old state.
+    """
     try:
         closures.check(state, way, changes, seed, device)
     except AssertionError as error:

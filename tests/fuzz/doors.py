@@ -1,4 +1,4 @@
-"""Doors: SDPA, MultiheadAttention, padding, rotary embedding, Transformers."""
+"""Family of calls of the integrations: SDPA, MultiheadAttention, padding, rotary embedding, Transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ agree(call, ours, oracle.sdpa, GIVEN)"""
 
 
 def _refilled(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
-    """A mask whose numbers change between two calls, in each way that there is."""
+    """A mask whose values change between two calls, by each way to change a tensor."""
     ways = [
         "mask.data.copy_(then)",
         "mask.copy_(then)",
@@ -178,7 +178,7 @@ MODELS = {
 
 
 def _transformers(rng: Random, sizes: dict[str, int], fixed: dict[str, str]) -> Call:
-    """A tiny model under ``attn_implementation="flashtile"``, against eager, at the tokens that are there."""
+    """A tiny model with ``attn_implementation="flashtile"``, compared with eager at all tokens but padding."""
     name = rng.choice(list(MODELS))
     there = rng.choice(["right", "left", "holes", "all"])
     rows, length = rng.randint(1, 3), rng.randint(8, 24)

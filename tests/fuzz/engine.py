@@ -1,4 +1,4 @@
-"""The engine against Transformers: tiny checkpoints whose config.json leaves fields out."""
+"""Family of engine runs compared with Transformers: tiny checkpoints whose config.json leaves fields out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt_oss": {"sliding_window": ("4",), "num_local_experts": ("4",), "num_experts_per_tok": ("1", "2"), "attention_bias": ("True",),
                 "layer_types": ("['full_attention', 'sliding_attention']",)},
 }  # fmt: skip
-"""Fields by family and values that they may have; each may be left out."""
+"""Fields of config.json by model family, with their possible values; each field may be left out."""
 
 
 def draw(rng: Random, device: str = "cpu") -> Call:
@@ -47,5 +47,5 @@ engine_differs({name!r}, {prompt}, OPTIONS)"""
 
 
 def key(call: Call, label: str) -> str:
-    """One report for each field at most: faults of different fields have the same words."""
+    """Return the key under which a failure is reported once: by field, because their messages are the same."""
     return f"{label} {sorted(o for o in call.options if 'LEFT_OUT' in o)[:1]}"

@@ -1,4 +1,4 @@
-"""Products of e4m3 numbers, against exact attention: a rounding unit of e4m3 takes the place of the dtype's."""
+"""Family of FP8 attention calls, compared with exact attention; errors are measured in rounding units of e4m3."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
 def call(attend, NAMES):
     return attend(q, k, v, OPTIONS, {more}, return_lse=True)
 agree(call, flashtile.fp8.attention, exact, {last}"""
-    elif form == "quantize":  # what is stored, taken back
+    elif form == "quantize":  # compares the dequantised tensor
         role = rng.choice("qkv")
         options, tensors = [], {"x": tensors["v" if role == "v" else "k"]}
         where = "" if not varlen else ", cu_seqlens=offsets(total_k, device=device), max_seqlen=total_k"

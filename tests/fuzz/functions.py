@@ -1,4 +1,4 @@
-"""Functions of scores and masks by grammar, ready ones, block masks, FlexAttention's call; both passes."""
+"""Family of score and mask functions, drawn from a grammar or ready-made, with block masks, in both passes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def integer(rng: Random, depth: int = 2) -> str:
 
 
 def real(rng: Random, depth: int = 2) -> str:
-    """Of moderate size, so that a score stays in range."""
+    """Draw an expression of a real number of moderate size, so scores stay in range."""
     n = integer(rng)
     makes_float = [
         f"({n}) * 1.0",
@@ -33,7 +33,7 @@ def real(rng: Random, depth: int = 2) -> str:
         f"0.5 * ({n})",
     ]
     x = f"({rng.choice(makes_float)})"
-    if rng.random() < 0.25:  # a square that is beyond an int32
+    if rng.random() < 0.25:  # a square that does not fit an int32
         return f"({x} * {x} * 1e-9)"
     if depth == 0 or rng.random() < 0.3:
         return rng.choice(
@@ -57,7 +57,7 @@ def condition(rng: Random, depth: int = 2) -> str:
 
 
 def mask_mod(rng: Random, tensors: dict[str, str], depth: int = 1) -> str:
-    """An expression that is a mask: by grammar, ready, or several joined."""
+    """Draw an expression of a mask function: from the grammar, ready-made, or several combined."""
     if depth and rng.random() < 0.35:
         a, b = mask_mod(rng, tensors, depth - 1), mask_mod(rng, tensors, depth - 1)
         pair = f"masks.mask_mod({a}), masks.mask_mod({b})"
@@ -81,7 +81,7 @@ def mask_mod(rng: Random, tensors: dict[str, str], depth: int = 1) -> str:
 
 
 def score_mod(rng: Random, tensors: dict[str, str]) -> tuple[str, str]:
-    """(score_mod, a mask that it needs): with captured tensors, which get gradients."""
+    """Draw a score_mod with captured tensors, which get gradients: return (score_mod, mask that it needs)."""
     heads = "heads, dtype=torch.promote_types(dtype, torch.float32), device=device"
     tensors["w"] = f"rand({heads}, seed=31)"
     tensors["table"] = (
@@ -107,7 +107,7 @@ def score_mod(rng: Random, tensors: dict[str, str]) -> tuple[str, str]:
 
 def block_mask(rng: Random, mask: str, lengths: str = "seqlen_q, seqlen_k") -> str:
     sizes = rng.choice(["", ", BLOCK_SIZE=32", ", BLOCK_SIZE=(16, 64)"])
-    read = re.sub(r"lambda b, h, i, j:", "", mask)  # None is for a mask that is the same for all
+    read = re.sub(r"lambda b, h, i, j:", "", mask)  # without b and h, the block mask has one mask for all
     of_batch = "batch" if re.search(r"\bb\b|_lengths", read) else rng.choice(["None", "batch"])
     of_heads = "group * heads_kv" if re.search(r"\bh\b", read) else rng.choice(["None", "group * heads_kv"])
     sides = f"{of_batch}, {of_heads}"

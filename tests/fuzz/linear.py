@@ -1,4 +1,4 @@
-"""Linear layers with what stands around them."""
+"""Family of linear layers, with fused norm, activation, residual and scales."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fuzz.runner import Call
 
 
 def options_for(rng: Random, columns: str, residual: bool = True) -> tuple[dict[str, str], list[str]]:
-    """Optional tensors of every linear function, and the options that name them."""
+    """Draw optional tensors of the linear functions: return (tensors, options that pass them)."""
     tensors, options = {}, []
     if rng.random() < 0.4:
         tensors["bias"] = f"rand({columns}, dtype=dtype, device=device, seed=3)"
@@ -75,7 +75,7 @@ agree(call, flashtile.linear.linear_before_norm, exact, gradients=False, GIVEN)"
 
 
 def _qkv(rng, sizes, tensors, options, fixed, rows) -> Call:
-    """Four query heads, one of keys, one of values."""
+    """The fused q, k and v projection, with four query heads, one key head and one value head."""
     fixed["heads"] = "4"
     slots = [s if rng.random() < 0.8 else -1 for s in rng.sample(range(32), rows)]
     cache = "rand(8, 4, 1, dim, dtype=dtype, device=device, seed={})"

@@ -1,4 +1,4 @@
-"""The paged cache's manager: random operations next to lists of tokens."""
+"""Family of random operations on a paged cache, compared with plain lists of tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 from fuzz.runner import Call
 
 VOCABULARY = 2
-"""Few words, so that prefixes meet."""
+"""Number of different tokens, which is small so that sequences share prefixes."""
 
 
 def draw(rng: Random, device: str = "cpu") -> Call:

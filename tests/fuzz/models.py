@@ -23,7 +23,7 @@ SMALL = {
     "bos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
 TOLERANCE = 2e-4
-"""Of float32 logits of order one after two layers: wrong masks move them by hundredths."""
+"""Allowed difference of float32 logits of order one after two layers; a wrong mask changes them by hundredths."""
 
 
 def config_of(name: str, **fields):
@@ -40,7 +40,7 @@ def config_of(name: str, **fields):
 
 
 LEFT_OUT = object()
-"""A field that the config does not state."""
+"""Marks a field that config.json leaves out."""
 
 
 def model_of(config, kind: str = "AutoModelForCausalLM", **options):
@@ -60,7 +60,11 @@ def model_of(config, kind: str = "AutoModelForCausalLM", **options):
 
 
 def eager_differs(name: str, rows: int, length: int, padding: str, seed: int, **fields) -> None:
-    """Raise :class:`Wrong` where flashtile's hidden states differ from eager's at a token that is there."""
+    """Compare flashtile's hidden states with eager attention's at all tokens that are not padding.
+
+    Raises:
+        Wrong: they differ.
+    """
     integration.register()
     config = config_of(name, **fields)
     found = []
@@ -86,7 +90,11 @@ def eager_differs(name: str, rows: int, length: int, padding: str, seed: int, **
 
 
 def engine_differs(name: str, prompt: list[int], **fields) -> None:
-    """Raise :class:`Wrong` where the engine's log-probabilities differ from Transformers' of the same folder."""
+    """Compare the engine's log-probabilities with those of Transformers for the same checkpoint.
+
+    Raises:
+        Wrong: they differ.
+    """
     import transformers
 
     from flashtile.engine import LLM, SamplingParams

@@ -1,9 +1,9 @@
-"""Attention, caches, linear layers and the error rule in plain torch. Nothing here imports flashtile.
+"""Attention, caches and linear layers in plain torch. Nothing here imports flashtile.
 
-The functions compute in the dtype of their tensors: called with float64 they are the reference, called with the dtype
-of the call they are "plain PyTorch". ``narrow`` and ``wide`` stand where an implementation rounds: to the dtype of
-the call, and to that of its sums. Within :func:`rounding` they make a random error of that size. How far the result
-moves then is what rounding may cost.
+The functions compute in the dtype of their tensors: with float64 tensors they are the reference, with tensors in the
+dtype of the call they are "plain PyTorch". ``narrow`` marks values that an implementation rounds to the dtype of the
+call, ``wide`` values that it keeps in the dtype of its accumulators. In a block :func:`rounding`, both add a random
+error of this size. The change of the result then tells how large an error rounding may cause.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _errors: dict[str, float] = {"narrow": 0.0, "wide": 0.0}
 
 @contextmanager
 def rounding(dtype, seed) -> Iterator[None]:
-    """Every step is off by up to half a unit of ``dtype``, sums by a few units of float32 (float64)."""
+    """Add random errors in the block: up to half a unit of ``dtype``, and of a few units of float32 to sums.
+
+    For float64, sums have errors of float64.
+    """
     sums = torch.finfo(torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32).eps
     _errors.update(narrow=torch.finfo(dtype).eps / 2, wide=4 * sums)
     with torch.random.fork_rng(devices=[]):
@@ -43,7 +46,7 @@ def wide(x):
 
 
 def seen_by(sq, sk, causal=False, window_size=(-1, -1), attention_chunk=0, device=None):
-    """(sq, sk): what masks leave, aligned at the bottom right."""
+    """Return (sq, sk) bool, True for visible scores; masks are aligned to the bottom right."""
     i = torch.arange(sq, device=device)[:, None] + sk - sq
     j = torch.arange(sk, device=device)
     left, right = window_size
@@ -59,7 +62,7 @@ def seen_by(sq, sk, causal=False, window_size=(-1, -1), attention_chunk=0, devic
 
 
 def _of(b, tensor):
-    """What sequence ``b`` has of a tensor whose first dimension may be 1."""
+    """Return the entry of sequence ``b`` of a tensor whose first dimension may be broadcast."""
     return tensor[b if tensor.shape[0] > 1 else 0]
 
 
@@ -68,7 +71,11 @@ def one(
     alibi_slopes=None, sink=None, mask=None, key_padding_mask=None, bias=None, score_mod=None, mask_mod=None,
     qv=None, kept=None, dropout_p=0.0, leftpad=0, own=None, first=0,
 ):  # fmt: skip
-    """(out, lse, probabilities) of one sequence: q (sq, heads, d), k (sk, heads_kv, d), v (sk, heads_kv, dv)."""
+    """Return (out, lse, probabilities) of one sequence.
+
+    q is (sq, heads, d), k (sk, heads_kv, d) and v (sk, heads_kv, dv). ``b`` is the number of the sequence, ``own`` a
+    tree mask, and ``kept`` a dropout mask.
+    """
     (sq, heads, d), sk = q.shape, k.shape[0]
     group = heads // k.shape[1]
     scale = (d + (0 if qv is None else v.shape[-1])) ** -0.5 if softmax_scale is None else softmax_scale
@@ -81,7 +88,7 @@ def one(
     if softcap:
         x = wide(s) / softcap
         y = torch.tanh(x)
-        slope_off = (y.square() - wide(y).square()).detach()  # of 1 - y^2, which cancels where y is near 1
+        slope_off = (y.square() - wide(y).square()).detach()  # of the derivative 1 - y^2, large near y = 1
         s = softcap * (y + (x - x.detach()) * slope_off)
     h = torch.arange(heads, device=q.device)[:, None, None]
     i = torch.arange(sq, device=q.device)[:, None]
@@ -112,7 +119,7 @@ def one(
     seen = seen & (s != -math.inf)
     if (
         score_mod is not None
-    ):  # of what is seen alone: the gradient of all else is 0 whatever the function makes of it
+    ):  # only visible scores: the others have a gradient of 0 even if the function gives NaN
         modified = torch.as_tensor(score_mod(wide(s)[seen], *(x[seen] for x in at)), device=q.device).to(
             q.dtype
         )
@@ -133,7 +140,7 @@ def one(
     dropped = p if kept is None else torch.where(kept[b, :, :sq, :sk], p, 0.0) / (1 - dropout_p)
     out = (dropped @ v).transpose(0, 1)
     rounded = narrow(out)
-    # A backward pass takes rowsum(dP * P) from the rounded output, so that the rows of dS no longer sum to 0.
+    # A backward pass computes rowsum(dP * P) from the rounded output, so the rows of dS do not sum to 0.
     error, at_rest = (rounded - out).detach(), (lse - lse.detach()).transpose(0, 1)
     return rounded - error * at_rest, torch.where(empty, -math.inf, lse)[..., 0], p
 
@@ -143,7 +150,7 @@ def attention(
     seqused_k=None, block_mask=None, qv=None, return_attn_weights=False, deterministic=False, return_lse=True,
     return_attn_probs=False, rng_state=None, backend=None, **options,
 ):  # fmt: skip
-    """(out, lse) as :func:`flashtile.attention` has them, or (out, lse, weights)."""
+    """Return (out, lse) as :func:`flashtile.attention` does, or (out, lse, weights)."""
     if block_mask is not None:
         options["mask_mod"] = block_mask.mask_mod
     packed, weights = cu_seqlens_q is not None, []
@@ -177,7 +184,7 @@ def attention(
 
 
 def weights_as(full, form):
-    """All weights, their sums over rows, or the largest of each row."""
+    """Return weights in a form: "full", "columns" (summed over rows), or an int for the largest of each row."""
     if form is True or form == "full":
         return full
     if form == "columns":
@@ -187,7 +194,7 @@ def weights_as(full, form):
 
 
 def rotated(x, cos, sin, positions, interleaved):
-    """x (n, heads, d), rotated by the rows ``positions`` of the tables."""
+    """Apply rotary embeddings to x (n, heads, d), with the rows ``positions`` of the tables cos and sin."""
     half = cos.shape[1]
     cos, sin = (t.to(x.dtype)[positions.clamp(0, len(cos) - 1)][:, None] for t in (cos, sin))
     turned, rest = x[..., : 2 * half], x[..., 2 * half :]
@@ -203,7 +210,7 @@ def with_kvcache(
     q_descale=None, k_descale=None, v_descale=None, return_softmax_lse=True, num_splits=0, split_size=None,
     softmax_max=None, backend=None, debug_checks=False, out=None, lse=None, **options,
 ):  # fmt: skip
-    """(out, lse) as :func:`flashtile.flash_attn_with_kvcache` has them; new keys are written into the caches."""
+    """Return (out, lse) as :func:`flashtile.flash_attn_with_kvcache` does, and write new keys into the caches."""
     (batch, sq, heads, _), new, outs, lses = q.shape, 0 if k is None else k.shape[1], [], []
     size = k_cache.shape[1]
     capacity = size if block_table is None else size * block_table.shape[1]
@@ -242,7 +249,7 @@ def with_kvcache(
 
 
 def merged(outs, lses):
-    """Partial results (parts, batch, sq, heads, d) and (parts, batch, heads, sq) as one."""
+    """Merge partial results: outs (parts, batch, sq, heads, d) and lses (parts, batch, heads, sq)."""
     top = lses.detach().amax(0)
     top = torch.where(top == -math.inf, 0.0, top)
     e = wide(torch.exp(lses - top))
@@ -281,7 +288,7 @@ def linear(
 
 
 def sdpa(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-    """torch's function: heads before tokens, causal at the upper left."""
+    """Compute as torch's scaled_dot_product_attention: heads before tokens, causal aligned to the upper left."""
     sq, sk = q.shape[-2], k.shape[-2]
     seen = torch.ones(sq, sk, dtype=torch.bool, device=q.device).tril() if is_causal else None
     options = {}
@@ -305,7 +312,7 @@ def multihead(
     need_weights=True,
     average_attn_weights=True,
 ):
-    """``torch.nn.MultiheadAttention`` with the parameters of ``module``; a query without keys gets zeros."""
+    """Compute as torch.nn.MultiheadAttention ``module`` does, but a query without visible keys gives zeros."""
 
     def parameter(p):
         return p.detach().to(query.dtype)
@@ -327,7 +334,7 @@ def multihead(
         )
     if module.add_zero_attn:
         k, v = (torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in (k, v))
-    more = k.shape[1] - sk  # keys that no mask knows
+    more = k.shape[1] - sk  # added keys, which the masks do not cover
     heads, pad = module.num_heads, torch.nn.functional.pad
     options = {}
     if key_padding_mask is not None:

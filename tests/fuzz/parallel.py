@@ -1,4 +1,4 @@
-"""Sequences over one to four ranks: every method and layout, windows, documents, fewer queries than keys."""
+"""Family of context-parallel calls on one to four ranks: every method and layout, windows, packed batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     if rng.random() < 0.25:
         return _decode(rng, sizes, fixed, size)
     method = rng.choice(["auto", "ring", "ulysses", "allgather"])
-    if method == "ulysses":  # heads are dealt out
+    if method == "ulysses":  # needs a multiple of the ranks as the number of key heads
         sizes["heads_kv"] = size * rng.randint(1, 2)
     options, tensors, varlen = masking(rng), qkv(rng, False, 1), rng.random() < 0.25
     if varlen:

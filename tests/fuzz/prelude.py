@@ -1,4 +1,4 @@
-"""What the text of a call may use: tensors, and the statements that say whether a result is right."""
+"""Names that the text of a call may use: makers of tensors, and functions that check results."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = [
 ]  # fmt: skip
 
 FACTORS = {"result": 2.0, "gradient": 3.0}
-"""How much further off than plain PyTorch a result may be."""
+"""Allowed error as a multiple of plain PyTorch's error, by kind of result."""
 MOVED = 8.0
-"""How many times as far as the oracle moves where each of its steps is off at random (the worst of the trials).
+"""Allowed error as a multiple of the oracle's largest change under random rounding errors, in addition.
 
-Four times that in float64, where the oracle itself is plain PyTorch and rounds as much."""
+In float64 the factor is four times as large, because the oracle itself rounds as much."""
 ERRORS = (ValueError, TypeError, NotImplementedError)
 
 
@@ -40,7 +40,7 @@ _trials = 2
 
 @contextlib.contextmanager
 def more_trials(count: int = 8) -> Iterator[None]:
-    """Within, :func:`agree` takes the worst of so many trials."""
+    """Let :func:`agree` take the worst of ``count`` trials in the block."""
     global _trials
     before, _trials = _trials, count
     try:
@@ -50,7 +50,7 @@ def more_trials(count: int = 8) -> Iterator[None]:
 
 
 class Wrong(AssertionError):  # noqa: N818 - a verdict
-    """A call that breaks its promise. ``label`` says which one in a few words."""
+    """Raised if the result of a call is wrong. ``label`` says in a few words what is wrong."""
 
     def __init__(self, label: str, text: str = ""):
         super().__init__(f"{label}: {text}")
@@ -58,7 +58,10 @@ class Wrong(AssertionError):  # noqa: N818 - a verdict
 
 
 def rand(*shape, dtype=torch.float32, device="cpu", seed=0, layout="contiguous", scale=1.0) -> Tensor:
-    """Normal numbers, in memory whose gaps hold NaN: "offset" (rows out of line) or "transposed" (heads first)."""
+    """Return a tensor of normal numbers.
+
+    The layout "offset" has misaligned rows with NaN between them, "transposed" has heads before tokens in memory.
+    """
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * scale
     numbers = numbers.to(dtype).to(device)
     if layout == "offset":
@@ -91,17 +94,17 @@ def nested(x: Tensor) -> Tensor:
 
 
 def _in_torch(x: Tensor) -> Tensor:
-    """FP8 as float16: torch has no sparse and no nested tensors of it."""
+    """Convert FP8 to float16, because torch has no sparse or nested FP8 tensors."""
     return x.half() if x.is_floating_point() and x.dtype.itemsize == 1 else x
 
 
 def learning(x: Tensor) -> Tensor:
-    """``x``, which requires its gradient if its dtype can have one."""
+    """Return a copy of x that requires a gradient, if its dtype can have one."""
     return x.clone().requires_grad_(x.is_floating_point())
 
 
 def manager() -> kv_cache.PagedKVCache:
-    """A cache with the sequence 0 of five tokens."""
+    """Return a paged cache with one sequence, number 0, of five tokens."""
     cache = kv_cache.PagedKVCache(
         1, 8, 4, 2, 16, max_sequences=3, max_seqlen=16, dtype=torch.float32, num_host_blocks=4
     )
@@ -116,7 +119,7 @@ def reserve_step(num_tokens) -> kv_cache.Step:
 
 
 def _run(call, function, given, dtype, upstream, gradients, exact=False):
-    """The results of a call, then the gradients of all that it is given."""
+    """Return the results of a call and, with ``gradients``, the gradients of its tensors, by name."""
     as_default = torch.get_default_dtype()
     leaves = {
         name: x.detach().to(dtype if dtype is not None and x.is_floating_point() else x.dtype)
@@ -126,7 +129,7 @@ def _run(call, function, given, dtype, upstream, gradients, exact=False):
         x.requires_grad_(gradients and x.is_floating_point())
     try:
         if exact:
-            torch.set_default_dtype(torch.float64)  # of 1.0 * i, say
+            torch.set_default_dtype(torch.float64)  # for constants such as 1.0 in score functions
         results = call(function, **leaves)
     finally:
         torch.set_default_dtype(as_default)
@@ -150,12 +153,16 @@ def _run(call, function, given, dtype, upstream, gradients, exact=False):
 
 
 def agree(call, ours, exact, *, gradients=True, upstream=(), again=True, scores_at=None, **given) -> None:
-    """``call(ours, **given)`` is as near ``call(exact, **given)`` in float64 as the error rule asks.
+    """Check that ``call(ours, **given)`` agrees with ``call(exact, **given)`` in float64 by the error rule.
 
     Args:
-        gradients: compare those of everything given, too.
-        again: a second call gives the same bits.
-        scores_at: the dtype that products are rounded to, where it is not that of the call (FP8).
+        gradients: whether to compare the gradients of all given tensors as well.
+        upstream: names of the results; a result with the name None gets no gradient.
+        again: whether a second call must give the same bits.
+        scores_at: dtype to which operands are rounded, if it is not the call's dtype (FP8).
+
+    Raises:
+        Wrong: the results do not agree.
     """
     dtype = scores_at or next(x.dtype for x in given.values() if x.is_floating_point())
     with poisoned_memory():
@@ -193,7 +200,11 @@ def _error(x: Tensor, right: Tensor) -> Tensor:
 
 
 def compare(name: str, found: Tensor, right: Tensor, plain: Tensor, trials: list[Tensor], dtype) -> None:
-    """The error rule, for the largest error and the root mean square."""
+    """Apply the error rule to the largest error and to the root mean square error.
+
+    Raises:
+        Wrong: an error is larger than allowed.
+    """
     if not found.numel():
         return
     error, finite = _error(found, right), torch.where(right.isfinite(), right, 0.0).double()
@@ -224,7 +235,11 @@ def names_argument(error: Exception, names) -> bool:
 
 
 def refuses(call, *names: str) -> None:
-    """The call raises ValueError, TypeError or NotImplementedError, whose text has one of the names."""
+    """Check that the call raises a ValueError, TypeError or NotImplementedError with one of the names.
+
+    Raises:
+        Wrong: the call returns, raises another error, or its error has none of the names.
+    """
     try:
         call()
     except ERRORS as error:
@@ -237,7 +252,7 @@ def refuses(call, *names: str) -> None:
 
 
 def ends_well(call, *names: str) -> None:
-    """The call gives a result, or is refused as :func:`refuses` has it."""
+    """Check that the call gives a result, or raises an error as :func:`refuses` expects it."""
     try:
         refuses(call, *names)
     except Wrong as error:

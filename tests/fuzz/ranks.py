@@ -1,4 +1,4 @@
-"""A sequence over several processes, as one function with a backward pass, for :func:`fuzz.prelude.agree`."""
+"""Context parallelism over several processes as one differentiable function, for :func:`fuzz.prelude.agree`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def _run(size: int, task: Any, *given: Any) -> list[Any]:
 
 
 def attend_task(group: Any, data: bytes) -> bytes:
-    """On a rank: its part of out and lse and which tokens they are of; with ``upstream`` the gradients."""
+    """Run attention on a rank and return its token positions with its parts of out and lse, as bytes.
+
+    With ``upstream``, the gradients of out and lse, it returns its parts of the tensors' gradients instead.
+    """
     from flashtile import parallel
 
     tensors, upstream, options, layout, method = _unpack(data)
@@ -61,7 +64,7 @@ def attend_task(group: Any, data: bytes) -> bytes:
 
 
 def on_ranks(size: int, layout: str, method: str) -> Any:
-    """``context_parallel_attention`` of whole tensors, on so many ranks."""
+    """Return ``context_parallel_attention`` on ``size`` ranks, as a function of whole tensors."""
 
     class Attend(torch.autograd.Function):
         @staticmethod
@@ -80,7 +83,7 @@ def on_ranks(size: int, layout: str, method: str) -> Any:
             gradients = []
             for n in range(len(tensors)):
                 parts = [grads[n] for _, grads in found]
-                if n == 3:  # each rank's part of a sum
+                if n == 3:  # the sink's gradient is the sum over the ranks
                     gradients.append(sum(parts))
                 else:
                     order = torch.cat([at[min(n, 1)] for at, _ in found]).argsort()

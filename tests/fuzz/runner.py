@@ -1,8 +1,8 @@
-"""Calls as data: their text, what becomes of them, and the smallest one that fails in the same way.
+"""Random calls as texts: runs them, and reduces a failing call to a small one that fails in the same way.
 
-A call fails if it breaks its promise each time. What the machine lacks is no failure: a package, memory, file handles,
-or time, for a call may take as long as it likes, but not more than ``CPU_SECONDS`` of the CPU. A wrong number must be
-wrong by a bound from more trials too, since the bound of few is random.
+A call counts as failed if it fails in repeated runs. A failure for lack of a package, of memory or of file handles does
+not count. A call may use ``CPU_SECONDS`` of CPU time; wall-clock time is not limited. A wrong number must also exceed
+a bound from more trials, because the bound from a few trials is random.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TOO_LONG = f"takes more than {CPU_SECONDS:g} s of the CPU"
 
 
 class TooLong(BaseException):
-    """The call has used up its time."""
+    """Raised if a call has used up its CPU time."""
 
 
 class Lacking(Exception):  # noqa: N818 - a verdict
-    """The machine cannot say what becomes of the call."""
+    """Raised if the machine lacks something that the call needs."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,14 @@ class Call:
     """A call as text.
 
     Attributes:
-        body: the statements that run and judge it. "OPTIONS" stands where ``options`` go, "GIVEN" where the tensors
-            go that the text still uses, as ``name=name``; "NAMES" as ``name``.
-        sizes: numbers by name, which the shrinker halves.
-        tensors: statements, name and expression, in order; left out where nothing uses the name.
-        options: texts that the shrinker leaves out, one at a time.
-        fixed: names that stay, such as dtype and device.
-        joint: between options.
+        body: statements that run the call and check it. "OPTIONS" is replaced by ``options``, "NAMES" by the names of
+            the tensors that the text uses, and "GIVEN" by these tensors as ``name=name``.
+        sizes: numbers by name, which the shrinker makes smaller.
+        tensors: expressions by name, in the order of their definition. A tensor whose name is unused is left out, and
+            names that begin with "_" are left out of "NAMES" and "GIVEN".
+        options: texts of arguments, which the shrinker leaves out one at a time.
+        fixed: texts of constants by name, such as dtype and device.
+        joint: text between options.
     """
 
     body: str
@@ -86,10 +87,10 @@ class Call:
 
 
 def failure(call: Call) -> tuple[str, str] | None:
-    """What is wrong, as (label, text); None where nothing is. A NotImplementedError that names an argument is right.
+    """Run a call and return (label, text) of its failure, or None. A NotImplementedError may name an argument.
 
     Raises:
-        Lacking: something that the call needs is not here.
+        Lacking: the machine lacks something that the call needs.
     """
     code = call.code()
     try:
@@ -115,7 +116,7 @@ def failure(call: Call) -> tuple[str, str] | None:
 
 
 def _lacks(error: Exception) -> bool:
-    """Whether it is for want of a package, of memory or of another resource of the machine."""
+    """Return whether an error comes from a missing package, or from a lack of memory or another resource."""
     if isinstance(error, ModuleNotFoundError):
         return (error.name or "").partition(".")[0] in OPTIONAL
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in SCARCE)
@@ -123,7 +124,7 @@ def _lacks(error: Exception) -> bool:
 
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
-    """:class:`TooLong` after so much time of the CPU, which does not depend on who else uses the machine."""
+    """Raise :class:`TooLong` in the block after CPU_SECONDS of CPU time, which other load does not change."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -141,7 +142,7 @@ def _limited() -> Iterator[None]:
 
 
 def fails_again(call: Call, label: str) -> bool:
-    """Whether the call fails in the same way twice more, by a bound from more trials."""
+    """Return whether the call fails in the same way twice more, with bounds from more trials."""
     with prelude.more_trials():
         return all((failure(call) or ("",))[0] == label for _ in range(2))
 
@@ -150,7 +151,7 @@ _SDPA = prelude.F.scaled_dot_product_attention
 
 
 def shrink(call: Call, label: str, seconds: float = SHRINK_SECONDS) -> Call:
-    """The same failure with fewer options and smaller sizes, greedily."""
+    """Return a call with the same failure, with options removed and sizes reduced greedily."""
     until, progress = time.monotonic() + seconds, True
 
     def fails(smaller: Call) -> bool:
@@ -196,14 +197,15 @@ def run(
     say: Callable[[str], None] = print,
     most: int = 10**9,
 ) -> Outcome:
-    """Draw from the families in turn until the time or the number of calls is over; a label is reported once.
+    """Draw and run calls of the families until the time is up or the number of calls is reached.
 
-    The seed decides which calls a family draws, time how many of them.
+    Each family gets the same share of the time, and each kind of failure is reported once. The seed determines the
+    calls of each family, the time how many of them run. The run ends early after ``most`` failures.
     """
     outcome, start, known = Outcome(), time.monotonic(), set()
     spent, drawn = dict.fromkeys(families, 0.0), Counter[str]()
     while time.monotonic() - start < seconds and (calls is None or outcome.calls < calls):
-        name = min(spent, key=spent.__getitem__)  # time is shared out evenly
+        name = min(spent, key=spent.__getitem__)  # the family with the least time
         begin = time.monotonic()
         rng = random.Random(f"{seed}/{name}/{drawn[name]}")
         drawn[name] += 1

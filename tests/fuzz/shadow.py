@@ -1,4 +1,4 @@
-"""A paged cache next to plain lists of tokens, which say what every sequence must hold."""
+"""A paged cache together with plain lists of tokens, the expected content of each sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ HEADS, HEADS_KV, DIM, VOCABULARY = 4, 2, 8, 6
 
 
 class Shadow:
-    """Operations name sequences by number, modulo those that there are; without any they do nothing."""
+    """A paged cache and the expected tokens of its sequences, which are compared after each operation.
+
+    Operations choose a sequence by a number, modulo the number of sequences that are not swapped out. They do nothing
+    if there is none.
+    """
 
     def __init__(
         self, num_blocks: int, block_size: int, max_sequences: int, num_host_blocks: int, window_left: int
@@ -40,7 +44,10 @@ class Shadow:
             self.step([sequence], tokens[found:], exactly=True)
 
     def step(self, numbers: list[int], new: list[int], exactly: bool = False) -> None:
-        """Each of the sequences gets the tokens ``new``, and attends in both layers."""
+        """Append the tokens ``new`` to each of the sequences and check its attention in both layers.
+
+        With ``exactly``, ``numbers`` are sequences of the cache instead of choices.
+        """
         chosen = (
             numbers if exactly else list(dict.fromkeys(s for s in map(self._pick, numbers) if s is not None))
         )
@@ -52,7 +59,7 @@ class Shadow:
             self.tokens[s] = self.tokens[s] + new
         q = rand(2, len(chosen) * len(new), HEADS, DIM, dtype=torch.float64, seed=len(new))
         ids = torch.tensor(new * len(chosen))
-        for layer in range(2):  # the second layer's keys and values have the other sign
+        for layer in range(2):  # keys and values of the second layer are negated, to tell the layers apart
             sign = 1 - 2 * layer
             out = self.cache.attend(layer, q[layer], sign * self.kv[0, ids], sign * self.kv[1, ids], step)
             for n, s in enumerate(chosen):
@@ -115,7 +122,7 @@ class Shadow:
             self.swapped.remove(s)
 
     def do(self, *operations: tuple) -> None:
-        """Each in turn; one that finds no room must leave everything as it is."""
+        """Perform operations in turn and check the cache after each. A full cache must leave it unchanged."""
         for name, *arguments in operations:
             before = dict(self.tokens)
             try:

@@ -1,15 +1,16 @@
-"""Our Gluon kernels on a machine without a GPU, barriers and asynchrony included.
+"""Interprets flashtile's Gluon kernels without a GPU, including barriers and asynchronous operations.
 
-``with interpreted(seed):`` runs the kernels that are launched within as Python functions, on tensors in the
-CPU's memory. Programs and their partitions are threads, of which one runs at a time. A seed decides which,
-and when TMA's copies land: so a run can be repeated, and other seeds give other orders.
+In a block ``with interpreted(seed):``, launched kernels run as Python functions on tensors in the CPU's
+memory. Programs and their partitions are threads, of which one runs at a time. The seed decides which thread
+runs and when TMA copies complete. So a run can be repeated, and other seeds give other orders.
 
-What a GPU does not define is a :class:`KernelError`. ``clocks`` is about accesses to shared memory,
-``global_clocks`` about TMA's to global memory, ``barriers`` about mbarriers, ``products`` about sums in
-flight, ``global_memory`` about addresses. Nobody able to go on is a :class:`DeadlockError`.
+A kernel that relies on undefined behaviour raises a :class:`KernelError`. ``clocks`` checks accesses to
+shared memory, and ``global_clocks`` TMA accesses to global memory. ``barriers`` checks mbarriers,
+``products`` the use of wgmma results in flight, and ``global_memory`` addresses. If no thread can go on, a
+:class:`DeadlockError` is raised.
 
-Not interpreted are registers, the layouts of tiles, what warps of a partition owe one another, and time:
-ahead-of-time compilation and a card show these.
+Registers, layouts, synchronisation between the warps of a partition, and time are not interpreted.
+Ahead-of-time compilation and runs on a GPU test these.
 """
 
 from gluon_interpreter.edits import Edited

@@ -1,4 +1,4 @@
-"""mbarriers: arrivals and bytes of a phase."""
+"""mbarriers: phases, with their arrivals and transaction bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gluon_interpreter.shared_memory import Tile
 
 
 class Barrier:
-    """A phase is complete when ``count`` have arrived and the bytes that they expect have landed."""
+    """An mbarrier. A phase completes after ``count`` arrivals and all bytes that they expect."""
 
     def __init__(self, name: str, count: int, program: Program) -> None:
         self.name, self.count = name, count
@@ -23,7 +23,7 @@ class Barrier:
         self.bytes = 0
         self._met = new_clock()
         self._known: Tensor = new_clock()
-        """What those who wait for the phase before this one know then."""
+        """Clock that partitions merge into their own when they wait for the last completed phase."""
 
     def __str__(self) -> str:
         missing = f"{self.pending} of {self.count} arrivals and {self.bytes} bytes missing"
@@ -66,7 +66,11 @@ def _place(tile: Tile) -> int:
 
 
 def barrier_of(tile: Tile) -> Barrier:
-    """The one that lies in ``tile``."""
+    """Return the barrier that was initialised in ``tile``.
+
+    Raises:
+        KernelError: there is none.
+    """
     found = tile.allocation.barriers.get(_place(tile))
     if found is None:
         raise KernelError(f"{tile.name} is no barrier that was initialised")

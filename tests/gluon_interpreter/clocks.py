@@ -1,14 +1,15 @@
-"""Who knows of whose accesses to memory: vector clocks (Mattern 1989; FastTrack, Flanagan and Freund 2009).
+"""Vector clocks (Mattern 1989; Flanagan and Freund 2009), which find unsynchronised accesses to memory.
 
-An *agent* accesses memory in an order of its own, which its clock counts: a partition, its products in
-flight, its TMA stores in flight, its asynchronous copies, or a barrier, on which loads complete phase by
-phase. A partition's clock of an agent is how far it knows the agent to have come: by its own waits, and by
-barriers, where it learns what those who arrived there knew. An access that conflicts with one that the
-partition does not know to be over is a fault, in whatever order the two happened to run.
+An *agent* makes accesses in a fixed order, which its clock counts. Agents are a partition, its products in
+flight, its TMA stores in flight, its asynchronous copies, and a barrier, on which loads complete phase by
+phase. A partition has a vector clock, whose entry for an agent says up to which access the agent is known to
+be done. A partition learns this by its own waits, and at a barrier from the partitions that arrived there. An
+access is a fault if it conflicts with another access that the partition does not know to be done. The fault
+is found in any order in which the two run.
 
-Ordinary accesses of threads (*generic proxy*) and those of TMA and wgmma (*async proxy*) are told apart: what
-was written by the former is there for the latter only from a ``fence_async_shared`` of the writer on. Each
-agent of ordinary writes has a second clock for that, its *fenced* one.
+Ordinary accesses of threads (*generic proxy*) are distinguished from those of TMA and wgmma (*async proxy*).
+Generic writes become visible to the async proxy only by a ``fence_async_shared`` of the writer. Agents with
+generic writes have a second clock for this, the *fenced* clock.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from torch import Tensor
 
 MAX_AGENTS = 320
 NOBODY = 0
-"""The agent that has written what nobody has: its clock is never known."""
+"""Agent that stands as the writer of memory that was never written; no partition knows its clock."""
 
 
 class Agent(NamedTuple):
     number: int
     fenced: int
-    """The number of its fenced clock; ``number`` if it needs none."""
+    """Number of the agent's fenced clock; equal to ``number`` if it has none."""
     name: str
 
 
 class Agents:
-    """Of a launch."""
+    """All agents of a launch."""
 
     def __init__(self) -> None:
         self.names = ["nobody"]
         self.for_async = torch.arange(MAX_AGENTS)
-        """By which clock the async proxy knows an agent's writes."""
+        """Number of the clock that tells the async proxy about an agent's writes, by the agent's number."""
 
     def new(self, name: str, generic: bool = False) -> Agent:
         number = fenced = len(self.names)
@@ -51,5 +52,5 @@ class Agents:
 
 
 def new_clock() -> Tensor:
-    """Of one who knows nothing."""
+    """Return a vector clock without any knowledge, (MAX_AGENTS,) int32 zeros."""
     return torch.zeros(MAX_AGENTS, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What moves tiles between global and shared memory by itself: TMA, and each thread's asynchronous copies."""
+"""Asynchronous copies between global and shared memory: TMA, and cp.async of each thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _coordinates(where: Sequence[Any]) -> list[int]:
 
 
 def load(box: Box, where: Sequence[Any], barrier: Tile, tile: Tile, pred: Any = True) -> None:
-    """TMA load: the tile is being written until the barrier's phase is over."""
+    """Start a TMA load. It writes the tile until the barrier's phase completes."""
     if not pred:
         return
     partition, where = current_partition(), _coordinates(where)
@@ -70,12 +70,12 @@ def _store(box: Box, where: Sequence[Any], tile: Tile, add: bool) -> None:
 
 
 def store(box: Box, where: Sequence[Any], tile: Tile) -> None:
-    """TMA store: the tile is read until ``store_wait``, memory is written some time later."""
+    """Start a TMA store. It reads the tile until ``store_wait``, and writes global memory some time later."""
     _store(box, where, tile, add=False)
 
 
 def add(box: Box, where: Sequence[Any], tile: Tile) -> None:
-    """TMA addition to memory."""
+    """Start a TMA reduction, which adds the tile to global memory; it is in flight as a store is."""
     _store(box, where, tile, add=True)
 
 
@@ -86,12 +86,11 @@ def store_wait(pendings: Any) -> None:
 
 
 def copy_to_shared(tile: Tile, pointer: Pointer, mask: Any = None, **hints: Any) -> None:
-    """Asynchronous copies (cp.async), zeros where ``mask`` is not; part of the group that is not committed
-    yet."""
+    """Start cp.async copies, which belong to the next group to commit; zeros where ``mask`` is false."""
     partition = current_partition()
     partition.check_write(tile, "copies to", is_async=False)
     tile.record_write(partition.copies, partition.num_groups + 1)
-    # What arrives late could only be told by one who does not wait, which the clocks tell already.
+    # The data may be copied at once: the clocks already find a partition that reads it without waiting.
     found = global_memory.load(pointer, mask, 0).tensor().expand(tile.shape)
     if found.dtype != tile.data.dtype:
         raise KernelError(f"{tile.name} of {tile.dtype} is given {found.dtype}")

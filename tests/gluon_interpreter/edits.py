@@ -1,4 +1,4 @@
-"""Kernels with a planted fault: their source text, changed."""
+"""Kernels with a planted fault: an edit of their source text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gluon_interpreter.functions import Functions
 
 
 class Edited(Functions):
-    """Functions of which one has ``new`` in the place of ``old``, which it has once."""
+    """Functions of which ``function`` is edited: ``new`` replaces ``old``, which must occur once in it."""
 
     def __init__(self, function: Any, old: str, new: str) -> None:
         super().__init__()
@@ -29,6 +29,6 @@ def _compiled(fn: FunctionType, old: str, new: str) -> CodeType:
         raise ValueError(f"{fn.__name__} has {old!r} {text.count(old)} times")
     head = next(i for i, line in enumerate(text.splitlines()) if line.startswith("def "))
     body = "\n".join(text.replace(old, new).splitlines()[head:])
-    # At its old lines, by which the interpreter names memory.
+    # Keeps the line numbers, because the interpreter names memory by the source line of its allocation.
     module = compile("\n" * (first - 1 + head) + body, fn.__code__.co_filename, "exec", dont_inherit=True)
     return next(constant for constant in module.co_consts if isinstance(constant, CodeType))

@@ -1,10 +1,10 @@
-"""What the interpreter finds wrong in a kernel."""
+"""Errors that the interpreter finds in a kernel."""
 
 from __future__ import annotations
 
 
 class KernelError(AssertionError):
-    """A kernel does what a GPU does not define, or computes with what is not there yet."""
+    """A kernel relies on undefined behaviour, or uses data before it is there."""
 
 
 class DeadlockError(KernelError):

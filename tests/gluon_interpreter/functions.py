@@ -1,4 +1,4 @@
-"""Kernels as Python functions: the same code, with the interpreter's functions for the compiler's."""
+"""Turns kernels into Python functions: the same code with the interpreter's functions for Gluon's."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ OURS = "flashtile"
 
 
 class Functions:
-    """Translates kernels and what they refer to, each once."""
+    """Translates kernels, and the functions, classes and constants that they refer to, each only once."""
 
     def __init__(self) -> None:
         self._modules: dict[str, dict[str, Any]] = {}
         self._found: dict[int, Any] = {}
 
     def of(self, function: Any) -> FunctionType:
-        """A function of the compiler (``@gluon.jit`` or ``@triton.jit``) as Python runs it."""
+        """Return a ``@gluon.jit`` or ``@triton.jit`` function as a Python function."""
         fn = function.fn
         defaults = tuple(getattr(value, "value", value) for value in fn.__defaults__ or ())
         code, name = self.code_of(fn), fn.__name__
         return FunctionType(code, self._globals(fn.__module__, fn.__globals__), name, defaults)
 
     def code_of(self, fn: FunctionType) -> Any:
-        """What a function does."""
+        """Return the code that runs for ``fn``; subclasses may return another one."""
         return fn.__code__
 
     def _globals(self, module: str, names: dict[str, Any]) -> dict[str, Any]:
-        """What a module's functions find by name."""
+        """Return the global names of a module's functions, translated."""
         if module not in self._modules:
             found = self._modules[module] = {"__builtins__": vars(builtins) | PYTHON, "__name__": module}
             for name, value in names.items():
@@ -60,7 +60,7 @@ class Functions:
         if getattr(value, "__triton_aggregate__", False):
             return self._once(value, self._aggregate)
         if isinstance(value, ConstexprFunction):
-            return value.fn  # on constants, with the compiler's own names
+            return value.fn  # runs on constants, so it keeps the original functions
         if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
             return self._once(value, self.of)
         return value
@@ -71,7 +71,7 @@ class Functions:
         return self._found[id(value)]
 
     def _aggregate(self, value: Any) -> type:
-        """A class with the same methods."""
+        """Return a plain class with the translated methods of a Gluon aggregate."""
         members = {
             name: self.of(member) for name, member in inspect.getmembers(value) if hasattr(member, "fn")
         }
@@ -80,7 +80,7 @@ class Functions:
 
 
 class _Module:
-    """A module that a kernel names, as in ``work_queue.put``."""
+    """A module that a kernel uses, as in ``work_queue.put``; its attributes are translated on access."""
 
     def __init__(self, functions: Functions, module: ModuleType) -> None:
         self._functions, self._module = functions, module

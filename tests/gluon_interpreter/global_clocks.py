@@ -1,8 +1,8 @@
-"""Who has read and written which elements of global memory by TMA when, within a launch.
+"""Vector clocks for TMA accesses to global memory within a launch.
 
-Programs tell each other by counters: an atomic addition releases what its partition knows, reading the
-counter acquires it, and ``fence.proxy.async`` makes it count for what the partition then has TMA do.
-Additions may meet one another in any order.
+Programs synchronise by counters in memory. An atomic addition releases the clock of its partition, and a read
+of the counter acquires it. After ``fence.proxy.async``, the acquired clock also applies to TMA operations of
+the partition. TMA additions to the same elements may run in any order.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gluon_interpreter.errors import KernelError
 from gluon_interpreter.global_memory import Box
 
 _Clocks = dict[int, Tensor]
-"""By agent: its clock at the last access of each element."""
+"""The agent's clock at its last access of each element, by the agent's number."""
 
 
 class GlobalClocks:
-    """Of a launch. Memory that no TMA store or addition has touched yet is not looked at."""
+    """TMA accesses of a launch. Loads are recorded only from memory that TMA has written before."""
 
     def __init__(self, agents: Agents) -> None:
         self._agents = agents
         self._writes: dict[tuple[int, bool], _Clocks] = {}
-        """By memory, and whether they were additions."""
+        """Writes by (address of the memory, whether they are additions)."""
         self._reads: dict[int, _Clocks] = {}
         self._counters: dict[Hashable, Tensor] = {}
 
@@ -40,14 +40,17 @@ class GlobalClocks:
         return new_clock() if known is None else known
 
     def load(self, box: Box, where: list[int], clock: Tensor, agent: int, number: int) -> None:
-        """A load that is over when the clock of ``agent`` is ``number``, by one who knows ``clock``."""
+        """Check and record a load of a partition whose vector clock is ``clock``.
+
+        The load is done when the clock of ``agent`` reaches ``number``.
+        """
         reads = self._reads.get(box.buffer.address)
         if reads is not None:
             self._check(self._writes_of(box), box, where, clock, "loads", "written")
             self._note(reads, box, where, agent, number)
 
     def store(self, box: Box, where: list[int], clock: Tensor, agent: int, number: int, add: bool) -> None:
-        """A store or an addition, likewise."""
+        """Check and record a store or, with ``add``, an addition; the arguments are those of :meth:`load`."""
         does = "adds to" if add else "stores to"
         reads = self._reads.setdefault(box.buffer.address, {})
         self._check([reads], box, where, clock, does, "read")

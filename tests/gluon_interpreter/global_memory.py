@@ -1,4 +1,4 @@
-"""Global memory: pointers into tensors, and the boxes of tensors that TMA moves; nothing outside of them."""
+"""Global memory: pointers into tensors and TMA descriptors; accesses outside of the tensors are errors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gluon_interpreter.values import DTYPES, LAYOUT, TORCH_DTYPES, Value, cast, 
 
 TMA_ALIGNMENT = 16
 MAX_IN_A_BOX = 256
-"""Elements of a TMA box along a dimension."""
+"""Most elements of a TMA box along a dimension."""
 
 
 class Buffer:
-    """The memory of a tensor, with all that shares it, as one row of elements of any dtype."""
+    """The whole storage of a tensor, as a flat row of elements of any dtype."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
@@ -46,7 +46,7 @@ class PointerType:
 
 
 class Pointer:
-    """An address, or a tile of them: a buffer and elements from its beginning."""
+    """An address or a tile of addresses: a buffer, and offsets in elements from its beginning."""
 
     def __init__(self, buffer: Buffer, element: Any, offset: Any) -> None:
         self.buffer, self.element, self.offset = buffer, element, offset
@@ -87,11 +87,11 @@ class Pointer:
 
     @property
     def key(self) -> tuple[int, int]:
-        """What tells one address from another."""
+        """Hashable identity of a scalar pointer's address."""
         return self.buffer.address, int(self.offset)
 
     def check(self, offset: Any, inside: Any) -> None:
-        """Every address that is followed lies in the buffer."""
+        """Raise a KernelError unless each offset where ``inside`` is true is in the buffer."""
         count = len(self.row)
         if isinstance(offset, Tensor):
             outside = ((offset < 0) | (offset >= count)) & torch.as_tensor(inside)
@@ -106,7 +106,7 @@ class Pointer:
 
 
 def _parts(pointer: Pointer, mask: Any, *others: Any) -> tuple[Any, Any]:
-    """(offsets, which of them are followed) in one shape."""
+    """Return (offsets, whether each is accessed), broadcast to one shape."""
     inside = True if mask is None else value_of(mask).data
     offset = pointer.offset
     shapes = [x.shape for x in (offset, inside, *others) if isinstance(x, Tensor)]
@@ -166,7 +166,7 @@ class BlockType:
 
 
 class Box:
-    """A tensor as TMA sees it: a ``TensorDescriptor`` in a kernel."""
+    """A TMA descriptor: a tensor, and the shape of the box that one operation copies."""
 
     layout = LAYOUT
 
@@ -193,11 +193,14 @@ class Box:
 
     @property
     def row(self) -> Tensor:
-        """All memory that the tensor lies in."""
+        """The whole storage of the tensor, as a flat row of its dtype."""
         return self.buffer.elements(self.torch_dtype)
 
     def _part(self, where: list[int], row: Tensor) -> tuple[tuple[slice, ...], Tensor] | None:
-        """(the places of a box, those elements of ``row``) that are inside the tensor; None if none is."""
+        """Return (slices of the box at ``where``, view of ``row``) of the part of the box inside the tensor.
+
+        None if the box is completely outside. ``row`` has one entry for each element of the storage.
+        """
         if len(where) != len(self.shape):
             raise KernelError(f"{len(where)} coordinates of a tensor of {len(self.shape)} dimensions")
         if any(not -(2**31) <= coordinate < 2**31 for coordinate in where):
@@ -211,14 +214,14 @@ class Box:
         if min(counts) <= 0:
             return None
         size = self.torch_dtype.itemsize
-        # Addresses wrap around at 2 ** 64, which ragged views rely on.
+        # Addresses wrap around at 2 ** 64. Descriptors of ragged batches rely on this.
         bytes_from_base = sum(
             (coordinate + begin) * stride * size
             for coordinate, begin, stride in zip(where, begins, self.strides, strict=True)
         )
         bytes_from_base = (bytes_from_base + 2**63) % 2**64 - 2**63
         first = self._offset + bytes_from_base // size
-        # A dimension of one element needs no stride, which may be larger than any memory.
+        # The stride of a dimension with one element is unused, and may be larger than any memory.
         strides = [stride if count > 1 else 1 for stride, count in zip(self.strides, counts, strict=True)]
         last = first + sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True))
         if first < 0 or last >= len(row):
@@ -229,12 +232,12 @@ class Box:
         return places, row.as_strided(counts, strides, first)
 
     def part_of(self, row: Tensor, where: list[int]) -> Tensor | None:
-        """The elements of the box at ``where`` in a row of something about each element."""
+        """Return the view of ``row``, which has an entry per element, of the box at ``where``, or None."""
         part = self._part(where, row)
         return None if part is None else part[1]
 
     def read(self, where: list[int]) -> Tensor:
-        """The box at ``where``, zeros outside of the tensor."""
+        """Return the box at ``where``, with zeros outside of the tensor."""
         box = torch.zeros(self.block_shape, dtype=torch.float32).to(self.torch_dtype)
         part = self._part(where, self.row)
         if part is not None:

@@ -1,4 +1,4 @@
-"""What the kernels' inline assembly does, by its text. A text that is not known here is an error."""
+"""Python functions for the kernels' inline assembly, by its text. An unknown text is an error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_E4M3 = 448.0
 
 
 def same(x: Any, dtype: Any) -> Value:
-    """Registers as they are, once they are there."""
+    """Return ``x`` unchanged, after its load to registers is done; its dtype must be ``dtype``."""
     if isinstance(x, int) or x.dtype == dtype:
         return x if isinstance(x, int) else x.arrived()
     raise KernelError(f"{x.dtype} is taken for {dtype}")
@@ -33,25 +33,29 @@ def differs_from_one(x: Value, dtype: Any) -> Value:
 
 
 def rescaled(x: Value, factor: Value, flag: Value, dtype: Any) -> Value:
-    """A warp may skip what no row of it changes."""
+    """Multiply x by ``factor`` where ``flag`` is set. A warp skips this if no row of it needs the factor."""
     return Value(torch.where(flag.data != 0, x.data * factor.data, x.data), dtype)
 
 
 def e4m3_bytes(*numbers_and_dtype: Any) -> Value:
-    """Four numbers to the bytes of an int32, the first the lowest."""
+    """Convert four numbers to e4m3 and pack them into an int32, the first in the lowest byte."""
     *numbers, dtype = numbers_and_dtype
     four = torch.stack([number.data for number in numbers], -1).clamp(-LARGEST_E4M3, LARGEST_E4M3)
     return Value(four.to(torch.float8_e4m3fn).view(torch.int32)[..., 0], dtype)
 
 
 def registers_as_bytes(x: Value, dtype: Any) -> Value:
-    """Of four neighbours, the bytes of the first one."""
+    """Return for each group of four neighbours the four bytes of the first one, as int8."""
     firsts = x.data.reshape(*x.data.shape[:-1], -1, 4)[..., :1]
     return Value(firsts.contiguous().view(torch.int8).reshape(x.data.shape), dtype)
 
 
 def bytes_exchanged(low: Value, high: Value, dtypes: Any) -> tuple[Value, Value]:
-    """Pairs of int16 of two tiles: (their low bytes, their high bytes), those of ``low`` first."""
+    """Return (low bytes, high bytes) of two tiles whose last dimension is a pair of int16.
+
+    Each result has the same shape. The first element of a pair packs the bytes of ``low``, the second of
+    ``high``.
+    """
     parts = [x.data.contiguous().view(torch.int8).reshape(*x.data.shape, 2) for x in (low, high)]
     both = torch.stack(parts, -3)  # [..., low or high, c, byte], but pairs c are the last dimension
     even, odd = (both[..., byte].contiguous().view(torch.int16)[..., 0] for byte in range(2))
@@ -63,7 +67,7 @@ def log2(x: Value, dtype: Any) -> Value:
 
 
 def nothing(*operands_and_dtype: Any) -> Value:
-    """For a program of its own nothing changes: kernels run one after the other here, and memory is one."""
+    """Do nothing, for instructions without effect here: kernels run one after the other in one memory."""
     return Value(0, core.int32)
 
 
@@ -101,8 +105,11 @@ def kept_where_a_bit_is_set(x: Value, bits: Value, bit: Value, dtype: Any) -> Va
 
 
 def kept_by_numbers(axis: int) -> Callable[..., Value]:
-    """P where the low 15 bits of its column's half of its word are not below the limit. Of places along
-    ``axis`` with bit 3 the bytes of the half are exchanged."""
+    """Return a function that keeps P where a 15-bit random number is at least the limit, and else returns 0.
+
+    The number is the low 15 bits of a 16-bit half of the word; even columns use the low half, odd ones the
+    high half. At positions along ``axis`` that have bit 3 set, the two bytes of the half are exchanged first.
+    """
 
     def kept(p: Value, words: Value, limit: Value, dtype: Any) -> Value:
         rows, columns = torch.arange(p.shape[0])[:, None], torch.arange(p.shape[1])
@@ -116,7 +123,7 @@ def kept_by_numbers(axis: int) -> Callable[..., Value]:
 
 
 def halves_transposed(words: Value, dtype: Any) -> Value:
-    """Each thread's register of a warp as two columns of a matrix of 8 x 8 halves."""
+    """Transpose matrices of 8 x 8 16-bit halves, of which each 32-bit word has two adjacent columns."""
     eights = words.data.unflatten(1, (-1, 4, 2)).unflatten(0, (-1, 8))  # [a, row, b, pair, register]
     halves = torch.stack((eights & 0xFFFF, eights >> 16 & 0xFFFF), 4)  # [a, row, b, pair, half, register]
     transposed = halves.flatten(3, 4).transpose(1, 3).unflatten(3, (4, 2))
@@ -153,7 +160,11 @@ STORES_AWAITED = re.compile(r"cp\.async\.bulk\.wait_group (\d+); mov\.b32 \$0, \
 
 
 def meaning(text: str, pack: int, dtype: Any) -> Callable[..., Any]:
-    """The function that an assembly text stands for."""
+    """Return the function for an assembly text.
+
+    Raises:
+        NotImplementedError: the text is unknown.
+    """
     text = " ".join(text.split())
     if text == COPIED:
         return registers_as_bytes if dtype == core.int8 and pack == 4 else same

@@ -1,5 +1,4 @@
-"""Gluon's and Triton's functions by their names in kernels. What is not here, no kernel that is interpreted
-uses."""
+"""Gluon's and Triton's functions by their names in kernels, as far as the interpreted kernels use them."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from gluon_interpreter.values import (
 
 
 class Names:
-    """A module as kernels see it."""
+    """A module as kernels see it: attributes with the interpreter's functions."""
 
     def __init__(self, name: str, **functions: Any) -> None:
         self.__dict__.update(functions)
@@ -83,7 +82,7 @@ def _is_tile(x: Any) -> bool:
 
 
 def maximum(x: Any, y: Any) -> Value:
-    """Of a number and NaN, the number."""
+    """Return the elementwise maximum; of a number and NaN, the number."""
     if _is_tile(x) or _is_tile(y):
         return elementwise(torch.fmax, x, y)
     return where(operate("gt", value_of(x), y), x, y)
@@ -96,7 +95,7 @@ def minimum(x: Any, y: Any) -> Value:
 
 
 def python_max(*numbers: Any) -> Any:
-    """``max`` of a kernel; of constants it is Python's."""
+    """Replace ``max`` in kernels: Python's own for constants, otherwise :func:`maximum`."""
     if any(isinstance(number, Value) for number in numbers):
         return maximum(*numbers)
     return max(*numbers)
@@ -109,7 +108,7 @@ def python_min(*numbers: Any) -> Any:
 
 
 class Range:
-    """``range`` of a kernel, whose numbers are scalars."""
+    """Replaces ``range`` in kernels: yields scalars of the kernel."""
 
     def __init__(self, *bounds: Any, **hints: Any) -> None:
         self._numbers = range(*(int(bound) for bound in bounds))
@@ -165,7 +164,7 @@ def sum_of(x: Value, axis: Any = None, keep_dims: bool = False) -> Value:
 
 
 def max_of(x: Value, axis: Any = None) -> Value:
-    """Of numbers and NaN, the numbers'."""
+    """Return the maximum along ``axis`` (None: of all elements), without NaN."""
     data = x.data
     if x.dtype.is_floating():
         data = torch.where(torch.isnan(data), -torch.inf, data)
@@ -177,7 +176,7 @@ def cumsum(x: Value, axis: int = 0) -> Value:
 
 
 def convert_layout(x: Value, layout: Any, assert_trivial: bool = False) -> Value:
-    x.data  # noqa: B018 - a sum in flight cannot be moved
+    x.data  # noqa: B018 - raises an error if x is a product in flight
     return x
 
 
@@ -208,7 +207,7 @@ def join(x: Value, y: Value) -> Value:
 
 
 def multiple_of(x: Value, divisor: int) -> Value:
-    """A promise to the compiler, which is checked."""
+    """Check the hint to the compiler that x is a multiple of ``divisor`` and return x; -1 is allowed."""
     remainder = torch.as_tensor(x.data) % divisor
     if bool(((remainder != 0) & (torch.as_tensor(x.data) != -1)).any()):
         raise KernelError(f"{x} has what is no multiple of {divisor}")
@@ -272,7 +271,10 @@ def fence_async_shared(cluster: bool = False) -> None:
 
 
 def wide_product(word: Value, factor: int) -> tuple[Value, Value]:
-    """A kernel's own: (upper, lower) 32 bits of a product of 64, which torch's integers cannot hold."""
+    """Return the (upper, lower) 32 bits of an unsigned 64-bit product, which does not fit torch's int64.
+
+    This replaces the kernels' own function of the same name.
+    """
     bits = word.data
     high = (factor * (bits >> 16) + (factor * (bits & 0xFFFF) >> 16)) >> 16
     return Value(high, core.uint32), Value(factor * bits & 0xFFFFFFFF, core.uint32)
@@ -310,7 +312,7 @@ ASYNC_COPY = Names(
     wait_group=copies.wait_group,
 )  # fmt: skip
 PYTHON = {"range": Range, "max": python_max, "min": python_min, "abs": absolute}
-"""In place of Python's own functions."""
+"""Functions that replace Python's built-in ones in kernels."""
 
 
 BY_NAME = {
@@ -325,4 +327,4 @@ BY_NAME = {
     "wide_product": wide_product,
     "reinterpret": reinterpret,
 }
-"""Functions of the compiler that kernels import."""
+"""Functions that replace those that kernels import by name."""

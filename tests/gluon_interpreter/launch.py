@@ -1,4 +1,4 @@
-"""Launches of the package with its kernels interpreted; all up to the start of a kernel is as it is."""
+"""Runs launches of the package in the interpreter; all host code up to the start of a kernel is unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gluon_interpreter.values import Value, cast
 
 
 def argument(value: Any, is_constant: bool) -> Any:
-    """What a kernel gets for what it is launched with."""
+    """Return the interpreter's form of a launch argument; constants stay as they are."""
     if is_constant or value is None:
         return value
     if isinstance(value, tuple):  # a structure
@@ -41,7 +41,7 @@ def argument(value: Any, is_constant: bool) -> Any:
 
 
 class Interpreter:
-    """Runs kernels. Each run of a kernel has a seed of its own, which follows from ``seed``."""
+    """Runs kernels. Each launch has its own seed, which is ``seed`` plus the number of earlier launches."""
 
     def __init__(self, seed: int = 0, functions: Functions | None = None) -> None:
         self._seed = seed
@@ -66,7 +66,7 @@ class Interpreter:
         schedule.run()
 
     def _with_functions(self, value: Any) -> Any:
-        """A constant of a kernel with what functions of scores and masks are in Python."""
+        """Return a constexpr variant of a kernel with its score and mask functions translated to Python."""
         if not is_dataclass(value) or isinstance(value, type | TensorDescriptor):
             return value
         compiled = {name: field for name, field in vars(value).items() if hasattr(field, "fn")}
@@ -85,7 +85,7 @@ def _start(launch: Launch, index: int, num_warps: int, run: Callable[[], None]) 
 
 
 def _start_in_turn(schedule: Schedule, programs: int, num_warps: int, run: Callable[[], None]) -> None:
-    """Programs that never wait for one another, one after the other in any order."""
+    """Run programs of a Triton kernel one after the other in random order, because they never wait."""
 
     def body() -> None:
         for index in schedule.shuffled(programs):
@@ -98,7 +98,7 @@ def _start_in_turn(schedule: Schedule, programs: int, num_warps: int, run: Calla
 
 @contextmanager
 def interpreted(seed: int = 0, functions: Functions | None = None) -> Iterator[Interpreter]:
-    """Kernels that are launched within run here, on tensors in the CPU's memory."""
+    """Run the kernels that are launched in the block in the interpreter, on tensors in the CPU's memory."""
     interpreter = Interpreter(seed, functions)
 
     def run(kept: Any, device: torch.device, *tensors: Any) -> None:
@@ -106,7 +106,7 @@ def interpreted(seed: int = 0, functions: Functions | None = None) -> Iterator[I
 
     def prepared(operation: Operation, tensors: Any, beside: Any, options: Any) -> Any:
         operation.check(*tensors, beside, options)
-        return operation.prepare(tensors, beside, options)  # kept nowhere: it is of use here alone
+        return operation.prepare(tensors, beside, options)  # not cached: it only works in the interpreter
 
     with (
         mock.patch.object(CachedLaunch, "__call__", run),

@@ -1,4 +1,4 @@
-"""Products on the tensor cores: wgmma, which runs beside its warpgroup, and mma, which does not."""
+"""Products on the tensor cores: wgmma, which is asynchronous, and mma, which is not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 64
 
 
 class Flight:
-    """A product that nobody has waited for."""
+    """A wgmma product in flight: its partition has not yet waited for it."""
 
     def __init__(self, name: str, number: int, partition: Any) -> None:
         self.name, self.number, self.partition = name, number, partition
@@ -28,7 +28,10 @@ class Flight:
 
 
 def _operand(operand: Any, name: str) -> Tensor:
-    """[rows, columns] in fp32; a tile of shared memory is read until the product has been waited for."""
+    """Return an operand as [rows, columns] fp32.
+
+    The read of a tile in shared memory is recorded; it lasts until the product has been waited for.
+    """
     partition = current_partition()
     if isinstance(operand, Tile):
         partition.check_read(operand, f"multiplies by {name},", is_async=True)
@@ -41,7 +44,7 @@ def warpgroup_mma(
     a: Any, b: Tile, acc: Value, *, use_acc: Any = True, precision: Any = None,
     max_num_imprecise_acc: Any = None, is_async: Any = False,
 ) -> Value:  # fmt: skip
-    """acc + a b. In flight until :func:`warpgroup_mma_wait`, and only further products may use it."""
+    """Return acc + a @ b, in flight until :func:`warpgroup_mma_wait`. Until then only products may use it."""
     partition = current_partition()
     (m, k), (k_b, n) = a.shape, b.shape
     if k != k_b or acc.shape != [m, n] or a.dtype != b.dtype or acc.dtype != core.float32:
@@ -65,7 +68,7 @@ def warpgroup_mma(
 
 
 def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
-    """All products but the last ``num_outstanding`` are over; returns ``deps`` as they are now."""
+    """Wait for all products except the last ``num_outstanding``, and return ``deps`` as they are then."""
     if not deps:
         raise KernelError("warpgroup_mma_wait without deps: the compiler moves what needs them over it")
     partition = current_partition()
@@ -80,13 +83,13 @@ def warpgroup_mma_wait(num_outstanding: Any = 0, deps: Any = None) -> Any:
 
 
 def mma_v2(a: Value, b: Value, acc: Value, input_precision: Any = None) -> Value:
-    """acc + a b, tile by tile of the leading dimensions."""
+    """Return acc + a @ b, batched over the leading dimensions."""
     if a.dtype != b.dtype:
         raise KernelError(f"{a.dtype} times {b.dtype} is no product")
     return Value(torch.matmul(a.data.float(), b.data.float()) + acc.data, acc.dtype)
 
 
 def dot(a: Value, b: Value, acc: Value | None = None, input_precision: Any = None) -> Value:
-    """a b in fp32, as Triton's kernels have it."""
+    """Return a @ b, plus ``acc`` if given, in fp32: ``tl.dot`` of Triton kernels."""
     product = a.data.float() @ b.data.float()
     return Value(product if acc is None else product + acc.data, core.float32)

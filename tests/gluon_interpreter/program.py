@@ -1,4 +1,4 @@
-"""Programs and their partitions: what each knows of the others, and what it has in flight."""
+"""Programs and their partitions, with their vector clocks and their operations in flight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Launch:
-    """What the programs of a launch share."""
+    """State that the programs of a launch share."""
 
     def __init__(self, schedule: Schedule, programs: int) -> None:
         self.schedule, self.programs = schedule, programs
@@ -34,9 +34,10 @@ class Program:
 
 
 class Partition:
-    """A thread of the interpreter: warps that run the same function, or a whole program.
+    """State of a thread of the interpreter: a warp-specialised partition, or a whole program.
 
-    Products, TMA stores and asynchronous copies in flight are numbered from 1, and are over in that order.
+    The partition's products, TMA stores and groups of asynchronous copies are numbered from 1. They complete
+    in this order.
     """
 
     def __init__(self, program: Program, name: str, num_warps: int, clock: Tensor | None = None) -> None:
@@ -46,7 +47,7 @@ class Partition:
         self.products = new(f"a product of {name}")
         self.stores = new(f"a TMA store of {name}")
         self.writes = new(f"a TMA store of {name}")
-        """How far its TMA stores have come in global memory."""
+        """Agent that counts the TMA stores that have written global memory."""
         self.copies = new(f"an asynchronous copy of {name}", generic=True)
         self.clock = new_clock() if clock is None else clock
         self.clock[self.agent.number] = 1
@@ -55,9 +56,9 @@ class Partition:
         self.stores_in_flight: list[Copy] = []
         self.num_stores = 0
         self.loads_in_flight: list[Any] = []
-        """From shared memory to registers, since the last fence; some may be over."""
+        """Loads from shared memory to registers since the last fence; some may be done."""
         self._acquired = new_clock()
-        """What it has read of other programs, but not fenced."""
+        """Clock acquired from other programs by counters; a proxy fence merges it into ``clock``."""
 
     @property
     def schedule(self) -> Schedule:
@@ -68,14 +69,14 @@ class Partition:
         return int(self.clock[self.agent.number])
 
     def tick(self) -> None:
-        """What comes from here on is not what others have met so far."""
+        """Advance the partition's own clock: other partitions do not know accesses from here on."""
         self.clock[self.agent.number] += 1
 
     def meet(self, clock: Tensor) -> None:
         torch.maximum(self.clock, clock, out=self.clock)
 
     def fence(self) -> None:
-        """What was written is there for the async proxy, what was loaded in registers."""
+        """Make earlier generic writes visible to the async proxy, and complete earlier loads to registers."""
         for loaded in self.loads_in_flight:
             loaded.arrived()
         self.loads_in_flight.clear()
@@ -84,7 +85,7 @@ class Partition:
         self.tick()
 
     def release(self, counter: Hashable) -> None:
-        """Whoever reads the counter from here on may know what this partition knows."""
+        """Publish the partition's clock with a counter; programs that read the counter acquire it."""
         self.program.launch.memory.release(counter, self.clock)
         self.tick()
 
@@ -92,7 +93,7 @@ class Partition:
         self._acquired = self._acquired.maximum(self.program.launch.memory.acquire(counter))
 
     def fence_global(self) -> None:
-        """What was acquired counts for TMA, too."""
+        """Merge the acquired clock, so it also applies to TMA operations."""
         self.meet(self._acquired)
 
     def for_async(self) -> Tensor:
@@ -106,7 +107,7 @@ class Partition:
     def check_write(self, tile: Tile, does: str, is_async: bool) -> None:
         written = tile.allocation.same_part(tile.allocation.written, tile.writer)
         clock = (self.for_async() if is_async else self.clock).clone()
-        clock[NOBODY] = int(written.max())  # what nobody has written may be
+        clock[NOBODY] = int(written.max())  # memory that was never written may be written
         number = tile.unknown_writer(clock)
         if number is not None:
             self._fault(tile, does, number, is_async, "written")
@@ -130,14 +131,14 @@ class Partition:
         self.clock[self.products.number] = max(done, int(self.clock[self.products.number]))
 
     def wait_store_reads(self, pending: int) -> None:
-        """All TMA stores but the last ``pending`` have read shared memory."""
+        """Wait until all TMA stores except the last ``pending`` have read shared memory."""
         done = max(self.num_stores - pending, 0)
         for copy in self.stores_in_flight[: max(len(self.stores_in_flight) - pending, 0)]:
             self.schedule.land(copy, steps_left=min(copy.steps_left, 1))
         self.clock[self.stores.number] = max(done, int(self.clock[self.stores.number]))
 
     def wait_store_writes(self, pending: int) -> None:
-        """All TMA stores but the last ``pending`` have written global memory."""
+        """Wait until all TMA stores except the last ``pending`` have written global memory."""
         self.wait_store_reads(pending)
         keep = len(self.stores_in_flight) - pending
         for copy in self.stores_in_flight[: max(keep, 0)]:
@@ -151,7 +152,7 @@ class Partition:
         self.clock[self.copies.number] = max(done, int(self.clock[self.copies.number]))
 
     def end(self) -> None:
-        """Nothing may be left in flight that reads or writes the program's shared memory."""
+        """Check that no operation of the partition that uses shared memory is in flight at its end."""
         if int(self.clock[self.stores.number]) < self.num_stores:
             raise KernelError("ends before its TMA stores have read shared memory (store_wait)")
         if int(self.clock[self.products.number]) < self.num_products:
@@ -165,7 +166,7 @@ def current_partition() -> Partition:
 def warp_specialize(
     functions: Sequence[tuple[Callable, tuple]], num_warps: Sequence[int], num_registers: Sequence[int]
 ) -> Any:
-    """The first function here, each of the others in a partition of its own; all end together."""
+    """Run the first function in this partition and each other one in a new partition, until all end."""
     mine = current_partition()
     if not len(functions) - 1 == len(num_warps) == len(num_registers):
         raise KernelError(f"{len(functions)} functions for 1 + {len(num_warps)} partitions")

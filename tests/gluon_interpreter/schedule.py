@@ -1,7 +1,7 @@
-"""Partitions of programs as threads, of which one runs at a time, and copies that land when they like.
+"""Scheduler: partitions are threads, of which one runs at a time, and copies complete at random times.
 
-A thread offers to hand over wherever it synchronises. A seed decides who goes on and which copy lands, so
-that a run can be repeated and another seed gives another order.
+A thread may hand over to another one wherever it synchronises. The seed decides which thread continues and
+which copy completes. So a run can be repeated, and another seed gives another order.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from gluon_interpreter.errors import DeadlockError, KernelError
 
 PATIENCES = (0.02, 0.3, 1.0)
-"""How often copies land at a hand-over; one for each run."""
+"""Probabilities that a copy completes at a possible hand-over; each run uses one of them."""
 HAND_OVERS = (0.1, 0.5, 1.0)
-"""How often a thread that could go on lets another one."""
+"""Probabilities that a thread hands over although it could continue; each run uses one of them."""
 
 _local = threading.local()
 
 
 class Stopped(BaseException):
-    """Ends the threads of a run in which one has found a fault."""
+    """Raised in the other threads of a run to end them after one has found a fault."""
 
 
 class Copy:
-    """Something in flight, which lands in one step or several."""
+    """A copy in flight, which completes in one or several steps."""
 
     def __init__(self, name: str, *steps: Callable[[], None]) -> None:
         self.name = name
@@ -37,7 +37,7 @@ class Copy:
         return len(self._steps)
 
     def land(self, steps_left: int = 0) -> None:
-        """All steps but the last ``steps_left``."""
+        """Perform steps until ``steps_left`` are left."""
         while len(self._steps) > steps_left:
             self._steps.pop(0)()
 
@@ -50,10 +50,10 @@ class Task:
         self.result: Any = None
         self.done = False
         self.until: Callable[[], bool] | None = None
-        """What a thread that waits waits for."""
+        """Condition that a waiting thread waits for; None if it does not wait."""
         self.reason: Callable[[], str] = str
         self.seen: dict[Hashable, tuple[Any, int]] = {}
-        """What it polled: the value, and the version of memory then."""
+        """(value, version of memory) at the thread's last poll, by the polled address."""
         self._body = body
         self.turn = threading.Semaphore(0)
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -70,7 +70,7 @@ class Task:
                 self.result = self._body()
         except Stopped:
             pass
-        except BaseException as fault:  # told by the thread that started the run
+        except BaseException as fault:  # raised again by the thread that started the run
             if isinstance(fault, KernelError):
                 fault.args = (f"{self.name}: {fault}", *fault.args[1:])
             self.schedule.fault = self.schedule.fault or fault
@@ -79,7 +79,7 @@ class Task:
 
 
 def current_task() -> Task:
-    """The one that runs."""
+    """Return the task of the running thread."""
     return _local.task
 
 
@@ -95,7 +95,7 @@ class Schedule:
         self._finished = threading.Semaphore(0)
         self.fault: BaseException | None = None
         self.version = 0
-        """Counts changes of global memory, for which those wait that poll it."""
+        """Number of changes of global memory so far; threads that poll memory wait for the next change."""
 
     def start(self, name: str, body: Callable[[], Any], state: Any) -> Task:
         task = Task(self, name, body, state)
@@ -104,7 +104,7 @@ class Schedule:
         return task
 
     def run(self) -> None:
-        """Until all threads have ended."""
+        """Run until all threads have ended, and raise the fault if one was found."""
         self.hand_over(None)
         self._finished.acquire()
         if self.fault is not None:
@@ -115,11 +115,11 @@ class Schedule:
             self._land_one()
 
     def launch(self, copy: Copy) -> None:
-        """It lands some time from now on."""
+        """Start a copy, which completes at some later time."""
         self._copies.append(copy)
 
     def land(self, copy: Copy, steps_left: int = 0) -> None:
-        """Now, if it has not yet."""
+        """Perform the steps of a copy now until ``steps_left`` are left."""
         copy.land(steps_left)
         if not copy.steps_left and copy in self._copies:
             self._copies.remove(copy)
@@ -134,14 +134,14 @@ class Schedule:
         return order
 
     def pause(self) -> None:
-        """The running thread lets others go on, perhaps."""
+        """Let a copy complete and let another thread run, each at random."""
         if self._copies and self._random.random() < self._patience:
             self._land_one()
         if self._random.random() < self._hand_over:
             self.hand_over(current_task())
 
     def wait(self, until: Callable[[], bool], reason: Callable[[], str]) -> None:
-        """The running thread waits for something."""
+        """Let the running thread wait until ``until()`` is true; ``reason()`` describes it in a deadlock."""
         self.pause()
         if until():
             return
@@ -151,7 +151,10 @@ class Schedule:
         task.until = None
 
     def poll(self, key: Hashable, read: Callable[[], Any], name: Callable[[], str]) -> Any:
-        """Read what another program may change. Nothing new to see is worth waiting for a change."""
+        """Return ``read()``, a value that another program may change.
+
+        If neither the value nor memory has changed since the last poll of ``key``, first wait for a change.
+        """
         task = current_task()
         self.pause()
         found = read()
@@ -163,10 +166,13 @@ class Schedule:
         return found
 
     def hand_over(self, task: Task | None) -> None:
-        """To some thread that can go on; ``task``, if it has not ended, returns when it is its turn again."""
+        """Hand over to a random thread that can continue; return when it is the turn of ``task`` again.
+
+        If ``task`` has ended or is None, return at once.
+        """
         try:
             chosen = self._choose()
-        except Exception as fault:  # told by the thread that started the run
+        except Exception as fault:  # raised again by the thread that started the run
             self.fault, chosen = fault, None
         if chosen is task and task is not None and not task.done:
             return
@@ -180,7 +186,11 @@ class Schedule:
                 raise Stopped
 
     def _choose(self) -> Task | None:
-        """None when all have ended, or one has found a fault."""
+        """Return a random thread that can continue; None if all have ended or one has found a fault.
+
+        Raises:
+            DeadlockError: no thread can continue, and no copy is in flight.
+        """
         if self.fault is not None:
             return None
         while True:

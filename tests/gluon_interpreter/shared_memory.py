@@ -1,4 +1,4 @@
-"""Shared memory of a program: tiles, and who has read and written each of their elements when."""
+"""Shared memory of a program: tiles, and the clocks of the last reads and writes of each element."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from gluon_interpreter.values import LAYOUT, TORCH_DTYPES, Value, cast, undefine
 
 NEVER = 2**31 - 1
 SWIZZLED_BITS = 8 * 128
-"""Of a row, with the widest swizzling."""
+"""Bits of a row of the widest swizzle pattern, 128 bytes."""
 ASSIGNMENT = re.compile(r"\s*(\w+)\s*=[^=]")
 
 
 def name_of_caller() -> str:
-    """What a kernel calls the memory that it allocates: "k.full" of ``full = ...`` called by ``k = ...``."""
+    """Return the name that a kernel gives to memory that it allocates, by assignments on the call stack.
+
+    For example "k.full", if ``full = ...`` allocates in a function called by ``k = ...``.
+    """
     names: list[str] = []
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -38,8 +41,11 @@ def name_of_caller() -> str:
 
 
 class Allocation:
-    """Elements of shared memory, with the clock and agent of their last writer and the clocks of their last
-    readers."""
+    """Allocated elements of shared memory.
+
+    For each element it has the agent and clock of the last write (``writer``, ``written``), and for each
+    agent the clock of its last read (``readers``).
+    """
 
     def __init__(self, name: str, shape: Sequence[int], dtype: Any, agents: Agents) -> None:
         self.name, self.agents = name, agents
@@ -47,19 +53,22 @@ class Allocation:
         self.written = torch.full(list(shape), NEVER, dtype=torch.int32)
         self.readers: dict[int, Tensor] = {}
         self.loads: dict[int, Tensor] = {}
-        """Of loads to registers alone, when they were over."""
+        """Clock at which an agent's last load to registers was done, by the agent's number."""
         self.data = undefined(shape, TORCH_DTYPES[dtype])
         self.barriers: dict[int, Any] = {}
-        """mbarriers that lie here, by the place of their element."""
+        """mbarriers in this memory, by the offset of their element."""
 
     def same_part(self, whole: Tensor, part: Tensor) -> Tensor:
-        """Of ``whole``, the elements that ``part`` is of ``writer``."""
+        """Return the view of ``whole`` with the same elements as ``part``, which is a view of ``writer``."""
         return whole.as_strided(part.shape, part.stride(), part.storage_offset())
 
 
 class Tile:
-    """A view of shared memory, ``shared_memory_descriptor`` in a kernel. ``writer`` is the same view of who
-    wrote it, with one dimension more for the elements as they were allocated that make one of ``data``."""
+    """A view of shared memory: a ``shared_memory_descriptor`` in a kernel.
+
+    ``writer`` is the same view of the allocation's ``writer``. Its additional last dimension has the
+    allocated elements that make one element of ``data``.
+    """
 
     layout = LAYOUT
 
@@ -108,8 +117,11 @@ class Tile:
         return self._view(self.data.view(sizes), self.writer.view(*sizes, self.writer.shape[-1]))
 
     def reinterpret(self, dtype: Any, shape: Sequence[Any]) -> Tile:
-        """The same memory as elements of ``dtype``, of the same size or larger. More columns than the tile
-        has are, as swizzled layouts have it, those of the tiles behind it."""
+        """Return the same memory as elements of ``dtype``, whose size is the same or larger.
+
+        If ``shape`` has more columns than the tile, these are the columns of the next tiles in memory, as in
+        swizzled layouts.
+        """
         sizes = [int(size) for size in shape]
         if TORCH_DTYPES[dtype] == self.data.dtype and math.prod(sizes) > self.data.numel():
             rows, columns = sizes[0], self.shape[-1]
@@ -163,17 +175,20 @@ class Tile:
         self.allocation.same_part(self.allocation.written, self.writer).fill_(clock)
 
     def unknown_writer(self, clock: Tensor) -> int | None:
-        """An agent whose write to the tile one with ``clock`` does not know of; None if there is none."""
+        """Return the number of an agent whose write to the tile is unknown at ``clock``; None without one."""
         written = self.allocation.same_part(self.allocation.written, self.writer)
         unknown = clock[self.writer] < written
         return int(self.writer[unknown][0]) if bool(unknown.any()) else None
 
     def unknown_reader(self, clock: Tensor) -> int | None:
-        """The same of reads."""
+        """Return the number of an agent whose read of the tile is unknown at ``clock``; None without one."""
         return self._unknown(self.allocation.readers, clock)
 
     def unknown_load(self, clock: Tensor) -> int | None:
-        """The same of loads to registers, for the async proxy."""
+        """Return the number of an agent whose load to registers is unknown at ``clock``; None without one.
+
+        This matters for writes of the async proxy.
+        """
         return self._unknown(self.allocation.loads, clock)
 
     def _unknown(self, clocks_of: dict[int, Tensor], clock: Tensor) -> int | None:
@@ -184,8 +199,11 @@ class Tile:
 
 
 class Loaded(Value):
-    """What a load brings to registers. It is over when the numbers are first used, or at a fence: an arrival
-    at a barrier does not wait for it, nor does TMA."""
+    """The result of a load to registers.
+
+    The load is done when the value is first used, or at a fence. Neither an arrival at a barrier nor TMA
+    waits for it.
+    """
 
     __slots__ = ("_source",)
 
@@ -203,8 +221,10 @@ class Loaded(Value):
 
 
 class SwizzledParts:
-    """Tiles as wide as swizzling is, in memory of wider ones [.., rows, columns]: these are stored so many
-    columns of all rows at a time."""
+    """View of wide tiles [.., rows, columns] as tiles that are as wide as the swizzle pattern.
+
+    A wide tile is stored as one such narrow tile after the other, each with all rows.
+    """
 
     def __init__(self, tile: Tile, sizes: list[int]) -> None:
         self._tile, self._sizes = tile, sizes

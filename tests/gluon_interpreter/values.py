@@ -1,7 +1,7 @@
-"""Numbers and tiles of numbers that a kernel computes with: Triton's types and rules, torch's arithmetic.
+"""Scalars and tiles that a kernel computes with: Triton's types and promotion rules, and torch's arithmetic.
 
-A scalar is a Python number with a dtype, a tile a torch tensor. Layouts are not kept: they say where a tile's
-numbers lie, not what they are.
+A scalar is a Python number with a dtype, and a tile is a torch tensor. Layouts are ignored, because they do
+not change the values.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TORCH_DTYPES = {
     core.int1: torch.bool,
 }
 DTYPES = {of_torch: dtype for dtype, of_torch in TORCH_DTYPES.items()}
-TORCH_DTYPES[core.uint32] = torch.int64  # torch computes little with its own
+TORCH_DTYPES[core.uint32] = torch.int64  # torch.uint32 has few operations
 GARBAGE = -858993460
-"""What integers are that nobody defined. Floating-point numbers are NaN then."""
+"""Value of undefined integers; undefined floating-point numbers are NaN."""
 
 
 class Layout:
-    """Stands for any layout: calling or asking it for one gives one."""
+    """Placeholder for any layout: calls and attributes return the placeholder itself."""
 
     def __call__(self, *parts: Any, **named: Any) -> Layout:
         return self
@@ -56,7 +56,7 @@ class Type:
 
 
 class Value:
-    """A scalar or a tile. ``flight`` is a product that has not been waited for, whose sum it is."""
+    """A scalar or a tile. ``flight`` is the wgmma product in flight whose result it is, or None."""
 
     __slots__ = ("_data", "dtype", "flight")
     __hash__ = None  # type: ignore[assignment]
@@ -79,7 +79,7 @@ class Value:
 
     @property
     def landed(self) -> Any:
-        """The number or tensor even of a product in flight, which only products may go on adding to."""
+        """The number or tensor, also while its product is in flight, when only products may use it."""
         return self._data
 
     @property
@@ -98,7 +98,7 @@ class Value:
         return f"{self.dtype}{self.shape}" if self.is_tile else f"{self._data}"
 
     def arrived(self) -> Value:
-        """Itself, once its registers hold it."""
+        """Return the value itself, after its load to registers is done."""
         assert self.data is not None
         return self
 
@@ -149,7 +149,7 @@ class Value:
 
 
 def dtype_of(number: Any) -> Any:
-    """Of a Python number alone."""
+    """Return the dtype that Triton gives to a Python number."""
     if isinstance(number, bool):
         return core.int1
     if isinstance(number, int):
@@ -158,14 +158,14 @@ def dtype_of(number: Any) -> Any:
 
 
 def value_of(x: Any, dtype: Any = None) -> Value:
-    """``x`` as a :class:`Value`, of ``dtype`` if it is a Python number."""
+    """Return ``x`` as a :class:`Value`. Python numbers get ``dtype``, by default that of :func:`dtype_of`."""
     if isinstance(x, Value):
         return x
     return Value(x, dtype_of(x)) if dtype is None else cast(Value(x, dtype_of(x)), dtype)
 
 
 def cast(x: Value, dtype: Any) -> Value:
-    """``x`` in another dtype, rounded to the nearest."""
+    """Convert ``x`` to another dtype, rounding to the nearest value."""
     if x.dtype == dtype:
         return x
     if x.is_tile:
@@ -179,7 +179,10 @@ def cast(x: Value, dtype: Any) -> Value:
 
 
 def common_dtype(a: Any, b: Any) -> Any:
-    """Of an operation on two values or Python numbers; a Python number takes the other's if it can."""
+    """Return the dtype in which an operation on two values or Python numbers is computed.
+
+    A Python number takes the dtype of the other operand if possible.
+    """
     if not isinstance(a, Value):
         a, b = b, a
     if not isinstance(b, Value):
@@ -201,7 +204,7 @@ def common_dtype(a: Any, b: Any) -> Any:
 
 
 def truncated_quotient(a: Any, b: Any) -> Any:
-    """Integer division as machines have it, towards zero."""
+    """Divide integers and round towards zero, as on a GPU."""
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         return torch.div(a, b, rounding_mode="trunc")
     quotient = abs(a) // abs(b)
@@ -238,7 +241,7 @@ OPERATIONS: dict[str, Callable] = {
 
 
 def operate(name: str, a: Any, b: Any) -> Any:
-    """``a`` and ``b`` by one of :data:`OPERATIONS`, in their common dtype."""
+    """Apply the operation ``name`` of :data:`OPERATIONS` to a and b in their common dtype."""
     for operand in (a, b):
         if not isinstance(operand, Value | int | float | bool):
             return NotImplemented
@@ -257,7 +260,7 @@ def operate(name: str, a: Any, b: Any) -> Any:
 
 
 def check_shapes(*tiles: Value) -> None:
-    """Triton joins tiles of as many dimensions, of which those of one element are repeated."""
+    """Check that tiles have equally many dimensions. Triton broadcasts only dimensions with one element."""
     if len({len(tile.shape) for tile in tiles}) > 1:
         raise KernelError(f"tiles of shapes {[tile.shape for tile in tiles]} do not fit")
 
@@ -281,7 +284,7 @@ _define_operators()
 
 
 def tile(shape: Sequence[Any], fill: Any, dtype: Any) -> Value:
-    """A tile of one number; a scalar of no dimensions."""
+    """Return a tile filled with one number; a scalar if ``shape`` is empty."""
     sizes = [int(size) for size in shape]
     number = value_of(fill, dtype)
     if not sizes:
@@ -290,7 +293,7 @@ def tile(shape: Sequence[Any], fill: Any, dtype: Any) -> Value:
 
 
 def elementwise(function: Callable, *operands: Any, dtype: Any = None) -> Value:
-    """A function of torch on values in their common dtype."""
+    """Apply a torch function to values in their common dtype; the result has that dtype, or ``dtype``."""
     common = value_of(operands[0]).dtype
     for operand in operands[1:]:
         common = common_dtype(value_of(operands[0]), operand)
@@ -300,7 +303,7 @@ def elementwise(function: Callable, *operands: Any, dtype: Any = None) -> Value:
 
 
 def undefined(shape: Sequence[int], of_torch: torch.dtype) -> torch.Tensor:
-    """Numbers that nobody defined."""
+    """Return a tensor of undefined values: NaN, or :data:`GARBAGE` for integers."""
     if of_torch.is_floating_point:
         return torch.full(list(shape), torch.nan, dtype=torch.float32).to(of_torch)
     return torch.full(list(shape), GARBAGE, dtype=torch.int64).to(of_torch)

@@ -1,1 +1,1 @@
-"""Benchmarks: named workloads, contestants, a correctness gate before any timing, and reports."""
+"""Benchmarks: workloads by name, contestants, a correctness check ("gate") before any timing, and reports."""

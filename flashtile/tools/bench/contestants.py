@@ -1,7 +1,7 @@
-"""The contestants of a run, by kind of workload; those of attention and masks are in :mod:`.peers`.
+"""The contestants of a run by kind of workload; :mod:`.peers` has the adapters for attention and masks.
 
-In e4m3 all contestants start from the same bfloat16 numbers. Each contestant quantises them in its own way,
-before timing unless its name says otherwise.
+For FP8 all contestants get the same bfloat16 inputs. A contestant that computes in FP8 quantises them to e4m3
+with its own scales. This happens before timing, except in ``flashtile-from-bf16``, which times it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FROM_BF16 = "flashtile-from-bf16"
 
 
 class Quantized(Flashtile):
-    """flashtile's attention over tensors that are quantised before timing, by block, after the rotation."""
+    """flashtile's attention over tensors quantised by :func:`flashtile.fp8.quantize` before timing."""
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         given = options(workload, inputs)
@@ -94,7 +94,7 @@ class FlashAttention3InFp8(FlashAttention):
 
 
 def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
-    """Return x in e4m3 and the scales (heads_kv,) of its groups of heads."""
+    """Return x in e4m3, with one scale for the heads of each key head's group, and the scales (heads_kv,)."""
     groups = x.unflatten(-2, (heads_kv, -1)).float()
     others = [dim for dim in range(groups.dim()) if dim != groups.dim() - 3]
     scale = groups.abs().amax(others) / E4M3_MAX
@@ -102,11 +102,11 @@ def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
 
 
 TOP = 8
-"""Number of weights per row in the form "top"."""
+"""Number of weights returned per query if ``weights`` is "top"."""
 
 
 class Weighing(Flashtile):
-    """flashtile's second pass over q and k."""
+    """flashtile's attention with attention weights, which a second pass over q and k computes."""
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         form: Any = TOP if workload.weights == "top" else workload.weights
@@ -117,7 +117,7 @@ class Weighing(Flashtile):
 
 
 class Eager(Standard):
-    """Models' fallback when weights are requested: all scores stored, the softmax in float32."""
+    """Attention as models compute it when weights are requested: all scores stored, softmax in float32."""
 
     name = "eager"
 
@@ -140,7 +140,7 @@ class Eager(Standard):
 
 
 class Decoding(Flashtile):
-    """flashtile over the given cache."""
+    """flashtile's decoding over the workload's KV cache."""
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
         return self.over(flashtile.flash_attn_with_kvcache, workload, inputs)
@@ -155,7 +155,7 @@ class Decoding(Flashtile):
 
 
 class SharedPrefix(Decoding):
-    """flashtile with the prefix that all sequences share passed to it."""
+    """flashtile's decoding with the length of the prefix that all sequences share as an argument."""
 
     label = "flashtile-prefix"
 
@@ -171,7 +171,7 @@ class SharedPrefix(Decoding):
 
 
 class FlashAttention3OverCache(FlashAttention):
-    """FlashAttention-3 over the given cache, with the arguments that all its builds take."""
+    """FlashAttention-3's decoding over the workload's KV cache, with arguments that all its builds accept."""
 
     def __init__(self) -> None:
         super().__init__("fa3", "flash_attn_interface", UNLIMITED)
@@ -199,8 +199,8 @@ class FlashAttention3OverCache(FlashAttention):
 class SdpaLatent(Peer):
     """torch's ``scaled_dot_product_attention`` on absorbed MLA.
 
-    Before timing, pages are gathered and keys are joined. The heads that share keys are passed as rows of one
-    head.
+    Before timing, the pages are gathered, and the two parts of the keys are concatenated. Query heads that
+    share a key head are passed as rows of one head.
     """
 
     name = "sdpa-latent"
@@ -225,7 +225,7 @@ class SdpaLatent(Peer):
 
 
 def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, **arguments: Any) -> PeerCall:
-    """Return a call of ``function`` over each copy of the cache; each copy has its own block table."""
+    """Return a call of ``function`` on each copy of the cache; ``table_name`` is its block table argument."""
     tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
     copies = tuple(partial(function, **{table_name: table}, **arguments) for table in tables)
     return PeerCall(copies[0], copies=copies)
@@ -238,11 +238,11 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
 }
-"""Adapters of flashtile by kind of workload; each takes the name of a backend, or None."""
+"""Adapters of flashtile by kind of workload; their argument is a backend's name, or None for dispatch."""
 
 
 def peers(kind: str) -> tuple[Peer, ...]:
-    """Return new adapters of all peers of a kind of workload, in the order of the tables."""
+    """Return new adapters of all peers of a kind of workload, in the order of the report's columns."""
     if kind == "fp8":
         return (InBf16(), FlashAttention3InFp8())
     if kind == "decode":

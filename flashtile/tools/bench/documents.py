@@ -1,4 +1,4 @@
-"""Documents of measurements: files, written atomically and checked when they are read, and comparisons."""
+"""JSON documents of measurements: writing, reading with checks, and comparisons of their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 def write(document: dict[str, Any], path: Path) -> None:
-    """Replace the file atomically, so that an interrupted run leaves the last complete document."""
+    """Replace the file atomically: an interrupted run leaves the last complete document."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(document, indent=1) + "\n")
     partial.replace(path)
@@ -25,7 +25,7 @@ def read(path: Path) -> dict[str, Any]:
     """Read a document that ``flashtile bench --json`` wrote.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file cannot be read, or is not such a document.
     """
     try:
         document = json.loads(path.read_text())
@@ -47,16 +47,16 @@ def read(path: Path) -> dict[str, Any]:
 BEST_PEER = "best peer"
 
 DECODE_RATIO = 16
-"""Keys per query from which on a call is bound by reading keys and values: GB/s is shown, not TFLOP/s."""
+"""Least keys per query at which reading keys and values bounds a call; its speed is then shown in GB/s."""
 
 
 def names(document: dict[str, Any], *, ours: bool) -> list[str]:
-    """Names of the contestants that are flashtile, or of those that are not."""
+    """Return the names of flashtile's contestants, or with ``ours=False`` those of the peers."""
     return [c["name"] for c in document["contestants"] if c["ours"] == ours]
 
 
 def timed(cell: dict[str, Any], candidates: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Results of those ``candidates`` that were timed in the cell."""
+    """Return the results in the cell of those ``candidates`` that were timed, by name."""
     return {name: cell["results"][name] for name in candidates if cell["results"][name]["status"] == "ok"}
 
 
@@ -67,16 +67,16 @@ def best(cell: dict[str, Any], candidates: Iterable[str]) -> str | None:
 
 
 def ratio(cell: dict[str, Any], ours: str, peer: str | None) -> float | None:
-    """Speed of ``ours`` over that of ``peer``; None unless both were timed."""
+    """Return the speed of ``ours`` divided by that of ``peer``; None unless both were timed."""
     results = timed(cell, [ours] + ([peer] if peer is not None else []))
     return results[peer]["ms"] / results[ours]["ms"] if peer in results and ours in results else None
 
 
 def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Summarize the speed ratios of each pass, flashtile contestant and peer over the cells that both ran.
+    """Return a row for each pass, flashtile contestant and peer, with their speed ratios over common cells.
 
-    Each row has ``pass, ours, peer, cells, geometric_mean, lowest, lowest_cell``; ``peer`` is "best peer" for
-    the fastest peer of each cell.
+    Each row has ``pass, ours, peer, cells, geometric_mean, lowest, lowest_cell``. Rows whose ``peer`` is
+    "best peer" compare with the fastest peer of each cell.
     """
     peers = names(document, ours=False)
     rows = []
@@ -101,7 +101,10 @@ def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def ceiling(document: dict[str, Any], cell: dict[str, Any], unit: str) -> float | None:
-    """Measured ceiling of a cell's speed in TFLOP/s ("tflops") or GB/s ("gbps"); None if there is none."""
+    """Return the measured ceiling of a cell's speed, in TFLOP/s for the unit "tflops" and GB/s for "gbps".
+
+    None if no ceilings were measured.
+    """
     ceilings = document["ceilings"]
     if ceilings is None:
         return None
@@ -109,13 +112,13 @@ def ceiling(document: dict[str, Any], cell: dict[str, Any], unit: str) -> float 
 
 
 def share_of_ceiling(document: dict[str, Any], cell: dict[str, Any], name: str, unit: str) -> float | None:
-    """Share of :func:`ceiling` that a contestant reaches."""
+    """Return the share of :func:`ceiling` that a contestant reaches; None if either is unknown."""
     result, most = cell["results"][name], ceiling(document, cell, unit)
     return None if result["status"] != "ok" or most is None else result[unit] / most
 
 
 def beyond_ceiling(document: dict[str, Any]) -> list[str]:
-    """Names of the workloads in which a contestant was faster than the measured ceilings allow."""
+    """Return the names of the workloads in which a contestant was faster than the measured ceilings allow."""
     found: dict[str, None] = {}
     for cell in document["cells"]:
         floor = floor_ms(document, cell)
@@ -128,8 +131,8 @@ def beyond_ceiling(document: dict[str, Any]) -> list[str]:
 def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
     """Return the least milliseconds of a cell at the measured ceilings.
 
-    This is the longer of its FLOPs at the speed of a matrix product and its least bytes at that of a copy;
-    None if no ceiling was measured.
+    This is the larger of two times: the cell's FLOPs at the speed of a matrix product, and its least memory
+    traffic at the speed of a copy. None if no ceiling was measured.
     """
     flops, bytes_ = (ceiling(document, cell, unit) for unit in ("tflops", "gbps"))
     if flops is None or bytes_ is None:
@@ -144,6 +147,6 @@ def over_floor(document: dict[str, Any], cell: dict[str, Any], name: str) -> flo
 
 
 def unit_of(cells: Sequence[dict[str, Any]]) -> str:
-    """Return "gbps" if calls are bound by reading keys and values, as in decoding; else "tflops"."""
+    """Return "gbps" if reading keys and values bounds all cells, as in decoding; else "tflops"."""
     decoding = all(cell["seqlen_k"] >= DECODE_RATIO * max(1, cell["seqlen_q"]) for cell in cells)
     return "gbps" if decoding else "tflops"

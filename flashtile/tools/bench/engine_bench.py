@@ -1,7 +1,8 @@
-"""End-to-end benchmarks of engines: a decoding step at a batch size, and requests of different lengths.
+"""End-to-end benchmarks of engines: decoding steps at a batch size, and requests of different lengths.
 
-The time of a step is the difference of two runs over the difference of their numbers of steps, which excludes
-prompts and start-up. It is compared with the time to read the weights, keys and values.
+Two runs with different numbers of steps are timed. The time per step is the difference of the times over the
+difference of the steps, which excludes prompts and start-up. It is compared with the time to read the
+weights, keys and values from memory.
 """
 
 from __future__ import annotations
@@ -37,18 +38,21 @@ LLAMA2_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 DRAFT = Model("Llama-3.2-1B", 16, 32, 8, 64, 8192, 1.24e9, 8192, "Meta 2024, the model card of Llama 3.2")
 """Draft model for Llama-3-8B."""
 SMALL = Model("Small", 2, 4, 4, 16, 160, 1.2e5, 256, "ours")
-"""Model with fixed weights and a tokenizer of bytes, for which all engines must give the same tokens."""
+"""Model with fixed weights and a byte-level tokenizer; all engines must give the same tokens with it."""
 SERVED: dict[str, tuple[Model, int, dict[str, Any]]] = {
     "llama-2-7b": (find_model("llama-2-7b"), 32000, LLAMA2_ROPE),
     "llama-3-8b": (find_model("llama-3-8b"), 128256, LLAMA3_ROPE),
     "llama-3.2-1b": (DRAFT, 128256, {**LLAMA3_ROPE, "factor": 32.0}),
     SMALL_MODEL: (SMALL, 256, LLAMA2_ROPE),
 }
-"""(sizes, vocabulary size, rotary embedding) by name."""
+"""(sizes, vocabulary size, RoPE parameters) by name of the model."""
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """Write a model's folder and return it; only the small model has weights, engines make random ones."""
+    """Write a model's configuration to ``folder`` and return ``folder``.
+
+    Only the small model gets weights. For the others the engines make random weights.
+    """
     model, vocab_size, rope = SERVED[name]
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5,
@@ -66,7 +70,7 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 def _write_weights(model: Model, vocab_size: int, folder: Path) -> None:
-    """Write random weights and a tokenizer of bytes."""
+    """Write random weights from a fixed seed, and a byte-level tokenizer."""
     from safetensors.torch import save_file
 
     width, hidden = model.num_heads_q * model.head_dim, model.intermediate
@@ -92,28 +96,29 @@ def _write_weights(model: Model, vocab_size: int, folder: Path) -> None:
 
 
 def vocabulary(name: str) -> int:
-    """Vocabulary size of a model."""
+    """Return the vocabulary size of a model."""
     return SERVED[name][1]
 
 
 def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
-    """Return ``count`` random tokens."""
+    """Return ``count`` random token ids."""
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(count)]
 
 
 def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
-    """Return log-normal lengths like ShareGPT's; their logarithm has standard deviation 1."""
+    """Return ShareGPT-like log-normal lengths from 1 to ``most``; their log has standard deviation 1."""
     draw = random.Random(seed)
     return [min(most, max(1, round(draw.lognormvariate(math.log(mean) - 0.5, 1.0)))) for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class EngineWorkload:
-    """``batch`` sequences of ``context`` tokens that decode together.
+    """A workload of an engine: decoding steps, or requests of different lengths.
 
-    With a context of 0, ``batch`` requests with prompts of 161 tokens on average. Their answers have
-    ``steps`` tokens, or 338 on average if ``steps`` is 0.
+    With a ``context``, ``batch`` sequences of about ``context`` tokens decode together for ``steps`` steps.
+    With a context of 0, the workload is ``batch`` requests with prompts of 161 tokens on average. Their
+    answers then have ``steps`` tokens, or 338 on average if ``steps`` is 0.
     """
 
     model: str
@@ -131,7 +136,7 @@ class EngineWorkload:
         return f"B {self.batch}, {self.context} tokens" if self.context else f"{self.batch} requests"
 
     def requests(self, vocab_size: int) -> tuple[list[list[int]], list[int]]:
-        """Return (prompts, number of tokens of each answer)."""
+        """Return (prompts as token ids, number of new tokens of each answer)."""
         if self.context:
             counts = [self.context - self.steps // 2] * self.batch
         else:
@@ -158,10 +163,14 @@ def run(
     names: Sequence[str] = (),
     after_cell: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
-    """Measure every workload with every named contender and return a document for JSON.
+    """Measure every workload with every named contender and return a document that is ready for JSON.
 
     Without names, all contenders that can run are measured. One contender is in memory at a time. ``rep``
-    only applies to the measurement of the read bandwidth.
+    (milliseconds) and ``rounds`` also apply to the measurement of the read bandwidth. ``after_cell`` is
+    called with the document so far after each result.
+
+    Raises:
+        ValueError: a name is unknown, a named contender cannot run here, or a large model is chosen on a CPU.
     """
     large = [workload.name for workload in chosen if workload.model != SMALL_MODEL]
     if large and device.type == "cpu":
@@ -193,7 +202,7 @@ def run(
 def _measured(
     contender: Contender, model: str, workloads: Sequence[EngineWorkload], device: torch.device, rounds: int
 ) -> list[tuple[EngineWorkload, dict[str, Any]]]:
-    """Return the results of one contender, which is loaded once for all its workloads."""
+    """Load the model once, and return (workload, result) of each workload that the contender runs."""
     taken = [w for w in workloads if (contender.steps if w.context else contender.requests)]
     if not taken:
         return []
@@ -215,7 +224,7 @@ def _measured(
 def measure(
     contender: Contender, workload: EngineWorkload, device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """Measure a workload on a loaded contender."""
+    """Return the result of a workload on a loaded contender: tokens per second, and milliseconds per step."""
     prompts, answers = workload.requests(vocabulary(workload.model))
     if not workload.context:
         contender.generate(prompts[:4], [4] * len(prompts[:4]))  # compiles
@@ -244,9 +253,9 @@ def _failed(error: Exception) -> dict[str, Any]:
 
 
 def compare(results: dict[str, Any]) -> None:
-    """Mark flashtile as wrong if its tokens differ from Transformers'.
+    """Mark flashtile's result as wrong if its tokens differ from those of Transformers, where both have them.
 
-    All contenders give the same tokens with the same weights in float32.
+    Only results of the small model have tokens: with equal weights in float32, all contenders must agree.
     """
     tokens_of = {name: found.pop("tokens") for name, found in results.items() if "tokens" in found}
     if tokens_of.get("transformers", tokens_of.get(OURS)) != tokens_of.get(OURS):
@@ -255,7 +264,10 @@ def compare(results: dict[str, Any]) -> None:
 
 
 def floor_bytes(workload: EngineWorkload) -> float:
-    """Bytes that a step must read in bf16: all weights except the embedding, and the keys and values."""
+    """Return the bytes that a decoding step must read in bf16: weights except the embedding, keys and values.
+
+    0 for workloads of requests and for the small model.
+    """
     if workload.model == SMALL_MODEL or not workload.context:
         return 0.0
     model, vocab_size, _ = SERVED[workload.model]
@@ -265,7 +277,7 @@ def floor_bytes(workload: EngineWorkload) -> float:
 
 
 def table(document: dict[str, Any]) -> Table:
-    """Table of milliseconds per step with the ratio to the time of reading, or of new tokens per second."""
+    """Return a table of milliseconds per step, with the ratio to the time of reading, or of new tokens/s."""
 
     def text_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
         if "ms" not in result:

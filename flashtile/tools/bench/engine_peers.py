@@ -1,4 +1,4 @@
-"""Engines that answer requests: flashtile's, and Transformers' three modes."""
+"""Inference engines to compare: flashtile's, and Transformers' in three modes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Prompts = Sequence[list[int]]
 
 
 class Contender:
-    """An engine that is loaded, measured on all workloads of a model, and dropped.
+    """Adapter of an engine, which loads one model and is measured on all of its workloads.
 
     Attributes:
         name: name in tables.
-        steps, requests: whether it runs workloads of decoding steps, and of requests of different lengths.
+        steps: whether the engine runs workloads that measure decoding steps.
+        requests: whether the engine runs workloads of requests with different lengths.
     """
 
     name = ""
@@ -33,20 +34,20 @@ class Contender:
         return None
 
     def load(self, folder: Path, model: str, device: torch.device, most_tokens: int) -> None:
-        """Load a model with room for ``most_tokens`` tokens."""
+        """Load a model for workloads with up to ``most_tokens`` tokens, summed over their sequences."""
         raise NotImplementedError
 
     def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
-        """Decode greedily; ``lengths`` has the number of new tokens for each prompt."""
+        """Return each prompt's new tokens, decoded greedily; ``lengths`` has their number for each prompt."""
         raise NotImplementedError
 
     def numbers(self) -> dict[str, Any]:
-        """Return further statistics of the last call."""
+        """Return further statistics of the last call of :meth:`generate`, by name."""
         return {}
 
 
 class Flashtile(Contender):
-    """Engine of :class:`flashtile.LLM`; ``options`` are its arguments."""
+    """flashtile's engine; ``options`` are arguments of :class:`flashtile.LLM`."""
 
     name = "flashtile"
 
@@ -139,7 +140,7 @@ class TransformersBatching(Transformers):
 
         self.model.set_attn_implementation("paged|sdpa")
         answers: list[list[int]] = []
-        # generate_batch takes one length for all requests: the mean if they differ.
+        # generate_batch has one length for all requests, so requests of different lengths get their mean.
         length = round(sum(lengths) / len(lengths))
         config = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0)
         with torch.inference_mode():
@@ -156,7 +157,7 @@ CONTENDERS: dict[str, type[Contender]] = {
 
 @contextmanager
 def host_waits() -> Iterator[list[float]]:
-    """Collect the seconds that the host waits for results in the block, while the device has work."""
+    """Yield a list that gets the seconds of each wait of the host for a step's tokens in the block."""
     from flashtile.engine.runner import InFlight
 
     waits: list[float] = []
@@ -176,7 +177,7 @@ def host_waits() -> Iterator[list[float]]:
 
 
 def seconds_of(contender: Contender, prompts: Prompts, lengths: Sequence[int], device: torch.device) -> float:
-    """Return the seconds of a call, including all work on the device."""
+    """Return the seconds of a call of ``generate``, including all its work on the device."""
     timing.synchronize(device)
     begun = time.perf_counter()
     contender.generate(prompts, lengths)

@@ -1,9 +1,9 @@
-"""The correctness gate: no contestant is timed before its results meet the error rule on the timed inputs.
+"""The correctness gate: a contestant is timed only if its results on the timed inputs meet the error rule.
 
-The rule is :mod:`flashtile.testing`'s. The reference is standard attention in float32 (float64 for float32
-inputs), computed on whole heads in chunks of query rows, so that 16384 tokens fit. If all heads would take
-too long, a sample of heads spread over the batch is compared. All other elements must be finite. For e4m3,
-the allowed error comes from exact attention over q, k and v quantised with a scale for each tensor.
+The error rule is that of :mod:`flashtile.testing`. The reference is standard attention in float32 (float64
+for float32 inputs), computed head by head in chunks of query rows, to limit its memory. If all heads would
+take too long, a random sample of heads is compared. All elements of the results must be finite. For FP8, the
+allowed error is that of exact attention over q, k and v quantised to e4m3 with one scale per tensor.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from flashtile.tools.bench.workloads import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
-"""Most scores that the reference computes for one workload (but at least one head)."""
+"""Most scores that the reference computes for one workload, by device type; at least one head is compared."""
 
 HEADS_CHECKED = 64
 """Most key/value heads that are compared."""
 
 CHUNK_SCORES = {"cuda": 2**25, "cpu": 2**19}
-"""Scores that the reference holds at once."""
+"""Scores that the reference holds in memory at once, by device type."""
 
 LARGEST_SCORE = 6.0
 """Approximate largest score of standard normal q and k, scaled by ``head_dim ** -0.5``."""
@@ -46,7 +46,7 @@ class Head:
 
 
 class Oracle:
-    """Exact results of a workload on a sample of heads, and plain PyTorch's in the dtype of the inputs."""
+    """Exact results of a workload on a sample of heads, and results of plain PyTorch in the inputs' dtype."""
 
     def __init__(self, workload: Workload, inputs: Inputs, gradients: bool) -> None:
         self._workload, self._inputs = workload, inputs
@@ -60,7 +60,10 @@ class Oracle:
         self._plain = self._compute(inputs, wide if workload.fp8 else workload.torch_dtype, gradients)
 
     def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
-        """Compare results, by their names in ``RESULTS``, in the layout and shape of the inputs.
+        """Compare results with the exact ones on the sampled heads, and return a comparison for each result.
+
+        Args:
+            results: tensors by their names in ``RESULTS``, in the layout and shape of the inputs.
 
         Raises:
             ArithmeticError: some element of a result is not finite.
@@ -80,10 +83,10 @@ class Oracle:
         return comparisons
 
     def _noise(self, exact: Tensor) -> tuple[float, float]:
-        """Return the error (largest, rms) that rounding in the accumulator may cause.
+        """Return the absolute error (largest, rms) that rounding in the accumulator may cause.
 
-        The error of a score, and in the backward pass that of lse, is a relative error of P and so of the
-        result.
+        P is exp(score - lse), so an absolute error of the score or of lse is a relative error of P, and with
+        it of the result.
         """
         eps = torch.finfo(torch.promote_types(self._workload.source_dtype, torch.float32)).eps
         lse = math.log(max(1, self._workload.seqlen_k)) + 1.0
@@ -92,8 +95,10 @@ class Oracle:
         return relative * values.abs().max().item(), relative * values.square().mean().sqrt().item()
 
     def _head(self, tensor: Tensor, head: Head, side: int) -> Tensor:
-        """Return (seqlen, query heads of the group or 1, head_dim) of a head; side 0 is queries, 1 is
-        keys."""
+        """Return the part of ``tensor`` that belongs to a head.
+
+        For queries (side 0) this is (seqlen_q, group, head_dim), for keys (side 1) (seqlen_k, 1, head_dim).
+        """
         rows = (self._inputs.rows_of, self._inputs.keys_of)[side](tensor, head.sequence)
         group = self._workload.group_size if side == 0 else 1
         return rows[:, head.kv_head * group : (head.kv_head + 1) * group]
@@ -119,13 +124,16 @@ class Oracle:
 
 
 def through_e4m3(x: Tensor) -> Tensor:
-    """Round x to e4m3 with one scale and return it in float32."""
+    """Round x to e4m3 with one scale for the tensor, and return the rounded values in float32."""
     scale = x.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def sample_heads(workload: Workload, device_type: str) -> list[Head]:
-    """Key/value heads to compare: all up to a limit, else the first, the last and a fixed random choice."""
+    """Return the key/value heads to compare: all if they are few, else the first, the last and a sample.
+
+    The sample depends only on the workload's name.
+    """
     every = [
         Head(sequence, kv_head)
         for sequence in range(len(workload.sequences))
@@ -153,10 +161,10 @@ def _attend_head(
     by_head: dict[str, Tensor],
     gradients: bool,
 ) -> tuple[Tensor, ...]:
-    """Return (out,) or (out, dq, dk, dv) of one key/value head.
+    """Return (out,) or, with ``gradients``, (out, dq, dk, dv) of one key/value head.
 
-    q and dout are (seqlen_q, group, head_dim), k and v (seqlen_k, head_dim), tensors ``by_head`` (group,).
-    The gradients of k and v are summed over chunks in float32 or wider.
+    q and dout are (seqlen_q, group, head_dim), k and v are (seqlen_k, head_dim), and the tensors of
+    ``by_head`` are (group,). dk and dv are summed over chunks of rows in float32 or wider.
     """
     k, v = (t.detach().requires_grad_(gradients) for t in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -187,12 +195,11 @@ def _attend_rows(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Return out (rows, group, head_dim) of query rows, the first of which is aligned with key
-    ``position``."""
+    """Return out (rows, group, head_dim) of query rows; the first row is aligned with key ``position``."""
     rows, group = q.shape[:2]
     window = (workload.window_left, workload.window_right)
     seen = reference.visible(rows, k.shape[0], *window, q.device, position)
-    # The heads of a group share their keys, so they are computed as further rows of one head.
+    # The query heads of a group share their keys, so each of them is computed as further rows of one head.
     hidden = ~seen.repeat_interleave(group, 0)
     bias = column = None
     if alibi_slopes is not None:
@@ -202,7 +209,7 @@ def _attend_rows(
     if sink is not None:
         column = sink.repeat(rows)[None, :, None]
     modify = None
-    if workload.mod:  # only for seqlen_q == seqlen_k, so a row's position is its index
+    if workload.mod:  # these workloads have seqlen_q == seqlen_k, so a row's position is its index
         score_mod, mask_mod = MODS[workload.mod](workload.seqlen_q, workload.num_heads_q, q.device)
         grids = (
             torch.tensor(head.sequence, device=q.device),

@@ -1,4 +1,4 @@
-"""The data of a workload: random q, k, v and dout, packed sequences, or a cache with its block tables."""
+"""The data of a workload: random q, k, v and dout, packed sequences, or a KV cache with its block tables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from flashtile.tools.bench.workloads import Workload
 class Inputs:
     """Tensors of a workload: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens.
 
-    In decoding, k and v are caches with ``len(block_tables)`` copies of the keys and values that a call
-    reads. A dense cache has one copy and no block table.
+    In decoding, k and v are KV caches. A paged cache has room for several copies of the call's keys and
+    values, each with its own block table in ``block_tables``. A dense cache has one copy and no block table.
     """
 
     q: Tensor
@@ -50,7 +50,10 @@ class Inputs:
 
 
 def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -> Inputs:
-    """Return contiguous, standard normal q, k, v and dout from a fixed seed; pages of caches are shuffled."""
+    """Return the workload's inputs: contiguous, standard normal q, k, v and dout from ``seed``.
+
+    In decoding, k and v are KV caches whose pages are in random order.
+    """
     tokens = [sum(pair[side] for pair in workload.sequences) for side in (0, 1)]
 
     def normal(side: int, number: int) -> Tensor:
@@ -73,7 +76,7 @@ def make_inputs(workload: Workload, device: torch.device | str, seed: int = 0) -
 
 
 def _by_head(workload: Workload, device: torch.device | str) -> tuple[Tensor | None, Tensor | None]:
-    """Return ALiBi's slopes (Press et al. 2022, section 3) and the sinks, (heads_q,) each, or None."""
+    """Return ALiBi slopes (Press et al. 2022, section 3) and sinks, each (heads_q,) or None if unused."""
     heads, slopes, sink = workload.num_heads_q, None, None
     if workload.alibi:
         slopes = torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
@@ -83,7 +86,7 @@ def _by_head(workload: Workload, device: torch.device | str) -> tuple[Tensor | N
 
 
 def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:
-    """Return filled caches with as many copies as a CUDA graph rotates over (one on the CPU)."""
+    """Return inputs with random KV caches: one copy on the CPU, ``workload.copies`` copies on a GPU."""
     assert workload.cache is not None
     device, prefix = q.device, workload.cache.prefix
     generator = torch.Generator(device=device).manual_seed(0)

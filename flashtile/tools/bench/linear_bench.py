@@ -1,7 +1,7 @@
-"""Benchmark of a layer's products, one after the other, in :func:`flashtile.linear.linear` and in peers.
+"""Benchmark of a transformer layer's matrix products in :func:`flashtile.linear.linear` and in its peers.
 
-Weights come from memory: they are larger than any L2 cache. On a GPU the chain of products is a replayed CUDA
-graph, which excludes host time.
+The products of several layers run one after the other. Their weights together exceed any L2 cache, so they
+are read from memory. On a GPU the products are a replayed CUDA graph, which excludes host time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPES = {
     **{name: find_model(name).products for name in ("llama-2-7b", "llama-3-8b")},
     SMALL_MODEL: ((96, 64), (64, 64), (172, 64), (64, 86)),
 }
-"""(N, K) of a layer's products: queries, keys and values; output; gate and up; down."""
+"""(N, K) of each product of a layer: the q, k and v projections together; output; gate and up; down."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 LAYERS = 4
 OURS = "flashtile"
@@ -60,7 +60,7 @@ WORKLOADS = tuple(
 
 
 def contestants(device: torch.device) -> dict[str, Product]:
-    """Return flashtile, torch, and torch compiled with max-autotune."""
+    """Return the products to compare by name: flashtile, torch and, on a GPU, torch with max-autotune."""
     found: dict[str, Product] = {
         OURS: partial(linear, prefetch=True),
         "torch": torch.nn.functional.linear,
@@ -80,7 +80,7 @@ def run(
     names: Sequence[str] = (),
     after_cell: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
-    """Measure every workload with every named contestant, by default all; return a document for JSON."""
+    """Measure every workload with every named contestant (default: all); return a document ready for JSON."""
     known = contestants(device)
     check_peers(names, known)
     entrants = {name: f for name, f in known.items() if not names or name in (OURS, *names)}
@@ -126,7 +126,7 @@ def _chain(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) ->
 
 
 def _clock(function: Callable[[], None], device: torch.device, rep: float) -> Callable[[], float]:
-    """Return a function that measures the milliseconds of a call."""
+    """Return a function that measures the milliseconds of a call of ``function``."""
     if device.type == "cuda":
         function()
         return partial(replay_time, capture([function]), rep)
@@ -134,7 +134,7 @@ def _clock(function: Callable[[], None], device: torch.device, rep: float) -> Ca
 
 
 def _wrong(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) -> str | None:
-    """Describe the error of a product that breaks the error rule; None if it is within the rule."""
+    """Describe the error of the first product that exceeds the allowed error; None if all are within it."""
     for weight in weights:
         rows = x[weight.shape[1]]
         exact = rows.double() @ weight.double().T
@@ -147,7 +147,7 @@ def _wrong(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) ->
 
 
 def table(document: dict[str, Any]) -> Table:
-    """Table of TB/s of weights by rows of x, with the share of the read bandwidth."""
+    """Return a table of the TB/s at which weights are read, with the share of the read bandwidth."""
     read = document["read_tbps"]
 
     def text_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
@@ -161,7 +161,7 @@ CHART_NAMES = {GEMV: "GEMV (CUDA cores)", FLAT: "flat (tensor cores)", LIBRARY: 
 
 
 def draw_chart(row: Row, path: Path) -> None:
-    """Write a chart of the measurements of one shape."""
+    """Write a chart of one shape's measurements: microseconds of each kind of kernel by rows of x."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")

@@ -1,8 +1,9 @@
-"""Finds the fastest kernel for each number of rows, offline.
+"""Finds the fastest kernel of a linear layer for each number of rows of x, offline.
 
-This is FlashDecoding++'s heuristic dataflow (Hong et al. 2023, arXiv:2311.01282, section 5). A shape's
-weights are in memory several times, and a replayed graph goes from copy to copy, so that none is in the L2
-cache. Every kernel prefetches its weights while the previous kernel is running, as in a forward pass.
+This is FlashDecoding++'s heuristic dataflow (Hong et al. 2023, arXiv:2311.01282, section 5). Several copies
+of a shape's weights are in memory. A replayed CUDA graph multiplies with each in turn, so weights are never
+in the L2 cache. Every kernel prefetches its weights while the previous kernel is running, as in a forward
+pass.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 ROTATED_BYTES = 2.5e8
 """Bytes of weights to rotate over, more than today's L2 caches hold."""
 READ_BYTES = 2**31
+"""Bytes that are read to measure the read bandwidth."""
 LIBRARY_MARGIN = 0.99
+"""Factor on the library's time: the library also wins if it is at most about 1 % slower."""
 REP = 4.0
-"""Milliseconds of a measurement; the smaller of two is used."""
+"""Milliseconds of a measurement. Each time is the smaller of two measurements."""
 
 Launch = Callable[[Tensor, Tensor, LinearTensors], Tensor]
 
@@ -63,8 +66,7 @@ def problem_of(
 
 
 def candidates(problem: LinearProblem) -> Iterator[tuple[str, str, list[int], Launch]]:
-    """Yield (kind, backend, configuration in the table's form, launch) of every kernel that serves a
-    problem."""
+    """Yield (kind, backend, configuration as in the table, launch) of each kernel that computes a problem."""
     from flashtile.backends import hopper, portable
     from flashtile.backends.hopper import linear as ring
     from flashtile.backends.hopper.linear.config import candidates as ring_tiles
@@ -81,7 +83,7 @@ def candidates(problem: LinearProblem) -> Iterator[tuple[str, str, list[int], La
 
 
 class ProfiledOperands:
-    """x and the weights of a shape to rotate over, with scales for weights in e4m3."""
+    """Operands of a shape: x, and copies of the weight to rotate over, with scales if the weight is e4m3."""
 
     def __init__(
         self,
@@ -100,14 +102,18 @@ class ProfiledOperands:
         self.x = torch.randn(max(ROWS), K, dtype=dtype, device=device)
 
     def time(self, launch: Launch, rows: int) -> float:
-        """Return the microseconds of a product."""
+        """Return the microseconds of one product with ``rows`` rows of x."""
         x = self.x[:rows]
         calls = [partial(launch, x, weight, self.given) for weight in self.weights]
         graph = capture(calls)
         return min(replay_time(graph, REP) for _ in range(2)) / len(calls) * 1e3
 
     def check(self, launch: Launch, rows: int) -> None:
-        """Raise ArithmeticError if a product differs too much from the library's."""
+        """Compare a product with torch's in float32.
+
+        Raises:
+            ArithmeticError: the product differs too much.
+        """
         x, weight = self.x[:rows], self.weights[0]
         y = launch(x, weight, self.given).float()
         expected = x.float() @ weight.float().T
@@ -125,7 +131,11 @@ def measure_shape(
     read_tbps: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> Row:
-    """Measure one shape and return its row of the table."""
+    """Measure every kernel on one shape and return the shape's row of the table.
+
+    ``rows`` are the numbers of rows of x to measure, and ``read_tbps`` is the read bandwidth in TB/s. ``say``
+    is called with lines of progress.
+    """
     operands = ProfiledOperands(N, K, dtype, weight_dtype, device)
     kernels: dict[str, dict[str, dict[str, Any]]] = {}
     for m in rows:
@@ -162,11 +172,12 @@ def measure_shape(
 
 
 def inflections(kernels: dict[str, dict[str, dict[str, Any]]]) -> tuple[int, int]:
-    """Return (M1, M2): GEMV is fastest below M1 rows, flat products from M1 to below M2, the library from M2
-    on.
+    """Return (M1, M2), the numbers of rows at which the fastest kind of kernel changes.
 
-    The library also wins if it is at most 1 % slower, because users know it. Row counts between two measured
-    ones get the kind of the next larger one, whose tiles have room for them.
+    GEMV is fastest below M1 rows, flat products from M1 to below M2, and the library from M2 rows. The
+    library also wins if it is at most about 1 % slower, because users know it. Row counts between two
+    measured counts get the kind of the larger one, because the tiles of the smaller one may have too few
+    rows.
     """
     gemv_below, library_from = 1, 1
     for m in sorted(map(int, kernels)):
@@ -189,7 +200,10 @@ def compile_share(
     part: int,
     parts: int,
 ) -> None:
-    """Run every ``parts``-th kernel once, so that a later process finds it compiled."""
+    """Run every ``parts``-th kernel once, from number ``part``, so later processes find it compiled.
+
+    Several processes, each with its own ``part``, compile all kernels in parallel.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     number = 0
     for N, K in shapes:

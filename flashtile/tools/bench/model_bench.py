@@ -1,4 +1,4 @@
-"""Parts that the benchmarks of models share: of a layer's products, and of engines end to end."""
+"""Code that the benchmarks of a layer's matrix products and of engines share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashtile.hardware.timing import copy_ceiling
 
 
 class OfModel(Protocol):
-    """A workload of a model rather than of an attention call."""
+    """A workload that belongs to a model, in contrast to one of a single attention call."""
 
     @property
     def name(self) -> str: ...
@@ -23,18 +23,19 @@ class OfModel(Protocol):
 
 
 SMALL_MODEL = "ci"
-"""Model of workloads for two cores, which only run if they are named."""
+"""Name of the small model for CPUs, whose workloads only run if they are named explicitly."""
 
 Named = TypeVar("Named", bound=OfModel)
 
 
 def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -> tuple[Named, ...]:
-    """Return the workloads named by their own name, their model's ("kind-model") or ``kind``.
+    """Return the workloads that ``names`` choose.
 
-    Returns () if all names are of other workloads.
+    A name chooses one workload, "KIND-MODEL" all workloads of a model, and ``kind`` all workloads except
+    those of the small model. The result is () if all names belong to another kind of workload.
 
     Raises:
-        ValueError: some names are of these workloads and some are not.
+        ValueError: some names belong to these workloads and some do not.
     """
     chosen: list[Named] = []
     for name in names:
@@ -49,7 +50,11 @@ def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -
 
 
 def check_peers(names: Sequence[str], known: Iterable[str]) -> None:
-    """Raise ValueError if one of ``names`` is neither a known contestant nor "none"."""
+    """Check the names of contestants.
+
+    Raises:
+        ValueError: a name is neither a known contestant nor "none".
+    """
     for name in names:
         if name not in (*known, "none"):
             raise ValueError(f"peer must be none or one of {', '.join(known)}, got {name!r}")
@@ -58,7 +63,7 @@ def check_peers(names: Sequence[str], known: Iterable[str]) -> None:
 def new_document(
     kind: str, device: torch.device, rounds: int, rep: float, cells: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Describe a run as a document for JSON, with the measured bandwidth that bounds it."""
+    """Return a document for a run, ready for JSON, with the measured read bandwidth as its speed limit."""
     return {
         "kind": kind,
         "versions": machine.versions(),
@@ -70,7 +75,7 @@ def new_document(
 
 
 def read_tbps(device: torch.device, rounds: int, rep: float) -> float:
-    """Measured read bandwidth in TB/s; on the CPU, copy bandwidth."""
+    """Measure and return the read bandwidth in TB/s; on the CPU, the copy bandwidth."""
     if device.type != "cuda":
         return copy_ceiling(device, rounds, rep) * 1e-3
     from flashtile.tools.bench.linear_profile import read_bandwidth
@@ -79,9 +84,9 @@ def read_tbps(device: torch.device, rounds: int, rep: float) -> float:
 
 
 def cells_table(title: str, document: dict[str, Any], text_of: Callable[[Any, Any], str]) -> Table:
-    """Table with a row for each workload and a column for each contestant.
+    """Return a table with a row for each workload and a column for each contestant.
 
-    ``text_of`` formats a successful result, given its cell and the result.
+    ``text_of(cell, result)`` formats a successful result.
     """
     shown = Table(title=f"{document['device']['name']}: {title}")
     names = list(dict.fromkeys(name for cell in document["cells"] for name in cell["results"]))

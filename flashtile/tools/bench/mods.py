@@ -1,4 +1,4 @@
-"""Score and mask functions of the workloads ``masks``: typical FlexAttention functions at sizes of models."""
+"""Score and mask functions of the workloads ``masks``: typical FlexAttention functions at realistic sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile import masks
 
 SAMPLED_ROWS = 512
-"""Rows whose visible keys are counted; the others are assumed to have as many."""
+"""Most rows whose visible keys are counted; the other rows are assumed to have as many on average."""
 
 
 class Functions(NamedTuple):
@@ -22,7 +22,7 @@ class Functions(NamedTuple):
 
 
 def document_ids(seqlen: int) -> Tensor:
-    """Return (seqlen,) int32, the document of each token; lengths are log-uniform from 64 to 4096 tokens."""
+    """Return each token's document number, (seqlen,) int32; lengths are log-uniform from 64 to 4096."""
     draw = random.Random(0)
     ids = torch.empty(seqlen, dtype=torch.int32)
     start = number = 0
@@ -34,7 +34,7 @@ def document_ids(seqlen: int) -> Tensor:
 
 
 def _picture(seqlen: int) -> tuple[int, int]:
-    """Height and width of an image of ``seqlen`` tokens, a power of two."""
+    """Return (height, width) of an image of ``seqlen`` tokens; the width is a power of two."""
     width = 1 << (seqlen.bit_length() // 2)
     return seqlen // width, width
 
@@ -71,12 +71,12 @@ MODS: dict[str, Callable[[int, int, Any], Functions]] = {
         _relative(h, device), masks.document(document_ids(s).to(device)) & masks.causal()
     ),
 }
-"""Makers of the functions by name; each takes ``(seqlen, heads, device)``."""
+"""Functions ``(seqlen, heads, device) -> Functions`` by name."""
 
 
 @functools.lru_cache(maxsize=64)
 def visible_pairs(name: str, seqlen: int) -> int:
-    """(query, key) pairs that a mask leaves visible, estimated from some rows of a sequence."""
+    """Return the number of (query, key) pairs of a sequence that a mask shows, estimated from some rows."""
     mask = MODS[name](seqlen, 1, "cpu").mask_mod
     if mask is None:
         return seqlen * seqlen

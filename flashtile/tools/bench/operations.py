@@ -1,8 +1,8 @@
-"""Time of each of standard attention's operations, compared with the fused call.
+"""The operations of standard attention, to time each of them and compare their sum with the fused call.
 
 This repeats the measurement of GPT-2 in FlashAttention's paper (Dao et al. 2022, arXiv:2205.14135, figure 1).
-Matrix product, mask, softmax, dropout and matrix product each read or write the scores; the fused kernel
-never does. Both sides are compared with the same dropout, and both without.
+Matrix product, mask, softmax, dropout and matrix product each read or write the scores in memory; the fused
+kernel does not. The two sides are compared with dropout on both, and without it on both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Operations(Standard):
 
     name = "standard, by operation"
     STORED_COPIES = 6
-    """Scores, masked scores, probabilities, probabilities after dropout, its mask, and the current result."""
+    """Scores, masked scores, probabilities, probabilities after dropout, dropout mask, and current result."""
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen or workload.changes_scores or workload.cache is not None or workload.fp8:
@@ -44,7 +44,7 @@ class Operations(Standard):
         return super().refuses(workload, device)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
-        """Return the chain of operations without dropout, which the gate can check."""
+        """Return the operations in sequence, without dropout: the gate cannot check random results."""
         steps = _steps(workload, inputs)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,7 +54,10 @@ class Operations(Standard):
         return PeerCall(attend, heads_first=True)
 
     def functions(self, workload: Workload, inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
-        """Return each operation applied to the results of the previous ones, which are computed here once."""
+        """Return a function for each operation that applies it to its inputs.
+
+        The inputs are results of the previous operations and are computed once, here.
+        """
         call = PeerCall(lambda q, k, v: q, heads_first=True)
         q, k, v = (call.arrange(t) for t in (inputs.q, inputs.k, inputs.v))
         k, v = repeated(k, workload), repeated(v, workload)
@@ -67,8 +70,10 @@ class Operations(Standard):
 
 
 def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor]]:
-    """Return the operations on (batch, heads, seqlen, head_dim); the mask does nothing if no score is
-    hidden."""
+    """Return the operations by name, for tensors (batch, heads, seqlen, head_dim).
+
+    The mask returns its input if it hides no score.
+    """
     hidden, scale = hidden_scores(workload, inputs), workload.head_dim**-0.5
     return {
         FIRST: lambda q, k: (q * scale) @ k.transpose(-2, -1),
@@ -82,7 +87,7 @@ def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor
 def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:
     """Return medians over rounds in milliseconds: each operation's, their sum, and the fused call's.
 
-    ``fused_dropout_ms`` is missing if ``fused`` is empty, because the fused call with dropout did not run.
+    ``fused_dropout_ms`` is missing if ``fused`` is empty: the fused call with dropout did not run.
     """
     medians = {name: statistics.median(rounds) for name, rounds in times.items()}
     found = {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT}

@@ -1,9 +1,9 @@
-"""Contestants: flashtile and its peers, each behind one adapter.
+"""Adapters of the contestants for attention and masks: flashtile and its peers.
 
-An adapter reports why its peer cannot run here or refuses a workload, and turns a workload into a callable on
-tensors in the peer's layout. Masks, views, compilation and contexts are prepared before timing. All
-contestants read the same memory, (batch, seqlen, heads, head_dim); heads-first contestants get transposed
-views of it.
+An adapter says why its contestant cannot run here or refuses a workload. It also turns a workload into a
+function of q, k and v in the contestant's layout. Masks, views, compilation and contexts are prepared before
+timing. All contestants read the same memory, (batch, seqlen, heads, head_dim). Contestants that expect
+(batch, heads, seqlen, head_dim) get transposed views of it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ class PeerCall:
 
     Args:
         attend: (q, k, v) -> out, in the contestant's layout.
-        enter: context manager to run it in, entered outside of the timed region.
-        heads_first: the layout is (batch, heads, seqlen, head_dim), batch 1 for variable length.
-        copies: ``attend`` over each copy of the inputs, which a CUDA graph rotates over; () is one copy.
+        enter: returns the context manager in which ``attend`` runs; it is entered outside of the timed
+            region.
+        heads_first: whether the layout is (batch, heads, seqlen, head_dim), with batch 1 for packed
+            sequences.
+        copies: a version of ``attend`` for each copy of the KV cache, which a CUDA graph calls in turn; () if
+            there is only one copy.
     """
 
     attend: Attend
@@ -66,11 +69,11 @@ class Peer:
 
     name: str
     ours = False
-    """Whether the contestant is flashtile, which the others are compared with."""
+    """Whether the contestant is one of flashtile's, with which the peers are compared."""
     device_type: str | None = None
     """Device type that the contestant runs on; None means any."""
     needs: tuple[str, str] | None = None
-    """(module, name) that must be importable."""
+    """(module, name) that must be importable; None means nothing."""
 
     def unavailable(self, device: torch.device) -> str | None:
         """Return why the contestant cannot run on this device; None if it can."""
@@ -79,11 +82,11 @@ class Peer:
         return None if self.needs is None else _import_error(*self.needs)
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        """Return why the contestant refuses a workload; None if it accepts, or if only a trial will tell."""
+        """Return why the contestant refuses a workload; None if it accepts it or if only a call can tell."""
         return None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
-        """Do everything that is not timed and return the call."""
+        """Do everything that is not timed, and return the call to time."""
         raise NotImplementedError
 
 
@@ -92,7 +95,7 @@ class Flashtile(Peer):
 
     ours = True
     label = "flashtile"
-    """Name without the backend."""
+    """Name of the contestant if no backend is named."""
 
     def __init__(self, backend: str | None = None) -> None:
         self.name = self.label if backend is None else f"{self.label}:{backend}"
@@ -116,15 +119,15 @@ class Flashtile(Peer):
 
 
 class Standard(Peer):
-    """Standard attention as in models before fused kernels: all scores stored, in the dtype of the inputs."""
+    """Standard attention without a fused kernel: all scores are stored, in the dtype of the inputs."""
 
     name = "standard"
     STORED_COPIES = 5
-    """Scores, masked scores, probabilities and, backward, the gradients of two of them."""
+    """Tensors of the scores' size: scores, masked scores, probabilities, and two gradients (backward)."""
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if device.type != "cpu":
-            return None  # running out of a GPU's memory is an error that can be caught
+            return None  # a GPU raises an error that can be caught if its memory is too small
         scores = max(seqlen_q * seqlen_k for seqlen_q, seqlen_k in workload.sequences) * workload.num_heads_q
         scores *= 1 if workload.varlen else workload.batch
         needed = scores * workload.torch_dtype.itemsize * self.STORED_COPIES
@@ -151,7 +154,8 @@ class Standard(Peer):
 class LoopsOfFlash1(Peer):
     """FlashAttention-1's loop order as a Triton kernel, forward only.
 
-    The outer loop is over keys, the inner loop over queries. FlashAttention-2 is said to be twice as fast.
+    The outer loop is over keys, the inner loop over queries. FlashAttention-2, whose paper reports about
+    twice the speed, swapped the two.
     """
 
     name, device_type = "flash1-loops", "cuda"
@@ -241,8 +245,8 @@ class FlexAttention(Peer):
     def __init__(self, compiled: bool = True, flash: bool = False) -> None:
         """Create the contestant.
 
-        Without compilation, FlexAttention stores the scores and runs on any device. ``flash`` selects the
-        FlashAttention-4 backend, for which torch translates the functions.
+        Without compilation, FlexAttention stores the scores and runs on any device. ``flash`` selects its
+        FlashAttention-4 backend, for which torch translates score_mod and mask_mod to CuTe.
         """
         self.name = "flex-fa4" if flash else "flex"
         self._compiled, self._flash = compiled, flash
@@ -258,7 +262,7 @@ class FlexAttention(Peer):
 
         attend: Callable[..., Any] = flex.flex_attention
         if self._compiled:
-            # Every shape is compiled separately; without a reset they reach torch's limit of recompilations.
+            # Each shape is compiled on its own. Without a reset, torch would stop at its recompilation limit.
             torch.compiler.reset()
             attend = torch.compile(attend, dynamic=False)
         options: dict[str, Any] = {"enable_gqa": workload.group_size > 1}
@@ -287,15 +291,21 @@ class FlexAttention(Peer):
 
 
 class FlashAttention(Peer):
-    """Dao-AILab's packages: FlashAttention-2, -3 and -4, which differ in module, window and results."""
+    """Adapter of Dao-AILab's FlashAttention-2, -3 and -4, which differ in a few names and conventions."""
 
     device_type = "cuda"
 
     def __init__(
         self, name: str, module: str, unlimited: int | None, alibi: str | None = None, sink: str | None = None
     ) -> None:
-        """``alibi`` and ``sink`` are the names of its arguments for ALiBi's slopes and sinks, if it has
-        them."""
+        """Create the contestant.
+
+        Args:
+            name: name of the contestant.
+            module: module of the package to import.
+            unlimited: value of the package's window_size for a side without a limit.
+            alibi, sink: names of the package's arguments for ALiBi slopes and sinks; None if it has none.
+        """
         self.name, self.needs = name, (module, "flash_attn_func")
         self._module, self._unlimited = module, unlimited
         self._alibi, self._sink = alibi, sink
@@ -310,7 +320,7 @@ class FlashAttention(Peer):
         return PeerCall(lambda q, k, v: first_of(attend(q, k, v)))
 
     def function(self, workload: Workload, inputs: Inputs) -> Callable[..., Any]:
-        """Return the package's function with the workload's options."""
+        """Return the package's attention function with the workload's options applied."""
         module = importlib.import_module(self._module)
         given = options(workload, inputs)
         if workload.alibi:
@@ -327,7 +337,7 @@ class FlashAttention(Peer):
 
 
 def options(workload: Workload, inputs: Inputs) -> dict[str, Any]:
-    """Return the workload's options as arguments that flashtile shares with FlashAttention-2."""
+    """Return the workload's options as keyword arguments of flashtile, named as in FlashAttention-2."""
     window_size = (workload.window_left, UNLIMITED)
     given = {"causal": workload.causal, "window_size": window_size, "softcap": workload.softcap}
     if workload.alibi:
@@ -345,7 +355,7 @@ def options(workload: Workload, inputs: Inputs) -> dict[str, Any]:
 
 
 def _functions(workload: Workload, inputs: Inputs) -> dict[str, Any]:
-    """Return a workload's functions as arguments of ``flashtile.attention``, masks as block masks."""
+    """Return a workload's score_mod and block mask as arguments of ``flashtile.attention``."""
     device, length = inputs.q.device, workload.seqlen_q
     score_mod, mask_mod = MODS[workload.mod](length, workload.num_heads_q, device)
     given: dict[str, Any] = {} if score_mod is None else {"score_mod": score_mod}
@@ -376,7 +386,7 @@ def _sees_all(workload: Workload) -> bool:
 
 
 def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, inputs: Inputs) -> Attend:
-    """Return standard attention on (batch, heads, seqlen, head_dim) with mask and bias prepared."""
+    """Return standard attention for (batch, heads, seqlen, head_dim), with mask and bias prepared."""
     hidden = empty = bias = None
     device, dtype = inputs.q.device, inputs.q.dtype
     if inputs.alibi_slopes is not None:
@@ -396,8 +406,10 @@ def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, inputs: Inputs) 
 
 
 def _retainable_graphs() -> AbstractContextManager:
-    """Context in which torch.compile keeps saved tensors, because a backward pass runs repeatedly on one
-    graph."""
+    """Return a context in which torch.compile keeps the tensors saved for the backward pass.
+
+    The benchmark repeats the backward pass on one graph, so torch must not reuse their memory.
+    """
     config: Any = importlib.import_module("torch._functorch.config")
     return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else nullcontext()
 
@@ -425,8 +437,10 @@ def _flex_mask(workload: Workload, inputs: Inputs) -> Callable[..., Tensor] | No
 
 
 def _positions(cu_seqlens: Tensor, cu_seqlens_k: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return each token's sequence, and its position among the sequence's keys aligned at the end,
-    (total,)."""
+    """Return (sequence, position) of each token of a packed batch, (total,) each.
+
+    Positions are aligned such that the last token of a sequence is at the position of its last key.
+    """
     lengths, lengths_k = cu_seqlens.diff(), cu_seqlens_k.diff()
     sequence = torch.repeat_interleave(
         torch.arange(len(lengths), device=cu_seqlens.device), lengths, output_size=total
@@ -441,7 +455,7 @@ def _import_error(module: str, name: str) -> str | None:
         getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
-    except Exception as error:  # a broken build of a peer raises anything
+    except Exception as error:  # a broken build of a peer may raise any error
         return (
             f"cannot be imported: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )

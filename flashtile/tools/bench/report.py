@@ -18,7 +18,7 @@ MARKS = {"wrong": "[red]WRONG[/]", "refused": "–", "out of memory": "OOM", "fa
 
 
 def print_report(document: dict[str, Any], console: Console, unit: str | None = None) -> None:
-    """Print every table; the geometric means come last."""
+    """Print all tables of a document; the geometric means come last. ``unit`` is "tflops" or "gbps"."""
     print_head(document, console)
     console.print(*(cells_table(document, cells, unit) for cells in by_pass(document).values()))
     apart = taken_apart(document)
@@ -38,7 +38,7 @@ def by_pass(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def print_head(document: dict[str, Any], console: Console) -> None:
-    """Print how the document was measured: device, versions, date, ceilings, rounds."""
+    """Print how the document was measured: device, versions, date, ceilings and rounds."""
     settings, ceilings = document["settings"], document["ceilings"]
     threads = f", {settings['threads']} threads" if settings["threads"] else ""
     console.print(f"{headline(document)}{threads}", highlight=False, markup=False)
@@ -71,9 +71,9 @@ def print_notes(document: dict[str, Any], console: Console) -> None:
 
 
 def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str | None = None) -> Table:
-    """Table of one pass: a row for each workload, a column for each contestant, the fastest in bold.
+    """Return the table of one pass: a row per workload, a column per contestant, the fastest in bold.
 
-    ``unit`` defaults to the more informative one for these calls, see :func:`documents.unit_of`.
+    ``unit`` is "tflops" or "gbps"; None takes that of :func:`documents.unit_of`.
     """
     unit = unit or documents.unit_of(cells)
     ours, peers = (documents.names(document, ours=side) for side in (True, False))
@@ -103,7 +103,7 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
 
 
 def cell_line(cell: dict[str, Any], names: Sequence[str] | None = None) -> str:
-    """Describe a measured cell in one line: the time of each contestant, or why there is none."""
+    """Describe a measured cell in one line: the time or speed of each contestant, or its status."""
     results = (f"{name} {_measured(cell['results'][name])}" for name in names or cell["results"])
     which = " ".join(cell[key] for key in ("workload", "pass") if key in cell)
     return f"{which}: {', '.join(results)}"
@@ -125,7 +125,7 @@ def taken_apart(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
-    """Table of milliseconds of standard attention's operations and the fused call, a column for each cell."""
+    """Return a table of milliseconds: operations of standard attention and the fused call, by cell."""
     table = Table(
         "forward, milliseconds",
         *(Column(escape(cell["workload"]), justify="right") for cell in cells),
@@ -143,7 +143,7 @@ def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
 def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]:
     found, fused = cell["operations"], documents.timed(cell, [ours]).get(ours)
     exact = found["together_ms"] - found["ms"]["dropout"]
-    dropped = found.get("fused_dropout_ms")  # documents of 0.1 have none
+    dropped = found.get("fused_dropout_ms")  # missing in documents of version 0.1
     return found["ms"] | {
         "together": found["together_ms"],
         f"{ours} with dropout": dropped,
@@ -155,7 +155,7 @@ def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]
 
 
 def summary_table(document: dict[str, Any]) -> Table:
-    """Table of geometric means of flashtile's speed over each peer's, over the cells that both ran."""
+    """Return a table of geometric means of flashtile's speed over each peer's, on cells that both ran."""
     table = Table(
         *(Column(heading, no_wrap=True) for heading in ("pass", "flashtile", "peer")),
         *(Column(heading, justify="right") for heading in ("geometric mean", "cells", "lowest")),
@@ -170,7 +170,7 @@ def summary_table(document: dict[str, Any]) -> Table:
 
 
 def scale(document: dict[str, Any], unit: str) -> tuple[float, str]:
-    """Return (factor, name): numbers in ``unit`` times ``factor`` are shown in the unit ``name``."""
+    """Return (factor, label) to show numbers of ``unit``: they are multiplied by ``factor``."""
     if unit == "gbps":
         return 1.0, "GB/s"
     return (1e3, "GFLOP/s") if _on_cpu(document) else (1.0, "TFLOP/s")
@@ -198,13 +198,13 @@ def _host_times(document: dict[str, Any]) -> str:
 
 
 def _print_refusals(document: dict[str, Any], console: Console) -> None:
-    """Print each reason once, with the number of cells."""
+    """Print each reason for a missing time once, with the number of cells."""
     reasons: Counter[tuple[str, str, str]] = Counter()
     for cell in document["cells"]:
         apart = {"standard, by operation": cell["operations"]} if "operations" in cell else {}
         for name, result in (cell["results"] | apart).items():
             if result["status"] != "ok":
-                # How much memory was missing differs from cell to cell.
+                # The message with the missing bytes differs in each cell, so it is left out.
                 reason = "" if result["status"] == "out of memory" else f": {result['reason']}"
                 reasons[name, result["status"], reason] += 1
     for (name, status, reason), count in reasons.items():

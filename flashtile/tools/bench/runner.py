@@ -1,8 +1,9 @@
-"""Runs measurements: contestants pass the gate, then take turns for several rounds, into one document.
+"""Runs measurements: checks the contestants' results, times them in turns, and collects one JSON document.
 
-A measurement is the median of its calls, on CUDA each with a cold L2 cache. In the pass "graph" it is the
-time per call of a replayed CUDA graph. A contestant that refuses, fails, runs out of memory or is wrong is
-recorded with its reason, and the others go on.
+A cell of the document is one workload in one pass. A measurement is the median time of repeated calls, on
+CUDA each with a cold L2 cache. In the pass "graph", a measurement is the time per call of a replayed CUDA
+graph. If a contestant refuses, fails, runs out of memory or is wrong, the reason is recorded and the others
+are still measured.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ OK, WRONG, REFUSED, NO_MEMORY, FAILED = "ok", "wrong", "refused", "out of memory
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run: ``rep`` milliseconds per measurement, ``rounds`` turns of each contestant.
+    """Settings of a run: ``rep`` milliseconds per measurement, ``rounds`` measurements of each contestant.
 
-    With ``operations``, standard attention's operations are also timed one by one in forward passes.
+    With ``host_time``, the host time of a small call is measured as well. With ``operations``, standard
+    attention's operations are also timed one by one in forward passes.
 
     Raises:
         ValueError: a pass is unknown or not possible on this device.
@@ -60,7 +62,11 @@ class Settings:
 
 @dataclass
 class Entry:
-    """A contestant in one cell: whether it may be timed, and its measurements."""
+    """State of a contestant in one cell, and its measurements.
+
+    ``call`` is None if the contestant is not timed; ``status`` and ``reason`` then say why. ``times`` has
+    milliseconds, one per round, and ``peak_memory`` is in bytes.
+    """
 
     peer: Peer
     call: PeerCall | None = None
@@ -84,7 +90,8 @@ def run(
     """Measure all workloads and return a document that is ready for JSON.
 
     Args:
-        after_cell: called with the document so far after each cell, so that an interrupted run loses nothing.
+        after_cell: called after each cell with the document so far. A caller that saves it loses nothing if
+            the run is interrupted.
     """
     document = describe_run(contestants, settings)
     measured = (settings.device, settings.rounds, settings.rep)
@@ -130,7 +137,7 @@ def describe_run(contestants: Sequence[Peer], settings: Settings) -> dict[str, A
 def measure_workload(
     workload: Workload, contestants: Sequence[Peer], settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    """Yield a cell for each pass of ``settings``."""
+    """Yield the cell of each pass of ``settings``, with the results of all contestants."""
     inputs = make_inputs(workload, settings.device)
     oracle = Oracle(workload, inputs, gradients=any(map(needs_gradients, settings.passes)))
     for which in settings.passes:
@@ -154,9 +161,9 @@ def measure_workload(
 
 
 class Apart:
-    """Times the operations of standard attention one by one, for one workload, once they are accurate enough.
+    """Times the operations of standard attention one by one for a workload, if their result passes the gate.
 
-    The operations include dropout, so ``ours`` is also timed with dropout.
+    The operations include dropout, so ``ours`` (flashtile, if it takes part) is also timed with dropout.
     """
 
     def __init__(
@@ -178,7 +185,7 @@ class Apart:
         self._inputs = inputs
 
     def measure(self) -> None:
-        """Measure one turn of each operation."""
+        """Measure each operation once, and the fused call with dropout."""
         if self._entry.call is None:
             return
         with _contained(self._entry, self._settings.device), torch.no_grad():
@@ -200,7 +207,7 @@ class Apart:
 
 
 def _admit(entry: Entry, workload: Workload, which: str, inputs: Inputs, oracle: Oracle) -> None:
-    """Prepare a contestant and check it at the gate; reject it with a reason if it fails."""
+    """Prepare a contestant's call and check its results; reject the contestant with a reason if they fail."""
     reason = entry.peer.refuses(workload, inputs.q.device)
     if reason is not None:
         entry.reject(REFUSED, reason)
@@ -243,7 +250,7 @@ def results_of(call: PeerCall, inputs: Inputs, which: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _timed_function(call: PeerCall, inputs: Inputs, which: str) -> Iterator[Callable[[], Any]]:
-    """Yield the function to time, after preparing views, contexts and the graph of a backward pass."""
+    """Yield the function to time, after preparing views, contexts and the autograd graph for "backward"."""
     leaves = _leaves(call, inputs, which)
     dout = call.arrange(inputs.dout)
     with call.enter():
@@ -258,7 +265,7 @@ def _timed_function(call: PeerCall, inputs: Inputs, which: str) -> Iterator[Call
 
 
 def _measure(entry: Entry, inputs: Inputs, which: str, settings: Settings) -> None:
-    """Measure one turn of a contestant."""
+    """Measure a contestant once and add the milliseconds to its times."""
     assert entry.call is not None
     if which == "graph":
         milliseconds = _graph_time(entry.call, inputs, settings)
@@ -269,7 +276,7 @@ def _measure(entry: Entry, inputs: Inputs, which: str, settings: Settings) -> No
 
 
 def _graph_time(call: PeerCall, inputs: Inputs, settings: Settings) -> float:
-    """Milliseconds per call of a replayed graph, which has a call over each copy of the inputs."""
+    """Return the milliseconds per call of a CUDA graph that has a call for each copy of the KV cache."""
     leaves = _leaves(call, inputs, "graph")
     copies = [partial(attend, *leaves) for attend in call.copies or (call.attend,)]
     with call.enter(), torch.no_grad(), torch.cuda.device(settings.device):
@@ -277,9 +284,9 @@ def _graph_time(call: PeerCall, inputs: Inputs, settings: Settings) -> float:
 
 
 def host_time(peer: Peer, device: torch.device, kind: str = "attention") -> dict[str, Any]:
-    """Measure the host time, in microseconds, to issue a forward call without gradients and without waiting.
+    """Measure the microseconds that the host takes to issue a small forward call without gradients.
 
-    On the CPU a call is computed when it is issued, so the time is that of a small call.
+    The host does not wait for the device. On the CPU the time includes the computation of the call.
     """
     workload = small_call(kind, device.type)
     entry, microseconds = Entry(peer), None
@@ -295,7 +302,10 @@ def host_time(peer: Peer, device: torch.device, kind: str = "attention") -> dict
 
 
 def _peak_memory(call: PeerCall, inputs: Inputs, which: str) -> int:
-    """Peak bytes allocated during a pass, including inputs; for gradients, with the forward pass."""
+    """Return the peak bytes of a pass, including its inputs.
+
+    If the pass computes gradients, this is the peak over the forward and the backward pass.
+    """
     tensors = [inputs.q, inputs.k, inputs.v] + ([inputs.dout] if needs_gradients(which) else [])
     with _timed_function(call, inputs, "both" if needs_gradients(which) else "forward") as function:
         peak = timing.peak_allocated(function, inputs.q.device)
@@ -304,10 +314,10 @@ def _peak_memory(call: PeerCall, inputs: Inputs, which: str) -> int:
 
 @contextmanager
 def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
-    """Record an error as the contestant's result and go on, unless the device is unusable after it.
+    """Record an error in the block as the contestant's result, instead of raising it.
 
     Raises:
-        RuntimeError: the device no longer works.
+        RuntimeError: the device no longer works after the error.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
@@ -316,14 +326,14 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
             timing.synchronize(device)
             return
         except torch.OutOfMemoryError as error:
-            said_first = _first_line(error).split(". ")[:2]  # the rest is about this process
+            said_first = _first_line(error).split(". ")[:2]  # the rest describes this process
             entry.reject(NO_MEMORY, ". ".join(said_first))
         except ArithmeticError as error:
             entry.reject(WRONG, str(error))
         except NotImplementedError as error:
             entry.reject(REFUSED, _first_line(error))
         except Exception as error:
-            # torch explains in warnings why a backend of its attention does not serve a call.
+            # torch warns with the reason when a backend of its attention does not accept a call.
             said = [line for warning in caught for line in str(warning.message).splitlines()[:1]]
             reason = "; ".join([f"{type(error).__name__}: {_first_line(error)}", *dict.fromkeys(said)])
             refused = "No available kernel" in str(error) or "can't allocate memory" in str(error)
@@ -341,7 +351,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _rotated(entries: list[Entry], turn: int) -> list[Entry]:
-    """Rotate the order of contestants, so that another one begins each round."""
+    """Rotate the order of contestants by one per round, so each round begins with another contestant."""
     first = turn % max(1, len(entries))
     return entries[first:] + entries[:first]
 

@@ -1,8 +1,8 @@
 """Workloads of the set ``shapes``: attention of models in use, outside of the papers' grid.
 
-Heads, head sizes, lengths and masks come from published configurations, or are one card's share of them under
-tensor parallelism. Batches are chosen so that a call has about 2^13 to 2^17 rows and takes at most about a
-millisecond. Each class has lengths that are not multiples of a tile.
+Heads, head sizes, lengths and masks come from published configurations. A name with ``tpN`` has the heads of
+one GPU under N-way tensor parallelism. Batches are chosen such that a call has about 2^13 to 2^17 query rows
+and takes at most about a millisecond. Each class of models has lengths that are not multiples of a tile.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ SHAPES: tuple[Shape, ...] = (
     _square("bert-base", 64, 384, 12, 64),
     _square("bert-large", 32, 512, 16, 64),
     _square("modernbert", 8, 8192 // 4, 12, 64),
-    # Language models: groups of 1 to 16, and a card's share of them under tensor parallelism
+    # Language models: 1 to 16 query heads per key head, whole and as one GPU's share under tensor parallelism
     _decoder("llama2-7b", 4, 4096, (32, 32)),
     _decoder("llama3.1-8b", 2, 8192, (32, 8)),
     _decoder("llama3.1-8b-odd", 4, 3999, (32, 8)),
@@ -130,6 +130,6 @@ SHAPES: tuple[Shape, ...] = (
     _decoder("gemma3-window-1024", 2, 16384, (16, 8), 128, window=1024),
     _decoder("mistral-window-4096", 1, 16384, (32, 8), 128, window=4096),
     _decoder("phi3-small-window", 2, 8192, (32, 8), 128, window=2048),
-    # Every head size, in lengths that fill no tile
+    # Every multiple of 8 as the head size, with a length that no tile divides
     *(_decoder(f"head-dim-{d}", 4, 2000, (16, 4), d) for d in range(32, 257, 8)),
 )

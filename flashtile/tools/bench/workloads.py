@@ -22,7 +22,7 @@ from flashtile.tools.bench import mods
 from flashtile.tools.bench.shapes import SHAPES
 
 PASSES = ("forward", "backward", "both", "graph")
-"""Passes to measure; "graph" is a forward call in a replayed CUDA graph."""
+"""Passes to measure: "both" is forward and backward, "graph" a forward call in a replayed CUDA graph."""
 DTYPES = ("float16", "bfloat16", "float32", "float64", FP8)
 """Dtypes of workloads. With FP8, inputs and output are bfloat16, and each contestant quantises the inputs."""
 
@@ -32,18 +32,19 @@ PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 PAPER_HEAD_DIMS = (64, 128, 256)
 
 L2_BYTES = 1e9
-"""Bytes of cache to rotate over, so that none is in the L2 cache when it is read again."""
+"""Bytes of KV caches to rotate over, so each cache has left the GPU's L2 cache when it is read again."""
 MAX_COPIES = 16
+"""Most copies of a KV cache to rotate over."""
 
 
 @dataclass(frozen=True)
 class KVCache:
-    """Cache of a decoding call's keys and values.
+    """Layout of the KV cache of a decoding call.
 
     Args:
-        page_size: tokens of a page; 0 is a dense cache.
+        page_size: tokens per page; 0 is a dense cache.
         dtype: "float8_e4m3fn", or None for the dtype of q.
-        prefix: number of first tokens that all sequences share.
+        prefix: length of the prefix that all sequences share, in tokens.
     """
 
     page_size: int = 16
@@ -57,18 +58,21 @@ class Workload:
 
     Args:
         name: unique name.
-        series: common name of workloads that differ only in sequence length; one line of a plot.
-        batch, seqlen_q, seqlen_k: sizes; lengths are those of the longest sequences if ``lengths`` is given.
-        window_left: keys that a query sees before its own position; -1 is unlimited.
+        series: common name of workloads that differ only in sequence length; a series is one line of a plot.
+        batch, seqlen_q, seqlen_k: sizes. With ``lengths``, ``seqlen_q`` and ``seqlen_k`` are the longest
+            lengths.
+        window_left: number of keys that a query sees before its own position; -1 is unlimited.
         lengths: (seqlen_q, seqlen_k) of each sequence of a packed batch or of a decoding call; None if all
             sequences have the same length.
-        mod: name of score and mask functions in :data:`flashtile.tools.bench.mods.MODS`.
-        cache: cache for decoding, in which ``seqlen_q`` new tokens of each sequence attend to the cache.
+        mod: name of score and mask functions in :data:`flashtile.tools.bench.mods.MODS`; "" is none.
+        cache: layout of the KV cache if the call is decoding, where ``seqlen_q`` new tokens of each sequence
+            attend to cached keys; None otherwise.
         head_dim_v: head size of v and out; None is ``head_dim``.
-        latent: absorbed multi-head latent attention: v is the last ``head_dim_v`` columns of k and is stored
-            once.
-        weights: form of the attention weights that are returned as well: "full", "columns" or "top".
-        alibi, sink: whether the call has ALiBi's slopes for its number of heads, and a learned sink per head.
+        latent: absorbed multi-head latent attention (MLA): v is the last ``head_dim_v`` columns of k, and
+            these columns are stored once.
+        weights: form of the attention weights to return in addition: "full", "columns" (summed over queries),
+            "top" (the largest of each query), or "" for none.
+        alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
         tags: names of the sets that the workload belongs to.
     """
 
@@ -96,8 +100,8 @@ class Workload:
 
     @property
     def kind(self) -> str:
-        """Kind of workload: "attention", "masks", "weights", "fp8" or "decode"; each has its own
-        contestants."""
+        """Kind of workload, which determines the contestants: "attention", "masks", "weights", "fp8" or
+        "decode"."""
         if self.mod:
             return "masks"
         if self.weights:
@@ -128,7 +132,7 @@ class Workload:
 
     @property
     def own_columns(self) -> int:
-        """Number of columns of q and k without those that k shares with v."""
+        """Number of columns of q and k, without the columns that k shares with v in absorbed MLA."""
         return self.head_dim - self.width_v if self.latent else self.head_dim
 
     @property
@@ -151,7 +155,7 @@ class Workload:
 
     @property
     def call(self) -> Call:
-        """Return the workload as a call of the I/O model."""
+        """The workload as a call of the I/O model."""
         return Call(
             self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
             self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
@@ -191,7 +195,11 @@ class Workload:
         return f"B {self.batch}, S {longest}{lengths}, H {heads}, D {width}, {self.dtype}"
 
     def visible_pairs(self) -> int:
-        """(query, key) pairs of one head over the batch; seqlen^2 / 2 each for a dense causal square."""
+        """Number of visible (query, key) pairs of one head, summed over the batch.
+
+        A causal sequence with seqlen_q = seqlen_k and no window counts as seqlen^2 / 2 pairs, as in the
+        papers.
+        """
         if self.mod:
             return self.batch * mods.visible_pairs(self.mod, self.seqlen_q)
         square = self.seqlen_q == self.seqlen_k and self.lengths is None
@@ -200,16 +208,18 @@ class Workload:
         return self.call.visible_pairs // self.num_heads_q
 
     def flops(self, which: str = "forward") -> float:
-        """Floating-point operations of a pass."""
-        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a product per element of head_dim
+        """Return the number of floating-point operations of a pass."""
+        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a product, per column of a head
         forward = pair * (self.head_dim + self.width_v)
         backward = pair * (3 * self.head_dim + 2 * self.width_v)
         both = forward + backward
         return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
 
     def bytes(self, which: str = "forward") -> int:
-        """Least HBM traffic of a pass: every input is read once (a shared prefix once for all sequences) and
-        every result is written once."""
+        """Return the least bytes of memory traffic of a pass.
+
+        Each input is read once, a shared prefix once for all sequences, and each result is written once.
+        """
         call = self.call
         out = call.rows_q * self.width_v * self.source_dtype.itemsize
         forward = call.q_bytes + out + self.kv_bytes() + call.lse_bytes
@@ -219,19 +229,18 @@ class Workload:
         return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
 
     def kv_bytes(self) -> int:
-        """Bytes of keys and values, each read once."""
+        """Return the bytes of keys and values, a shared prefix counted once."""
         prefix = self.cache.prefix if self.cache is not None else 0
         tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
         return tokens * self.num_heads_kv * (self.own_columns + self.width_v) * self.cache_dtype.itemsize
 
     def resident_bytes(self) -> int:
-        """Bytes of q, k, v, out, their gradients and lse, which forward and backward need together."""
+        """Return the bytes of q, k, v, out, their gradients and lse: what both passes need in memory."""
         return self.bytes("backward")
 
     @property
     def copies(self) -> int:
-        """Number of caches to rotate over, so that none is in the L2 cache when it is read; 1 unless
-        paged."""
+        """Number of copies of the KV cache to rotate over, so reads miss the L2 cache; 1 unless paged."""
         paged = self.cache is not None and self.cache.page_size
         return max(1, min(MAX_COPIES, round(L2_BYTES / self.kv_bytes()))) if paged else 1
 
@@ -275,7 +284,7 @@ Heads = tuple[int, int, int]
 def _dense(
     series: str, seqlens: Iterable[int], tokens: int, tags: str, heads: Heads, **more: Any
 ) -> list[Workload]:
-    """Return dense workloads of ``tokens`` tokens each."""
+    """Return a dense workload for each length, with ``tokens // seqlen`` sequences, or one if that is 0."""
     return [
         Workload(
             f"{series}-s{s}", series, max(1, tokens // s), s, s, *heads, tags=tuple(tags.split()), **more
@@ -285,7 +294,7 @@ def _dense(
 
 
 def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> list[Workload]:
-    """Return the FlashAttention papers' grid of head sizes, full and causal: heads * head_dim = 2048."""
+    """Return the FlashAttention papers' grid: head sizes with heads * head_dim = 2048, full and causal."""
     return [
         workload
         for d in PAPER_HEAD_DIMS
@@ -300,7 +309,7 @@ def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> 
 def _lengths(
     name: str, lengths: Sequence[tuple[int, int]], tags: str, heads: Heads, series: str = "", **more: Any
 ) -> Workload:
-    """Return a workload of sequences with these (seqlen_q, seqlen_k)."""
+    """Return a workload of sequences whose ``lengths`` are pairs (seqlen_q, seqlen_k)."""
     longest_q, longest_k = (max(pair[side] for pair in lengths) for side in (0, 1))
     return Workload(
         name, series or name, len(lengths), longest_q, longest_k, *heads,
@@ -334,8 +343,10 @@ def _shapes() -> list[Workload]:
 
 
 def log_uniform_lengths(total: int, shortest: int, longest: int, seed: int = 0) -> list[int]:
-    """Return log-uniform lengths between ``shortest`` and ``longest`` that add up to ``total``; the last may
-    be shorter."""
+    """Return log-uniform lengths from ``shortest`` to ``longest`` whose sum is ``total``.
+
+    The last length may be below ``shortest``.
+    """
     draw = random.Random(seed)
     lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
@@ -349,7 +360,7 @@ def _square(*lengths: int) -> list[tuple[int, int]]:
 
 
 def _ragged() -> list[Workload]:
-    """Return log-uniform lengths, and equal lengths with as many tokens and about as many pairs."""
+    """Return workloads of log-uniform and of equal lengths, with about as many tokens and visible pairs."""
     lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
     batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
     return [
@@ -395,7 +406,7 @@ WORKLOADS: tuple[Workload, ...] = (
         "bert-varlen", _square(*(64 + (index * 149) % 449 for index in range(56))),
         "varlen models", (16, 16, 64),
     ),
-    # Savings of windows over long sequences
+    # Long sequences with and without a window
     *_dense("window-none", (16384,), PAPER_TOKENS, "windows", WIDE_HEADS, causal=True),
     *_dense("window-1024", (16384,), PAPER_TOKENS, "windows", WIDE_HEADS, causal=True, window_left=1023),
     *_dense("batch16-causal", (8192,), 16 * 8192, "batch16", WIDE_HEADS, causal=True),
@@ -429,7 +440,7 @@ WORKLOADS: tuple[Workload, ...] = (
         _decode(f"32x4096-d{d}", CONTEXTS, "decode decode-head-dims", (32, 8, d), series="head-dims")
         for d in (64, 256, 512)
     ),
-    # Verified guesses and chunks of prompts over pages
+    # Verification of speculated tokens, and chunks of prompts, over a paged cache
     *(
         _decode(
             f"{b}x{s}-chunk{n}", (s,) * b, "decode decode-chunks", series=f"{b}x{s}-chunk", seqlen_q=n
@@ -462,7 +473,7 @@ WORKLOADS: tuple[Workload, ...] = (
         for b, s, n in ((8, 8192, 8), (32, 4096, 8), (8, 8192, 64), (32, 4096, 64), (1, 32768, 256))
     ),
     _decode("cascade-64x32768", (32768 + 128,) * 64, "decode decode-cascade", prefix=32768),
-    # Functions of scores and masks, as FlexAttention's users write them
+    # score_mod and mask_mod functions as users of FlexAttention write them
     *(
         workload
         for name in mods.MODS
@@ -470,7 +481,7 @@ WORKLOADS: tuple[Workload, ...] = (
             f"masks-{name}", (2048, 4096, 8192, 16384), PAPER_TOKENS, "masks", WIDE_HEADS, mod=name
         )
     ),
-    # Absorbed MLA of DeepSeek's models, all heads and an eighth of them: decoding, and prompts over pages
+    # Absorbed MLA of DeepSeek's models with all 128 heads and with 16: decoding, and prompts over pages
     *(
         _decode(
             f"mla-{b}x{s}-h{h}", (s,) * b, "mla mla-decode", (h, 1, 576), series=f"mla-{b}x-h{h}",
@@ -499,7 +510,7 @@ WORKLOADS: tuple[Workload, ...] = (
             f"wide-d{d}{suffix}", (1024, 4096), PAPER_TOKENS, "wide", (4, 4, d), head_dim_v=d_v, causal=causal
         )
     ),
-    # Attention weights: all, sums over rows, the largest of each row
+    # Attention weights: all, summed over queries, the largest of each query
     *(
         workload
         for form in ("full", "columns", "top")
@@ -514,7 +525,7 @@ WORKLOADS: tuple[Workload, ...] = (
     *_dense("cpu-d128-gqa-causal", (1024,), 0, "cpu", (8, 2, 128), causal=True, **FLOAT32),
     *_dense("cpu-gpt2", (1024,), 0, "cpu-gpt2", (12, 12, 64), causal=True, **FLOAT32),
     *_dense("cpu-window-causal", (2048,), 0, "cpu", (8, 8, 64), causal=True, window_left=255, **FLOAT32),
-    # Seconds on two cores; every kind of call once, lengths that are no powers of two
+    # Runs in seconds on two cores: calls of every kind, mostly with lengths that are not powers of two
     *_dense("ci-full", (96, 160), 192, "ci", (2, 2, 32), **FLOAT32),
     *_dense("ci-causal", (96, 160), 192, "ci", (2, 2, 32), causal=True, **FLOAT32),
     *_dense("ci-gqa", (113,), 226, "ci", (4, 2, 40), causal=True, **FLOAT32),
@@ -551,7 +562,7 @@ TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for ta
 
 
 def small_call(kind: str, device_type: str) -> Workload:
-    """Return a call whose GPU time is below its host time, to measure host time."""
+    """Return a call of a kind of workload whose GPU time is below its host time, to measure host time."""
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
     if kind == "decode":
         return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)

@@ -13,7 +13,7 @@ from flashtile.problems.common import UNLIMITED
 from flashtile.reference import attention as reference
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(q, k, v) -> out, each (batch, seqlen, heads, head_dim): causal, aligned to the bottom right."""
+"""(q, k, v) -> out, each (batch, seqlen, heads, head_dim). The causal mask is aligned to the bottom right."""
 
 
 def flashtile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -21,9 +21,9 @@ def flashtile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-    """Return softmax(q k^T) v with the score matrix in memory, as written without a fused kernel.
+    """Return causal attention computed without a fused kernel, with the score matrix in memory.
 
-    ``hidden`` is the result of :func:`later_keys`, for callers that keep it between calls.
+    ``hidden`` is the result of :func:`later_keys`; None computes it. Callers pass it to compute it only once.
     """
     if hidden is None:
         hidden = later_keys(q.shape[1], k.shape[1], q.device)
@@ -32,7 +32,7 @@ def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> T
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return torch's scaled_dot_product_attention, with the kernel that torch chooses."""
+    """Return causal attention by torch's scaled_dot_product_attention, with the backend of torch's choice."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if q.shape[2] == k.shape[2]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -12,16 +12,16 @@ from torch import Tensor
 VOCABULARY = 256
 """Size of the vocabulary: tokens are bytes."""
 
-NOT_PROSE = frozenset({"encodings", "pydoc_data"})  # generated tables
+NOT_PROSE = frozenset({"encodings", "pydoc_data"})  # folders of generated tables
 NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"})
 
 VALIDATION_EVERY = 10
-"""Every tenth file, in order of path, is used for validation and never for training."""
+"""Every tenth file in order of path is used for validation only."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation text; both are (bytes,) uint8 on the CPU."""
+    """Training and validation text, both (number of bytes,) uint8 on the CPU."""
 
     source: str
     files: int
@@ -30,10 +30,12 @@ class Corpus:
 
 
 def python_library(folder: Path | None = None) -> Corpus:
-    """Read every ``.py`` file of the standard library (or below ``folder``); each call gives the same bytes.
+    """Read the ``.py`` files of the standard library (or below ``folder``); each call gives the same bytes.
+
+    Tests, installed packages and generated tables are left out.
 
     Raises:
-        FileNotFoundError: fewer than two files are there (a Python that ships compiled files only).
+        FileNotFoundError: there are fewer than two files, for example in a Python with compiled files only.
     """
     folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     paths = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
@@ -48,7 +50,7 @@ def python_library(folder: Path | None = None) -> Corpus:
 
 
 def sample_batch(text: Tensor, batch: int, seqlen: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return (inputs, targets), each (batch, seqlen) int64: random excerpts, and these shifted by one byte.
+    """Return (inputs, targets), each (batch, seqlen) int64: random excerpts, and the same one byte later.
 
     Raises:
         ValueError: the text is too short for an excerpt of that length.

@@ -17,7 +17,7 @@ from flashtile.tools.bench.workloads import Workload
 
 @dataclass(frozen=True)
 class Check:
-    """A promise of the demo and whether it held."""
+    """A statement that the demo checks, whether it holds, and details for the report."""
 
     name: str
     holds: bool
@@ -34,7 +34,7 @@ def case(
     name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
     head_dim: int = 64, batch: int = 2, lengths: Lengths | None = None, **more: Any,
 ) -> Workload:  # fmt: skip
-    """Return one kind of call; ``lengths`` are (seqlen_q, seqlen_k) of packed sequences."""
+    """Return the workload of one case; ``lengths`` are (seqlen_q, seqlen_k) of packed sequences."""
     if lengths is not None:
         batch, seqlen_q, seqlen_k = len(lengths), *map(max, zip(*lengths, strict=True))
     sizes = (batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim)
@@ -62,8 +62,8 @@ CASES = (
 class Exactness:
     """Largest errors of one case in one dtype against float64 standard attention, by result.
 
-    They are given for flashtile and for plain PyTorch in the same dtype. ``holds`` says whether the error
-    rule holds.
+    Each bound has the errors of flashtile and of plain PyTorch in the same dtype. ``holds`` says whether
+    flashtile meets the error rule.
     """
 
     case: str
@@ -71,15 +71,15 @@ class Exactness:
     errors: dict[str, testing.Bound]
     holds: bool
     report: str
-    """All numbers of a case that breaks the error rule; empty if it holds."""
+    """All numbers of the case if it breaks the error rule; otherwise empty."""
 
     def largest(self, results: Sequence[str]) -> testing.Bound:
-        """Return flashtile's error of one of ``results``: the largest one relative to its allowed error."""
+        """Return the bound among ``results`` with the largest ratio of error to allowed error."""
         return max((self.errors[r] for r in results), key=lambda bound: bound.error / bound.allowed)
 
 
 def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
-    """Measure every case in every dtype, forward and backward, with random gradients of out and lse."""
+    """Yield the errors of each case in each dtype, in both passes, with random gradients of out and lse."""
     for one in cases:
         for dtype in DTYPES:
             inputs = make_inputs(replace(one, dtype=dtype), device)
@@ -94,8 +94,10 @@ def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator
 
 
 def table(measured: Sequence[Exactness]) -> Table:
-    """Table with a row per case: errors of out and of the worst gradient in each dtype, above plain
-    PyTorch's."""
+    """Return a table with a row per case: errors of out and of the worst gradient in each dtype.
+
+    Each cell has flashtile's error above that of plain PyTorch.
+    """
     dtypes = list(dict.fromkeys(one.dtype for one in measured))
     headings = [f"{dtype}\n{result}" for dtype in dtypes for result in ("out", "worst gradient")]
     columns = [Column(heading, justify="right") for heading in headings]

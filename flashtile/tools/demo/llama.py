@@ -1,7 +1,7 @@
-"""A byte-level model of Llama's architecture (Touvron et al. 2023, arXiv:2302.13971), as Qwen 3 has it.
+"""A byte-level model with Llama's architecture (Touvron et al. 2023, arXiv:2302.13971) in Qwen 3's variant.
 
-Queries and keys are normalised, which lets a small model learn at higher rates. Modules are named as in
-Hugging Face's checkpoints, so that the engine and Transformers read what :func:`save_llama` writes.
+Queries and keys are normalised (QK norm), which allows higher learning rates. Modules are named as in Hugging
+Face's checkpoints, so the engine and Transformers can load what :func:`save_llama` writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashtile.tools.demo.corpus import VOCABULARY
 
 NORM_EPS = 1e-5
 ROPE: dict[str, Any] = {"rope_theta": 10000.0, "rope_type": "default"}
-"""Parameters of the rotary positions, by Hugging Face's names."""
+"""RoPE parameters, by Hugging Face's names."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,15 @@ class LlamaConfig:
 
     @property
     def hidden(self) -> int:
-        """Width of the feed-forward layer: three matrices have about as many weights as two of 4 * embed."""
+        """Width of the feed-forward layer, about 8/3 * embed, in multiples of 32.
+
+        Its three matrices then have about as many weights as two matrices of width 4 * embed.
+        """
         return 32 * max(1, round(self.embed * 8 / 3 / 32))
 
 
 def sized(layers: int, heads: int, embed: int) -> LlamaConfig:
-    """Return a model's sizes, see :class:`LlamaConfig`."""
+    """Return a :class:`LlamaConfig`."""
     return LlamaConfig(layers, heads, embed)
 
 
@@ -68,7 +71,7 @@ PRESETS = {
 class Llama(nn.Module):
     """Llama model: tokens (batch, seqlen) int64 -> logits (batch, seqlen, 256).
 
-    The layers compute ``attention``, an attribute that can be replaced.
+    The layers call the attribute ``attention``, which can be replaced by another function.
     """
 
     frequencies: Tensor
@@ -85,11 +88,11 @@ class Llama(nn.Module):
         self._initialise()
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits of every token.
+        """Return the logits of every token, (batch, seqlen, 256).
 
         Args:
             tokens: (batch, seqlen) int64.
-            positions: positions in the sequence, int64, that broadcast to ``tokens``; None: 0, 1, ...
+            positions: int64 positions in the sequence, which broadcast to ``tokens``; None is 0, 1, ...
         """
         if positions is None:
             positions = torch.arange(tokens.shape[-1], device=tokens.device)
@@ -105,7 +108,7 @@ class Llama(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and name != "lm_head":
                 nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
-                if name.endswith(("o_proj", "down_proj")):  # every layer starts as the identity
+                if name.endswith(("o_proj", "down_proj")):  # each layer is the identity at first
                     nn.init.zeros_(module.weight)
 
 
@@ -155,9 +158,10 @@ class SwiGLU(nn.Module):
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply rotary positions (Su et al. 2021) to x (..., heads, head_dim) float32.
+    """Apply rotary position embeddings (Su et al. 2021) to x (..., heads, head_dim) float32.
 
-    The two halves of head_dim are the coordinates of the rotated pairs.
+    Element i of the first half of head_dim is rotated together with element i of the second half.
+    ``rotation`` is (cos, sin) of the angles.
     """
     cosine, sine = rotation
     first, second = x.chunk(2, dim=-1)
@@ -168,7 +172,7 @@ def save_llama(model: Llama, folder: Path, max_position_embeddings: int) -> None
     """Write a model as a folder that :class:`flashtile.LLM` and Transformers read.
 
     Args:
-        model: the model; its output weight may have been replaced by one of its own.
+        model: the model. Its output weight is tied to the embedding, or has been replaced by a separate one.
         folder: folder to write, which is created if it is missing.
         max_position_embeddings: length of the longest text that the model was trained on.
 

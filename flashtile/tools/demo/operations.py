@@ -16,7 +16,10 @@ QUICK_SEQLEN = 256
 
 
 def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workload:
-    """Return the attention of one layer of GPT-2 over 16 sequences of 1024 tokens; on a CPU, one sequence."""
+    """Return the attention of one GPT-2 layer over 16 sequences of 1024 tokens; one sequence on a CPU.
+
+    ``quick`` shortens the sequences to 256 tokens.
+    """
     (found,) = select(["cpu-gpt2-s1024" if device.type == "cpu" else "gpt2-s1024"])
     found = replace(found, dtype=str(dtype).removeprefix("torch."))
     if quick:
@@ -25,9 +28,10 @@ def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workl
 
 
 def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Measure a cell of ``flashtile bench --operations``.
+    """Measure and return one cell as ``flashtile bench --operations`` does.
 
-    Both sides pass the gate without dropout before they are timed, with the same dropout and without.
+    The results of both sides, flashtile and standard attention, are checked without dropout before timing.
+    Both are then timed with and without dropout.
     """
     settings = runner.Settings(device, rounds=1, rep=50.0, operations=True)
     (cell,) = runner.measure_workload(workload, [Flashtile()], settings)
@@ -35,7 +39,7 @@ def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
 
 
 def checks(cell: dict[str, Any]) -> list[Check]:
-    """Check that both sides computed the right result; no check if there was not enough memory."""
+    """Return a check that both sides are correct; no check if neither ran, for lack of memory."""
     sides = {"flashtile": cell["results"]["flashtile"], "standard attention": cell["operations"]}
     judged = {name: side for name, side in sides.items() if side["status"] in (runner.OK, runner.WRONG)}
     wrong = [f"{name}: {side['reason']}" for name, side in judged.items() if side["status"] != runner.OK]

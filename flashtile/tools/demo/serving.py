@@ -1,4 +1,4 @@
-"""Serves the trained model: a few requests through the engine, with their costs."""
+"""Serves the trained model: a few requests to the engine, with their time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPTS = (
     "class Reader:\n    def __init__(self, path):\n        ",
     "import os\nimport ",
 )
-"""Prompts. The second starts like the first, so the prefix cache has blocks of it."""
+"""Prompts. The second begins like the first, so the prefix cache already has the blocks of its beginning."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Serving:
 
     Attributes:
         answers: (prompt, its answers) of each prompt.
-        tokens, seconds: number of tokens of all answers, and the time for them.
-        blocks: peak number of blocks of keys and values in use, of ``block_size`` tokens each.
-        memory_saved: share of the blocks that sharing between answers saved.
-        found_tokens: tokens of prompts that were in the prefix cache.
+        tokens, seconds: number of tokens of all answers, and the seconds to compute them.
+        blocks: peak number of KV cache blocks in use, of ``block_size`` tokens each.
+        memory_saved: share of the blocks that was saved because answers share blocks, from 0 to 1.
+        found_tokens: number of prompt tokens that were found in the prefix cache.
     """
 
     answers: list[tuple[str, list[str]]]
@@ -52,7 +52,7 @@ def serve(model: Llama, folder: Path, seqlen: int, device: str, length: int = 64
 
     Args:
         seqlen: length of the longest text that the model was trained on.
-        length: number of tokens of an answer.
+        length: most tokens of an answer.
 
     Raises:
         ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
@@ -62,7 +62,7 @@ def serve(model: Llama, folder: Path, seqlen: int, device: str, length: int = 64
     most = max(1, seqlen // 2)
     prompts = [prompt[:most] for prompt in PROMPTS]
     params = SamplingParams(n=2, temperature=0.7, seed=1, max_tokens=min(length, seqlen - most))
-    llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=1))  # for the prefix cache
+    llm.generate(prompts[0], SamplingParams(temperature=0, max_tokens=1))  # fills the prefix cache
     engine, manager = llm.engine, llm.engine.scheduler.manager
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt, params)

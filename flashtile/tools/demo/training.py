@@ -20,7 +20,7 @@ from flashtile.tools.demo.corpus import VOCABULARY, Corpus, sample_batch
 from flashtile.tools.demo.llama import PRESETS, Llama, LlamaConfig
 
 PLATEAU_ENDS = 0.7
-"""Share of the run after which the learning rate falls, linearly towards 0."""
+"""Share of the run after which the learning rate falls linearly towards 0."""
 
 FEWEST_STEPS = 60
 """Fewest steps of a run whose length is given in seconds, even on a slow machine."""
@@ -30,9 +30,10 @@ FEWEST_STEPS = 60
 class TrainingSchedule:
     """The length of one run and its learning rate: warm-up, plateau, decay (Hu 2024, arXiv:2404.06395).
 
-    A run has ``steps`` steps, or as many as fit in ``seconds``. Warm-up and plateau do not depend on the
-    length. So runs of different length make the same first steps, and a run with ``seconds`` can determine
-    its number of steps on the plateau.
+    A run has ``steps`` steps, or about as many as fit in ``seconds``. ``peak`` is the learning rate on the
+    plateau, and ``warm_up`` the number of steps before it. These two do not depend on the length of the run,
+    so runs of different lengths make the same first steps. A run with ``seconds`` can therefore determine its
+    number of steps while it is on the plateau.
     """
 
     peak: float
@@ -46,9 +47,9 @@ class TrainingSchedule:
             raise ValueError(f"a run needs steps or seconds, got {given}")
 
     def finished(self, step: int, elapsed: float) -> bool:
-        """Whether the run ends after ``step`` steps in ``elapsed`` seconds; call it before each step.
+        """Return whether the run ends after ``step`` steps in ``elapsed`` seconds. Call it before each step.
 
-        If the machine slows down after the plateau, the run may take up to twice the ``seconds``.
+        If the machine slows down after the plateau, the run may take up to twice its ``seconds``.
         """
         if self.seconds is not None and step >= FEWEST_STEPS:
             if self.steps is None and elapsed >= PLATEAU_ENDS * self.seconds:
@@ -58,7 +59,7 @@ class TrainingSchedule:
         return self.steps is not None and step >= self.steps
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of step ``step``, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         if step < self.warm_up:
             return self.peak * (step + 1) / self.warm_up
         if self.steps is None or step < PLATEAU_ENDS * self.steps:
@@ -81,9 +82,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class TrainingConfig:
     """Settings that determine a run.
 
-    ``dtype`` is that of the arithmetic: weights, their gradients and the optimizer stay float32, and autocast
-    converts the inputs of matrix products and attention. ``steps`` or ``seconds`` is the length of the run.
-    ``stop`` ends the run after this many steps without changing the schedule.
+    ``dtype`` is the dtype of matrix products and attention, by autocast. Weights, gradients and the
+    optimizer's state stay float32. ``steps`` or ``seconds`` is the length of the run. ``stop`` ends the run
+    after this many steps without changing the learning rates.
     """
 
     model: LlamaConfig = PRESETS["tiny"]
@@ -135,13 +136,13 @@ class TrainingResult:
 
 
 Progress = Callable[[int, float, float], Any]
-"""Called after each step with its number (from 1), its loss in nats a byte, and the share of the run done."""
+"""Called after each step with its number (from 1), loss in nats per byte, and the share of the run done."""
 
 
 def train(
     config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
 ) -> tuple[Llama, TrainingResult]:
-    """Train from scratch. Configs that differ only in length make the same first steps."""
+    """Train from scratch; return (model, result). Runs that differ only in length begin alike."""
     torch.manual_seed(config.seed)
     model = Llama(config.model, ATTENTIONS[config.attention]).to(config.device)
     return model, fit(model, config, corpus, progress)
@@ -150,7 +151,7 @@ def train(
 def fit(
     model: nn.Module, config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
 ) -> TrainingResult:
-    """Train any byte-level model, tokens (batch, seqlen) -> logits (batch, seqlen, 256), on its device."""
+    """Train a byte-level model, tokens (batch, seqlen) -> logits (batch, seqlen, 256), on config.device."""
     forward: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
     optimizer = make_optimizer(model, config)
     schedule = TrainingSchedule(config.learning_rate, config.warm_up, config.steps, config.seconds)
@@ -183,9 +184,10 @@ def fit(
 
 @contextmanager
 def fastest_threads(config: TrainingConfig, corpus: Corpus) -> Iterator[int]:
-    """Use in the block the number of threads that trains fastest here, found by a few steps with each.
+    """Set torch's number of threads in the block to the fastest one for training, and yield it.
 
-    Using all cores is slower for a small model on a large machine, or on a busy one.
+    A few steps are timed with each candidate, because all cores are slower for a small model on a large or
+    busy machine. On a GPU the number of threads stays as it is.
     """
     before = torch.get_num_threads()
     if torch.device(config.device).type != "cpu":
@@ -206,7 +208,7 @@ def fastest_threads(config: TrainingConfig, corpus: Corpus) -> Iterator[int]:
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
-    """Return AdamW with weight decay for matrices but not for the gains of norms."""
+    """Return AdamW, with weight decay for matrices but not for the weights of norms."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     gains = [p for p in model.parameters() if p.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": gains, "weight_decay": 0.0}]
@@ -234,7 +236,7 @@ def arithmetic(config: TrainingConfig) -> AbstractContextManager[Any]:
 def validate(
     model: Callable[[Tensor], Tensor], corpus: Corpus, config: TrainingConfig, size: int = 2**16
 ) -> float:
-    """Return the mean loss in nats per byte over about ``size`` held-out bytes, the same on each call."""
+    """Return the mean loss in nats per byte over about ``size`` held-out bytes, the same in each call."""
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(max(1, size // (config.batch * config.seqlen))):
@@ -244,7 +246,7 @@ def validate(
 
 
 def bits_per_byte(loss: float) -> float:
-    """Convert a loss from nats per byte to bits per byte; guessing uniformly costs 8 bits."""
+    """Convert a loss from nats per byte to bits per byte. A uniform guess has a loss of 8 bits."""
     return loss / math.log(2)
 
 
@@ -254,7 +256,8 @@ def generate(
 ) -> bytes:
     """Return ``prompt`` followed by ``length`` sampled bytes.
 
-    Each byte is predicted from the latest ``seqlen`` bytes, the length that the model was trained on.
+    Each byte is predicted from at most the latest ``config.seqlen`` bytes, the length of the training
+    sequences. An empty prompt is replaced by a line break.
     """
     generator = torch.Generator().manual_seed(config.seed)
     device = model.embed_tokens.weight.device
@@ -269,11 +272,11 @@ def generate(
 
 @dataclass(frozen=True)
 class CurveTolerance:
-    """Allowed difference of two losses of one step, in nats per byte.
+    """Allowed differences between the losses of two runs at the same step, in nats per byte.
 
-    Two exact attentions differ only by rounding, which training amplifies from step to step. So the first
-    steps have a tight tolerance, which detects a gradient that is wrong by a few percent. The whole curve has
-    a loose one.
+    Two implementations of exact attention differ only by rounding, which training amplifies from step to
+    step. The tolerance ``early`` for the first steps is tight and detects a gradient that is wrong by a few
+    percent. The tolerance ``whole`` for all steps is loose.
     """
 
     early: float
@@ -286,8 +289,10 @@ EARLY_STEPS = 20
 
 @dataclass(frozen=True)
 class Agreement:
-    """Differences in nats per byte of two loss curves with equal start and batches, over their common
-    steps."""
+    """Differences between two loss curves over their common steps, in nats per byte.
+
+    Both runs start from the same weights and see the same batches.
+    """
 
     steps: int
     early_steps: int
@@ -302,7 +307,7 @@ class Agreement:
 
 
 def agreement(losses: Sequence[float], twin: Sequence[float], dtype: str) -> Agreement:
-    """Compare two curves over their common steps; there must be at least one."""
+    """Compare two loss curves over their common steps, of which there must be at least one."""
     differences = [abs(a - b) for a, b in zip(losses, twin, strict=False)]
     early = differences[:EARLY_STEPS]
     tolerance = CURVE_TOLERANCES[dtype]

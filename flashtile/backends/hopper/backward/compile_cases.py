@@ -60,7 +60,7 @@ _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
 }
 _BIAS_GRADIENT_SPILLS: dict[int, tuple[int, ...]] = {64: (40, 20, 4), 128: (40, 20, 8)}
 _TELLING = {("dropout", "causal", 128)}
-"""Cases that are compiled in every run of the tests; others differ little from them."""
+"""Cases with modifiers that every run of the tests compiles; the other cases differ little from them."""
 _SHARED = Splits(heads=4, rows=2)
 """Eight programs share a block of keys: each has one of four query heads and half of the rows."""
 

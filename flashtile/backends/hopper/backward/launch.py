@@ -120,8 +120,8 @@ def l2_swizzle(problem: Problem) -> int:
 
 
 def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
-    """Return the number of last key heads to interleave under a causal mask: those that programs work on at a
-    time. ``problem`` is as scheduled (:func:`as_scheduled`)."""
+    """Return how many of the last key heads are interleaved under a causal mask: as many as programs work on
+    at a time. ``problem`` is as scheduled (:func:`as_scheduled`)."""
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
 
@@ -142,7 +142,7 @@ def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, 
 
 
 def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
-    """Return the tile table of packed sequences, whose work tiles are blocks of keys; None if dense."""
+    """Return the tile table of packed sequences, with blocks of keys as work tiles; None for a dense call."""
     if not problem.varlen:
         return None
     return TileTable(problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, block_n)
@@ -177,7 +177,7 @@ def schedule_of(
 
 
 def numbers_of(problem: Problem) -> BackwardNumbers:
-    """Return the floats of a launch. With a score_mod, ``scale_log2`` leads to scores in natural units."""
+    """Return the floats of a launch. With a score_mod, ``scale_log2`` scales to natural units."""
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
     if problem.mods is not None and problem.mods.score_mod:
         numbers = numbers._replace(scale_log2=problem.softmax_scale)
@@ -188,7 +188,7 @@ def numbers_of(problem: Problem) -> BackwardNumbers:
 
 
 class BackwardKernels(NamedTuple):
-    """The kernels of one signature, in the order of their launch."""
+    """The prepared launches of one signature, in launch order, and the values that they take."""
 
     preprocess: Preprocess
     fill_table: TileTable | None
@@ -235,7 +235,7 @@ class HopperBackwardLaunch:
         if bias is not None and kernels.bias_gradient is not None:
             dbias = kernels.bias_gradient.allocate(bias)
         biases = tuple(t for t in (bias, dbias if kernels.stores_ds else None) if t is not None)
-        # The name keeps the workspace alive until all kernels that get addresses of its parts are launched.
+        # ``workspace`` must stay alive until all kernels that get addresses of its parts are launched.
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras
         )
@@ -249,7 +249,7 @@ class HopperBackwardLaunch:
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)
         if kernels.functions is not None:
-            # The name keeps the tensors alive until the kernel that gets their addresses is launched.
+            # ``_tensors`` must stay alive until the kernel that gets their addresses is launched.
             lists, captured, _tensors = kernels.functions(extras, lse, kernels.products.takes_addresses)
         kernels.products(
             q.device,

@@ -58,8 +58,10 @@ from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class DkvPointers(NamedTuple):
-    """Pointers to memory that the kernel accesses without TMA descriptors, int32 except for the slopes. They
-    are None for memory that a call does not have."""
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks.
+
+    They are int32 except for the slopes.
+    """
 
     table: Any
     """The tile table of packed sequences, whose work tiles are blocks of keys."""
@@ -124,7 +126,7 @@ def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, stati
 
 @gluon.jit
 def load_resident(C: gl.constexpr, t, work, desc, ring):
-    """TMA load of the block of k or v of the program's work tile number ``t``."""
+    """Load the block of k or v of the program's work tile number ``t`` by TMA."""
     slot = ring.acquire(t)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_keys(C, desc, work, ring.full.index(slot), ring.tiles.index(slot))
@@ -166,7 +168,7 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
 
 @gluon.jit
 def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, numbers):
-    """Pass P^T of the rows of block ``m`` to the other warpgroup, and add their contribution to dV."""
+    """Return dV plus the contribution of the rows of block ``m``; pass their P^T to the other warpgroup."""
     q, do, k, _v, weights, statistics = tiles
     dtype: gl.constexpr = k.tiles.dtype
     k_tile = k.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
@@ -193,7 +195,7 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, num
 
 @gluon.jit
 def key_step(C: gl.constexpr, i, dk, tiles):
-    """Add the contribution of the rows of step ``i`` to dK."""
+    """Return dK plus the contribution of the rows of step ``i``."""
     q, do, _k, v, weights, statistics = tiles
     dtype: gl.constexpr = v.tiles.dtype
     v_tile = v.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
@@ -291,7 +293,10 @@ def dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, pointers, schedule,
     numbers, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: at most one program per multiprocessor; each takes work tiles from the work queue."""
+    """Compute dK and dV.
+
+    Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
+    """
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)

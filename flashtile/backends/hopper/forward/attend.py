@@ -209,8 +209,10 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
 
 @gluon.jit
 def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl.constexpr = False):
-    """Release ``count`` blocks of the tile that none of this warpgroup's rows sees, and with HAS_BIAS as many
-    tiles of the bias."""
+    """Release ``count`` blocks of keys that no row of this warpgroup sees, and return the new ``i``.
+
+    With HAS_BIAS, the same number of tiles of the bias is released.
+    """
     for _ in range(count):
         ping_pong.wait(W, i)
         ping_pong.pass_on(W)

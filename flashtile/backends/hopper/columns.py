@@ -75,8 +75,8 @@ def count_products(head_dim):
 def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = True, START: gl.constexpr = 0):
     """Return acc + a b^T, or only a b^T without ``use_acc``, for tiles in shared memory; left in flight.
 
-    The sum is over columns START to HEAD_DIM - 1, rounded up to 16. Columns from HEAD_DIM on contain zeros,
-    from TMA. A wgmma product here has a power of two of columns, so there may be several products.
+    The sum is over columns from START to HEAD_DIM rounded up to 16. TMA has filled columns from HEAD_DIM on
+    with zeros. A product sums over a power of two of columns, so there may be several products.
     """
     COLUMNS: gl.constexpr = (HEAD_DIM + STEP - 1) // STEP * STEP - START
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
@@ -95,7 +95,8 @@ def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = T
 def zero_sums(HEAD_DIM: gl.constexpr):
     """Return zeros, float32, as a tuple of accumulators of a warpgroup.
 
-    It is one accumulator [64, HEAD_DIM rounded up to 64]; for 192 columns, [64, 128] and [64, 64].
+    There is one accumulator, [64, HEAD_DIM rounded up to 64]. For 192 columns there are two, [64, 128] and
+    [64, 64].
     """
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)

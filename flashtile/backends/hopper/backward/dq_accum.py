@@ -2,9 +2,9 @@
 
 Programs take blocks of keys head after head, so they work on few heads at a time. ``dq_accum`` has room for
 some more heads than that, the *resident* heads; each later head reuses the memory of an earlier one.
-*Postprocess* warps wait until all blocks of keys of a head have added to its dQ. They convert dQ to 16 bits
-and zero its memory in ``dq_accum``, chunk by chunk through a ring of shared memory. FlashAttention zeroes and
-converts the whole accumulator in separate kernels (preprocess and postprocess), which move it through DRAM.
+*Postprocess* warps wait until all blocks of keys of a head have added to its sums. They convert the sums to
+dQ and zero their memory, chunk by chunk through a ring of shared memory. FlashAttention zeroes and converts
+the whole accumulator in separate kernels (preprocess and postprocess), which move it through DRAM.
 
 The order is deadlock-free: a head's additions wait for the conversion of an earlier head, and a conversion
 waits only for the additions to its own head. Programs take parts to convert one by one from a counter, as
@@ -87,7 +87,7 @@ def accum_of(sizes, pointers):
 
 @gluon.jit
 def proxy_fence():
-    """Make writes of other programs that this thread can see visible also to its later TMA operations."""
+    """Make the memory writes that this thread has observed visible to its later TMA operations as well."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )

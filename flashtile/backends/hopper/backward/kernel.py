@@ -11,7 +11,7 @@ part of the rows or of the heads (``schedule``). Per step (``step``), with keys 
 Two *consumer* warpgroups own 64 keys each. P^T and dS^T are computed in the registers from which the products
 dV and dK read their left operands. dS^T also goes to shared memory, and each warpgroup computes one half of
 dQ from it. A *producer* warp loads by TMA. Another warp adds dQ to an fp32 accumulator in global memory, also
-by TMA. *Postprocess* warps convert the accumulator to dQ in 16 bits (``dq_accum``).
+by TMA. *Postprocess* warps convert the accumulator to dQ (``dq_accum``).
 
 The product dQ lags one step behind, so that the tensor cores have work queued during other operations. dQ of
 the step before runs during the exponentials, dP^T while dQ is passed on, dV during dS, and dK while -lse of

@@ -121,15 +121,15 @@ def l2_swizzle(problem: Problem) -> int:
 
 def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
     """Return how many of the last key heads are interleaved under a causal mask: as many as programs work on
-    at a time. ``problem`` is as scheduled (:func:`as_scheduled`)."""
+    at a time. ``problem`` is from :func:`as_scheduled`."""
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
 
 
 def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, row_splits: int = 1) -> int:
-    """Return the number of key heads that ``dq_accum`` has room for. ``problem`` is as scheduled.
+    """Return the number of key heads that ``dq_accum`` has room for.
 
-    It is about twice the number that programs work on at a time: while one half is completed and converted,
+    ``problem`` is from :func:`as_scheduled`. The number is about twice the number that programs work on at a time: while one half is completed and converted,
     the other half has begun. When deterministic, interleaved heads complete at the same time and need more
     room. All of them must fit, since they must not wait for one another. With still more heads, ``dq_accum``
     would not stay in the L2 cache.
@@ -156,7 +156,10 @@ def schedule_of(
     swizzle: int = 1,
     bias: Tensor | None = None,
 ) -> BackwardSchedule:
-    """Return the integers of a launch whose work tiles are ``block_n`` keys. ``problem`` is as scheduled."""
+    """Return the integers of a launch. Work tiles have ``block_n`` keys.
+
+    ``problem`` is from :func:`as_scheduled`.
+    """
     num_blocks = math.ceil(problem.seqlen_k / block_n)
     table = key_tile_table(problem, block_n)
     tiles = problem.batch * num_blocks if table is None else table.capacity
@@ -197,7 +200,7 @@ class BackwardKernels(NamedTuple):
     dq_semaphores: int
     """Number of semaphores if deterministic: one for each block of padded query rows."""
     functions: FunctionTensors | None
-    """Tensors that functions of scores and masks read."""
+    """Prepares the tensors that score and mask functions read; None without functions."""
     bias_gradient: BiasGradient | None
     """Launch of the bias's gradient; None if the call does not need it."""
     stores_ds: bool

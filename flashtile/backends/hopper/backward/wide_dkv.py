@@ -6,8 +6,8 @@ bytes as q and dO together. Two kernels compute seven products instead of five, 
 bytes. They accumulate only in registers, so the results have the same bits in every run.
 
 A work tile is 64 keys of a key head. Its program visits the query rows that see these keys, 64 at a time, in
-every query head of the key head. Each of two *consumer* warpgroups accumulates one gradient, of which 64 x
-256 in fp32 take half of its registers:
+every query head of the key head. Each of two *consumer* warpgroups accumulates one gradient. Its 64 x 256
+elements in fp32 take half of the warpgroup's registers:
 
     values:  S^T = K Q^T     P^T = exp2(S^T - lse)       dV += P^T dO
     keys:    dP^T = V dO^T   dS^T = P^T (dP^T - delta)   dK += dS^T Q
@@ -72,7 +72,7 @@ class DkvPointers(NamedTuple):
 
 
 class DkvTiles(NamedTuple):
-    """Shared memory of a program: channels, and two numbers for the rows in each slot of q or dO."""
+    """Shared memory of a program: channels, and a number for each row in the slots of q and dO."""
 
     q: Any
     do: Any

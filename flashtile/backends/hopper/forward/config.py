@@ -37,9 +37,9 @@ class ForwardConfig:
             of keys need no rescaling of O. A warp rescales O only if one of its rows has a new maximum.
         PIN_WAIT: the wait for P V stays after the exponentials; the assembler would move it before them.
         PROGRAMS: programs that share a multiprocessor: one begins or ends a tile while another multiplies.
-        paired_below: number of keys. Under a mask with a right edge, shorter sequences have their blocks of
-            queries computed in pairs (``schedule.num_parts``). In longer ones, the longest blocks of all
-            heads come first.
+        paired_below: number of keys. Under a mask with a right edge, sequences with fewer keys are computed
+            in pairs of query blocks (``schedule.num_parts``). In longer sequences, the longest query blocks
+            of all heads come first.
         QUEUED: under a mask with only a right edge, programs take the blocks of sequences of at least
             ``paired_below`` keys from the work queue. Blocks of packed sequences always come from the queue.
         BIAS_STAGES: tiles of a bias in shared memory.
@@ -188,7 +188,7 @@ _D192_N128 = F(
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
-"""Configuration for results in float32 and head sizes up to 128: out is stored in parts that fit."""
+"""Configuration for results in float32 and head sizes up to 128: out is stored in parts, to save memory."""
 PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
 """PARTIAL for q of 128 columns, which fit in registers."""
 PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=160)
@@ -259,7 +259,8 @@ PARTS_OF = {96: 3, 160: 5, 192: 3}
 """Number of tiles into which columns are divided if their number is not a power of two."""
 _FEWER_COLUMNS = (32, *PARTS_OF)
 BETTER_FILLED = 1.15
-"""Smaller blocks of keys are chosen if a short sequence fills a share of them larger by this factor."""
+"""Blocks of 64 keys replace blocks of 128 keys if the share of them that a sequence fills is larger by this
+factor."""
 
 
 # (columns of q and k, of v) -> (keys, config), for masks with both edges. Searched before _TABLE.
@@ -361,7 +362,7 @@ def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
 
 
 def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:
-    """Shared memory of the tiles, in bytes, as the kernel allocates them (barriers take a few dozen more)."""
+    """Return the bytes of shared memory for tiles of the kernel; barriers take a few dozen more."""
     q = config.Q_STAGES * config.BLOCK_M * block_d
     kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
     o = 0 if config.Q_HOLDS_O else config.BLOCK_M * (2 * O_PART if config.O_IN_PARTS else block_dv)

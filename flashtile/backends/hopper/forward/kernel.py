@@ -5,8 +5,8 @@ producer moves tiles of q, k and v to shared memory by TMA. A consumer multiplie
 (wgmma) and keeps its rows' running maximum, sum and output in registers. Two overlaps hide the softmax:
 
 * within a warpgroup: the softmax of block j runs while the product P V of block j - 1 is in flight;
-* between warpgroups: one multiplies while another computes exponentials. They drift apart by themselves, or
-  PING_PONG orders them.
+* between warpgroups: one multiplies while another computes exponentials. The warpgroups drift apart by
+  themselves, or PING_PONG orders them.
 
 Blocks of keys are visited from the last to the first: those that the mask's right edge cuts, those that every
 row sees, those that the left edge cuts. Only cut blocks pay for a mask.

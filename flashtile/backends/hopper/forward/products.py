@@ -40,7 +40,7 @@ def least(a, b):
 def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
     """Wait for use ``i`` of the channel of k and return :func:`qk_product` with it.
 
-    If D_PARTS > 1, ``q`` is a tuple of tiles and ``q_head`` a tuple of those in registers.
+    If D_PARTS > 1, ``q`` is a tuple of tiles, and ``q_head`` a tuple of the tiles that are in registers.
     """
     slot = k.wait(i)
     if C.D_PARTS == 1:

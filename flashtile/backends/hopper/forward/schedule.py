@@ -131,7 +131,10 @@ def num_own_tiles(program, programs, num_tiles):
 
 @gluon.jit
 def next_tile(pointers, programs):
-    """Take the next work tile from the queue. Each program's first work tile does not come from the queue."""
+    """Take a work tile from the queue and return its index.
+
+    The first work tile of each program, with the program's number as its index, does not come from the queue.
+    """
     return programs + gl.atomic_add(pointers.table + TAKEN, 1)
 
 
@@ -314,8 +317,10 @@ def walk_own_tiles(C: gl.constexpr, STEP: gl.constexpr, num_tiles, arguments, ca
 
 @gluon.jit
 def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
-    """A consumer's loop: call :func:`walk_work_tile` for each work tile of its program. They come from the
-    work queue or in a fixed order."""
+    """A consumer's loop: call :func:`walk_work_tile` for each work tile of its program.
+
+    The work tiles come from the work queue, or in a fixed order.
+    """
     num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     if C.QUEUED:
         i = 0
@@ -332,8 +337,11 @@ def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
 
 @gluon.jit
 def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
-    """The producer's loop: call :func:`walk_work_tile` for each work tile of its program. The producer takes
-    them from the work queue's counter, or in a fixed order. Return the number of blocks of keys."""
+    """The producer's loop: call :func:`walk_work_tile` for each work tile of its program.
+
+    The producer takes work tiles from the work queue's counter, or in a fixed order. Returns the number of
+    blocks of keys that it has loaded.
+    """
     num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     if C.QUEUED:
         program, programs = gl.program_id(0), gl.num_programs(0)
@@ -348,7 +356,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # others have a new counter per launch: this would spill more
+        if C.HAS_MODS:  # other variants get a new counter in each launch; resetting it would cost spills
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

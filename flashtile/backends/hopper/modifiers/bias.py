@@ -45,7 +45,7 @@ def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
 
 @gluon.jit
 def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Consumer W of the forward: load its rows of use ``i`` for the first WIDTH keys, [64, WIDTH] in 16 bits.
+    """Consumer W of the forward: load the bias of its rows for the first WIDTH keys, use ``i``, in 16 bits.
 
     :func:`release_rows` waits until these loads from shared memory are complete.
     """
@@ -113,7 +113,7 @@ def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
 
 @gluon.jit
 def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
-    """Consumer W of the backward: load its part of use ``i`` with keys as rows, [64, BLOCK_M] in 16 bits."""
+    """Consumer W of the backward: load the bias of its keys, of use ``i``: [64 keys, BLOCK_M] in 16 bits."""
     slot = bias.wait(i)
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
@@ -157,7 +157,7 @@ def in_log2(added):
 
 @gluon.jit
 def hide_rows(C: gl.constexpr, p, m, work, layout: gl.constexpr):
-    """Return P of block ``m`` with 0 in rows past the end of a packed sequence, whose bias is arbitrary."""
+    """Return P of block ``m`` with 0 in rows past the end of a packed sequence; their bias is arbitrary."""
     if C.VARLEN:
         rows = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, layout))
         p = gl.where((rows < work.seqlen_q)[None, :], p, 0.0)

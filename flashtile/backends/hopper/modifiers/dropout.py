@@ -2,7 +2,7 @@
 
 A thread holds rows r and r + 8 and columns c, c + 1, c + 8 and c + 9 of wgmma's accumulator. These are eight
 probabilities that share two random words. In S^T, where keys are rows, a warp computes the same words and
-transposes them as matrices of 8 x 8 halves.
+transposes them as 8 x 8 matrices of 16-bit halves.
 """
 
 from typing import Any, NamedTuple

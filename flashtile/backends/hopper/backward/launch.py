@@ -129,10 +129,10 @@ def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 
 def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, row_splits: int = 1) -> int:
     """Return the number of key heads that ``dq_accum`` has room for.
 
-    ``problem`` is from :func:`as_scheduled`. The number is about twice the number that programs work on at a time: while one half is completed and converted,
-    the other half has begun. When deterministic, interleaved heads complete at the same time and need more
-    room. All of them must fit, since they must not wait for one another. With still more heads, ``dq_accum``
-    would not stay in the L2 cache.
+    ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
+    a time: while one half is completed and converted, the other half has begun. When deterministic,
+    interleaved heads complete at the same time and need more room. All of them must fit, since they must not
+    wait for one another. With still more heads, ``dq_accum`` would not stay in the L2 cache.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     heads = math.ceil(2 * programs / max(tiles, 1)) + 1

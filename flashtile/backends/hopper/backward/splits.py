@@ -2,7 +2,7 @@
 
 A work tile is a block of keys with all query rows that see it, of all query heads of the group. For example,
 eight query heads on one key head with 8192 keys give 64 long work tiles, too few for 132 multiprocessors. In
-such cases the query heads of the group and the query rows are divided among several programs per block. Each program
+such cases the query heads of the group and the query rows are divided among several programs. Each program
 writes a part of dK and dV in float32, and ``sum_parts`` adds the parts in a fixed order.
 
 The choice depends only on shapes: the work queue is simulated for each possible choice. Lengths on the device

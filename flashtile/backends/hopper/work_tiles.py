@@ -38,7 +38,7 @@ class WorkTile(NamedTuple):
 
 @gluon.jit
 def num_work_tiles(C: gl.constexpr, pointers, schedule):
-    """Return the number of work tiles of the launch. A table of packed sequences lists those of one head."""
+    """Return the number of work tiles of the launch. The table of packed sequences is for a single head."""
     num_tiles = schedule.num_tiles
     if C.VARLEN:
         num_tiles = gl.load(pointers.table) * schedule.num_heads

@@ -204,7 +204,7 @@ class BackwardKernels(NamedTuple):
     bias_gradient: BiasGradient | None
     """Launch of the bias's gradient; None if the call does not need it."""
     stores_ds: bool
-    """Whether the kernel of the five products writes the bias's gradient."""
+    """Whether ``backward_kernel`` writes the bias's gradient."""
     scalars: BackwardScalars
 
 

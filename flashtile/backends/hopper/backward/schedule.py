@@ -104,7 +104,7 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     There are two exceptions:
 
     * With DETERMINISTIC, blocks of ``swizzle`` heads alternate. A block adds to dQ two steps after its
-      neighbour. If programs that finish together took neighbouring blocks next, they would have to wait.
+      neighbour, so programs that start neighbouring blocks at the same time wait for one another.
     * Under a causal mask, blocks of the last ``swizzle`` heads alternate. Otherwise the longest blocks of the
       last head would start when all other work is done.
     """

@@ -95,10 +95,10 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def in_chunks(x):
-    """Reorder x [64, 64] to [4, 1024]: each row has 16 bytes of each of 128 threads, without bank conflicts.
+    """Reorder x [64, 64] to [4, 1024]: each row has 16 bytes of each of 128 threads.
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
-    (w, r, t).
+    (w, r, t). In the new order, stores and loads have no bank conflicts.
     """
     return x.reshape([4, 2, 8, 4, 2, 4, 2]).permute((3, 0, 2, 5, 4, 1, 6)).reshape([4, 1024])
 
@@ -168,7 +168,10 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
 
 @gluon.jit
 def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, numbers):
-    """Return dV plus the contribution of the rows of block ``m``; pass their P^T to the other warpgroup."""
+    """Return dV plus the contribution of the rows of block ``m``.
+
+    P^T, times the soft-cap's derivative, is passed to the other warpgroup.
+    """
     q, do, k, _v, weights, statistics = tiles
     dtype: gl.constexpr = k.tiles.dtype
     k_tile = k.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])

@@ -173,7 +173,10 @@ def tiles_of_head(num_blocks, PAIRED: gl.constexpr):
 
 @gluon.jit
 def dense_tile(tile_index, tiles_per_head, num_heads, swizzle):
-    """Return (sequence, head, tile_in_head) of a work tile. Those of ``swizzle`` heads are interleaved."""
+    """Return (sequence, head, tile_in_head) of a work tile.
+
+    Work tiles of ``swizzle`` heads are interleaved.
+    """
     per_swizzle = tiles_per_head * swizzle
     head_of_batch = tile_index // per_swizzle * swizzle + tile_index % swizzle
     return head_of_batch // num_heads, head_of_batch % num_heads, tile_index % per_swizzle // swizzle

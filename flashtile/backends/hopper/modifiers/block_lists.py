@@ -28,8 +28,8 @@ class BlockList(NamedTuple):
     """Pointer to the list of full entries."""
     num_partial: Any
     first_full: Any
-    """Index, in the list of full entries, of the entry visited first. If the entry in which the sequence ends
-    is in this list, it is visited first, because it needs a mask."""
+    """Index, in the list of full entries, of the entry visited first. This is the entry in which the sequence
+    ends, if listed, because that entry needs a mask; otherwise it is entry 0."""
     num_others: Any
     """Number of entries of the listed sequence (keys in the forward, queries in the backward). A list
     contains numbers from 0 to num_others - 1."""

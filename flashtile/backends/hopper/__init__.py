@@ -55,7 +55,7 @@ def reason_against_backward(problem: Problem, explicit: bool) -> str | None:
 
 
 def reason_of_device(problem: Problem | DecodeProblem) -> str | None:
-    """Return why the kernels, of any dtype, do not run on the problem's device; None if they do."""
+    """Return why no kernel of this backend runs on the problem's device; None if they do."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not is_nvidia(problem.device):

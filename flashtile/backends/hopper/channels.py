@@ -59,8 +59,9 @@ def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.co
 
     With READERS 0 the producer never waits for a free slot. WRITERS partitions write a part of each tile.
 
-    Only barriers on which a partition waits are initialised. The compiler gives the memory of the others to
-    other data. If they were initialised, a GPU that switches between processes could write their state there.
+    Only barriers on which a partition waits are initialised. The compiler may use the memory of the other
+    barriers for data. If these were initialised, a GPU that switches between processes could write barrier
+    state over the data.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -92,14 +93,14 @@ class PingPong:
 
     @gluon.jit
     def pass_on(self, me: gl.constexpr):
-        """Partition ``me`` has issued its products: let the next partition issue its own."""
+        """Let the next partition issue its products, after partition ``me`` has issued its own."""
         if self.COUNT > 1:
             mbarrier.arrive(self.barriers.index((me + 1) % self.COUNT), count=1)
 
 
 @gluon.jit
 def make_ping_pong(COUNT: gl.constexpr):
-    """Make a :class:`PingPong` that partition 0 begins. With COUNT 1, waits do nothing."""
+    """Make a :class:`PingPong` in which partition 0 is the first. With COUNT 1, waits do nothing."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     if COUNT > 1:
         for i in gl.static_range(COUNT):

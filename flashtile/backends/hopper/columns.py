@@ -61,7 +61,7 @@ def store_part(part, tile):
 
 @gluon.constexpr_function
 def power_of_two_below(number):
-    """The largest power of two that is at most ``number``."""
+    """Return the largest power of two that is at most ``number``."""
     return 1 << (number.bit_length() - 1)
 
 
@@ -75,8 +75,8 @@ def count_products(head_dim):
 def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = True, START: gl.constexpr = 0):
     """Return acc + a b^T, or only a b^T without ``use_acc``, for tiles in shared memory; left in flight.
 
-    Columns START to HEAD_DIM - 1 are multiplied, rounded up to 16. TMA has filled the columns behind HEAD_DIM
-    with zeros. One product takes a power of two of columns, so there may be several.
+    The sum is over columns from START to HEAD_DIM rounded up to 16. TMA has filled columns from HEAD_DIM on
+    with zeros. A product sums over a power of two of columns, so there may be several products.
     """
     COLUMNS: gl.constexpr = (HEAD_DIM + STEP - 1) // STEP * STEP - START
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
@@ -93,9 +93,10 @@ def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = T
 
 @gluon.jit
 def zero_sums(HEAD_DIM: gl.constexpr):
-    """Return zeros as accumulators of a warpgroup: 64 rows, and HEAD_DIM columns rounded up to 64.
+    """Return zeros, float32, as a tuple of accumulators of a warpgroup.
 
-    They are a tuple of one [64, n], or of [64, 128] and [64, 64] for 192 columns.
+    There is one accumulator, [64, HEAD_DIM rounded up to 64]. For 192 columns there are two, [64, 128] and
+    [64, 64].
     """
     COLUMNS: gl.constexpr = (HEAD_DIM + 63) // 64 * 64
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
@@ -127,7 +128,10 @@ def add_product(sums, n: gl.constexpr, a, b):
 
 @gluon.jit
 def add_products(sums, a, b):
-    """Return ``sums`` (:func:`zero_sums`) + a b, once complete. a is in registers, b in shared memory."""
+    """Return ``sums`` (accumulators as from :func:`zero_sums`) + a b, after waiting for the products.
+
+    a is in registers, b in shared memory.
+    """
     first = add_product(sums, 0, a, b)
     if len(sums) == 1:
         return (warpgroup_mma_wait(0, deps=[first]),)

@@ -64,7 +64,8 @@ WITH_FUNCTIONS = {
     "ragged, all": replace(PLAIN, seqlen_k=4001, sink=True, mods=replace(_MODS, block_size=(256, 256))),
     "positions": replace(PLAIN, mods=Mods("", "t0: bool = le kv q\nreturn t0", block_size=(128, 128))),
 }
-"""Parts of a learned bias under a document mask, and a block mask that reads no tensor."""
+"""A learned bias as score_mod, a document mask as mask_mod or block mask, or both. In "positions", the block
+mask reads no tensor."""
 MODIFIED = {"mods": WITH_FUNCTIONS, "dropout": WITH_DROPOUT, "bias": WITH_BIAS}
 """Calls with modifiers, by the kind of modifier and the name of the compile case."""
 
@@ -72,7 +73,8 @@ MODIFIED = {"mods": WITH_FUNCTIONS, "dropout": WITH_DROPOUT, "bias": WITH_BIAS}
 def modified(kind: str, spills: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[str, Problem, int]]:
     """Yield (name, problem, spill budget) of calls with modifier ``kind``, at the head sizes in ``spills``.
 
-    ``spills`` has the budgets in bytes, in the order of the calls: the larger number of Triton 3.6 and 3.7.
+    ``spills`` has, for each head size, the budgets in bytes in the order of the calls. A budget is the larger
+    of the spills with Triton 3.6 and 3.7.
     """
     for head_dim, budgets in spills.items():
         for (name, problem), budget in zip(MODIFIED[kind].items(), budgets, strict=True):
@@ -123,8 +125,8 @@ def attention_case(
 ) -> CompileCase:
     """Return the case of a warp-specialised kernel.
 
-    ``views`` and ``structures`` give the types of its parameters by name; None for a descriptor that the call
-    does not have.
+    ``views`` and ``structures`` give the types of its parameters by name. None in ``structures`` stands
+    for a parameter that the call lacks.
     """
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {"C": variant}

@@ -16,15 +16,15 @@ CONSUMER_REGISTERS = {2: 240, 3: 160}
 """Registers of a consumer thread, by number of consumer warpgroups. Consumers and producer together fill the
 64 K registers of an SM."""
 SHARING_REGISTERS = 104, 80
-"""Registers of a thread where two programs, each of two consumer warpgroups, share an SM: (of a consumer, of
-each thread at launch)."""
+"""Registers per thread if two programs, each of two consumer warpgroups, share an SM: (of a consumer, of any
+thread at launch)."""
 LAUNCH_REGISTERS = {2: 168, 3: 128}
 """Registers of each thread at launch, by number of consumer warpgroups: 65536 over all threads, in steps of
 8. ``setmaxnreg`` then moves registers from the producer to the consumers."""
 
 
 def padded(head_dim: int) -> int:
-    """Return the columns of the tiles for a head size: 64, 128 or 256. TMA pads the tiles with zeros."""
+    """Return the number of columns of a tile for a head size: 64, 128 or 256. TMA adds columns of zeros."""
     return next(size for size in (64, 128, 256) if head_dim <= size)
 
 
@@ -37,30 +37,34 @@ class ModifierFlags:
     BIAS_STAGES: int = 1
     """Number of tiles of the bias in shared memory, in the forward."""
     SEQUENCES_FIRST: bool = False
-    """Work tiles of a head follow one another over all sequences, so that the bias they share stays in L2."""
+    """Work tiles go through all sequences of a head before the next head. The bias of the head, which the
+    sequences share, then stays in L2."""
     STORES_DS: bool = False
-    """The backward stores dS as the bias's gradient, since each element of the bias belongs to one score."""
+    """Each element of the bias belongs to one score, so the backward stores dS as the bias's gradient."""
     HAS_DROPOUT: bool = False
     FINE_DROPOUT: bool = False
-    """Dropout decides by random numbers of 15 bits; else of 7 bits."""
+    """Dropout compares random numbers of 15 bits; otherwise of 7 bits."""
     LATE_BITS: bool = False
     """The assembler may delay the computation of the forward's random bits until the exponentials."""
     HAS_MODS: bool = False
-    """Functions of scores or masks, or a block mask."""
+    """The call has a score_mod, a mask_mod or a block mask."""
     HAS_CUTS: bool = False
     """A mask_mod or a block mask may hide any key."""
     SCORE_MOD: Any = None
-    """The score_mod as a ``@triton.jit`` function, or None; MASK_MOD: the mask_mod."""
+    """The score_mod as a ``@triton.jit`` function, or None."""
     MASK_MOD: Any = None
+    """The mask_mod as a ``@triton.jit`` function, or None."""
     GUARD_SCORES: bool = False
-    """SCORE_MOD may return NaN or infinity; GUARD_FACTORS: its derivative may."""
+    """SCORE_MOD may return NaN or infinity."""
     GUARD_FACTORS: bool = False
+    """The derivative of SCORE_MOD may be NaN or infinity."""
     LISTED: bool = False
     """A block mask lists the blocks to compute."""
     MASK_BLOCK: int = 0
     """Size of a block of the block mask: query rows in the forward, keys in the backward."""
     TILES_PER_MASK_BLOCK: int = 1
-    """Kernel blocks in a block of the block mask: of keys in the forward, of query rows in the backward."""
+    """Number of kernel blocks per block of the block mask: blocks of keys in the forward, of query rows in
+    the backward."""
 
 
 def modifiers_of(problem: Problem) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The host's constants as constexpr for the kernels, and the register layouts of a warpgroup's products."""
+"""Constants that host and kernels share, as constexpr, and the register layouts of a warpgroup's products."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -6,12 +6,12 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def pin(x):
-    """Return x >= 0 ([rows], or sums [rows, 4]) behind a scheduling barrier.
+    """Return x, unchanged, after a scheduling barrier. x: [rows], or sums [rows, 4], with values >= 0.
 
     x is computed before the barrier, and everything that uses the result after it. The assembler (ptxas)
     moves arithmetic across waits and across products on which it does not depend. Steps that should overlap
-    would then run one after the other. The assembler moves nothing across an instruction that may sleep. The
-    one here sleeps only for negative x.
+    would then run one after the other. But it moves nothing across ``nanosleep``. The ``nanosleep`` here is
+    executed only for negative x, so never.
     """
     return gl.inline_asm_elementwise(
         """
@@ -48,7 +48,7 @@ def to_16_bit(x, dtype: gl.constexpr):
 
 @gluon.jit
 def to_fp32(x):
-    """Convert fp16 or bf16 to fp32. A register of two bf16 numbers takes a shift and a mask."""
+    """Convert fp16 or bf16 to fp32. Two bf16 numbers in a register take a shift and a mask."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32,
@@ -79,9 +79,9 @@ def pin_16_bit(p):
 def wait_for_loads(x):
     """Return x (16 bits, at least 16 numbers per thread) once it has been loaded from shared memory.
 
-    An arrival at a barrier does not wait for earlier loads, which other warps' exponentials may delay. The
-    TMA copy that the arrival releases could overwrite data that are still to be loaded. As in :func:`pin`, an
-    instruction that may sleep keeps the order.
+    An arrival at a barrier does not wait for earlier loads, which other warps' exponentials may delay. TMA,
+    which waits only for the arrival, could then overwrite data that have not been loaded yet. As in
+    :func:`pin`, an instruction that may sleep keeps the order.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -114,7 +114,10 @@ def wait_for_numbers(x):
 
 @gluon.jit
 def copy_registers(p):
-    """Copy P (16 or 32 bits), exactly at this point, to the registers that the previous product has read."""
+    """Copy P (16 or 32 bits) to the registers of the product's operand, which the previous product has read.
+
+    The assembler keeps the copy at this point.
+    """
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [p], dtype=p.dtype, is_pure=False, pack=IN_REGISTER
@@ -145,9 +148,9 @@ def rescale_constraints(count):
 def rescale(o, alpha):
     """Return o [rows, n] times alpha [rows]. A warp skips this if the factors of all its rows are 1.
 
-    After some blocks of keys most warps skip it: in block j, about 1 row in j has a new maximum. P must be in
-    its registers before this call (:func:`copy_registers`). Otherwise the assembler moves the packing of P
-    behind the branches.
+    In block j of the keys, about one row in j has a new maximum. After some blocks, most warps therefore skip
+    the multiplication. P must be in its registers before this call (:func:`copy_registers`). Otherwise the
+    assembler packs P only after the branches.
     """
     changed = gl.inline_asm_elementwise(
         """

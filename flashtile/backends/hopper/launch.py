@@ -11,12 +11,12 @@ from flashtile.problems.decode import DecodeProblem
 
 
 def num_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1) -> int:
-    """Programs of a persistent kernel: ``sharing`` per multiprocessor, at most one per work tile."""
+    """Return the number of programs of a persistent kernel: ``sharing`` per SM, at most one per work tile."""
     return min(sharing * multiprocessors(device), num_tiles)
 
 
 def score_numbers(problem: Problem | DecodeProblem) -> dict[str, float]:
-    """Return the factors from raw products to scores in log2 units, fields of each pass's ``Numbers``."""
+    """Return the factors from products Q K^T to scores in log2 units, as fields of a pass's ``Numbers``."""
     softcap = problem.softcap
     return {
         "scale_log2": (softcap or problem.softmax_scale) * LOG2_E,

@@ -26,7 +26,7 @@ def reason_against_modifiers(problem: Problem) -> str | None:
 
 
 def reason_against_mods(problem: Problem) -> str | None:
-    """Why the kernels do not take a call's functions; None if they do."""
+    """Return why the kernels do not take a call's score_mod, mask_mod or block mask; None if they do."""
     mods = problem.mods
     assert mods is not None
     if max(problem.head_dim, problem.head_dim_v) > MAX_MODIFIED_COLUMNS:
@@ -48,7 +48,7 @@ def reason_against_mods(problem: Problem) -> str | None:
 
 
 def reason_against_dropout(problem: Problem) -> str | None:
-    """Why the kernels do not take a call's dropout; None if they do."""
+    """Return why the kernels do not take a call's dropout; None if they do."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_MODIFIED_COLUMNS:
         return f"it takes dropout_p for head sizes up to {MAX_MODIFIED_COLUMNS}"
     if problem.dropout_p > MAX_DROPPED:
@@ -61,7 +61,7 @@ def reason_against_dropout(problem: Problem) -> str | None:
 
 
 def reason_against_bias(problem: Problem) -> str | None:
-    """Why the kernels do not take a call's bias; None if they do."""
+    """Return why the kernels do not take a call's bias; None if they do."""
     if max(problem.head_dim, problem.head_dim_v) > MAX_MODIFIED_COLUMNS:
         return f"it takes a bias for head sizes up to {MAX_MODIFIED_COLUMNS}"
     for name, given in (
@@ -74,7 +74,7 @@ def reason_against_bias(problem: Problem) -> str | None:
 
 
 def reason_against_mods_backward(problem: Problem) -> str | None:
-    """Why the backward does not take functions that the forward takes; None if it does."""
+    """Return why the backward does not take functions that the forward takes; None if it does."""
     mods = problem.mods
     assert mods is not None
     if mods.learned:

@@ -3,9 +3,9 @@
 The hardware's tanh is as fast as an exponential, but has a relative error of up to 2 ** -11. The forward uses
 it for bfloat16 operands, since PyTorch rounds their scores to 2 ** -9. FlashAttention-3 uses it everywhere.
 
-For float16 operands, whose scores are more exact, the forward computes tanh from an exponential. So does the
-backward, which squares the tanh. This takes an exponential and a reciprocal, both on the unit that computes
-the hardware's tanh, and more instructions.
+For float16 operands, whose scores are more exact, the forward computes tanh from an exponential and a
+reciprocal. The backward squares the tanh, so it uses this formula for both dtypes. The formula takes more
+instructions. Two of them run on the unit that also computes the hardware's tanh.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ EXPONENTIAL = gl.constexpr(  # 1 - 2 / (1 + e^2x), exact also where e^2x is 0 or
 
 @gluon.jit
 def tanh_of(s, rate, APPROX: gl.constexpr):
-    """tanh(s * rate), by the hardware's instruction if APPROX."""
+    """Return tanh(s * rate). With APPROX, use the hardware's tanh instruction."""
     if APPROX:
         return gl.inline_asm_elementwise(
             APPROXIMATE, "=f,f,f", [s, rate], dtype=gl.float32, is_pure=True, pack=1

@@ -1,4 +1,4 @@
-"""The tile table of packed sequences: a list of their work tiles, longest first, made on the device.
+"""The tile table of packed sequences: their work tiles, longest sequences first, listed by a kernel.
 
 The host never reads the lengths, so a captured CUDA graph can be replayed with other lengths.
 """
@@ -14,7 +14,7 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 
 CHUNK = 256
-"""Number of sequences that a program compares with its own at a time."""
+"""Number of sequences that a program compares with its own at a time; also of rows written at a time."""
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def key_lengths(cu_seqlens_k, seqused_k, sequence, total_k, mask, SEQUSED: tl.co
 
 @triton.jit
 def num_tiles(seqlen_q, num_blocks, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the number of work tiles of one head of sequences (``forward.schedule.tiles_of_head``)."""
+    """Return the number of work tiles per head of sequences (``forward.schedule.tiles_of_head``)."""
     count = tl.minimum(tl.cdiv(seqlen_q, BLOCK_M), num_blocks)
     if PAIRED:
         count = (count + 1) // 2
@@ -63,9 +63,10 @@ def tile_table_kernel(
 ):
     """Fill ``table``. Grid: one program for each of ``batch`` sequences.
 
-    Row 0 is the number of work tiles of a head, then 0 as the number of work tiles taken from the work queue.
-    Each other row is a work tile: sequence, tile_in_head, start_q, start_k, seqlen_q, seqlen_k. Sequences
-    with more keys come first. In the backward, q and k are exchanged: work tiles are blocks of keys.
+    Row 0 has the number of work tiles per head, then 0: so far, no work tile has been taken from the work
+    queue. Each other row is a work tile: sequence, tile_in_head, start_q, start_k, seqlen_q, seqlen_k.
+    Sequences with more keys come first. In the backward, work tiles are blocks of keys, so the caller
+    exchanges q and k.
     """
     b = tl.program_id(0)
     start_q, seqlen_q = lengths(cu_seqlens_q, b, total_q, True)
@@ -98,7 +99,7 @@ def tile_table_kernel(
 
 
 class TileTable:
-    """Allocates and fills the table of one signature.
+    """Allocates and fills tile tables for the calls of one signature.
 
     Args:
         batch: sequences.
@@ -106,7 +107,7 @@ class TileTable:
         total: rows of all sequences.
         total_others: rows of the other side: keys in the forward, queries in the backward.
         block: rows of a block.
-        seqused: whether calls give the number of used rows of each sequence of the other side.
+        seqused: whether calls limit the number of used rows of each sequence on the other side.
         paired: whether a work tile is a pair of blocks, not one block.
     """
 

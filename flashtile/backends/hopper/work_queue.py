@@ -1,9 +1,9 @@
 """The work queue: programs take work tiles one by one from a counter in global memory.
 
-This is FlashAttention-3's dynamic persistent scheduler. For any costs of work tiles, all programs end within
-the time of one tile. The producer takes a tile for its program and passes the tile's index to the other
-partitions through a :class:`~flashtile.backends.hopper.channels.Channel` of two slots. ``t`` counts the
-program's work tiles.
+This is FlashAttention-3's dynamic persistent scheduler. Programs end at most one work tile's time apart, even
+if the costs of work tiles are unknown. The producer takes a tile for its program and passes the tile's index
+to the other partitions through a :class:`~flashtile.backends.hopper.channels.Channel` of two slots. ``t``
+counts the program's work tiles.
 """
 
 from triton.experimental import gluon
@@ -33,14 +33,14 @@ def put(queue, t, tile_index, WARPS: gl.constexpr = 1):
 
 @gluon.jit
 def peek(queue, t, WARPS: gl.constexpr):
-    """Reader of WARPS warps: wait for the index of work tile ``t`` and return it. Its slot stays taken."""
+    """Reader of WARPS warps: wait for the index of work tile ``t`` and return it, but keep the slot."""
     queue.wait(t)
     return read(queue, t, WARPS)
 
 
 @gluon.jit
 def read(queue, t, WARPS: gl.constexpr):
-    """Read again what :func:`peek` has returned, so that it need not stay in registers meanwhile."""
+    """Return the index that :func:`peek` returned. Reading it again saves registers in the meantime."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(queue.tiles.index(t % SLOTS).load(layout), 0)
 

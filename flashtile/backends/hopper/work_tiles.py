@@ -29,15 +29,16 @@ class WorkTile(NamedTuple):
     """Number of the work tile in its sequence and head. In the forward it counts from the longest to the
     shortest; in the backward it is the block of keys."""
     start_q: Any
-    """First row of the sequence in q; start_k: in k."""
+    """First row of the sequence in q."""
     start_k: Any
+    """First row of the sequence in k."""
     seqlen_q: Any
     seqlen_k: Any
 
 
 @gluon.jit
 def num_work_tiles(C: gl.constexpr, pointers, schedule):
-    """Return the number of work tiles of the launch. A table of packed sequences lists those of one head."""
+    """Return the number of work tiles of the launch. The table of packed sequences is for a single head."""
     num_tiles = schedule.num_tiles
     if C.VARLEN:
         num_tiles = gl.load(pointers.table) * schedule.num_heads
@@ -48,9 +49,9 @@ def num_work_tiles(C: gl.constexpr, pointers, schedule):
 def key_range(
     first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr
 ):
-    """Return (begin, end, full_begin, full_end) of rows [first_row, last_row].
+    """Return (begin, end, full_begin, full_end) for query rows first_row to last_row.
 
-    Keys [begin, end) are those that some of the rows see, [full_begin, full_end) those that all of them see.
+    All rows see keys [full_begin, full_end). No row sees a key outside [begin, end).
     """
     offset = seqlen_k - seqlen_q
     begin = 0
@@ -68,7 +69,7 @@ def key_range(
 
 @gluon.jit
 def slope_of(C: gl.constexpr, work, head, pointers, schedule):
-    """ALiBi's slope of a query head, in log2 units; 0.0 without ALiBi."""
+    """Return ALiBi's slope of a query head, in log2 units; 0.0 without ALiBi."""
     slope = 0.0
     if C.ALIBI:
         slope = gl.load(pointers.alibi_slopes + work.sequence * schedule.alibi_stride + head) * LOG2_E

@@ -39,8 +39,9 @@ class BiasSizes(NamedTuple):
     group: Any
     """Query heads per key head."""
     bias_batch: Any
-    """Sequences of the bias: all, or 1 if they share it; bias_heads: its query heads, likewise."""
+    """Number of sequences that the bias tells apart; 1 if all share it."""
     bias_heads: Any
+    """Number of query heads that the bias tells apart; 1 if all share it."""
     window_left: Any
     window_right: Any
     offset: Any
@@ -55,7 +56,7 @@ class BiasTile(NamedTuple):
     row: Any
     key: Any
     rounds: Any
-    """Sequences times heads that share the tile; 0 if the mask hides all of its scores."""
+    """Number of (sequence, query head) pairs that share the tile; 0 if the mask hides all of its scores."""
 
 
 @gluon.jit
@@ -130,7 +131,7 @@ def number_of_rows(C: gl.constexpr, W: gl.constexpr, numbers, slot, layout: gl.c
 
 @gluon.jit
 def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr):
-    """Return dS with 0 for keys that a row does not see. They are the same in all rounds."""
+    """Return dS, summed over all rounds, with 0 for keys that a row does not see."""
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
     positions = rows + (tile.row + W * WARPGROUP_ROWS + sizes.offset - tile.key)
@@ -145,7 +146,7 @@ def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr
 def consumer(
     C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale
 ):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every work tile. ``lse_scale`` converts -lse to log2 units."""
+    """Warpgroup W: compute rows 64 W to 64 W + 63 of work tiles. ``lse_scale`` scales -lse to log2 units."""
     layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     i = 0
@@ -186,7 +187,7 @@ def gradient_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc, dbias_desc, sizes, scores,
     lse_scale, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: at most one program per multiprocessor. dbias has the shape of the bias."""
+    """Compute dbias, which has the shape of the bias. Grid: at most one program per multiprocessor."""
     ring = make_channel(q_desc, C.STAGES, 2, 1)
     keys = gl.allocate_shared_memory(k_desc.dtype, [C.STAGES] + k_desc.block_type.shape, k_desc.layout)
     numbers = gl.allocate_shared_memory(

@@ -53,7 +53,7 @@ class BiasGradientVariant:
     BLOCK_D: int
     """Columns of all operands in shared memory."""
     STAGES: int
-    """Pairs of operands of a product in shared memory."""
+    """Number of pairs of operands in shared memory."""
     PRODUCTS: int
     """Number of wgmma products that dO V^T takes (``count_products``)."""
     CONSUMER_REGISTERS: int
@@ -63,10 +63,10 @@ class BiasGradientVariant:
 
 
 def writes_ds(problem: Problem, bias: Tensor) -> bool:
-    """Whether the gradient of the bias is needed and equals dS.
+    """Return whether the backward kernel writes the gradient of the bias: it is needed and equals dS.
 
-    It does if each score has an element of the bias of its own and there is no soft-cap. With a soft-cap, dS
-    contains the soft-cap's derivative.
+    It equals dS if each score has its own element of the bias and there is no soft-cap, whose derivative dS
+    contains. For TMA, seqlen_k must be a multiple of 8.
     """
     scores = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
     dense = not (problem.varlen or problem.seqused_k) and own_sizes(bias) == scores
@@ -74,14 +74,14 @@ def writes_ds(problem: Problem, bias: Tensor) -> bool:
 
 
 def has_own_gradient(problem: Problem) -> bool:
-    """Whether the kernel ``bias_gradient`` serves the call; the portable kernel serves all others."""
+    """Return whether ``gradient_kernel`` supports the shapes of a call. If not, the portable kernel does."""
     dense = not (problem.varlen or problem.seqused_k)
     return dense and padded(problem.head_dim) == padded(problem.head_dim_v) and problem.seqlen_k % 8 == 0
 
 
 class BiasGradient:
-    """Launch for tensors of one signature, after the backward:
-    ``(dbias, dout, q, k, v, statistics, extras)``."""
+    """Prepares and computes the bias's gradient for calls of one signature. It is called after
+    ``backward_kernel``, as ``(dbias, dout, q, k, v, statistics, extras)``."""
 
     def __init__(self, problem: Problem, variant: BackwardVariant) -> None:
         self._problem, self._variant = problem, variant
@@ -89,7 +89,7 @@ class BiasGradient:
         self._zero_hidden: ZeroHidden | None = None
 
     def allocate(self, bias: Tensor) -> Tensor:
-        """Return memory for dbias. If the backward writes it, blocks that the mask hides are zeroed."""
+        """Return memory for dbias. If the backward writes it, blocks with hidden scores are zeroed here."""
         dbias = bias.new_empty(bias.shape)
         variant = self._variant
         if variant.STORES_DS and (variant.HAS_LEFT or variant.HAS_RIGHT):
@@ -101,7 +101,7 @@ class BiasGradient:
     def __call__(
         self, dbias: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
     ) -> None:
-        """Write ``dbias`` unless the backward has. ``statistics`` begins with neg_lse, then neg_delta."""
+        """Write ``dbias``, unless the backward kernel does. ``statistics`` starts with neg_lse, neg_delta."""
         problem, variant, bias = self._problem, self._variant, extras.bias
         if variant.STORES_DS:
             return

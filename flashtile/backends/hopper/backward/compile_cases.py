@@ -60,7 +60,7 @@ _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
 }
 _BIAS_GRADIENT_SPILLS: dict[int, tuple[int, ...]] = {64: (40, 20, 4), 128: (40, 20, 8)}
 _TELLING = {("dropout", "causal", 128)}
-"""Cases that are compiled in every run of the tests; others differ little from them."""
+"""Cases with modifiers that every run of the tests compiles; the other cases differ little from them."""
 _SHARED = Splits(heads=4, rows=2)
 """Eight programs share a block of keys: each has one of four query heads and half of the rows."""
 
@@ -104,9 +104,9 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterator[CompileCase]:  # noqa: B008
-    """Yield the case of the kernel of five products, or the two cases for head sizes over 128.
+    """Yield the case of ``backward_kernel``, or the two cases for head sizes over 128.
 
-    With splits, head sizes over 128 have only the case of dK and dV, because the kernel of dQ stays the same.
+    With splits, head sizes over 128 have only the case of ``dkv_kernel``; ``dq_kernel`` stays the same.
     """
     config = replace(choose(problem), HEAD_SPLITS=splits.heads, ROW_SPLITS=splits.rows)
     if not isinstance(config, WideBackwardConfig):
@@ -122,8 +122,8 @@ def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterato
 
 
 def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
-    """Yield the case of the kernel of five products with a modifier. A bias of dense sequences has a second
-    case, in which the kernel writes dS as the bias's gradient."""
+    """Yield the case of ``backward_kernel`` with a modifier. A bias of dense sequences has a second case, in
+    which the kernel writes dS as the bias's gradient."""
     shared = bias_of(problem)
     biases = [shared]
     if shared is not None and not problem.varlen:
@@ -145,8 +145,8 @@ def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
 
 
 def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return the types of the parameters of the kernel of five products by name, except those descriptors
-    that every call has."""
+    """Return the types of ``backward_kernel``'s parameters by name, except the descriptors that every call
+    has."""
     described = launch.bias_views(problem, variant, bias)
     dropped = "fp32" if variant.HAS_DROPOUT else None
     return {

@@ -14,7 +14,7 @@ POSTPROCESS_WARPS = 2
 POSTPROCESS_CHUNK = 1024
 """Floats of ``dq_accum`` that the postprocess warps convert at a time."""
 POSTPROCESS_STAGES = 3
-"""Chunks of ``dq_accum`` in shared memory, loaded ahead."""
+"""Number of chunks of ``dq_accum`` in shared memory, which are loaded ahead."""
 GRADIENT_PART = 64
 """Columns of dK and dV that one TMA store writes in 16 bits; half as many in float32."""
 
@@ -99,10 +99,13 @@ class BackwardVariant(ModifierFlags):
     HEAD_SPLITS: int
     ROW_SPLITS: int
     HEAD_DIM: int
-    """Columns of q and k; HEAD_DIM_V: of v. Tiles have BLOCK_D and BLOCK_DV columns, padded with zeros."""
+    """Columns of q and k."""
     HEAD_DIM_V: int
+    """Columns of v."""
     BLOCK_D: int
+    """Columns of tiles of q and k; those past HEAD_DIM are zeros."""
     BLOCK_DV: int
+    """Columns of tiles of v and dO; those past HEAD_DIM_V are zeros."""
     BLOCK_M: int
     BLOCK_N: int
     STAGES: int
@@ -119,7 +122,7 @@ _BACKWARD: dict[tuple[int, int], BackwardConfig] = {
 
 
 _FEW_ROWS = BackwardConfig(64)
-"""Configuration with a score_mod or dropout, which need the registers that tiles of 128 rows would take."""
+"""Configuration for calls with a score_mod or dropout: tiles of 64 rows leave registers for them."""
 
 
 def choose(problem: Problem) -> BackwardConfig:
@@ -137,7 +140,7 @@ def with_splits(config: BackwardConfig, problem: Problem) -> BackwardConfig:
 
 
 def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
-    """Bytes of shared memory for the tiles of the kernel of five products; barriers take a few dozen more."""
+    """Return the bytes of shared memory for tiles of ``backward_kernel``; barriers take a few dozen more."""
     both = block_d + block_dv
     tiles = (config.STAGES * config.BLOCK_M + config.BLOCK_N) * both
     ds = 2 * config.BLOCK_N * config.BLOCK_M
@@ -149,7 +152,7 @@ def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
 
 
 def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:
-    """Bytes of shared memory for head sizes over 128: (of the kernel of dK and dV, of the kernel of dQ)."""
+    """Return the bytes of shared memory for head sizes over 128: (of ``dkv_kernel``, of ``dq_kernel``)."""
     both = block_d + block_dv
     rows = config.STAGES * config.BLOCK_M
     weights = 2 * config.BLOCK_M * config.BLOCK_N

@@ -2,12 +2,13 @@
 
 Programs take blocks of keys head after head, so they work on few heads at a time. ``dq_accum`` has room for
 some more heads than that, the *resident* heads; each later head reuses the memory of an earlier one.
-*Postprocess* warps wait until all blocks of keys of a head have added to its dQ. They convert dQ to 16 bits
-and write zeros into ``dq_accum``, chunk by chunk through a ring of shared memory. FlashAttention zeroes and
-converts the whole accumulator in separate kernels (preprocess and postprocess), which move it through DRAM.
+*Postprocess* warps wait until all blocks of keys of a head have added to its sums. They convert the sums to
+dQ and zero their memory, chunk by chunk through a ring of shared memory. FlashAttention zeroes and converts
+the whole accumulator in separate kernels (preprocess and postprocess), which move it through DRAM.
 
-The order is deadlock-free: a head's additions wait for the conversion of an earlier head, which waits for
-that head's additions only. Programs take parts to convert one by one from a counter, like blocks of keys.
+The order is deadlock-free: a head's additions wait for the conversion of an earlier head, and a conversion
+waits only for the additions to its own head. Programs take parts to convert one by one from a counter, as
+they take blocks of keys.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 POSTPROCESS_STAGES = gl.constexpr(config.POSTPROCESS_STAGES)
 POSTPROCESS_WARPS = gl.constexpr(config.POSTPROCESS_WARPS)
 VECTOR = gl.constexpr(8)
-"""Columns of a row that are contiguous in ``dq_accum``; in dQ they take 16 bytes."""
+"""Columns of a row that are contiguous in ``dq_accum``; in a 16-bit dQ they take 16 bytes."""
 BLOCK = gl.constexpr(64)
 """Floats of a block of 8 rows and 8 columns, which is contiguous in ``dq_accum``."""
 
@@ -86,7 +87,7 @@ def accum_of(sizes, pointers):
 
 @gluon.jit
 def proxy_fence():
-    """Make other programs' writes that this thread has seen visible to its later TMA operations as well."""
+    """Make the memory writes that this thread has observed visible to its later TMA operations as well."""
     gl.inline_asm_elementwise(
         "fence.proxy.async; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -129,7 +130,7 @@ def wait_for(counter, count):
 
 @gluon.jit
 def wait_until_zeroed(key_head, blocks, accum):
-    """Wait until a key head's memory in ``dq_accum`` is zeroed; for the first heads it is from the start."""
+    """Wait until a key head's memory in ``dq_accum`` is zeroed. The first resident heads need not wait."""
     before = key_head - accum.sizes.resident_heads
     if before >= 0:
         wait_for(accum.converted_parts + before, blocks)
@@ -185,7 +186,7 @@ def tiles_of_part(C: gl.constexpr, work, blocks):
 
 @gluon.jit
 def accum_of_tile(C: gl.constexpr, t, work, blocks, key_head, accum):
-    """Return where tile ``t`` of a part begins in ``dq_accum``, in units of 64 rows by 8 columns."""
+    """Return the offset of tile ``t`` of a part in ``dq_accum``, in units of 64 rows by 8 columns."""
     g, row = tile_of_part(t, work, blocks)
     return accum_row(C, work, key_head, g, row, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
 
@@ -267,7 +268,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
 
 @gluon.jit
 def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, scale):
-    """Postprocess warps: take part after part, and convert each when its head has all additions."""
+    """Postprocess warps: take one part after another, and convert it when its head has all additions."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0])
     chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
     fence_async_shared()

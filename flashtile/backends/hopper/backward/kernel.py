@@ -11,7 +11,7 @@ part of the rows or of the heads (``schedule``). Per step (``step``), with keys 
 Two *consumer* warpgroups own 64 keys each. P^T and dS^T are computed in the registers from which the products
 dV and dK read their left operands. dS^T also goes to shared memory, and each warpgroup computes one half of
 dQ from it. A *producer* warp loads by TMA. Another warp adds dQ to an fp32 accumulator in global memory, also
-by TMA. *Postprocess* warps convert the accumulator to dQ in 16 bits (``dq_accum``).
+by TMA. *Postprocess* warps convert the accumulator to dQ (``dq_accum``).
 
 The product dQ lags one step behind, so that the tensor cores have work queued during other operations. dQ of
 the step before runs during the exponentials, dP^T while dQ is passed on, dV during dS, and dK while -lse of
@@ -82,8 +82,9 @@ class Shared(NamedTuple):
     k: Any
     v: Any
     neg_lse: Any
-    """-lse of the rows in each slot of q; neg_delta: -delta of the rows in each slot of do."""
+    """-lse of the rows in each slot of q."""
     neg_delta: Any
+    """-delta of the rows in each slot of do."""
     ds: Any
     dq: Any
     gradient: Any
@@ -207,8 +208,10 @@ def accumulate_dq(C: gl.constexpr, queue, shared, dq_add_desc, dbias_desc, point
 def sum_gradients(
     C: gl.constexpr, W: gl.constexpr, i, work, ranges, modifiers, zeros, dk, dv, shared, pointers
 ):
-    """Add the contributions of a work tile's rows to dK and dV of warpgroup W's keys; their dQ goes to
-    ``accumulate_dq``. Return (dk, dv, the new ``i``, which counts steps)."""
+    """Add the contributions of a work tile's rows to dK and dV of warpgroup W's keys.
+
+    dQ of the rows is passed to ``accumulate_dq``. ``i`` counts steps. Returns (dk, dv, the new ``i``).
+    """
     scalars = pointers.scalars
     schedule = scalars.schedule
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_M)
@@ -250,7 +253,7 @@ def sum_gradients(
 
 @gluon.jit
 def consumer(C: gl.constexpr, W: gl.constexpr, queue, shared, dk_desc, dv_desc, pointers):
-    """Warpgroup W: keys 64 W to 64 W + 63 of every work tile."""
+    """Warpgroup W: compute dK and dV of keys 64 W to 64 W + 63 of every work tile."""
     ROWS: gl.constexpr = WARPGROUP_ROWS
     schedule, numbers = pointers.scalars.schedule, pointers.scalars.numbers
     dk_layout: gl.constexpr = accumulator_layout(C.BLOCK_D)
@@ -300,8 +303,9 @@ def backward_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dq_add_desc, dq_accum_desc, dk_desc,
     dv_desc, bias_desc, dbias_desc, pointers, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
+    """Compute dQ, dK and dV.
 
+    Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
     ``dq_add_desc`` and ``dq_accum_desc`` describe the same memory. Descriptors that a call lacks are None.
     """
     wait_for_preprocess()

@@ -120,19 +120,19 @@ def l2_swizzle(problem: Problem) -> int:
 
 
 def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
-    """Return the number of last key heads to interleave under a causal mask: those that programs work on at a
-    time. ``problem`` is as scheduled (:func:`as_scheduled`)."""
+    """Return how many of the last key heads are interleaved under a causal mask: as many as programs work on
+    at a time. ``problem`` is from :func:`as_scheduled`."""
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
 
 
 def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, row_splits: int = 1) -> int:
-    """Return the number of key heads that ``dq_accum`` has room for. ``problem`` is as scheduled.
+    """Return the number of key heads that ``dq_accum`` has room for.
 
-    It is about twice the number that programs work on at a time: while one half is completed and converted,
-    the other half has begun. When deterministic, interleaved heads complete at the same time and need more
-    room. All of them must fit, since they must not wait for one another. With still more heads, ``dq_accum``
-    would not stay in the L2 cache.
+    ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
+    a time: while one half is completed and converted, the other half has begun. When deterministic,
+    interleaved heads complete at the same time and need more room. All of them must fit, since they must not
+    wait for one another. With still more heads, ``dq_accum`` would not stay in the L2 cache.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     heads = math.ceil(2 * programs / max(tiles, 1)) + 1
@@ -142,7 +142,7 @@ def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, 
 
 
 def key_tile_table(problem: Problem, block_n: int) -> TileTable | None:
-    """Return the tile table of packed sequences, whose work tiles are blocks of keys; None if dense."""
+    """Return the tile table of packed sequences, with blocks of keys as work tiles; None for a dense call."""
     if not problem.varlen:
         return None
     return TileTable(problem.batch, problem.seqlen_k, problem.total_k, problem.total_q, block_n)
@@ -156,7 +156,10 @@ def schedule_of(
     swizzle: int = 1,
     bias: Tensor | None = None,
 ) -> BackwardSchedule:
-    """Return the integers of a launch whose work tiles are ``block_n`` keys. ``problem`` is as scheduled."""
+    """Return the integers of a launch. Work tiles have ``block_n`` keys.
+
+    ``problem`` is from :func:`as_scheduled`.
+    """
     num_blocks = math.ceil(problem.seqlen_k / block_n)
     table = key_tile_table(problem, block_n)
     tiles = problem.batch * num_blocks if table is None else table.capacity
@@ -177,7 +180,7 @@ def schedule_of(
 
 
 def numbers_of(problem: Problem) -> BackwardNumbers:
-    """Return the floats of a launch. With a score_mod, ``scale_log2`` leads to scores in natural units."""
+    """Return the floats of a launch. With a score_mod, ``scale_log2`` scales to natural units."""
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
     if problem.mods is not None and problem.mods.score_mod:
         numbers = numbers._replace(scale_log2=problem.softmax_scale)
@@ -188,7 +191,7 @@ def numbers_of(problem: Problem) -> BackwardNumbers:
 
 
 class BackwardKernels(NamedTuple):
-    """The kernels of one signature, in the order of their launch."""
+    """The prepared launches of one signature, in launch order, and the values that they take."""
 
     preprocess: Preprocess
     fill_table: TileTable | None
@@ -197,11 +200,11 @@ class BackwardKernels(NamedTuple):
     dq_semaphores: int
     """Number of semaphores if deterministic: one for each block of padded query rows."""
     functions: FunctionTensors | None
-    """Tensors that functions of scores and masks read."""
+    """Prepares the tensors that score and mask functions read; None without functions."""
     bias_gradient: BiasGradient | None
     """Launch of the bias's gradient; None if the call does not need it."""
     stores_ds: bool
-    """Whether the kernel of the five products writes the bias's gradient."""
+    """Whether ``backward_kernel`` writes the bias's gradient."""
     scalars: BackwardScalars
 
 
@@ -235,7 +238,7 @@ class HopperBackwardLaunch:
         if bias is not None and kernels.bias_gradient is not None:
             dbias = kernels.bias_gradient.allocate(bias)
         biases = tuple(t for t in (bias, dbias if kernels.stores_ds else None) if t is not None)
-        # The name keeps the workspace alive until all kernels that get addresses of its parts are launched.
+        # ``workspace`` must stay alive until all kernels that get addresses of its parts are launched.
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras
         )
@@ -249,7 +252,7 @@ class HopperBackwardLaunch:
         if kernels.fill_table is not None:
             table = kernels.fill_table(extras.cu_seqlens_k, extras.cu_seqlens_q, None)
         if kernels.functions is not None:
-            # The name keeps the tensors alive until the kernel that gets their addresses is launched.
+            # ``_tensors`` must stay alive until the kernel that gets their addresses is launched.
             lists, captured, _tensors = kernels.functions(extras, lse, kernels.products.takes_addresses)
         kernels.products(
             q.device,

@@ -68,9 +68,9 @@ class Preprocess:
     ) -> tuple[Any, ...]:
         """Return (dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum).
 
-        The following kernels take these in addition to the call's tensors; ``last`` is the last of these
-        kernels. ``workspace`` is the memory of the last four results. They are tensors until ``last`` is
-        compiled, then addresses.
+        Later kernels take these in addition to the call's tensors; ``last`` is the last of these kernels.
+        ``workspace`` is the memory of the last four results. The four are tensors until ``last`` is compiled,
+        then addresses.
         """
         if dout.data_ptr() % 16:
             dout = dout.clone()
@@ -108,7 +108,9 @@ def dense_batch(problem: Problem) -> int:
 
 
 def statistics_shape(problem: Problem) -> tuple[int, int]:
-    """Return the shape of ``neg_lse`` and ``neg_delta``: (query heads, in a dense batch of all sequences
-    together; padded rows of a head)."""
+    """Return the shape of ``neg_lse`` and ``neg_delta``: (query heads, padded rows of a head).
+
+    A dense batch has the heads of all sequences.
+    """
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return dense_batch(problem) * problem.num_heads_q, rows

@@ -65,8 +65,9 @@ class BackwardSchedule(NamedTuple):
     """Number of key heads whose work tiles are interleaved. With DETERMINISTIC it divides the number of key
     heads of the batch. Otherwise only the last heads are interleaved, and only under a causal mask."""
     bias_batch: Any = None
-    """Sequences of the bias: all, or 1 if they share it; bias_heads: its query heads, likewise."""
+    """Number of sequences that the bias tells apart; 1 if all share it."""
     bias_heads: Any = None
+    """Number of query heads that the bias tells apart; 1 if all share it."""
     drop_threshold: Any = None
     """Dropout drops a probability whose random number of 15 bits is below this threshold."""
 
@@ -81,8 +82,9 @@ class RowBlocks(NamedTuple):
     """Number of steps with masked blocks. These steps come first."""
     count: Any
     before: Any
-    """Number of masked blocks in front of the unmasked blocks; full: the first unmasked block."""
+    """Number of masked blocks whose rows precede those of the unmasked blocks."""
     full: Any
+    """The first unmasked block."""
     listed: Any
     """A :class:`~flashtile.backends.hopper.modifiers.block_lists.BlockList`; 0 without a block mask."""
 
@@ -102,7 +104,7 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     There are two exceptions:
 
     * With DETERMINISTIC, blocks of ``swizzle`` heads alternate. A block adds to dQ two steps after its
-      neighbour. If programs that finish together took neighbouring blocks next, they would have to wait.
+      neighbour, so programs that start neighbouring blocks at the same time wait for one another.
     * Under a causal mask, blocks of the last ``swizzle`` heads alternate. Otherwise the longest blocks of the
       last head would start when all other work is done.
     """
@@ -129,9 +131,9 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     """Return the :class:`WorkTile` of an index: from the table of packed sequences, or by arithmetic.
 
     The first blocks of a head come first: under a causal mask they are the longest. With DETERMINISTIC the
-    last blocks come first, and later work tiles wait for earlier ones. Under a causal mask the rows of block
-    n begin BLOCK_N rows behind those of block n - 1. Block n, which starts earlier, is therefore ahead on the
-    rows that both see, and waits are short.
+    last blocks come first, and later work tiles wait for earlier ones. Under a causal mask, the first row
+    that sees block n is BLOCK_N rows after the first one that sees block n - 1. Block n also starts earlier.
+    It therefore reaches the rows that both visit before block n - 1 does, and waits are short.
     """
     head, block = head_and_block(C, tile_index, blocks_of_head(C, pointers, schedule), schedule)
     work, blocks = sequence_of(C, head, block, pointers, schedule)
@@ -204,7 +206,7 @@ def row_blocks(C: gl.constexpr, work, left, right):
     begin = begin // C.BLOCK_M
     end = (end + C.BLOCK_M - 1) // C.BLOCK_M
     full_begin = (full_begin + C.BLOCK_M - 1) // C.BLOCK_M
-    # Rows behind the last have probability 0 in any case: the last block of rows needs no mask for them.
+    # Rows past the last query have probability 0 in any case, so the last block of rows needs no mask.
     full_end = (full_end + C.BLOCK_M - 1) // C.BLOCK_M if full_end == work.seqlen_q else full_end // C.BLOCK_M
     partial = first + C.BLOCK_N > work.seqlen_k
     if C.HAS_CUTS:  # any key may be hidden
@@ -214,7 +216,7 @@ def row_blocks(C: gl.constexpr, work, left, right):
 
 @gluon.jit
 def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
-    """:func:`row_blocks` of a work tile; with ROW_SPLITS, [begin, end) are only its share of the blocks."""
+    """Return :func:`row_blocks` of a work tile; with ROW_SPLITS, [begin, end) is only its share of blocks."""
     begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
     if C.ROW_SPLITS > 1:
         share = tile_index % C.ROW_SPLITS
@@ -226,7 +228,10 @@ def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
 
 @gluon.jit
 def gradient_head(C: gl.constexpr, tile_index, work):
-    """Return the head of dK and dV that a work tile writes; it differs between work tiles with equal keys."""
+    """Return the head of dK and dV that a work tile writes.
+
+    Work tiles with the same keys write different heads, which are parts of the gradients.
+    """
     return work.head * C.ROW_SPLITS + tile_index % C.ROW_SPLITS
 
 
@@ -234,8 +239,8 @@ def gradient_head(C: gl.constexpr, tile_index, work):
 def step_order(begin, end, full_begin, full_end):
     """Return (cut, count, before, full), the order of ``count`` blocks of rows for :func:`block_of_step`.
 
-    The first ``cut`` steps have the blocks that the mask cuts: ``before`` blocks from ``begin`` on, then
-    those behind the unmasked blocks. The unmasked blocks follow, from ``full`` on.
+    The first ``cut`` steps visit the blocks that the mask cuts: ``before`` blocks from ``begin`` on, then
+    the blocks after the unmasked ones. The other steps visit the unmasked blocks, from ``full`` on.
     """
     full = min(max(full_begin, begin), end)
     full_end = min(max(full_end, full), end)
@@ -276,7 +281,7 @@ def in_order(C: gl.constexpr, ranges, listed):
 
 @gluon.jit
 def has_rows(C: gl.constexpr, ranges, listed):
-    """Whether a work tile visits any rows."""
+    """Return whether a work tile visits any rows."""
     begin, end, _, _ = ranges
     if C.LISTED:
         begin, end = 0, listed.count
@@ -303,7 +308,7 @@ def row_block(C: gl.constexpr, rows, j):
 def dq_order(C: gl.constexpr, work, m, schedule):
     """Return how many blocks of keys add to block ``m`` of dQ before this work tile does, with DETERMINISTIC.
 
-    They are the later blocks of keys that rows of block ``m`` see.
+    These are the blocks of later keys that rows of block ``m`` see.
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
@@ -325,7 +330,7 @@ def head_of_batch(C: gl.constexpr, work, g, num_heads):
 
 @gluon.jit
 def padded_row(C: gl.constexpr, work, row):
-    """Return the number of ``row`` of a sequence among the padded rows of its head
+    """Return the index of ``row`` of a sequence among the padded rows of its head
     (``common.preprocess``)."""
     if C.VARLEN:
         row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD

@@ -31,9 +31,9 @@ class BackwardNumbers(NamedTuple):
     zero: Any
     """0.0, as an argument because the compiler must not know its value (``step``)."""
     keep_scale: Any = None
-    """Factor of dropout, 1 / (1 - dropout_p) with dropout_p as rounded; ``scale`` includes it."""
+    """Factor of dropout, 1 / keep; ``scale`` includes it."""
     keep: Any = None
-    """1 - dropout_p."""
+    """1 - dropout_p, with dropout_p rounded to the bits of the random numbers."""
 
 
 class QueryHead(NamedTuple):
@@ -53,15 +53,17 @@ def row_of(vector, layout: gl.constexpr):
 
 @gluon.jit
 def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule):
-    """Dropout's state for warpgroup W's keys and query head ``g`` of the key head."""
+    """Return dropout's ``Generator`` for warpgroup W's keys and query head ``g`` of the key head."""
     head_of_batch = (work.sequence * schedule.num_heads + work.head) * C.GROUP + g
     return generator_of(head_of_batch, work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS, pointers, schedule)
 
 
 @gluon.jit
 def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, pointers, schedule):
-    """:class:`Modifiers` of warpgroup W's keys and query head ``g`` of the key head. ``bias`` is the channel
-    of the bias, ``blocks`` the list of a block mask."""
+    """Return the :class:`Modifiers` of warpgroup W's keys and query head ``g`` of the key head.
+
+    ``bias`` is the channel of the bias, ``blocks`` the list of a block mask.
+    """
     generator = 0
     arguments = 0
     if C.HAS_MODS:
@@ -82,7 +84,10 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 
 @gluon.jit
 def soft_cap(C: gl.constexpr, s, numbers):
-    """Return (scores in log2 units, softcap_grad) of raw products; softcap_grad is d capped / d scaled."""
+    """Return (scores in log2 units, softcap_grad) of raw products. With SCORE_MOD, units are natural.
+
+    softcap_grad is the derivative of the capped score by the scaled product; 1.0 without a soft-cap.
+    """
     softcap_grad = 1.0
     if C.SOFTCAP:
         tanh = tanh_of(s, numbers.softcap_rate, False)
@@ -99,7 +104,8 @@ def apply_score_mod(
 ):  # fmt: skip
     """Return (scores in log2 units, their derivative by the scaled products) of raw products.
 
-    They get a soft-cap, then ALiBi; or SCORE_MOD, for which ``numbers.scale_log2`` scales to natural units.
+    The scores have a soft-cap and ALiBi, or SCORE_MOD. The latter takes scores in natural units, to which
+    ``numbers.scale_log2`` then scales.
     """
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.LISTED:
@@ -143,7 +149,8 @@ def probabilities(
 ):  # fmt: skip
     """Return (P, weights) of the raw products ``s`` with the rows of block ``m``.
 
-    ``weights`` is dS / dP: P times the derivative of the soft-cap or SCORE_MOD. ``added`` is a bias.
+    ``weights`` is the factor of dP - delta in dS: P times the derivative of the soft-cap or SCORE_MOD.
+    ``added`` has the values of the bias.
     """
     s_layout: gl.constexpr = s.type.layout
     slope, modifiers = head

@@ -1,4 +1,4 @@
-"""Number of programs that share a block of keys in the Hopper backward, so that few key heads fill the GPU.
+"""Choice of the number of programs that share a block of keys in the Hopper backward.
 
 A work tile is a block of keys with all query rows that see it, of all query heads of the group. For example,
 eight query heads on one key head with 8192 keys give 64 long work tiles, too few for 132 multiprocessors. In
@@ -28,11 +28,11 @@ MAX_PARTS = 32
 MAX_BYTES = 128 * 2**20
 """Largest size of the memory for parts."""
 ENOUGH_WAVES = 8
-"""Work tiles per program from which on splits are not needed: programs then end at about the same time."""
+"""With this many work tiles per program, programs end at about the same time, and splits are not needed."""
 START_AND_END = 3.0
 """Approximate cost, in steps, of the start and the end of a work tile: loading K and V, storing dK and dV."""
 STEP_SECONDS = 2.2e-6
-"""Time of a step at full load, about: 10.5 MFLOP at 4.8 TFLOP/s per multiprocessor of an H100."""
+"""Approximate time of a step at full load: 10.5 MFLOP at 4.8 TFLOP/s per multiprocessor of an H100."""
 SUM_SECONDS = 12e-6
 """Minimum cost of the sum of parts: one more kernel and two more tensors, most of it on the host."""
 BYTES_PER_SECOND = 4.4e12
@@ -138,7 +138,7 @@ def candidates(work: Work) -> Iterator[Splits]:
     """Yield all splits of two or more parts within MAX_PARTS and MAX_BYTES. Heads are divided evenly.
 
     When deterministic, programs add to a row of dQ in a fixed order. Under a mask, the shares of neighbouring
-    blocks of keys have different rows, so a program would wait for most of another's work. Therefore only
+    blocks of keys have different rows, so a program would wait for most of another's work. In that case only
     heads are divided.
     """
     heads = [count for count in range(1, work.group + 1) if work.group % count == 0]
@@ -173,7 +173,7 @@ def seconds(work: Work, splits: Splits) -> float:
 
 
 def least_seconds(work: Work, splits: Splits) -> float:
-    """Return a lower bound of the time: the mean load of the programs, or the longest work tile."""
+    """Return a lower bound of :func:`seconds`, from the mean load of programs and the longest work tile."""
     longest = START_AND_END + work.group // splits.heads * (-(-max(work.steps) // splits.rows))
     tiles = len(work.steps) * work.heads * splits.parts
     steps = START_AND_END * tiles + sum(work.steps) * work.heads * work.group
@@ -181,7 +181,7 @@ def least_seconds(work: Work, splits: Splits) -> float:
 
 
 def sum_seconds(work: Work, splits: Splits) -> float:
-    """Return the time that parts cost: each is written once and read once."""
+    """Return the estimated time in seconds of writing, reading and summing the parts."""
     if splits.parts == 1:
         return 0.0
     return SUM_SECONDS + 2 * splits.parts * work.part_bytes / BYTES_PER_SECOND

@@ -20,11 +20,11 @@ from flashtile.backends.hopper.modifiers.dropout import drop, random_bits
 
 
 class StepState(NamedTuple):
-    """Registers that one step hands to the next."""
+    """Registers that one step passes to the next."""
 
     dk: Any
     dv: Any
-    """Sums of the gradients of a warpgroup's keys."""
+    """dk and dv are the gradients of a warpgroup's keys, summed over the steps so far."""
     start: Any
     """-lse of the step's rows, the initial value of the accumulator of S^T."""
 
@@ -72,7 +72,7 @@ def step(
 ):  # fmt: skip
     """Compute step ``i``, for the rows of block ``m``, and dQ of the step before.
 
-    FIRST: this is the first step of a work tile, so there is no step before. CUT: the mask hides some scores.
+    FIRST: this is the first step of a work tile, so there is no step before. CUT: the mask may hide scores.
     Returns the new state, whose ``start`` is for step ``i + more``. ``more`` is 0 in the last step of a work
     tile, else 1.
     """
@@ -89,8 +89,8 @@ def step(
     v = shared.v.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     my_k = k.slice(W * ROWS, ROWS, 0)
     my_v = v.slice(W * ROWS, ROWS, 0)
-    # For each row a zero that is unknown to the compiler. If all accumulators were copies of one register,
-    # the compiler would copy them after the fence in front of the product, which costs a wait.
+    # A zero for each row, whose value the compiler does not know. If all accumulators were copies of one
+    # register, the compiler would copy them after the fence that precedes the product, which costs a wait.
     zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
 
     slot = q.wait(i)

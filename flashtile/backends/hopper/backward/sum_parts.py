@@ -1,7 +1,7 @@
-"""The sum of float32 parts of dK and dV, if programs share blocks of keys (``splits``); rounded once.
+"""Sum of the float32 parts of dK and dV, if programs share blocks of keys (``splits``).
 
-One program adds the parts of some rows, always from the first part to the last. The result therefore has the
-same bits in every run.
+One program adds all parts of its rows, from the first part to the last, and rounds the sum. The result
+therefore has the same bits in every run.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class SumVariant:
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
-    """HEAD_DIM padded to a power of two; BLOCK_DV: HEAD_DIM_V."""
+    """HEAD_DIM padded to a power of two."""
     BLOCK_DV: int
+    """HEAD_DIM_V padded to a power of two."""
     BLOCK: int
 
 
@@ -52,7 +53,10 @@ def sum_rows(parts, gradient, block, rows, WIDTH: tl.constexpr, BLOCK_D: tl.cons
 
 @kernel(do_not_specialize=("rows", "blocks_k"))
 def sum_parts_kernel(dk_parts, dv_parts, dk, dv, rows, blocks_k, C: tl.constexpr):
-    """Grid: ``blocks_k`` blocks of dK, then blocks of dV. Each token and key head has a row."""
+    """Write dK and dV, the sums of their parts. A row is one key head of one token.
+
+    Grid: one program for each of the ``blocks_k`` blocks of dK, then for each block of dV.
+    """
     block = tl.program_id(0)
     if block < blocks_k:
         sum_rows(dk_parts, dk, block, rows, C.HEAD_DIM, C.BLOCK_D, C)

@@ -33,7 +33,7 @@ class Statistics(NamedTuple):
 
 @gluon.jit
 def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile):
-    """TMA load of BLOCK_M rows of q or dO; rows behind the last query arrive as zeros."""
+    """Load BLOCK_M rows of q or dO by TMA; rows past the last query arrive as zeros."""
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
         async_load(desc, [RAGGED_ROWS, end, RAGGED_ROWS - work.seqlen_q + row, head, 0], barrier, tile)
@@ -43,7 +43,7 @@ def load_rows(C: gl.constexpr, desc, work, row, head, barrier, tile):
 
 @gluon.jit
 def load_keys(C: gl.constexpr, desc, work, barrier, tile):
-    """TMA load of the block of keys or values; rows behind the last key arrive as zeros."""
+    """Load the work tile's block of keys or values by TMA; rows past the last key arrive as zeros."""
     row = work.tile_in_head * C.BLOCK_N
     head = work.head // C.HEAD_SPLITS
     if C.VARLEN or C.SEQUSED:
@@ -57,9 +57,10 @@ def load_keys(C: gl.constexpr, desc, work, barrier, tile):
 def store_gradient(
     C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule, START: gl.constexpr = 0
 ):
-    """TMA store of warpgroup W's keys of a head, as many columns at a time as ``desc`` has, through one tile.
+    """Store the gradient of warpgroup W's keys of a head by TMA, through one tile.
 
-    ``gradient`` has the columns from START on. Rows behind the last key are not written.
+    A store has as many columns as the block of ``desc``. ``gradient`` has the columns from START on. Rows
+    past the last key are not written.
     """
     PART: gl.constexpr = desc.block_type.shape[-1]
     parts = column_parts(gradient, PART)

@@ -6,8 +6,8 @@ bytes as q and dO together. Two kernels compute seven products instead of five, 
 bytes. They accumulate only in registers, so the results have the same bits in every run.
 
 A work tile is 64 keys of a key head. Its program visits the query rows that see these keys, 64 at a time, in
-every query head of the key head. Each of two *consumer* warpgroups accumulates one gradient, of which 64 x
-256 in fp32 take half of its registers:
+every query head of the key head. Each of two *consumer* warpgroups accumulates one gradient. Its 64 x 256
+elements in fp32 take half of the warpgroup's registers:
 
     values:  S^T = K Q^T     P^T = exp2(S^T - lse)       dV += P^T dO
     keys:    dP^T = V dO^T   dS^T = P^T (dP^T - delta)   dK += dS^T Q
@@ -58,8 +58,10 @@ from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class DkvPointers(NamedTuple):
-    """Pointers to memory that the kernel accesses without TMA descriptors, int32 except for the slopes. They
-    are None for memory that a call does not have."""
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks.
+
+    They are int32 except for the slopes.
+    """
 
     table: Any
     """The tile table of packed sequences, whose work tiles are blocks of keys."""
@@ -70,7 +72,7 @@ class DkvPointers(NamedTuple):
 
 
 class DkvTiles(NamedTuple):
-    """Shared memory of a program: channels, and two numbers for the rows in each slot of q or dO."""
+    """Shared memory of a program: channels, and a number for each row in the slots of q and dO."""
 
     q: Any
     do: Any
@@ -93,10 +95,10 @@ class Gradients(NamedTuple):
 
 @gluon.jit
 def in_chunks(x):
-    """Reorder x [64, 64] to [4, 1024]: each row has 16 bytes of each of 128 threads, without bank conflicts.
+    """Reorder x [64, 64] to [4, 1024]: each row has 16 bytes of each of 128 threads.
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
-    (w, r, t).
+    (w, r, t). In the new order, stores and loads have no bank conflicts.
     """
     return x.reshape([4, 2, 8, 4, 2, 4, 2]).permute((3, 0, 2, 5, 4, 1, 6)).reshape([4, 1024])
 
@@ -124,7 +126,7 @@ def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, stati
 
 @gluon.jit
 def load_resident(C: gl.constexpr, t, work, desc, ring):
-    """TMA load of the block of k or v of the program's work tile number ``t``."""
+    """Load the block of k or v of the program's work tile number ``t`` by TMA."""
     slot = ring.acquire(t)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_keys(C, desc, work, ring.full.index(slot), ring.tiles.index(slot))
@@ -166,7 +168,10 @@ def producer(C: gl.constexpr, queue, tiles, descs, pointers, schedule):
 
 @gluon.jit
 def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, numbers):
-    """Pass P^T of the rows of block ``m`` to the other warpgroup, and add their contribution to dV."""
+    """Return dV plus the contribution of the rows of block ``m``.
+
+    P^T, times the soft-cap's derivative, is passed to the other warpgroup.
+    """
     q, do, k, _v, weights, statistics = tiles
     dtype: gl.constexpr = k.tiles.dtype
     k_tile = k.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_D])
@@ -193,7 +198,7 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, num
 
 @gluon.jit
 def key_step(C: gl.constexpr, i, dk, tiles):
-    """Add the contribution of the rows of step ``i`` to dK."""
+    """Return dK plus the contribution of the rows of step ``i``."""
     q, do, _k, v, weights, statistics = tiles
     dtype: gl.constexpr = v.tiles.dtype
     v_tile = v.tiles.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
@@ -291,7 +296,10 @@ def dkv_kernel(
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, dk_desc, dv_desc, pointers, schedule,
     numbers, C: gl.constexpr,
 ):  # fmt: skip
-    """Grid: at most one program per multiprocessor; each takes work tiles from the work queue."""
+    """Compute dK and dV.
+
+    Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
+    """
     dtype: gl.constexpr = q_desc.dtype
     q = make_channel(q_desc, C.STAGES, 2, 1)
     do = make_channel(do_desc, C.STAGES, 2, 1)

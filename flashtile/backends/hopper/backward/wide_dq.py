@@ -49,8 +49,9 @@ class DqPointers(NamedTuple):
     """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks."""
 
     neg_lse: Any
-    """-lse and -delta of each padded row (``common.preprocess``), fp32."""
+    """-lse of each padded row (``common.preprocess``), fp32."""
     neg_delta: Any
+    """-delta of each padded row, fp32."""
     table: Any
     """The tile table of packed sequences, whose work tiles are blocks of rows; int32."""
     seqused_k: Any
@@ -100,7 +101,7 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 @gluon.jit
 def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, channels, numbers):
-    """Add the contribution of the keys of block ``n`` to dQ."""
+    """Return dQ plus the contribution of the keys of block ``n``."""
     q, do, k, v = channels
     neg_lse, neg_delta = statistics
     dtype: gl.constexpr = q.tiles.dtype
@@ -180,13 +181,13 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
 
 @gluon.jit
 def consumer(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, call):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
+    """Warpgroup W: compute dQ of rows 64 W to 64 W + 63 of every block of rows of this program."""
     consume(C, differentiate_tile, 0, (W, channels, dq_desc), call)
 
 
 @gluon.jit
 def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
-    """TMA load of warpgroup W's rows of q or dO, of the program's block of rows number ``j``."""
+    """Load warpgroup W's rows of q or dO, of the program's block of rows number ``j``, by TMA."""
     slot = ring.acquire(2 * j + W)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
@@ -194,7 +195,7 @@ def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
 
 @gluon.jit
 def load_block(C: gl.constexpr, work, n, i, ring, desc):
-    """TMA load of block ``n`` of k or v, as use ``i`` of its ring."""
+    """Load block ``n`` of k or v by TMA, as use ``i`` of its ring."""
     slot = ring.acquire(i)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_keys(C, desc, work, n, ring.full.index(slot), ring.tiles.index(slot))
@@ -228,8 +229,11 @@ def producer(C: gl.constexpr, channels, descs, call):
 def dq_kernel(
     q_desc, k_desc, v_desc, do_desc, dq_desc, pointers, padded_rows, schedule, numbers, C: gl.constexpr
 ):  # fmt: skip
-    """Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``."""
-    # Use 2 j + W of q and of dO: warpgroup W's rows of the program's block number j.
+    """Compute dQ.
+
+    Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
+    """
+    # Use 2 j + W of the channels of q and dO has warpgroup W's rows of the program's block number j.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)

@@ -42,7 +42,7 @@ class DqVariant(ForwardVariant):
 
 def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
     """Return the variants of (``dkv_kernel``, ``dq_kernel``). The latter has the forward's tile scheduler."""
-    dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # this kernel always is
+    dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # it is in any case
     rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
     dq = replace(
         forward.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size
@@ -51,7 +51,7 @@ def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVari
 
 
 class WideKernels(NamedTuple):
-    """The kernels of one signature, in the order of their launch."""
+    """The prepared launches of one signature, in launch order."""
 
     preprocess: Preprocess
     fill_table_k: TileTable | None
@@ -87,7 +87,7 @@ class WideBackwardLaunch:
         if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(dlse, q, k, v, alibi_slopes)
         device = q.device
-        # The name keeps the workspace alive until all kernels that get addresses of its parts are launched.
+        # ``_workspace`` must stay alive until all kernels that get addresses of its parts are launched.
         dout, dq, dk, dv, dsink, _workspace, neg_lse, neg_delta, counters, _ = kernels.preprocess(
             kernels.dq, dout, dlse, q, k, v, out, lse, extras
         )

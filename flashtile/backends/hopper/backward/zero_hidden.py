@@ -1,5 +1,7 @@
-"""Zeros in a bias's gradient where a mask hides scores, for calls in which the backward kernel writes the
-gradient: it skips blocks in which every score is hidden."""
+"""Write zeros to those blocks of a bias's gradient in which a mask hides scores.
+
+This is needed if the backward kernel writes the gradient, because it skips blocks without visible scores.
+"""
 
 import triton
 import triton.language as tl

@@ -79,11 +79,11 @@ def output_layout(C):
 
 @gluon.jit
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from, n_to, n_masked=0):
-    """Attend to blocks n_from - 1 down to n_to, which no edge of the mask cuts.
+    """Attend to blocks n_from - 1 down to n_to, without a mask.
 
-    Q K^T of each block overlaps P V of the block before. With a block mask, blocks from ``n_masked`` on are
-    masked. ``p`` is P of block n_from. Block n_from - 1 is use ``i`` of the channels of k and v. Returns the
-    new state, P of block n_to, and the new ``i``.
+    Q K^T of each block overlaps P V of the block before. With a block mask, only blocks from ``n_masked`` on
+    are masked. ``p`` is P of block n_from. Block n_from - 1 is use ``i`` of the channels of k and v. Returns
+    the new state, P of block n_to, and the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
@@ -209,8 +209,10 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
 
 @gluon.jit
 def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl.constexpr = False):
-    """Release ``count`` blocks of the tile that none of this warpgroup's rows sees, and with HAS_BIAS as many
-    tiles of the bias."""
+    """Release ``count`` blocks of keys that no row of this warpgroup sees, and return the new ``i``.
+
+    With HAS_BIAS, the same number of tiles of the bias is released.
+    """
     for _ in range(count):
         ping_pong.wait(W, i)
         ping_pong.pass_on(W)

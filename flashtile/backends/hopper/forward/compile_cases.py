@@ -37,9 +37,9 @@ _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
     "bias": {64: (16, 0, 36), 128: (8, 84, 80)},
 }
 _TELLING = {("mods", "block mask", 64), ("dropout", "causal", 128), ("bias", "causal", 64)}
-"""Cases that are compiled in every run of the tests; others differ little from them."""
+"""Cases with modifiers that every run of the tests compiles; the other cases differ little from them."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-"""Sequence lengths for which, together, every row of the table is chosen."""
+"""Sequence lengths that together select every row of the table."""
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:

@@ -35,18 +35,19 @@ class ForwardConfig:
         Q_IN_REGISTERS: columns of q that stay in registers, which saves reads of shared memory.
         LAZY_RESCALE: the running maximum of a row may lag behind by a factor of 2 ** 8, so that most blocks
             of keys need no rescaling of O. A warp rescales O only if one of its rows has a new maximum.
-        PIN_WAIT: the wait for P V is kept behind the exponentials; the assembler would move it before them.
+        PIN_WAIT: the wait for P V stays after the exponentials; the assembler would move it before them.
         PROGRAMS: programs that share a multiprocessor: one begins or ends a tile while another multiplies.
-        paired_below: number of keys. Under a mask with a right edge, shorter sequences have their blocks of
-            queries computed in pairs (``schedule.num_parts``). In longer ones, the longest blocks of all
-            heads come first.
-        QUEUED: under a mask with only a right edge, programs take the blocks of longer sequences (as in
-            ``paired_below``) from the work queue. Blocks of packed sequences always come from the queue.
+        paired_below: number of keys. Under a mask with a right edge, sequences with fewer keys are computed
+            in pairs of query blocks (``schedule.num_parts``). In longer sequences, the longest query blocks
+            of all heads come first.
+        QUEUED: under a mask with only a right edge, programs take the blocks of sequences of at least
+            ``paired_below`` keys from the work queue. Blocks of packed sequences always come from the queue.
         BIAS_STAGES: tiles of a bias in shared memory.
-        LATE_BITS: the assembler may delay the computation of dropout's random bits until the exponentials;
-            else they are computed during the products.
+        LATE_BITS: the assembler may delay the computation of dropout's random bits until the exponentials.
+            Otherwise they are computed during the products.
         spill_budget: bytes of register spills that were measured and accepted, none of them in the loop over
-            unmasked blocks; features_spill_budget: the same with every feature at once.
+            unmasked blocks.
+        features_spill_budget: the same for a kernel with every feature at once.
     """
 
     warpgroups: int
@@ -95,12 +96,13 @@ class ForwardVariant(ModifierFlags):
     PAIRED: bool
     """A work tile is a pair of blocks of query rows; all pairs cost the same (``schedule.num_parts``)."""
     PACK: int
-    """Query heads of a key head that share a tile, row by row (FlashAttention-3's PackGQA); else 1."""
+    """Number of query heads of a key head that share a tile, row by row (FlashAttention-3's PackGQA)."""
     KV_GROUP: int
     """Heads of the schedule per key head: query heads per key head, divided by PACK."""
     HAS_SCORE_MOD: bool
-    """Scores are in log2 units before the softmax, for ALiBi or a scale that is not positive. Otherwise the
-    softmax scales what it gets: raw products, the tanh of a soft-cap, or scores in natural units."""
+    """Scores are scaled to log2 units before the softmax, for ALiBi or a scale that is not positive.
+    Otherwise the softmax scales its input: raw products, the tanh of a soft-cap, or scores in natural
+    units."""
     BLOCK_D: int
     """Columns of q and k in shared memory."""
     BLOCK_DV: int
@@ -112,7 +114,7 @@ class ForwardVariant(ModifierFlags):
     O_WIDE: int
     O_COLUMNS: int
     QK_COLUMNS: int
-    """Columns of q and k that are multiplied: those behind head_dim are zeros."""
+    """Columns of q and k that are multiplied. Columns past head_dim are zeros."""
     BLOCK_M: int
     BLOCK_N: int
     WARPGROUPS: int
@@ -186,7 +188,7 @@ _D192_N128 = F(
 PARTIAL = F(
     2, 128, O_IN_PARTS=True, QUEUED=True, paired_below=4096, spill_budget=64, features_spill_budget=128
 )
-"""Configuration for results in float32 and head sizes up to 128: out is stored in parts that fit."""
+"""Configuration for results in float32 and head sizes up to 128: out is stored in parts, to save memory."""
 PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
 """PARTIAL for q of 128 columns, which fit in registers."""
 PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=160)
@@ -236,7 +238,7 @@ _TABLE |= {
     for d, dv in permutations((64, 128, 256), 2)
     for windowed in (False, True)
 }
-"""Unequal head sizes have the tiles that fit; they are not timed."""
+"""Unequal head sizes have tiles that fit in shared memory. These configurations were not timed."""
 MAX_MODIFIED_COLUMNS = 128
 """Largest head size for which modifiers may change scores."""
 # Modifiers -> (config for head sizes up to 64, config for larger ones). All have two consumers: a 16-bit tile
@@ -257,10 +259,11 @@ PARTS_OF = {96: 3, 160: 5, 192: 3}
 """Number of tiles into which columns are divided if their number is not a power of two."""
 _FEWER_COLUMNS = (32, *PARTS_OF)
 BETTER_FILLED = 1.15
-"""Smaller blocks of keys are chosen if a short sequence fills them more completely by this factor."""
+"""Blocks of 64 keys replace blocks of 128 keys if the share of them that a sequence fills is larger by this
+factor."""
 
 
-# (columns of q and k, of v) -> (keys, config), before _TABLE, for masks with a left and a right edge.
+# (columns of q and k, of v) -> (keys, config), for masks with both edges. Searched before _TABLE.
 _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
     (64, 64): ((512, _M128_N64_SHARED_LAZY),),
     (128, 128): ((2048, _M128_N64_LAZY),),
@@ -359,7 +362,7 @@ def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
 
 
 def smem_bytes(config: ForwardConfig, block_d: int, block_dv: int) -> int:
-    """Shared memory of the tiles, in bytes, as the kernel allocates them (barriers take a few dozen more)."""
+    """Return the bytes of shared memory for tiles of the kernel; barriers take a few dozen more."""
     q = config.Q_STAGES * config.BLOCK_M * block_d
     kv = config.STAGES * config.BLOCK_N * (block_d + block_dv)
     o = 0 if config.Q_HOLDS_O else config.BLOCK_M * (2 * O_PART if config.O_IN_PARTS else block_dv)

@@ -5,8 +5,8 @@ producer moves tiles of q, k and v to shared memory by TMA. A consumer multiplie
 (wgmma) and keeps its rows' running maximum, sum and output in registers. Two overlaps hide the softmax:
 
 * within a warpgroup: the softmax of block j runs while the product P V of block j - 1 is in flight;
-* between warpgroups: one multiplies while another computes exponentials. They drift apart by themselves, or
-  PING_PONG orders them.
+* between warpgroups: one multiplies while another computes exponentials. The warpgroups drift apart by
+  themselves, or PING_PONG orders them.
 
 Blocks of keys are visited from the last to the first: those that the mask's right edge cuts, those that every
 row sees, those that the left edge cuts. Only cut blocks pay for a mask.
@@ -45,7 +45,7 @@ class ForwardInputs(NamedTuple):
 
 @gluon.jit
 def consumer(C: gl.constexpr, W: gl.constexpr, queue, channels, ping_pong, output, call):
-    """Warpgroup W: rows 64 W to 64 W + 63 of every block that this program computes."""
+    """Warpgroup W: compute rows 64 W to 64 W + 63 of every block of query rows of this program."""
     consume(C, attend_tile, queue, (W, channels, ping_pong, output), call)
     tma.store_wait(0)
 
@@ -102,7 +102,7 @@ def producer(C: gl.constexpr, queue, channels, descs, call):
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, bias_desc, pointers, schedule, numbers, C: gl.constexpr
 ):  # fmt: skip
-    """Grid: PROGRAMS programs per multiprocessor at most.
+    """Compute out and lse. Grid: at most PROGRAMS programs per multiprocessor.
 
     Work tiles are assigned in ``serpentine_order``, or taken from the work queue, whose counter is in
     ``pointers.table``. Arguments that a call lacks (a bias, a table, slopes, a sink) are None.

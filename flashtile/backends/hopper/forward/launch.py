@@ -75,8 +75,8 @@ programs end together, and the keys of the interleaved heads stay in the L2 cach
 def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
     """Return how many query heads share a tile: a whole group if that saves a quarter of the tiles, else 1.
 
-    With ``windows``, under a mask with two edges, it must save a quarter of the keys that warpgroups visit:
-    rows of a packed tile are at fewer positions, and see fewer keys.
+    If ``windows``, under a mask with two edges, it must instead save a quarter of the keys that warpgroups
+    visit. Rows of a packed tile have fewer distinct positions, so together they see fewer keys.
     """
     group = problem.group_size
     unpacked = problem.varlen or bool(modifiers_of(problem))
@@ -93,8 +93,11 @@ def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
 
 
 def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
-    """Whether work tiles come from the work queue: always for packed sequences. If ``config`` says so, also
-    for long sequences under a mask with only a right edge."""
+    """Whether work tiles come from the work queue.
+
+    They do for packed sequences. With ``config.QUEUED``, they also do for sequences of at least
+    ``config.paired_below`` keys under a mask with only a right edge.
+    """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     one_edge = right != UNLIMITED and left == UNLIMITED
     return problem.varlen or (config.QUEUED and one_edge and problem.seqlen_k >= config.paired_below)
@@ -106,8 +109,8 @@ def variant_of(
     """Return the variant that the forward kernel is compiled for.
 
     ``has_queue`` is False for kernels that share its steps but have no work queue (FP8, dQ for head sizes
-    over 128). They compute packed sequences in pairs, pad tiles to 64, 128 or 256 columns, and have modified
-    scores in log2 units.
+    over 128). They compute packed sequences in pairs, pad tiles to 64, 128 or 256 columns, and scale modified
+    scores to log2 units before the softmax.
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -130,7 +133,7 @@ def variant_of(
     if problem.mods is not None:
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
         flags |= {"MASK_BLOCK": size_q, "TILES_PER_MASK_BLOCK": size_kv // config.BLOCK_N}
-        if flags["LISTED"]:  # a block of rows costs as much as its list is long
+        if flags["LISTED"]:  # lists differ in length, so no fixed order balances the blocks of rows
             even, queued, paired = problem.seqlen_k % size_kv == 0, True, False
     return ForwardVariant(
         VARLEN=problem.varlen,
@@ -212,7 +215,7 @@ def query_blocks(problem: Problem, variant: ForwardVariant) -> int:
 
 
 def tile_table(problem: Problem, variant: ForwardVariant) -> TileTable | None:
-    """Return the tile table of packed sequences; None if dense."""
+    """Return the tile table of packed sequences; None for a dense call."""
     if not problem.varlen:
         return None
     return TileTable(
@@ -291,12 +294,12 @@ class Outputs:
 
 
 class ForwardKernels(NamedTuple):
-    """The kernels of one signature, in the order of their launch."""
+    """The prepared launches of one signature, in launch order, and how to prepare their arguments."""
 
     fill_table: TileTable | None
     attend: CachedLaunch
     functions: FunctionTensors | None = None
-    """Tensors that functions of scores and masks read."""
+    """Prepares the tensors that score and mask functions read; None without functions."""
     queued: bool = False
     """Programs take work tiles from the work queue."""
 
@@ -330,7 +333,7 @@ class HopperForwardLaunch:
         if fill_table is not None:
             table = fill_table(extras.cu_seqlens_q, extras.cu_seqlens_k, extras.seqused_k)
         elif functions is not None:
-            # The name keeps the tensors alive until the kernel that gets their addresses is launched.
+            # _tensors keeps the tensors alive until the launch of the kernel, which gets only addresses.
             lists, captured, _tensors = functions(extras, lse, attend.takes_addresses)
             if queued:  # the kernel resets the counters (leave_queue)
                 table = zeroed_counters(q.device, TABLE_WIDTH.value)

@@ -40,7 +40,7 @@ def least(a, b):
 def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
     """Wait for use ``i`` of the channel of k and return :func:`qk_product` with it.
 
-    If D_PARTS > 1, ``q`` is a tuple of tiles and ``q_head`` a tuple of those in registers.
+    If D_PARTS > 1, ``q`` is a tuple of tiles, and ``q_head`` a tuple of the tiles that are in registers.
     """
     slot = k.wait(i)
     if C.D_PARTS == 1:
@@ -82,9 +82,9 @@ def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
-    """Wait for use ``j`` of the channel of q, and return what belongs to warpgroup W's rows.
+    """Wait for use ``j`` of the channel of q, and return the queries of warpgroup W.
 
-    It is (number of the first tile, tile or tuple of tiles, columns that stay in registers).
+    Returns (index of the first tile, tile or tuple of tiles, the columns that stay in registers).
     """
     part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
     if C.D_PARTS == 1:
@@ -132,7 +132,7 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
 
 @gluon.jit
 def pv_part(C: gl.constexpr, p, v, o):
-    """:func:`pv_product` with one of O's accumulators."""
+    """Return accumulator o + p v, left in flight, for the first rows of v's tile (:func:`pv_product`)."""
     WIDTH: gl.constexpr = p.shape[1]
     if WIDTH < C.BLOCK_N:
         v = v.slice(0, WIDTH, dim=0)
@@ -161,13 +161,13 @@ def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def scale_rows(x, factor):
-    """x [rows, n] times factor [rows], in any layouts."""
+    """Return x [rows, n] times factor [rows], in any layouts."""
     return x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None]
 
 
 @gluon.jit
 def scale_output(C: gl.constexpr, o, factor):
-    """:func:`scale_rows` of all of O."""
+    """Apply :func:`scale_rows` to every accumulator of O."""
     if C.DV_PARTS == 1:
         return scale_rows(o, factor)
     else:
@@ -176,7 +176,7 @@ def scale_output(C: gl.constexpr, o, factor):
 
 @gluon.jit
 def rescale_output(C: gl.constexpr, o, alpha):
-    """:func:`rescale` of all of O."""
+    """Apply :func:`rescale` to every accumulator of O."""
     if C.DV_PARTS == 1:
         return rescale(o, alpha)
     else:
@@ -185,7 +185,7 @@ def rescale_output(C: gl.constexpr, o, alpha):
 
 @gluon.jit
 def round_output(C: gl.constexpr, o, dtype: gl.constexpr):
-    """Convert all of O to ``dtype``."""
+    """Convert every accumulator of O to ``dtype``."""
     if C.DV_PARTS == 1:
         return o.to(dtype)
     else:

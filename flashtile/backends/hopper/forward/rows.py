@@ -18,8 +18,9 @@ class Rows(NamedTuple):
     positions: Any
     """Position of each row among the keys, [64]."""
     first_key: Any
+    """The first key that each row sees, [64]."""
     last_key: Any
-    """The last key that each row sees, [64]; first_key: the first one."""
+    """The last key that each row sees, [64]."""
     slope: Any
     """ALiBi's slope of each row's head, in log2 units."""
     tree: Any
@@ -34,10 +35,11 @@ class Tree(NamedTuple):
     mask: Any
     """Pointer to the mask of the sequence."""
     row: Any
-    """Where each row's part of the mask begins, [64]; -1 for a row that does not exist."""
+    """Offset of each row in the mask, in elements, [64]; -1 for a row that does not exist."""
     first_key: Any
-    """The key that the first column of the mask stands for."""
+    """Number of the key to which the first column of the mask refers."""
     columns: Any
+    """Number of columns of the mask."""
 
 
 @gluon.jit
@@ -66,7 +68,7 @@ def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule)
 
 @gluon.jit
 def mask_rows(C: gl.constexpr, work, positions, slope, schedule, modifiers=0):
-    """Return the :class:`Rows` at ``positions`` of a sequence."""
+    """Return the :class:`Rows` for query rows ``positions`` of a sequence."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:
@@ -76,7 +78,7 @@ def mask_rows(C: gl.constexpr, work, positions, slope, schedule, modifiers=0):
 
 @gluon.jit
 def rows_in(C: gl.constexpr, rows, layout: gl.constexpr):
-    """Convert rows to another layout."""
+    """Return ``rows`` with its tensors converted to ``layout``."""
     slope = rows.slope
     if C.ALIBI:
         slope = gl.convert_layout(slope, layout)

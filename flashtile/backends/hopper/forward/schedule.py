@@ -54,8 +54,9 @@ class ForwardSchedule(NamedTuple):
     alibi_stride: Any
     """Elements from one sequence's slopes to the next's; 0 if all share them."""
     bias_batch: Any = None
-    """Sequences of the bias: all, or 1 if they share it; bias_heads: its query heads, likewise."""
+    """Number of sequences that the bias tells apart; 1 if all share it."""
     bias_heads: Any = None
+    """Number of query heads that the bias tells apart; 1 if all share it."""
     drop_threshold: Any = None
     """Dropout drops a probability whose random number of 15 bits is below this threshold."""
 
@@ -86,7 +87,8 @@ class Numbers(NamedTuple):
     """Floats of the launch, for scores in log2 units."""
 
     scale_log2: Any
-    """Factor that the softmax applies: softmax_scale * log2(e), or softcap * log2(e) with a soft-cap."""
+    """Factor from raw products to log2 units, softmax_scale * log2(e). With a soft-cap, factor from its tanh:
+    softcap * log2(e)."""
     softcap_rate: Any
     """softmax_scale / softcap."""
     softcap_log2: Any
@@ -101,9 +103,10 @@ class ForwardNumbers(NamedTuple):
     softcap_rate: Any
     softcap_log2: Any
     scale: Any = None
-    """Factor to scores in natural units: softmax_scale for raw products, softcap for their tanh."""
+    """Factor to scores in natural units: softmax_scale for raw products, softcap for the tanh of a
+    soft-cap."""
     keep_scale: Any = None
-    """Factor of dropout, 1 / (1 - dropout_p) with dropout_p as rounded."""
+    """Factor of dropout, 1 / (1 - dropout_p), with dropout_p rounded to the bits of the random numbers."""
 
 
 @gluon.jit
@@ -128,7 +131,10 @@ def num_own_tiles(program, programs, num_tiles):
 
 @gluon.jit
 def next_tile(pointers, programs):
-    """Take the next work tile from the queue. Each program's first work tile does not come from the queue."""
+    """Take a work tile from the queue and return its index.
+
+    The first work tile of each program, with the program's number as its index, does not come from the queue.
+    """
     return programs + gl.atomic_add(pointers.table + TAKEN, 1)
 
 
@@ -147,15 +153,15 @@ def leave_queue(pointers, tile_index, num_tiles, programs):
 def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
     """Return the number of blocks of query rows in a work tile: 2 in a pair, else 1.
 
-    Under a causal mask, block m of queries costs m + 1 blocks of keys. A pair is the longest and the shortest
-    block that are left. All pairs of a sequence cost the same, and concurrent pairs read the same keys.
+    Under a causal mask, block m of queries costs m + 1 blocks of keys. A pair consists of the longest and the
+    shortest remaining block. All pairs of a sequence cost the same, and concurrent pairs read the same keys.
     """
     return 2 if PAIRED and 2 * tile_in_head + 1 < num_blocks else 1
 
 
 @gluon.jit
 def block_of_part(num_blocks, tile_in_head, part, PAIRED: gl.constexpr):
-    """Return block number ``part`` (0 or 1) of query rows of a work tile; the longer block comes first."""
+    """Return the index of a work tile's block ``part`` of query rows; part 0 is the longer block."""
     return tile_in_head if PAIRED and part > 0 else num_blocks - 1 - tile_in_head
 
 
@@ -167,7 +173,10 @@ def tiles_of_head(num_blocks, PAIRED: gl.constexpr):
 
 @gluon.jit
 def dense_tile(tile_index, tiles_per_head, num_heads, swizzle):
-    """Return (sequence, head, tile_in_head) of a work tile; those of ``swizzle`` heads are interleaved."""
+    """Return (sequence, head, tile_in_head) of a work tile.
+
+    Work tiles of ``swizzle`` heads are interleaved.
+    """
     per_swizzle = tiles_per_head * swizzle
     head_of_batch = tile_index // per_swizzle * swizzle + tile_index % swizzle
     return head_of_batch // num_heads, head_of_batch % num_heads, tile_index % per_swizzle // swizzle
@@ -219,8 +228,8 @@ def key_blocks(
 ):  # fmt: skip
     """Return (begin, end), the blocks of keys that some of the rows see (:func:`key_range`).
 
-    There is always a block. Rows that see no key get the block behind the last key: it loads as zeros and is
-    masked as a whole.
+    There is at least one block. If the rows see no key, it is the block past the last key, which loads as
+    zeros and is masked as a whole.
     """
     begin, end, _, _ = key_range(first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
     n_begin = begin // BLOCK_N
@@ -274,7 +283,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
 
 @gluon.jit
 def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
-    """Return ``end`` of a warpgroup's blocks, or ``end`` - 1 if rows see at most half of the last block."""
+    """Return ``end``, or ``end`` - 1 if a warpgroup's rows see at most the first half of the last block."""
     last_key = min(last + work.seqlen_k - work.seqlen_q + schedule.window_right, work.seqlen_k - 1)
     half = last_key < (end - 1) * C.BLOCK_N + C.BLOCK_N // 2 and end - 1 > begin
     return end - 1 if half else end
@@ -311,8 +320,10 @@ def walk_own_tiles(C: gl.constexpr, STEP: gl.constexpr, num_tiles, arguments, ca
 
 @gluon.jit
 def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
-    """A consumer's loop: call :func:`walk_work_tile` for each work tile of its program. They come from the
-    work queue or in a fixed order."""
+    """A consumer's loop: call :func:`walk_work_tile` for each work tile of its program.
+
+    The work tiles come from the work queue, or in a fixed order.
+    """
     num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     if C.QUEUED:
         i = 0
@@ -329,8 +340,11 @@ def consume(C: gl.constexpr, STEP: gl.constexpr, queue, arguments, call):
 
 @gluon.jit
 def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
-    """The producer's loop: call :func:`walk_work_tile` for each work tile of its program. The producer takes
-    them from the work queue's counter, or in a fixed order. Return the number of blocks of keys."""
+    """The producer's loop: call :func:`walk_work_tile` for each work tile of its program.
+
+    The producer takes work tiles from the work queue's counter, or in a fixed order. Returns the number of
+    blocks of keys that it has loaded.
+    """
     num_tiles = num_work_tiles(C, call.pointers, call.schedule)
     if C.QUEUED:
         program, programs = gl.program_id(0), gl.num_programs(0)
@@ -345,7 +359,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # others have a new counter per launch: this would spill more
+        if C.HAS_MODS:  # other variants get a new counter in each launch; resetting it would cost spills
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

@@ -1,7 +1,7 @@
 """From raw products to probabilities in the Hopper forward, with queries as rows: soft-cap, score and mask
 functions, bias, ALiBi, masks, the online softmax, dropout.
 
-Scores are kept in log2 units, so that a probability is one FMA and one exp2.
+A probability takes one FMA and one exp2, because softmax_scale and log2(e) form one factor, ``scale_log2``.
 """
 
 from triton.experimental import gluon

@@ -16,13 +16,13 @@ class Output(NamedTuple):
     """Shared memory and descriptor through which the consumers store out."""
 
     tiles: Any
-    """One tile for each consumer, two with O_IN_PARTS; with Q_HOLDS_O the tiles of q."""
+    """One tile for each consumer, or two with O_IN_PARTS; with Q_HOLDS_O, the tiles of q."""
     desc: Any
 
 
 @gluon.jit
 def load_keys(C: gl.constexpr, desc, work, n, barrier, slot, column: gl.constexpr = 0):
-    """TMA load of block ``n`` of k or v, from ``column`` on; rows behind the last key arrive as zeros."""
+    """Load block ``n`` of k or v by TMA, from ``column`` on; rows past the last key arrive as zeros."""
     row, head = n * C.BLOCK_N, work.head // C.KV_GROUP
     if C.VARLEN or C.SEQUSED:
         end = work.start_k + work.seqlen_k
@@ -35,7 +35,7 @@ def load_keys(C: gl.constexpr, desc, work, n, barrier, slot, column: gl.constexp
 def load_queries(
     C: gl.constexpr, w: gl.constexpr, desc, work, block, barrier, part, column: gl.constexpr = 0
 ):
-    """TMA load of the rows of warpgroup ``w``, from ``column`` on; rows behind the last query arrive as
+    """Load the query rows of warpgroup ``w`` by TMA, from ``column`` on; rows past the last query arrive as
     zeros."""
     row = (block * C.BLOCK_M + w * WARPGROUP_ROWS) // C.PACK
     if C.VARLEN:
@@ -50,7 +50,7 @@ def load_queries(
 
 @gluon.jit
 def store_rows(C: gl.constexpr, desc, work, row, part, column: gl.constexpr = 0):
-    """TMA store of a warpgroup's rows of the output, from ``column`` on; rows behind the last query are not
+    """Store a warpgroup's rows of the output by TMA, from ``column`` on; rows past the last query are not
     written."""
     if C.VARLEN:
         end = work.start_q + work.seqlen_q
@@ -63,8 +63,10 @@ def store_rows(C: gl.constexpr, desc, work, row, part, column: gl.constexpr = 0)
 
 @gluon.jit
 def store_parts(C: gl.constexpr, W: gl.constexpr, o, output, work, row):
-    """TMA store of a warpgroup's rows, as many columns at a time as the descriptor has, through two tiles in
-    alternation."""
+    """Store a warpgroup's rows by TMA, a few columns at a time (as many as the descriptor's block has).
+
+    The parts alternate between two tiles of shared memory.
+    """
     PART: gl.constexpr = output.desc.block_type.shape[-1]
     COUNT: gl.constexpr = (C.BLOCK_DV + PART - 1) // PART
     parts = output_parts(C, o, PART)
@@ -78,11 +80,11 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, output, work, row):
 
 @gluon.jit
 def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, first):
-    """TMA store of warpgroup W's rows of O, from row ``first`` on.
+    """Store warpgroup W's rows of O by TMA, from row ``first`` on.
 
-    They go through the tiles of q (Q_HOLDS_O), through small tiles a few columns at a time (O_IN_PARTS), or
-    through a tile of their own. ``q_part`` is the number of the warpgroup's first tile of q, which is use
-    ``j`` of its channel.
+    The rows go through the tiles of q (Q_HOLDS_O), through small tiles a few columns at a time (O_IN_PARTS),
+    or through a tile of their own. ``q_part`` is the index of the warpgroup's first tile of q, ``j`` the use
+    of q's channel. With Q_HOLDS_O, use ``j`` is released when the stores have read the tiles.
     """
     if C.Q_HOLDS_O and C.D_PARTS > 1:
         PART: gl.constexpr = output.desc.block_type.shape[-1]
@@ -108,7 +110,7 @@ def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, 
 
 @gluon.jit
 def store_lse(C: gl.constexpr, lse, work, head, positions, pointers, schedule):
-    """Store lse, in natural logarithm, for each row; rows behind the last query are not written."""
+    """Store lse (natural logarithm) of each row; rows past the last query are not written."""
     if C.VARLEN:
         rows = head.to(gl.int64) * schedule.total_q + work.start_q + positions
     else:

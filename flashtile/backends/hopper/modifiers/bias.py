@@ -1,10 +1,10 @@
 """Tiles of an additive bias, from TMA to the scores that they are added to.
 
-A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k), the last with stride 1. TMA loads a tile of it
-for each tile of scores; keys and rows behind the end arrive as zeros. In the forward, tiles of the bias have
-shared memory of their own. In the backward they use the shared memory of dS of the same step: a warpgroup
-reads its part of the bias, then overwrites it with dS. If each element of the bias belongs to one score, dS
-is the bias's gradient, and TMA stores it from there.
+A bias is (batch or 1, query heads or 1, seqlen_q, seqlen_k); its last dimension has stride 1. TMA loads a
+tile of it for each tile of scores; elements outside of the bias arrive as zeros. In the forward, tiles of the
+bias have shared memory of their own. In the backward they use the shared memory of dS of the same step: a
+warpgroup reads its part of the bias, then overwrites it with dS. If each element of the bias belongs to one
+score, dS is the bias's gradient, and TMA stores it from there.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,7 @@ from flashtile.backends.hopper.constants import LOG2_E, WARPGROUP_ROWS, accumula
 from flashtile.backends.hopper.inline_asm import to_fp32, wait_for_loads
 
 SQUARE = gl.constexpr(64)
-"""Rows and columns of a tile in the backward: 128 bytes per row, with queries or with keys as rows."""
+"""Number of rows and of columns of a tile in the backward; a row takes 128 bytes."""
 
 
 @gluon.jit
@@ -45,7 +45,7 @@ def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
 
 @gluon.jit
 def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Consumer W of the forward: load the first WIDTH keys of its part of use ``i``, [64, WIDTH] in 16 bits.
+    """Consumer W of the forward: load the bias of its rows for the first WIDTH keys, use ``i``, in 16 bits.
 
     :func:`release_rows` waits until these loads from shared memory are complete.
     """
@@ -78,10 +78,10 @@ def over_ds(C: gl.constexpr, desc, ds):
 
 @gluon.jit
 def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
-    """Return the tile of rows 64 c to 64 c + 63 and of warpgroup W's keys, [1, 1, 64 rows, 64 keys].
+    """Return the bias tile in ``slot`` for rows 64 c to 64 c + 63 and warpgroup W's keys, [1, 1, 64, 64].
 
-    It uses the memory of the same rows and keys of dS. Shared memory has dS [keys, rows] as parts of 64 rows,
-    each with all keys. With STORES_DS it has dS [rows, keys] as parts of 64 keys, each with all rows.
+    The tile shares its memory with dS of the same rows and keys. dS is stored as [keys, rows], in parts of 64
+    rows and all keys. With STORES_DS it is stored as [rows, keys], in parts of 64 keys and all rows.
     """
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     if C.STORES_DS:
@@ -113,7 +113,7 @@ def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
 
 @gluon.jit
 def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
-    """Consumer W of the backward: load its part of use ``i`` with keys as rows, [64, BLOCK_M] in 16 bits."""
+    """Consumer W of the backward: load the bias of its keys, of use ``i``: [64 keys, BLOCK_M] in 16 bits."""
     slot = bias.wait(i)
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
@@ -127,7 +127,7 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
 
 @gluon.jit
 def release_keys(bias, i):
-    """Consumer of the backward: release use ``i`` when dQ of step ``i`` has been computed from dS."""
+    """Consumer of the backward: release use ``i``, after dQ of step ``i`` has been computed from dS."""
     bias.release(i)
 
 
@@ -157,7 +157,7 @@ def in_log2(added):
 
 @gluon.jit
 def hide_rows(C: gl.constexpr, p, m, work, layout: gl.constexpr):
-    """Return P of block ``m`` with 0 for rows behind a packed sequence, where the bias is arbitrary."""
+    """Return P of block ``m`` with 0 in rows past the end of a packed sequence; their bias is arbitrary."""
     if C.VARLEN:
         rows = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, layout))
         p = gl.where((rows < work.seqlen_q)[None, :], p, 0.0)

@@ -1,8 +1,8 @@
-"""The blocks that a block mask leaves to a tile, in the order in which a Hopper kernel visits them.
+"""The blocks that a block mask shows to a tile, in the order in which a Hopper kernel visits them.
 
-The lists are those of the block mask (``flashtile.masks.block_mask``). Each partition that needs them reads
-them on the device. An *entry* of a list is a block of the block mask, which is TILES_PER_MASK_BLOCK adjacent
-blocks of the kernel. Partial entries, which need the mask, come first, like blocks at an edge of the mask in
+Each partition that needs the lists of the block mask (``flashtile.masks.block_mask``) reads them on the
+device. An *entry* of a list is a block of the block mask, which is TILES_PER_MASK_BLOCK adjacent blocks of
+the kernel. Partial entries, which need the mask, come first, like blocks at an edge of the mask in
 the kernels' pipelines. Full entries follow.
 
 The kernels' functions on integers can be called from Python through ``.fn``.
@@ -28,13 +28,14 @@ class BlockList(NamedTuple):
     """Pointer to the list of full entries."""
     num_partial: Any
     first_full: Any
-    """Index, in the list of full entries, of the one visited first. It is the entry in which the sequence
-    ends, if that is listed."""
+    """Index, in the list of full entries, of the entry visited first. This is the entry in which the sequence
+    ends, if listed, because that entry needs a mask; otherwise it is entry 0."""
     num_others: Any
-    """Number of entries that the other sequence has. A list may contain 0 to num_others - 1."""
+    """Number of entries of the listed sequence (keys in the forward, queries in the backward). A list
+    contains numbers from 0 to num_others - 1."""
     is_empty: Any
-    """Whether no block is listed. A tile of queries then visits the block behind the last key, which is
-    masked as a whole."""
+    """Whether no block is listed. A tile of queries then visits the block past the last key, which is masked
+    as a whole."""
 
 
 @gluon.jit
@@ -112,7 +113,7 @@ def listed_rows(C: gl.constexpr, work, lists):
 def entry_of_visit(listed, i, TILES: gl.constexpr):
     """Return (whether the entry is full, its index in its list, the block within it) of the ``i``-th visit.
 
-    The full entry in which the sequence ends changes places with the first full entry.
+    The full entry in which the sequence ends is visited first, in exchange for the first full entry.
     """
     entry = i // TILES
     index = entry - listed.num_partial

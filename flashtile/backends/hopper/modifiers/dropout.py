@@ -2,7 +2,7 @@
 
 A thread holds rows r and r + 8 and columns c, c + 1, c + 8 and c + 9 of wgmma's accumulator. These are eight
 probabilities that share two random words. In S^T, where keys are rows, a warp computes the same words and
-transposes them as matrices of 8 x 8 halves.
+transposes them as 8 x 8 matrices of 16-bit halves.
 """
 
 from typing import Any, NamedTuple
@@ -22,10 +22,11 @@ DROP = gl.constexpr(
     "lop3.b32 $2, $6, m2, 0, 0x30; lop3.b32 $3, $7, m3, 0, 0x30; }"
 )
 """Inline assembly that sets dropped probabilities to 0. Its operands are four pairs of 16-bit probabilities,
-at (row, column) (0, 0), (8, 0), (0, 8) and (8, 8), a random word for each pair, and the limit. Numbers of 15
-bits are ordered like the fp16 numbers with the same bits, so one instruction compares two; ``abs`` clears the
-bit in front. The limit is at most infinity. For column 8, the bytes of each half are exchanged. The table
-0x30 of ``lop3`` is a & ~b."""
+at (row, column) (0, 0), (8, 0), (0, 8) and (8, 8), a random word for each pair, and the limit.
+
+15-bit integers are ordered like the fp16 numbers with the same bits, so one fp16x2 instruction compares two
+of them. ``abs`` clears the 16th bit. As an fp16 number, the limit is at most infinity. For column 8, the
+bytes of each half are exchanged. The table 0x30 of ``lop3`` is a & ~b."""
 DROP_KEYS_FIRST = gl.constexpr(
     DROP.value.replace("x2, $12", "x2, $10").replace("a1, $10", "a1, x2").replace("a2, x2", "a2, $12")
 )
@@ -55,24 +56,25 @@ class Generator(NamedTuple):
     key: Any
     first_query: Any
     first_key: Any
-    """key, first_query and first_key are the first three words of a head (:func:`philox`). The latter two are
-    XORed with the numbers of query pairs and of key groups, as counters of :func:`two_words`."""
+    """key, first_query and first_key are the words that :func:`philox` returns for a head. The counter of
+    :func:`two_words` is (first_query XOR number of a pair of queries, first_key XOR number of a group of four
+    keys)."""
     start: Any
     """The first of the warpgroup's rows: queries in the forward, keys in the backward."""
     limit: Any
-    """The threshold in both halves of a word: probabilities with a number of 15 bits below it are dropped."""
+    """The threshold in both halves of a word: a probability is dropped if its 15-bit number is below it."""
 
 
 @gluon.jit
 def wide_product(word, FACTOR: gl.constexpr):
-    """(upper, lower) 32 bits of a product."""
+    """Return (upper 32 bits, lower 32 bits) of word * FACTOR, uint32."""
     product = word.to(gl.uint64) * FACTOR
     return (product >> 32).to(gl.uint32), product.to(gl.uint32)
 
 
 @gluon.jit
 def philox(k0, k1, c0, c1):
-    """Philox-4x32-10 of a key and a counter (c0, c1, 0, 0): its first three words, uint32."""
+    """Return the first three words, uint32, of Philox-4x32-10 for key (k0, k1) and counter (c0, c1, 0, 0)."""
     c2 = c0 * 0
     c3 = c0 * 0
     for _ in gl.static_range(10):
@@ -86,7 +88,7 @@ def philox(k0, k1, c0, c1):
 
 @gluon.jit
 def generator_of(head_of_batch, start, pointers, schedule):
-    """The :class:`Generator` of a query head, counted through the batch, for rows from ``start`` on."""
+    """Return the :class:`Generator` of query head ``head_of_batch``, for rows from ``start`` on."""
     seed = gl.load(pointers.rng_state)
     offset = gl.load(pointers.rng_state + 1)
     low, high = (seed & 0xFFFFFFFF).to(gl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(gl.uint32)
@@ -110,15 +112,15 @@ def two_words(key, word, other):
 def random_bits(
     generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, FINE: gl.constexpr, s_layout: gl.constexpr
 ):
-    """Return the words of a tile for :func:`drop`, [64, N] uint32. ``start`` is its first column.
+    """Return random words for :func:`drop`, [64, N] uint32. ``start`` is the first column of the tile.
 
-    The code computes the words for each probability on its own; the compiler merges those that are equal.
+    The code computes a word for each probability on its own. The compiler merges equal computations.
     """
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
-    # Numbers of pairs and fours within a tile have no bits in common with the numbers at its start, so XOR
-    # adds them. Terms that more words share are combined first. With keys as rows, each thread computes the
-    # same words as with queries as rows; they are transposed at the end.
+    # A pair is two queries, a four is four keys. Their numbers within a tile have no bits in common with the
+    # numbers at its start, so XOR adds them. Terms that more words share are combined first. With keys as
+    # rows, each thread computes the same words as with queries as rows; they are transposed at the end.
     if KEYS_FIRST:
         pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)
         four = (rows // 16 * 4).to(gl.uint32) ^ (columns % 8 // 2).to(gl.uint32)
@@ -148,8 +150,8 @@ def random_bits(
 
 @gluon.jit
 def schedule_barrier(words):
-    """Compute ``words`` before what follows. The assembler would postpone them until a wait for products is
-    over, but they should be computed during that wait."""
+    """Make the assembler compute ``words`` before the code that follows. It would otherwise postpone them
+    until a wait for products is over, but they should be computed during that wait."""
     gl.inline_asm_elementwise(
         barrier_asm(BARRIER_PACK), barrier_constraints(BARRIER_PACK), [words], dtype=gl.uint32, is_pure=False,
         pack=BARRIER_PACK,

@@ -13,7 +13,7 @@ from flashtile.backends.hopper.constants import accumulator_layout
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES
 
 COLUMNS = gl.constexpr(16)
-"""Keys of a block on which MASK_MOD is called at a time."""
+"""Number of keys for which MASK_MOD is called at a time."""
 
 KEEP_SEEN = gl.constexpr(
     "{ .reg .pred seen; .reg .b32 bit; and.b32 bit, $2, $3; setp.ne.b32 seen, bit, 0; "
@@ -27,12 +27,12 @@ CapturedTensors = namedtuple(  # type: ignore[misc]
     "CapturedTensors",
     [f"tensor_{i}" for i in range(MAX_CAPTURED)] + [f"size_{i}" for i in range(MAX_SIZES)],
 )
-"""Contiguous tensors that functions read, 0 for those that a call lacks, then the sizes of all their
-dimensions in order. Unused sizes at the end hold numbers of the functions' programs."""
+"""Contiguous tensors that functions read (0 for those that a call lacks), then the sizes of all their
+dimensions in order. The last fields hold the integers of ``Mods.numbers`` instead of sizes."""
 
 
 class FunctionArguments(NamedTuple):
-    """Arguments of functions in addition to scores, rows and keys."""
+    """Arguments of score_mod and mask_mod in addition to scores, queries and keys."""
 
     sequence: Any
     head: Any
@@ -44,13 +44,13 @@ class FunctionArguments(NamedTuple):
 
 @gluon.jit
 def function_arguments(work, head, captured):
-    """:class:`FunctionArguments` of a work tile and a query head."""
+    """Return the :class:`FunctionArguments` of a work tile and a query head."""
     return FunctionArguments(work.sequence, head, work.seqlen_k - work.seqlen_q, captured)
 
 
 @gluon.jit
 def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
-    """Apply SCORE_MOD to the scores of block ``n`` of keys, in natural units."""
+    """Return SCORE_MOD of the scores of block ``n`` of keys; both are in natural units."""
     own = rows.modifiers.functions
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     queries = rows.positions - own.offset
@@ -60,9 +60,10 @@ def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
 
 @gluon.jit
 def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
-    """Return the keys of block ``n`` that MASK_MOD shows, all if it ``is_full``: [rows, COLUMNS] ints.
+    """Return, as bits, which of the first WIDTH keys of block ``n`` MASK_MOD shows: [rows, COLUMNS] int32.
 
-    Bit a of column c is for key a * COLUMNS + c, of ``WIDTH`` keys.
+    Bit a of column c is for key a * COLUMNS + c. If the block ``is_full``, all bits are set. If the list of
+    the block mask is empty, no bit is set.
 
     A loop contains the instructions of MASK_MOD once. Unrolled, they would be repeated for each score of a
     thread and for each consumer, and would not fit in the instruction cache.

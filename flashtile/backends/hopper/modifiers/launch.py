@@ -16,8 +16,8 @@ from flashtile.problems.masks import Mods
 def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     """Return fields of :class:`ModifierFlags` for either pass.
 
-    If ``fixed``, numbers of a mask_mod are literals, which take no registers. Those of a score_mod always
-    are, because it leaves no registers free.
+    If ``fixed``, integers in a mask_mod are compiled as literals, which take no registers. Those in a
+    score_mod always are, because a score_mod leaves no registers free.
     """
     dropout, mods = problem.dropout_p > 0, problem.mods
     flags = {
@@ -62,7 +62,7 @@ def is_shared(problem: Problem, bias: Tensor | None) -> bool:
 
 
 class FunctionTensors:
-    """Tensors that the functions of a call and its block mask read, as the kernels' pointers hold them.
+    """Prepares the tensors that the functions of a call and its block mask read, as kernel arguments.
 
     One object serves the calls of one signature. ``by_keys``: each block of keys has a list; else each block
     of query rows has one.
@@ -87,9 +87,10 @@ class FunctionTensors:
     def __call__(self, extras: Any, missing: Tensor, by_address: bool) -> tuple[Any, Any, list]:
         """Return (lists, captured, tensors that must live until the launch).
 
-        ``missing`` replaces lists that the block mask lacks. Captured tensors that a call lacks are 0, and so
-        is the whole structure if it would have neither tensors nor numbers. They are not None, because
-        functions of Triton 3.6 cannot return a structure that contains None.
+        With ``by_address``, lists and captured have addresses instead of tensors. ``missing`` replaces lists
+        that the block mask lacks. Captured tensors that a call lacks are 0. If a call has neither captured
+        tensors nor numbers, captured is 0. None is avoided, because functions of Triton 3.6 cannot return a
+        structure that contains None.
         """
         lists, captured, tensors = None, self._without_captured, []
         if self._has_captured:

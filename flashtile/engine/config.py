@@ -264,7 +264,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def parse_config(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Validate the contents of a config.json, as :func:`read_config` does. ``source`` names it in errors."""
+    """Validate the contents of a config.json, as :func:`read_config` does.
+
+    ``source`` is the name of the file in errors.
+    """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise NotImplementedError(
@@ -392,7 +395,8 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
         if found["rope_theta"] == 1:  # all pairs would rotate at the same frequency
             raise rope.refuse("rope_theta", "other than 1 with rope_type 'yarn'")
         found |= {name: rope.number(name, value) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-        found["truncate"] = rope.flag("truncate", "truncate" not in rope.values)  # null is false
+        # An absent field means true, null means false.
+        found["truncate"] = rope.flag("truncate", "truncate" not in rope.values)
         if rope.values.get("attention_factor") is not None:
             found["attention_factor"] = rope.number("attention_factor")
     return found

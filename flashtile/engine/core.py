@@ -430,7 +430,7 @@ class Engine:
         return found
 
     def _output(self, request: Request) -> RequestOutput | None:
-        """Return the output of a request, or None if its ``output_kind`` has none before the end.
+        """Return the output of a request, or None if the request is unfinished and has only a final output.
 
         A finished request is removed from the engine.
         """

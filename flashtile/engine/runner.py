@@ -156,7 +156,7 @@ class Runner:
         cache_dtype: dtype of keys and values.
         max_num_batched_tokens: largest number of tokens of a step.
         capture: use CUDA graphs on a GPU.
-        parents: parents of a sequence's largest tree of guesses (:mod:`flashtile.engine.speculation`).
+        parents: parent of each guess in the largest tree of a sequence (:mod:`flashtile.engine.speculation`).
         draft: a draft model that makes these guesses.
         ranks: the processes that compute the model together.
     """

@@ -213,8 +213,8 @@ def _says_more(
     """Whether a mask has other rules than causality, windows and packed sequences.
 
     A model adds such rules as a mask function (``use_vmap``) or as blocks (``or_masks``). If the model's
-    config has ``use_bidirectional_attention``, its attention modules are not causal: a function that makes
-    the mask bidirectional then adds no rule, but a causal mask without one does.
+    config has ``use_bidirectional_attention``, its attention modules are not causal. A mask function that
+    makes the mask bidirectional then adds no rule. Without such a function the mask is causal, which is one.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:

@@ -268,7 +268,7 @@ class BlockManager:
                 self._require_written(row)
         room = lengths.neg() % size  # free slots of the last block
         last = self.block_table.take(batch.starts + ((lengths - 1) // size).clamp_(0))
-        shared = self.pool.refs_tensor.index_select(0, last) > 1  # for a full block this changes nothing
+        shared = self.pool.refs_tensor.index_select(0, last) > 1  # full blocks have no room in any case
         work = ((room < counts) | shared) & (ends > lengths)
         copies: Copies = []
         chosen = work.nonzero().flatten()
@@ -352,7 +352,7 @@ class BlockManager:
                 block = table.entries[row * table.max_blocks + length // size]
                 count = left.setdefault(block, refs[block])
                 needed += count > 1
-                left[block] = max(1, count - 1)  # the last sequence writes in place
+                left[block] = max(1, count - 1)  # the last sequence with this block writes in place
         available = self.pool.available_after(releases)
         if needed > available:
             total = self.pool.num_blocks - self.pool.null_blocks

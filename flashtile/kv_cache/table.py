@@ -107,7 +107,7 @@ class BlockTable(ArraysWithViews):
     def remove(self, sequence: int, row: int) -> None:
         self.lengths[row] = self.written[row] = self.skipped[row] = 0
         self.sequence_of_row[row], self.step_of_row[row] = NO_SEQUENCE, NO_STEP
-        self.entries[row * self.max_blocks] = 0  # a batched step reads this entry even of an empty sequence
+        self.entries[row * self.max_blocks] = 0  # a batched step reads this entry even for an empty sequence
         self.changed_from.pop(row, None)
         self.free_rows.append(row)
         del self.rows[sequence]

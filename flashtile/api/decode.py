@@ -112,9 +112,9 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flashtile.attention`.
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
-        num_splits: number of parts that the keys of a sequence are split into; 0 chooses for speed. With
-            ``num_splits=1``, or with ``split_size``, a sequence's result is bitwise independent of the other
-            sequences in the batch.
+        num_splits: number of parts that the keys of a sequence are split into; 0: chosen for speed.
+            With ``num_splits=1``, or with ``split_size``, a sequence's result is bitwise independent of the
+            other sequences in the batch.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
         cu_seqlens_q, max_seqlen_q: (batch + 1,) int32 offsets of each sequence's queries (int64 is cast), and
             the largest number of queries in a sequence.

@@ -177,7 +177,7 @@ def attention(
             are not quantised yet. Keys start at position 0, and queries are aligned to the bottom right, as
             masks are.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
-            :func:`flashtile.attention`. For None, those with which a tensor was quantised are used.
+            :func:`flashtile.attention`. None means the values with which a tensor was quantised.
         softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, backend: as for
             :func:`flashtile.attention`.
         sink: (heads_q,), float16, bfloat16 or float32.

@@ -158,7 +158,7 @@ class ModelConfig:
 
     @property
     def common_window(self) -> int:
-        """The largest window if every layer has one, so that earlier keys can be dropped; -1 otherwise."""
+        """The largest window if every layer has one, otherwise -1. Keys before the window can be dropped."""
         return max(self.windows) if min(self.windows) >= 0 else -1
 
     @property
@@ -405,7 +405,7 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
 def _read_windows(fields: _Fields, layers: int, family: Family) -> tuple[int, ...]:
     """Return each layer's window: visible keys to the left of the query, -1 for all.
 
-    Transformers' ``sliding_window`` also counts the query's own position; ours does not.
+    Transformers' ``sliding_window`` also counts the query's own position, which is not counted here.
     """
     values, kinds = fields.values, fields.values.get("layer_types")
     if values.get("sliding_window") is None or not fields.flag("use_sliding_window", True):

@@ -70,7 +70,7 @@ class Cache(NamedTuple):
 class Matrix:
     """A weight (N, K), stored as given, or in e4m3 with a scale for each row.
 
-    Calling it computes ``x @ weight.T`` and what :meth:`__call__` adds.
+    ``matrix(x)`` computes ``x @ weight.T``, with the options of :meth:`__call__`.
     """
 
     def __init__(self, weight: Tensor, fp8: bool):

@@ -31,7 +31,7 @@ from flashtile.kv_cache import BlockManager
 from flashtile.kv_cache.paged import move_blocks
 
 LOGITS_ROWS = 512
-"""Rows of logits in memory at a time when every token of a prompt needs log-probabilities."""
+"""Largest number of rows of logits computed together for the log-probabilities of prompt tokens."""
 MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
 NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"

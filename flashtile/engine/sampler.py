@@ -170,7 +170,7 @@ def ordered(scores: Tensor) -> Tensor:
 
 
 def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """Return the largest threshold at which the weights of keys >= threshold still sum to ``wanted``.
+    """Return the largest threshold at which the weights of keys >= threshold sum to at least ``wanted``.
 
     Args:
         keys: (rows, columns) int64 below 2^33.

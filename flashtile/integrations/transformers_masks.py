@@ -81,7 +81,7 @@ class Padding:
 
 
 class _Known:
-    """Facts read from a tensor, valid for one forward pass, in which each layer of one model uses it once.
+    """Facts read from a tensor. They are valid for one forward pass: each layer of a model uses them once.
 
     A tensor's version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing
     elements would make every layer wait for the device. However, nothing writes to the tensor between the

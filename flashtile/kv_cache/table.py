@@ -40,7 +40,7 @@ def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The resolved sequences of a batch. It is valid until one of them is freed or swapped out.
+    """The resolved sequences of a batch. The object is valid until a sequence is freed or swapped out.
 
     ``ids``, ``rows`` and ``starts`` are (batch,) int64 on the CPU: the sequences, their rows of the block
     table, and the rows' offsets in the flattened table. ``owner`` identifies the manager that made the batch.

@@ -86,7 +86,7 @@ class _InOnePiece:
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable Dynamo for ``function``; after a graph break Dynamo would compile it in pieces."""
+    """Return ``function`` with Dynamo disabled. After a graph break Dynamo would compile it in pieces."""
     return _disabled(function) if "torch._dynamo" in sys.modules else function
 
 
@@ -456,7 +456,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, FlexAttention's constant booleans."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, FlexAttention's way to make constants."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():

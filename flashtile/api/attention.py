@@ -683,7 +683,7 @@ def _check_with_functions(
 def _with_state(
     extras: OptionalTensors, options: Options, q: Tensor, rng_state: Tensor | None = None
 ) -> OptionalTensors:
-    """Add dropout's random state to ``extras``; None draws one from torch's generator.
+    """Add dropout's random state to ``extras``. If it is None, draw one from torch's generator.
 
     For an invalid dropout_p nothing is drawn, and a later check raises.
     """

@@ -293,7 +293,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     Raises:
         FileNotFoundError: there is no tokenizer.json.
-        ConfigError: one of its files is invalid.
+        ConfigError: a file of the tokenizer is invalid.
         ModuleNotFoundError: tokenizers is not installed (``pip install 'flashtile[engine]'``).
     """
     if _tokenizer_config(folder).get("tokenizer_class") == BYTES:

@@ -456,7 +456,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, FlexAttention's way to make constants."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, which make FlexAttention's constants."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():

@@ -359,7 +359,10 @@ class Runner:
         self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
-        """Build the step's inputs from the views that :meth:`_send` filled."""
+        """Build the step's inputs from the views that :meth:`_send` filled.
+
+        ``block_table`` holds (batch,) row indices, which :meth:`_compute` replaces by these rows.
+        """
         starts, rows, tokens = views[:3]
         if form.width == 1:
             return StepInput(tokens, starts, rows, None, 1)

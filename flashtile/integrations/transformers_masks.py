@@ -145,7 +145,7 @@ class Packing(NamedTuple):
 
 
 def packing_of(positions: Tensor, module: Any) -> Packing | None:
-    """Return the packing that ``positions`` (1, tokens) describe, or None if they do not restart.
+    """Return the packing that ``positions`` (1, tokens) describe, or None if they never restart.
 
     The positions are read once per forward pass, as by :func:`padding_of`.
     """

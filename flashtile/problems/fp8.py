@@ -223,7 +223,7 @@ class Fp8Problem(Problem):
         return cls.from_tensors(  # type: ignore[return-value]
             q,
             k,
-            k if options.v_transposed else v,  # rows of values are laid out as those of keys
+            k if options.v_transposed else v,  # a transposed v has no row per key
             tensors.extras,
             options.shared,
             head_dim_v=v.shape[-2] if options.v_transposed else v.shape[-1],

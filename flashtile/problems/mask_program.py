@@ -294,7 +294,7 @@ def _chosen(partial: tuple, adjoint: Operand) -> tuple:
 
 
 def depends_on(program: Program) -> dict[Operand, frozenset[str]]:
-    """Return the inputs that each name depends on."""
+    """Map each name to the set of inputs on which its value depends."""
     found: dict[Operand, frozenset[str]] = {Name(name): frozenset((name,)) for name in INPUTS}
     for line in program.lines:
         inputs = (found[operand] for operand in line.operands if isinstance(operand, Name))

@@ -43,7 +43,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (``input[indices]``, input), as :func:`index_first_axis`."""
+    """Return (result of :func:`index_first_axis`, input)."""
     return index_first_axis(input, indices), input
 
 

@@ -303,7 +303,8 @@ def _query_offset(
     """Return the position of each sequence's first query: its number of keys minus its number of queries.
 
     Raises:
-        ValueError: queries at negative positions, for which tables have no rows, would see keys.
+        ValueError: queries outnumber keys without a causal mask. The first ones would be at negative
+            positions, for which the rotary tables have no rows.
     """
     if seqused_k is not None:
         lengths = seqused_k

@@ -88,7 +88,7 @@ class Upload:
         buffer, event = self._buffers.get()
         try:
             if event is not None:
-                event.synchronize()  # the buffer's previous copy has finished
+                event.synchronize()  # the previous copy may still read the buffer
             _read(file, offset, buffer[: len(target)])
             # Inference mode and the current stream are thread-local, so they are set in this thread.
             with torch.inference_mode(), torch.cuda.stream(self._stream):

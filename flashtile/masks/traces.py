@@ -149,7 +149,7 @@ class _Kept(NamedTuple):
     guards: _Guards
     trace: Trace
 
-    def __reduce__(self) -> Any:  # a copy would belong to another function, so it becomes None
+    def __reduce__(self) -> Any:  # a copied function must not share the trace, so its entry is None
         return type(None), ()
 
 

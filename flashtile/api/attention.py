@@ -112,8 +112,8 @@ def attention(
             weights are divided by ``1 - dropout_p``. dropout_p is first rounded to a multiple of 1/128 if
             that changes it by at most 2 %, otherwise to a multiple of 2^-15. lse is computed before dropout.
         rng_state: (2,) int64 on the device of q: the seed and offset that decide which weights are dropped
-            (see :mod:`flashtile.dropout`). None draws them from torch's generator of q's device. Used only
-            with dropout_p, in the forward and the backward pass.
+            (see :mod:`flashtile.dropout`). None: they are drawn from torch's generator of q's device. Used
+            only with dropout_p, in the forward and the backward pass.
         softmax_scale: factor on q k^T; None means ``head_dim ** -0.5``.
         causal: hide later keys from each query. Aligned to the bottom right: query i sees keys up to
             ``i + seqlen_k - seqlen_q``.
@@ -683,7 +683,7 @@ def _check_with_functions(
 def _with_state(
     extras: OptionalTensors, options: Options, q: Tensor, rng_state: Tensor | None = None
 ) -> OptionalTensors:
-    """Add dropout's random state to ``extras``; None draws one from torch's generator.
+    """Add dropout's random state to ``extras``. If it is None, draw one from torch's generator.
 
     For an invalid dropout_p nothing is drawn, and a later check raises.
     """

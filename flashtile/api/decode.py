@@ -112,9 +112,9 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flashtile.attention`.
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
-        num_splits: number of parts that the keys of a sequence are split into; 0 chooses for speed. With
-            ``num_splits=1``, or with ``split_size``, a sequence's result is bitwise independent of the other
-            sequences in the batch.
+        num_splits: number of parts that the keys of a sequence are split into; 0: chosen for speed.
+            With ``num_splits=1``, or with ``split_size``, a sequence's result is bitwise independent of the
+            other sequences in the batch.
         return_softmax_lse: also return the log-sum-exp of each row's scores.
         cu_seqlens_q, max_seqlen_q: (batch + 1,) int32 offsets of each sequence's queries (int64 is cast), and
             the largest number of queries in a sequence.
@@ -129,15 +129,16 @@ def flash_attn_with_kvcache(
             sequence. New keys and values are divided by them and saturate; k and v of float8_e4m3fn are
             stored unchanged.
         tree_mask: (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q) bool, for speculative decoding: query i
-            sees token j of the last seqlen_q where it is True, and every earlier key. Cannot be combined with
-            ``causal``, windows, ALiBi or rotary embedding. With ``cu_seqlens_q`` its sides are max_seqlen_q.
+            sees every key before the last seqlen_q tokens, and token j of those if element (i, j) is True.
+            Cannot be combined with ``causal``, windows, ALiBi or rotary embedding. With ``cu_seqlens_q`` its
+            sides are max_seqlen_q.
         split_size: number of keys in a part, instead of ``num_splits``.
         softmax_max: a number near the model's scores, or (heads_q,) float32, one per head. It is subtracted
             from the scores in place of each row's maximum, which then need not be computed (FlashDecoding++,
-            Hong et al. 2023, arXiv:2311.01282, section 3). The result is as accurate for any scores: parts
-            whose scores lie too far from it are computed again by the same kernel, which at most doubles the
-            cost. :func:`flashtile.profile_scores` finds a value. Hopper's kernel for more than 16 query rows
-            per key head ignores it.
+            Hong et al. 2023, arXiv:2311.01282, section 3). The result is as accurate as with the maximum:
+            parts whose scores lie too far from softmax_max are computed again by the same kernel, which at
+            most doubles the cost. :func:`flashtile.profile_scores` finds a value. Hopper's kernel for more
+            than 16 query rows per key head ignores softmax_max.
         qv: shaped as q, but with the head_dim of v_cache; copied unless contiguous. Scores are then
             ``q k^T + qv v^T``: multi-head latent attention with absorbed projections (DeepSeek-V2, Liu et al.
             2024, arXiv:2405.04434, section 2.1), where v_cache holds the latent vectors and k_cache their

@@ -25,7 +25,7 @@ class Explanation:
         found: the row of the measured table that decides, and why this row; None if no row has these dtypes.
         measured_us: time of the chosen kind of product in that row, without a fused epilogue; None without a
             row.
-        floor_us: time to read that row's weight at the measured bandwidth of its card: the floor of
+        floor_us: time to read that row's weight at the measured bandwidth of its card, a lower bound of
             ``measured_us``. None without a row.
     """
 

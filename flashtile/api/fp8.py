@@ -177,7 +177,7 @@ def attention(
             are not quantised yet. Keys start at position 0, and queries are aligned to the bottom right, as
             masks are.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
-            :func:`flashtile.attention`. For None, those with which a tensor was quantised are used.
+            :func:`flashtile.attention`. None means the values with which a tensor was quantised.
         softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, backend: as for
             :func:`flashtile.attention`.
         sink: (heads_q,), float16, bfloat16 or float32.
@@ -303,7 +303,8 @@ def _query_offset(
     """Return the position of each sequence's first query: its number of keys minus its number of queries.
 
     Raises:
-        ValueError: queries at negative positions, for which tables have no rows, would see keys.
+        ValueError: queries outnumber keys without a causal mask. The first ones would be at negative
+            positions, for which the rotary tables have no rows.
     """
     if seqused_k is not None:
         lengths = seqused_k

@@ -119,8 +119,8 @@ def linear_before_norm(
     """Compute :func:`linear` and, in the same kernel, the inputs of an RMSNorm of the result.
 
     For the result ``found``, ``linear(found.scaled, w, x_scale=found.factor)`` equals
-    ``linear(found.y, w, norm_weight=next_norm_weight)``. In the latter, every program that reads an element
-    of y multiplies it by the norm's weight; ``scaled`` holds these products, computed once.
+    ``linear(found.y, w, norm_weight=next_norm_weight)``. In the second call, every program that reads an
+    element of y multiplies it by the norm's weight. ``scaled`` holds these products, computed once.
 
     Args:
         next_norm_weight: (N,) in the dtype of x.

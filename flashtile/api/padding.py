@@ -75,7 +75,7 @@ def pad(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     check_int("seqlen", seqlen, 0, MAX_LENGTH)
     if is_plain((indices,)) and reads_values(indices):
         check_between("indices", indices, 0, batch * seqlen - 1, "the last position of the batch")
-    if tokens.is_floating_point() and tokens.dtype.itemsize == 1:  # torch copies no FP8 by index
+    if tokens.is_floating_point() and tokens.dtype.itemsize == 1:  # index_copy does not support FP8
         return pad(tokens.view(torch.uint8), indices, batch, seqlen).view(tokens.dtype)
     empty = tokens.new_zeros((batch * seqlen, *tokens.shape[1:]))
     return empty.index_copy(0, indices, tokens).unflatten(0, (batch, seqlen))
@@ -151,8 +151,8 @@ def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
     """Return the pattern of a padding mask (batch, seqlen_k) that is True for valid keys.
 
     With ``causal`` (aligned to the bottom right) padding must be on one side, and padding on the right needs
-    as many queries as keys. None if it does not fit, or if :func:`can_look` forbids reading the mask. Waits
-    for the device.
+    as many queries as keys. Returns None for other padding, or if :func:`can_look` forbids reading the mask.
+    Waits for the device.
     """
     if not can_look(keys):
         return None

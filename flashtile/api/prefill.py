@@ -17,7 +17,7 @@ from flashtile.problems.decode import CacheTensors, DecodeOptions
 MASKING = (
     "max_seqlen_q", "softmax_scale", "causal", "window_left", "window_right", "softcap", "backend"
 )  # fmt: skip
-"""Options that decoding has as well."""
+"""Fields that ``Options`` and ``DecodeOptions`` share."""
 
 
 def attention_over_pages(

@@ -18,8 +18,8 @@ from flashtile.reference import attention as reference
 def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
     """Return the probabilities before dropout, (batch, heads_q, seqlen_q, seqlen_k), in q's dtype.
 
-    All of them are stored. Packed sequences are padded with zeros to the longest. ``arguments`` are those of
-    :func:`flashtile.reference.attention.attention`.
+    The memory grows with seqlen_q * seqlen_k. Packed sequences are padded with zeros to the longest.
+    ``arguments`` are those of :func:`flashtile.reference.attention.attention`.
     """
     found: list[Tensor] = []
 

@@ -46,7 +46,7 @@ _BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}
 """(below, above) by the dtype of probabilities: exp(score - phi) must lie in [2^-below, 2^above]."""
 _BITS_OTHERWISE = (32.0, 120.0)
 _SLACK = 16.0
-"""Largest margin, in nats, between the lower end of the range and the lowest mean of a part in range."""
+"""Largest margin, in nats, left in the range below the lowest mean of a part."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ def profile_scores(
     """Find ``softmax_max`` for :func:`flashtile.flash_attn_with_kvcache`, and whether the scores allow one.
 
     Args:
-        model_or_q: q, (batch, seqlen_q, heads_q, head_dim), followed by one more argument, k (batch,
-            seqlen_k, heads_kv, head_dim), both after rotary embedding. Or a function, such as a module. It is
-            called with ``arguments`` and ``keywords``, and each call of flashtile's attention or PyTorch's
-            ``scaled_dot_product_attention`` in it is profiled.
+        model_or_q: q (batch, seqlen_q, heads_q, head_dim), or a function, such as a module. After q, the only
+            other positional argument is k (batch, seqlen_k, heads_kv, head_dim); q and k are rotated already.
+            A function is called with ``arguments`` and ``keywords``. Each call of flashtile's attention or of
+            PyTorch's ``scaled_dot_product_attention`` in the function is profiled.
         softmax_scale, causal, softcap: for q and k, as for :func:`flashtile.attention`. A model's calls have
             their own.
         dtype: dtype of the queries that will be decoded, or torch.float16 for an FP8 cache, because its
@@ -230,7 +230,8 @@ def _best(means: Tensor, largest: Tensor, below: float, above: float) -> tuple[f
     A part is in range if its mean is at least ``phi - below`` and its largest score at most ``phi + above``.
     """
     lows, highs = means.sort().values, largest.sort().values
-    # The range may begin at any mean. Parts that begin before it or end after it are outside.
+    # Try each mean as the lower end of the range. A part is outside if its mean is below the range, or its
+    # largest score above the range.
     behind = highs.numel() - torch.searchsorted(highs, lows + (below + above), right=True)
     outside = behind + torch.searchsorted(lows, lows)
     i = int(outside.argmin())

@@ -208,8 +208,9 @@ MAX_HEADS = 128
 def looks_transposed(q: Tensor, k: Tensor) -> bool:
     """Whether q and k, whose shapes are valid, are probably laid out (batch, heads, seqlen, head_dim).
 
-    Their third dimensions, which should be heads, must be equal and larger than q's second. In addition they
-    exceed ``MAX_HEADS``, or q's second dimension is a multiple of k's, as numbers of grouped heads are.
+    The sizes of dimension 2, which should be the numbers of heads, must be equal and larger than q's
+    dimension 1. In addition, they must exceed ``MAX_HEADS``, or q's dimension 1 must be a multiple of k's, as
+    the number of query heads is of the number of key heads.
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():
@@ -300,8 +301,9 @@ def check_broadcast(
 ) -> None:
     """Check a tensor that broadcasts to the scores (batch, heads_q, seqlen_q, seqlen_k).
 
-    It must have four dimensions of size 1 or the size of the scores; the last must have the latter. Users may
-    omit leading dimensions or pass 1 as the last; public functions expand such tensors before this check.
+    It must have four dimensions, each of size 1 or of the size of the scores. The last dimension must have
+    the size of the scores. Users may omit leading dimensions or pass 1 as the last; public functions expand
+    such tensors before this check.
     """
     of_rows, of_keys = ("max_seqlen_q", "max_seqlen_k") if packed else ("seqlen_q", "seqlen_k")
     pairs = zip(tensor.shape[:-1], scores[:-1], strict=False)

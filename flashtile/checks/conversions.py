@@ -104,7 +104,7 @@ def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
     """Convert a mask that only hides padded keys: return (mask, key_padding_mask), one of which is None.
 
     A bool mask (batch or 1, 1, 1, seqlen_k) becomes a key_padding_mask (batch, seqlen_k). Any other mask,
-    also an invalid one, is returned unchanged, so that errors name ``mask``.
+    even an invalid one, is returned unchanged, so that errors name ``mask``.
     """
     if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (mask, q, k)):
         return mask, None

@@ -162,7 +162,7 @@ def check_prefix_values(
 
 
 def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
-    """Raise ValueError for block lists that name a block twice, or a block that does not exist.
+    """Raise ValueError for block lists that contain a block twice, or a block that does not exist.
 
     Args:
         kind: "kv" for lists of the key blocks of each query block, "q" for lists of the query blocks of each

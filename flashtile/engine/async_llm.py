@@ -93,7 +93,7 @@ class AsyncLLM:
         Args:
             request_id, prompt, params, priority, cache_salt: as for
                 :meth:`flashtile.engine.Engine.add_request`.
-            stream: a stream that also gets this request's outputs. None: a new one.
+            stream: an existing stream to put this request's outputs into. None: a new stream.
 
         Raises:
             TypeError, ValueError, NotImplementedError: as in :meth:`flashtile.engine.Engine.add_request`.
@@ -213,7 +213,7 @@ class AsyncLLM:
     def _abort(self, request_id: str, stream: Stream | None) -> None:
         """Abort a request, unless its id now belongs to a stream other than ``stream``.
 
-        Does nothing after the engine has ended, because every stream then received its last item.
+        Does nothing after the engine has ended, because every stream has then received its last item.
         """
         if self.error is None and (stream is None or self._streams.get(request_id) is stream):
             self._deliver(self.engine.abort(request_id))

@@ -46,9 +46,9 @@ class BeamSearch:
         return [one for one in self.request.sequences if one.state is not State.FINISHED]
 
     def receive(self, sequence: Sequence, best: list[tuple[int, float]]) -> bool:
-        """Store a beam's likeliest (token, log-probability) pairs, and hold the beam.
+        """Store a beam's likeliest (token, log-probability) pairs, and exclude the beam from further steps.
 
-        Returns True once every live beam has its pairs.
+        Returns True once the pairs of every live beam are stored.
         """
         sequence.held = True
         self._found[sequence] = best

@@ -158,7 +158,7 @@ class ModelConfig:
 
     @property
     def common_window(self) -> int:
-        """The largest window if every layer has one, so that earlier keys can be dropped; -1 otherwise."""
+        """The largest window if every layer has one, otherwise -1. Keys before the window can be dropped."""
         return max(self.windows) if min(self.windows) >= 0 else -1
 
     @property
@@ -264,7 +264,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def parse_config(values: Mapping[str, Any], source: str = "config.json") -> ModelConfig:
-    """Validate the contents of a config.json, as :func:`read_config` does. ``source`` names it in errors."""
+    """Validate the contents of a config.json, as :func:`read_config` does.
+
+    ``source`` is the name of the file in errors.
+    """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise NotImplementedError(
@@ -392,7 +395,8 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
         if found["rope_theta"] == 1:  # all pairs would rotate at the same frequency
             raise rope.refuse("rope_theta", "other than 1 with rope_type 'yarn'")
         found |= {name: rope.number(name, value) for name, value in (("beta_fast", 32.0), ("beta_slow", 1.0))}
-        found["truncate"] = rope.flag("truncate", "truncate" not in rope.values)  # null is false
+        # An absent field means true, null means false.
+        found["truncate"] = rope.flag("truncate", "truncate" not in rope.values)
         if rope.values.get("attention_factor") is not None:
             found["attention_factor"] = rope.number("attention_factor")
     return found
@@ -401,7 +405,7 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
 def _read_windows(fields: _Fields, layers: int, family: Family) -> tuple[int, ...]:
     """Return each layer's window: visible keys to the left of the query, -1 for all.
 
-    Transformers' ``sliding_window`` also counts the query's own position; ours does not.
+    Transformers' ``sliding_window`` also counts the query's own position, which is not counted here.
     """
     values, kinds = fields.values, fields.values.get("layer_types")
     if values.get("sliding_window") is None or not fields.flag("use_sliding_window", True):

@@ -66,8 +66,8 @@ class Engine:
         max_model_len: maximum number of tokens of prompt and answer together.
         seed: seed of requests without a seed of their own.
         overlap: launch a step before the results of the previous one are read.
-        speculator: guesses the next tokens. With one, a step's results are read before the next step is
-            scheduled.
+        speculator: guesses the next tokens; None: no speculation. With a speculator, a step's results are
+            read before the next step is scheduled.
 
     Attributes:
         on_change: called for each method call that changes the engine, with the method's name and the
@@ -344,7 +344,7 @@ class Engine:
         request, begin, computed = sequence.request, len(sequence.tokens), 0
         for place, node in enumerate(nodes):
             if sequence.state is State.FINISHED:
-                return  # ended by an earlier token of this path, or while this step ran
+                return  # an earlier token of this path ended the sequence, or it ended while this step ran
             if sequence.guesses:
                 # A sibling's keys and values are not in the slot of its position, so it is computed again.
                 computed += node == place == computed + 1
@@ -430,7 +430,7 @@ class Engine:
         return found
 
     def _output(self, request: Request) -> RequestOutput | None:
-        """Return the output of a request, or None if its ``output_kind`` has none before the end.
+        """Return the output of a request, or None if the request is unfinished and has only a final output.
 
         A finished request is removed from the engine.
         """

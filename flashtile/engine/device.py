@@ -17,9 +17,9 @@ MAX_GRAPH_BATCH = 512
 
 
 class Transfer:
-    """A device buffer for each step's int32 numbers. Every step overwrites it from its start.
+    """A device buffer for the int32 inputs of a step. Every step overwrites it from its start.
 
-    The numbers are copied from pinned memory, so that the host does not wait.
+    The inputs are copied from pinned memory, so the host does not wait for the copy.
 
     Args:
         count: maximum number of int32 numbers of a step.

@@ -24,9 +24,10 @@ class Drafter:
     Args:
         model: the draft model.
         k_cache, v_cache: the draft model's KV cache. Padding sequences of a batch write to the last block.
-        block_table: (max_sequences + 1, max_blocks) of all sequences. The last row, of padding sequences,
-            names only the last block.
-        known: (max_sequences + 1, 1 + drafts) int32. Drafts are written to all columns but the first.
+        block_table: (max_sequences + 1, max_blocks) of all sequences. The last row is for padding sequences,
+            and its entries are the number of the last block.
+        known: (max_sequences + 1, 1 + drafts) int32. Column 0 holds each sequence's last token; :meth:`draft`
+            writes the other columns.
         parents: the tree of drafts, a comb (:func:`flashtile.engine.speculation.comb`).
     """
 

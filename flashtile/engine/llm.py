@@ -489,7 +489,7 @@ def _block_bytes(model: Model, size: int, dtype: torch.dtype) -> int:
 
 
 def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: int) -> int:
-    """Return the bytes of the rotary tables and the block table, which are made after the cache.
+    """Return the bytes of the rotary tables and the block table, which are allocated after the cache.
 
     Returns 0 on a CPU, whose memory is not measured.
     """
@@ -508,7 +508,7 @@ def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:
 
 
 def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
-    """Read the draft model's config and check that it fits the model's."""
+    """Read the draft model's config and check that the target model can use it."""
     draft = read_config(settings.model)
     if draft.vocab_size != config.vocab_size:
         raise ValueError(

@@ -68,7 +68,10 @@ class Cache(NamedTuple):
 
 
 class Matrix:
-    """A weight (N, K), stored as given or in e4m3 with a scale for each row. Calling it multiplies by it."""
+    """A weight (N, K), stored as given, or in e4m3 with a scale for each row.
+
+    ``matrix(x)`` computes ``x @ weight.T``, with the options of :meth:`__call__`.
+    """
 
     def __init__(self, weight: Tensor, fp8: bool):
         self.weight = weight
@@ -147,7 +150,7 @@ class Attention:
         if c.qkv_bias:
             self.qkv_bias = torch.cat([weights(f"{name}.{part}_proj.bias") for part in "qkv"])
         self.o = Matrix(weights(f"{name}.o_proj.weight"), fp8)
-        if c.o_bias and ranks.rank == 0:  # results of ranks are added, so only one has the bias
+        if c.o_bias and ranks.rank == 0:  # the ranks' results are summed, so only rank 0 adds the bias
             self.o_bias = weights(f"{name}.o_proj.bias")
         if c.family.qk_norm:
             self.q_norm, self.k_norm = (weights(f"{name}.{part}_norm.weight") for part in "qk")

@@ -31,7 +31,7 @@ HOST_TIMEOUT = timedelta(days=365)
 
 
 GPU_TIMEOUT = 600.0
-"""Most seconds that a GPU waits for the others in a step, in which a rank may still compile kernels."""
+"""Maximum seconds that a GPU waits for the others in a step. A rank may compile kernels in that time."""
 FIRST_BYTES = 1024
 """Bytes of the first broadcast of a message."""
 
@@ -228,7 +228,7 @@ def start_others(
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     place = {
         "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # use ``store``
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # torch uses ``store``
     }  # fmt: skip
     others = [
         subprocess.Popen(command, env={**os.environ, **place, "RANK": str(i), "LOCAL_RANK": str(i)})

@@ -31,7 +31,7 @@ from flashtile.kv_cache import BlockManager
 from flashtile.kv_cache.paged import move_blocks
 
 LOGITS_ROWS = 512
-"""Rows of logits in memory at a time when every token of a prompt needs log-probabilities."""
+"""Largest number of rows of logits computed together for the log-probabilities of prompt tokens."""
 MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
 NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"
@@ -156,7 +156,7 @@ class Runner:
         cache_dtype: dtype of keys and values.
         max_num_batched_tokens: largest number of tokens of a step.
         capture: use CUDA graphs on a GPU.
-        parents: parents of a sequence's largest tree of guesses (:mod:`flashtile.engine.speculation`).
+        parents: parent of each guess in the largest tree of a sequence (:mod:`flashtile.engine.speculation`).
         draft: a draft model that makes these guesses.
         ranks: the processes that compute the model together.
     """
@@ -359,7 +359,10 @@ class Runner:
         self.block_table.view(-1).index_copy_(0, places, blocks)
 
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
-        """Build the step's inputs from the views that :meth:`_send` filled."""
+        """Build the step's inputs from the views that :meth:`_send` filled.
+
+        ``block_table`` holds (batch,) row indices, which :meth:`_compute` replaces by these rows.
+        """
         starts, rows, tokens = views[:3]
         if form.width == 1:
             return StepInput(tokens, starts, rows, None, 1)

@@ -170,7 +170,7 @@ def ordered(scores: Tensor) -> Tensor:
 
 
 def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
-    """Return the largest threshold at which the weights of keys >= threshold still sum to ``wanted``.
+    """Return the largest threshold at which the weights of keys >= threshold sum to at least ``wanted``.
 
     Args:
         keys: (rows, columns) int64 below 2^33.
@@ -310,7 +310,7 @@ def _num_logprobs(sample: Sequence) -> int | None:
 
 
 def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:
-    """Return (temperature, top_k, top_p, min_p, seed), greedy for beams, which ignore the draw."""
+    """Return (temperature, top_k, top_p, min_p, seed). Beams ignore the draw, so theirs are greedy."""
     params = sample.request.params
     if isinstance(params, BeamSearchParams) or params.greedy:
         return 0.0, 0, 1.0, 0.0, 0

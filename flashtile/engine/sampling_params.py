@@ -40,8 +40,8 @@ class SamplingParams:
         frequency_penalty: from -2 to 2, subtracted from a token's logit for each time that the answer
             contains it.
         repetition_penalty: above 0. Logits of tokens in prompt or answer are divided by it if positive, and
-            multiplied by it if negative. 1 changes nothing.
-        temperature: divisor of the logits. 0 takes the likeliest token.
+            multiplied by it if negative. 1: no penalty.
+        temperature: divisor of the logits. 0: the likeliest token is chosen.
         top_p: sample from the smallest set of likeliest tokens that has this probability.
         top_k: sample from the ``top_k`` likeliest tokens; 0 or -1: from all.
         min_p: drop tokens below this share of the likeliest token's probability.

@@ -118,7 +118,7 @@ class Scheduler:
         pool, size = self.manager.pool, self.manager.block_size
         longest = request.num_prompt + request.max_outputs
         window = self.manager.window_left
-        if window >= 0:  # a chunk and the window before it, plus the partial blocks at both ends
+        if window >= 0:  # only a chunk and the window before it stay, with partial blocks at both ends
             longest = min(longest, window + self.max_num_batched_tokens + 2 * size)
         needed = -(-longest // size)
         blocks = pool.num_blocks - pool.null_blocks
@@ -245,8 +245,8 @@ class Scheduler:
     def _admit(self, budget: int, step: SchedulerOutput) -> None:
         """Start waiting sequences in order, while the budget, the seats and the blocks suffice.
 
-        While sequences wait for seats, none starts before several seats are free. A step with a prompt costs
-        more than a step of single tokens, which runs as a CUDA graph.
+        While a sequence waits for a seat, none starts before ``max_num_seqs // 32`` seats are free. Fewer
+        steps then have a prompt, which costs more than single tokens in a CUDA graph.
         """
         seats = self.max_num_seqs - self._seats_taken()
         if self._full and self.running and seats < self.max_num_seqs // 32:
@@ -293,7 +293,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, budget: int, step: SchedulerOutput) -> int:
         """Reserve memory for a sequence's first tokens and return their number.
 
-        Returns 0 if the free blocks would not suffice for the whole sequence.
+        Returns 0 if the free blocks would not suffice for all its tokens.
         """
         manager, request = self.manager, sequence.request
         stuck = self._stuck is not None and self._stuck[0] is sequence and self.running

@@ -25,7 +25,7 @@ PLAIN_CHAT = (
 SHORT = 8
 """A text of at most this many characters per allowed token is encoded without a check of its length."""
 PIECE, MARGIN = 2**14, 64
-"""Characters of a longer text that are encoded together; margin of tokens for the cuts between pieces."""
+"""PIECE: characters of a longer text that are encoded together. MARGIN: tokens that the cuts may add."""
 
 
 def _characters_of_bytes() -> dict[str, int]:
@@ -260,7 +260,7 @@ class _FastStream(TextStream):
 
     CONTEXT = 5
     UNFINISHED = "\ufffd"
-    MAX_WAITING = 16  # tokens without a text of their own; each step decodes all of them
+    MAX_WAITING = 16  # most tokens without a text of their own: each step decodes all of them
 
     def __init__(self, tokenizer: FastTokenizer, before: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens
@@ -293,7 +293,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
     Raises:
         FileNotFoundError: there is no tokenizer.json.
-        ConfigError: one of its files is invalid.
+        ConfigError: a file of the tokenizer is invalid.
         ModuleNotFoundError: tokenizers is not installed (``pip install 'flashtile[engine]'``).
     """
     if _tokenizer_config(folder).get("tokenizer_class") == BYTES:

@@ -1,8 +1,8 @@
 """Uploading of weights to a GPU, ahead of their use.
 
-A copy from mapped memory goes through the driver's own pinned buffer, which one thread fills, page fault by
-page fault. Here several threads read parts of the files into pinned memory, and each part is copied to the
-GPU while others are read. Weights that will be needed next are read in advance.
+A copy from mapped memory goes through the driver's own pinned buffer. One thread fills that buffer, one page
+fault at a time. Here several threads read parts of the files into pinned memory, and each part is copied to
+the GPU while others are read. Weights that will be needed next are read in advance.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Upload:
         buffer, event = self._buffers.get()
         try:
             if event is not None:
-                event.synchronize()  # the buffer's previous copy has finished
+                event.synchronize()  # the previous copy may still read the buffer
             _read(file, offset, buffer[: len(target)])
             # Inference mode and the current stream are thread-local, so they are set in this thread.
             with torch.inference_mode(), torch.cuda.stream(self._stream):

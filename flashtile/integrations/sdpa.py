@@ -35,12 +35,12 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
 
     Key padding masks, causal masks and combinations of both are recognised, as booleans or as floats of 0
     and -inf. Scores that they hide cost no work. Recognising a mask synchronises with the device in every
-    call, except for a boolean (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other masks element by
-    element, as booleans or as a bias with its gradient. Within a CUDA graph, a compiled graph or a transform
-    they read every mask in this way.
+    call, except for a boolean mask of shape (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other masks
+    element by element, as booleans or as a bias with its gradient. Within a CUDA graph, a compiled graph or a
+    transform, kernels read every mask in this way.
 
-    ``nn.MultiheadAttention`` is served as well, except on torch's fast path of inference
-    (``torch.backends.mha.set_fastpath_enabled(False)`` disables that).
+    ``nn.MultiheadAttention`` also calls the replaced function, except on torch's inference fast path
+    (``torch.backends.mha.set_fastpath_enabled(False)`` disables this path).
 
     Two kinds of calls are not replaced: calls of a name imported before (``from torch.nn.functional import
     scaled_dot_product_attention``), and calls that ``torch.compile`` has compiled before. The backward pass

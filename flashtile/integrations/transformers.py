@@ -150,7 +150,7 @@ def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Cal
 dense = _under_transformers_names(flash_attn_func)
 varlen = _under_transformers_names(flash_attn_varlen_func)
 with_kvcache = _under_transformers_names(flash_attn_with_kvcache, "max_seqlen_q")
-"""Has no ``max_seqlen_q``, because continuous batching decodes one query per sequence over pages."""
+"""The signature has no ``max_seqlen_q``: continuous batching decodes one query per sequence over pages."""
 
 
 class _Loader:

@@ -81,7 +81,7 @@ class Padding:
 
 
 class _Known:
-    """Facts read from a tensor, valid for one forward pass, in which each layer of one model uses it once.
+    """Facts read from a tensor. They are valid for one forward pass: each layer of a model uses them once.
 
     A tensor's version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing
     elements would make every layer wait for the device. However, nothing writes to the tensor between the
@@ -145,7 +145,7 @@ class Packing(NamedTuple):
 
 
 def packing_of(positions: Tensor, module: Any) -> Packing | None:
-    """Return the packing that ``positions`` (1, tokens) describe, or None if they do not restart.
+    """Return the packing that ``positions`` (1, tokens) describe, or None if they never restart.
 
     The positions are read once per forward pass, as by :func:`padding_of`.
     """
@@ -213,8 +213,8 @@ def _says_more(
     """Whether a mask has other rules than causality, windows and packed sequences.
 
     A model adds such rules as a mask function (``use_vmap``) or as blocks (``or_masks``). If the model's
-    config has ``use_bidirectional_attention``, its attention modules are not causal: a function that makes
-    the mask bidirectional then adds no rule, but a causal mask without one does.
+    config has ``use_bidirectional_attention``, its attention modules are not causal. A mask function that
+    makes the mask bidirectional then adds no rule. Without such a function the mask is causal, which is one.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:

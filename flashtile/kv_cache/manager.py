@@ -42,7 +42,7 @@ class BlockManager:
         max_seqlen: maximum number of tokens of a sequence.
         num_host_blocks: blocks of a second pool, to which sequences can be swapped out.
         window_left: earlier keys that a query sees in addition to its own position (``window_size[0]`` of the
-            attention functions). Blocks that no later query sees are released. -1 keeps every block.
+            attention functions). Blocks that no later query sees are released. -1: no window.
 
     Attributes:
         pool, host_pool: the pools of blocks on the device and on the host.
@@ -268,7 +268,7 @@ class BlockManager:
                 self._require_written(row)
         room = lengths.neg() % size  # free slots of the last block
         last = self.block_table.take(batch.starts + ((lengths - 1) // size).clamp_(0))
-        shared = self.pool.refs_tensor.index_select(0, last) > 1  # for a full block this changes nothing
+        shared = self.pool.refs_tensor.index_select(0, last) > 1  # a full block needs work in any case
         work = ((room < counts) | shared) & (ends > lengths)
         copies: Copies = []
         chosen = work.nonzero().flatten()
@@ -325,7 +325,8 @@ class BlockManager:
             for row, length, _ in reservations:
                 self._skip_blocks(row, length)
         table, refs = self.table, pool.refs
-        # References to sources of copies. They are released last, so that no source becomes a destination.
+        # Number of references dropped from each copied block. They are released at the end, so that no source
+        # of a copy becomes a destination.
         left: dict[int, int] = {}
         for row, length, end in reservations:
             if length % size and end > length:
@@ -352,7 +353,7 @@ class BlockManager:
                 block = table.entries[row * table.max_blocks + length // size]
                 count = left.setdefault(block, refs[block])
                 needed += count > 1
-                left[block] = max(1, count - 1)  # the last sequence writes in place
+                left[block] = max(1, count - 1)  # the last sequence with this block writes in place
         available = self.pool.available_after(releases)
         if needed > available:
             total = self.pool.num_blocks - self.pool.null_blocks

@@ -40,7 +40,7 @@ def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The resolved sequences of a batch. It is valid until one of them is freed or swapped out.
+    """The resolved sequences of a batch. The object is valid until a sequence is freed or swapped out.
 
     ``ids``, ``rows`` and ``starts`` are (batch,) int64 on the CPU: the sequences, their rows of the block
     table, and the rows' offsets in the flattened table. ``owner`` identifies the manager that made the batch.
@@ -107,7 +107,7 @@ class BlockTable(ArraysWithViews):
     def remove(self, sequence: int, row: int) -> None:
         self.lengths[row] = self.written[row] = self.skipped[row] = 0
         self.sequence_of_row[row], self.step_of_row[row] = NO_SEQUENCE, NO_STEP
-        self.entries[row * self.max_blocks] = 0  # a batched step reads this entry even of an empty sequence
+        self.entries[row * self.max_blocks] = 0  # a batched step reads this entry even for an empty sequence
         self.changed_from.pop(row, None)
         self.free_rows.append(row)
         del self.rows[sequence]

@@ -24,7 +24,7 @@ _M = TypeVar("_M", bound=Mod)
 
 
 def _ready(make: Callable[_P, _M]) -> Callable[_P, _M]:
-    """Decorate ``make``: pickle then stores an object that it returns as the call that created it."""
+    """Decorate ``make`` so that pickle stores a returned object as the call that made the object."""
 
     @functools.wraps(make)
     def made(*arguments: _P.args, **keywords: _P.kwargs) -> _M:

@@ -42,7 +42,7 @@ class Mod:
             return self.recipe
         place: Any = tuple(getattr(self.function, name, None) for name in ("__module__", "__qualname__"))
         try:
-            is_global = _global(*place) is self  # decorated: the function's global name refers to this object
+            is_global = _global(*place) is self  # true if a decorator replaced the function
         except (AttributeError, ImportError, TypeError, ValueError):
             is_global = False
         return (_global, place) if is_global else (type(self), (self.function, self.name))
@@ -52,8 +52,8 @@ class Mod:
 class MaskMod(Mod):
     """``mask_mod(batch, head, q_idx, kv_idx)``: returns True if the query sees the key.
 
-    ``a & b`` shows keys that both show, ``a | b`` those that at least one shows, ``~a`` those that ``a``
-    hides.
+    ``a & b`` shows the keys that both masks show, ``a | b`` the keys that at least one of them shows, and
+    ``~a`` the keys that ``a`` hides.
 
     Examples:
         >>> from flashtile import masks

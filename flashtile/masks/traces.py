@@ -149,7 +149,7 @@ class _Kept(NamedTuple):
     guards: _Guards
     trace: Trace
 
-    def __reduce__(self) -> Any:  # a copy would belong to another function, so it becomes None
+    def __reduce__(self) -> Any:  # a copied function must not share the trace, so its entry is None
         return type(None), ()
 
 
@@ -242,7 +242,10 @@ class _Walk:
         return was is _MISSING or self.may_read(was)
 
     def attributes_are_guarded(self) -> bool:
-        """Guard each attribute name in each of ``spaces``, with everything reachable from the attribute."""
+        """Guard the value of each of ``attributes`` in each of ``spaces``, and everything reachable from it.
+
+        Returns False if that is not possible.
+        """
         done: set[tuple[int, str]] = set()
         while True:
             places = [(i, name) for i in range(len(self.spaces)) for name in self.attributes]

@@ -86,7 +86,7 @@ class _InOnePiece:
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable Dynamo for ``function``; after a graph break Dynamo would compile it in pieces."""
+    """Return ``function`` with Dynamo disabled. After a graph break Dynamo would compile it in pieces."""
     return _disabled(function) if "torch._dynamo" in sys.modules else function
 
 
@@ -343,7 +343,7 @@ class _Recorder(TorchFunctionMode):
         return value if self.builder.kind(self.operand(value)) == "float" else self.emit("float", value)
 
     def arithmetic(self, operation: str, a: Any, b: Any) -> Any:
-        """Record an arithmetic operation; booleans count as 0 and 1, and ints next to a float as floats."""
+        """Record an arithmetic operation. Of two operands, a bool becomes an int unless both are bools."""
         kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
         if kinds == ["bool", "bool"] and operation not in ("and", "or", "xor"):
             raise TypeError(f"two booleans must be joined by &, | or ^, got {operation}")
@@ -456,7 +456,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, FlexAttention's constant booleans."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, as FlexAttention makes constants."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():

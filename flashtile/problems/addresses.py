@@ -12,9 +12,11 @@ from flashtile.problems.decode import AppendTensors, CacheTensors
 
 
 def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (sequence, index within the sequence) of each row of k or q in memory, both (rows,) int64.
+    """Return (sequence, index within the sequence) of each token of k, both (tokens,) int64.
 
-    Rows after the last offset of ``cu_seqlens_k_new`` belong to no sequence and are left out.
+    k holds new keys, or queries. ``cu_seqlens_k_new`` are its offsets if it is packed.
+
+    Tokens after the last offset belong to no sequence and are left out.
     """
     if cu_seqlens_k_new is None:
         batch, seqlen = k.shape[:2]

@@ -48,7 +48,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class AttendTensors(NamedTuple):
-    """The optional tensors of an attention call in FP8: scales, and the first of ``OptionalTensors``."""
+    """The optional tensors of an attention call in FP8: scales, and leading fields of ``OptionalTensors``."""
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -69,7 +69,7 @@ class AttendTensors(NamedTuple):
 
 
 class AttendOptions(NamedTuple):
-    """The options of an attention call in FP8: the first fields of ``Options``, and four of its own."""
+    """The options of an attention call in FP8: leading fields of ``Options``, and four further fields."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
@@ -223,7 +223,7 @@ class Fp8Problem(Problem):
         return cls.from_tensors(  # type: ignore[return-value]
             q,
             k,
-            k if options.v_transposed else v,  # rows of values are laid out as those of keys
+            k if options.v_transposed else v,  # a transposed v has no row per key
             tensors.extras,
             options.shared,
             head_dim_v=v.shape[-2] if options.v_transposed else v.shape[-1],

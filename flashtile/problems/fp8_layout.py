@@ -28,7 +28,10 @@ KEY_GROUP = 32
 SMALLEST_LARGEST = 2.0**-100
 """Lower bound for the largest magnitude of a block, so that scales are positive and inverses finite."""
 LARGEST_RATIO = 2.0**64
-"""Largest ratio of v's scales in one accumulator; P is scaled down for a block with a smaller scale."""
+"""The accumulator's unit is a block's scale of v, but at least the largest scale so far divided by this.
+
+P is scaled down for a block whose scale is smaller.
+"""
 P_EXPONENT = 8
 """Probabilities are multiplied by 2**8 before rounding. The products are at most 256, within e4m3's range."""
 
@@ -76,7 +79,7 @@ def key_order(num_keys: int, device: torch.device | str | None = None) -> Tensor
 
 
 HEADROOM = 2.0**-8
-"""Factor on the transform's input, with which 256 of float32's largest numbers have a finite sum."""
+"""Factor on the transform's input. The sum of 256 of the largest float32 numbers is then finite."""
 
 
 def hadamard_signs(columns: int, seed: int, device: torch.device | str | None = None) -> Tensor:

@@ -31,7 +31,7 @@ INPUTS = {"score": "float", "b": "int", "h": "int", "q": "int", "kv": "int"}
 LOAD = "load"
 
 _WITH_ANY_NUMBER = frozenset(("add", "sub", "eq", "ne", "lt", "le", "gt", "ge", "minimum", "maximum"))
-"""Operations on ints that gain no speed if the compiler knows an operand."""
+"""Operations on ints that are no faster if an operand is a compile-time constant."""
 
 
 Name = str
@@ -242,7 +242,9 @@ _DIVISIONS = frozenset(("div", "floordiv", "mod"))
 
 
 def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
-    """Whether a result is finite for finite scores, or -inf if the last line is a where that selects it.
+    """Whether a result is finite for finite scores.
+
+    -inf is allowed as the result, or as an operand of ``where`` in the last line.
 
     Args:
         loads_are: whether the elements of captured tensors are assumed to be finite.
@@ -283,7 +285,7 @@ def _is_zero(operand: Operand) -> bool:
 
 
 def _chosen(partial: tuple, adjoint: Operand) -> tuple:
-    """Return the operands of a where that passes the gradient to the selected operand, and 0 otherwise.
+    """Return the operands of a ``where`` that passes the gradient to the selected operand, and 0 otherwise.
 
     A product of the gradient with 0 or 1 would be NaN for an infinite gradient.
     """
@@ -292,7 +294,7 @@ def _chosen(partial: tuple, adjoint: Operand) -> tuple:
 
 
 def depends_on(program: Program) -> dict[Operand, frozenset[str]]:
-    """Return the inputs that each name depends on."""
+    """Map each name to the set of inputs on which its value depends."""
     found: dict[Operand, frozenset[str]] = {Name(name): frozenset((name,)) for name in INPUTS}
     for line in program.lines:
         inputs = (found[operand] for operand in line.operands if isinstance(operand, Name))

@@ -56,7 +56,7 @@ class Mods:
         return tuple(found)[: MAX_SIZES - sum(self.ranks)]
 
     def kernel_sizes(self, captured: Iterable[Tensor | None]) -> list[int]:
-        """Return the MAX_SIZES ints of a launch: captured sizes, then zeros, then ``numbers`` reversed."""
+        """Return a launch's MAX_SIZES ints: sizes of captured tensors, zeros, and ``numbers`` reversed."""
         sizes = [size for tensor in captured if tensor is not None for size in tensor.shape]
         return sizes + [0] * (MAX_SIZES - len(sizes) - len(self.numbers)) + [*reversed(self.numbers)]
 

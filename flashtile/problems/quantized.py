@@ -66,7 +66,7 @@ class Quantized:
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, transformed: bool = False) -> Tensor:
-        """Return values times scales, in the shape before quantisation. Rows of no sequence are 0.
+        """Return values times scales, in the shape before quantisation. Rows outside all sequences are 0.
 
         Args:
             dtype: dtype of the result.

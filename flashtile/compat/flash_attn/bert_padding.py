@@ -43,7 +43,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (``input[indices]``, input), as :func:`index_first_axis`."""
+    """Return (result of :func:`index_first_axis`, input)."""
     return index_first_axis(input, indices), input
 
 
@@ -121,7 +121,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 @contextlib.contextmanager
 def _names(**names: str) -> Iterator[None]:
-    """Return a context manager that renames arguments in errors: ``tokens="values"`` shows "values"."""
+    """Rename arguments in errors within a block: with ``tokens="values"``, errors name ``values``."""
     try:
         yield
     except ERRORS as error:

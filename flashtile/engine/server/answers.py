@@ -44,9 +44,9 @@ class _Writer(Protocol):
 
     Attributes:
         prefix: beginning of the answer's id.
-        kind, kind_of_event: the field ``object`` of the body, and of an event.
+        kind, kind_of_event: value of the field ``object`` in the body, and in an event.
         first: choices that are sent before all others in a stream.
-        counts_answers: whether the client gets generated tokens. If not, it gets only its prompt.
+        counts_answers: True if the client gets generated tokens, False if it gets only its prompt.
     """
 
     prefix: str

@@ -387,7 +387,7 @@ def _read_beams(
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
-    # Service.set_max_tokens lowers this default to the tokens that the model can take after the prompt.
+    # Service.set_max_tokens lowers this default to the tokens for which the model has room.
     return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MAX_TOKENS, **given)
 
 

@@ -22,8 +22,7 @@ class Server:
         llm: the model. Nothing else may use it afterwards.
         model_name: the name that clients use for the model.
         limits: limits of calls and connections.
-        host, port: address to listen at. Port 0 takes a free port; ``port`` is its number after
-            :meth:`start`.
+        host, port: address to listen at. Port 0: a free port, whose number is ``port`` after :meth:`start`.
     """
 
     def __init__(self, llm: LLM, model_name: str, limits: Limits, host: str = "127.0.0.1", port: int = 8000):

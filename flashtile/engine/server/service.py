@@ -151,9 +151,10 @@ class Service:
             raise refused(error, ("messages",), "messages") from None
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
-        """Check ``max_tokens`` against the tokens that the model takes after the longest prompt.
+        """Raise ApiError if ``max_tokens`` exceeds the room: max_model_len minus the longest prompt.
 
-        For a chat call without ``max_tokens``, set it to this number, at most what fits into the KV cache.
+        For a chat call without ``max_tokens``, set it to the room, or to what the KV cache can hold after the
+        prompt if that is less, but to at least 1.
         """
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)

@@ -1,4 +1,4 @@
-"""``flashtile compile``: kernels compiled ahead of time into a folder that travels, without a GPU."""
+"""``flashtile compile``: compiles kernels ahead of time, without a GPU, into a folder for other machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashtile.hardware.cards import CARDS
 from flashtile.tools.commands.options import bad_models, console, progress_bar
 
 ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
-"""The card that stands for each architecture."""
+"""The card for which kernels are compiled if only an architecture is given."""
 PURPOSES = ("training", "serving", "both")
 PRESETS = ("training", "everything")
 
@@ -43,10 +43,10 @@ def compile(
         int | None, typer.Option(min=1, help="Processes that compile. Default: the number of CPU cores.")
     ] = None,
 ) -> None:
-    """Compile kernels ahead of time into a folder that travels. Needs no GPU.
+    """Compile kernels ahead of time into a folder that other machines can use. Needs no GPU.
 
     Set FLASHTILE_KERNELS to the folder, or call flashtile.use_compiled, on any machine with the same versions
-    of flashtile and Triton: a kernel in the folder is never compiled again, any other is compiled as usual.
+    of flashtile and Triton. Kernels in the folder are never compiled again; others are compiled as usual.
     Exits with 1 if kernels of some calls could not be compiled.
     """
     targets = [_target(name) for name in arch or ("sm_90",)]

@@ -40,7 +40,7 @@ from flashtile.tools.commands.options import Device, bad_parameters, console, pa
 
 HERE = "here"
 MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
-"""Maxima of sequences, heads and head sizes; of tokens per sequence; of these tokens if costs are counted."""
+"""Maxima of sequences, heads and head sizes; of tokens per sequence; of tokens per sequence with costs."""
 MEASURED = (9, 0)
 """Compute capability of the cards on which flashtile has been measured."""
 MODEL_SEQLENS = (2048, 8192, 32768, 131072)
@@ -133,7 +133,7 @@ def explain(
     """Say which kernels a call would get here or on a named card, why, and which backends were refused.
 
     This prints three lines. --verbose adds every field, and --card the costs: bytes, FLOPs and time floors.
-    Kernels run only with --card here. The tensors take no memory.
+    Only --card here runs kernels, which measure this machine. The tensors take no memory.
     """
     place = parse_device(device)
     if model_name is not None or seqlens is not None:

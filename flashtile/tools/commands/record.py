@@ -18,7 +18,7 @@ def record(
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Python script to run.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
 ) -> None:
-    """Run a Python script and write the signature of each of its calls to a file, for flashtile compile.
+    """Run a Python script and write its calls of flashtile to a file, for flashtile compile.
 
     The script may run on a CPU: kernels are chosen when they are compiled.
     """

@@ -18,7 +18,7 @@ from flashtile.learn.visualizer.settings import MASKS, Setting, grid, own_runs
 from flashtile.tools.commands.options import BadArgument, output_file, progress_bar
 
 LONGEST, WIDEST, MAX_KIB = 16384, 4096, 2**20
-"""Largest sizes of a run with the user's settings, because every move is computed and recorded."""
+"""Largest seqlen, head_dim and SRAM (KiB) of a user's run. Limited because every move is recorded."""
 
 
 def visualize(
@@ -53,7 +53,7 @@ def visualize(
 
     The page is one HTML file that needs no network. --film also writes a run as GIF or MP4. With --algorithm,
     --seqlen, --head-dim, --block, --sram-kib, --mask, --num-splits or --page-size the page also has a run
-    with these settings and standard attention's run for comparison, and opens there.
+    with these settings, which it shows first, and standard attention's run for comparison.
     """
     given: dict[str, Any] = {
         "seqlen": seqlen, "head_dim": head_dim, "mask": mask, "block": block,

@@ -127,7 +127,7 @@ class Replica:
             self._interrupts.discard(interrupt)
 
     async def wait(self) -> None:
-        """Wait until the process has ended after :meth:`signal`, or was given up."""
+        """Wait until the process has ended after :meth:`signal`, or until the replica is given up."""
         if self._task is not None:
             await self._task
 

@@ -97,7 +97,7 @@ class Visit:
 
     def counter(self, name: str, run: str = "a") -> str:
         """The exact value behind a number."""
-        return self.page.get_attribute(f"article.{run} [data-counter='{name}']", "data-value")
+        return self.page.get_attribute(f"[data-run={run}] [data-counter='{name}']", "data-value")
 
     def each(self, selector: str, expression: str) -> list[Any]:
         """A JavaScript expression on each element ``e`` that is found."""

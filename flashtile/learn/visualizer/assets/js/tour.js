@@ -65,7 +65,7 @@ const TOURS = [
     { state: PAGED, from: "fork", to: "copied", seconds: 4 },
     { state: PAGED, from: "copied", to: 1, seconds: 6 },
     { state: { story: "pool", variant: "", case: "longest" }, from: 0, to: 0.5, seconds: MANY_SECONDS },
-    { state: { story: "pool", variant: "", case: "longest,pages" }, from: 0, to: 1, seconds: 9 },
+    { state: { story: "pool", variant: "", case: "longest,pages" }, from: 0, to: 0.2, seconds: 9 },
   ] },
 ];
 

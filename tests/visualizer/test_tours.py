@@ -194,7 +194,7 @@ def test_right_answers_are_those_of_python(
     assert paged[fork].bytes == 0
     assert answers("pages", 2) == "no key and no value"
 
-    assert answers("softmax", 4) == "Multiply it by exp(2 − 4)"
+    assert answers("softmax", 4) == "Multiply it by exp(2\xa0−\xa04)"
     sums = [
         e.values[0]
         for case in stories.recorded("softmax")
@@ -252,3 +252,6 @@ def test_embedded_the_page_is_the_stage_and_its_player(slide: Visit) -> None:
     slide.press("ArrowRight")
     assert slide.counter("position") == "901"
     assert slide.page.is_visible("#play")
+    slide.go("tour=tiles&scene=3")
+    assert (slide.state["a"], slide.state["scene"]) == ("flash2;block=4x4", "3")
+    assert slide.page.is_visible(".guide.tour .sentence")

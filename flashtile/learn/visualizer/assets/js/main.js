@@ -58,7 +58,8 @@ class Page {
     if (a) Object.assign(next, { a, b: b ?? null });
     next.home = says.every((key) => AT_HOME.includes(key)) ? Boolean(this.begins.home) : null;
     this.state = next;
-    this.show();
+    if (rest.tour && !a && !rest.story) this.tour.begin(rest.tour, rest.scene);
+    else this.show();
   }
 
   /** Change parts of the state and show it. */

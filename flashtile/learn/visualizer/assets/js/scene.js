@@ -169,7 +169,8 @@ class SceneView {
   #paintGround(colours) {
     Object.assign(this, { coloured: colours, spoken: this.language.name });
     const painter = this.ground.getContext("2d");
-    painter.clearRect(0, 0, this.width, this.height);
+    painter.fillStyle = colours.card; // opaque, so that drawing it clears the frame before
+    painter.fillRect(0, 0, this.width, this.height);
     this.write = (text, x, y, { colour = colours.soft, size = 13, bold = false, align = "left", on = painter } = {}) => {
       on.font = `${bold ? "600 " : ""}${size}px ${this.language.name === "zh" ? FONT_ZH : FONT}`;
       on.fillStyle = colour;

@@ -94,8 +94,10 @@ class Tour {
     return TOURS.filter(({ scenes }) => scenes.every(({ state }) => (state.story ? catalog.stories.some(({ name }) => name === state.story) : controls.answerable(state))));
   }
 
-  begin(name) {
-    return this.#go(name, 1);
+  /** Open a tour at a scene; where there is none, the page as it is. */
+  begin(name, number = 1) {
+    const known = this.offered.find((tour) => tour.name === name)?.scenes[number - 1];
+    return known ? this.#go(name, number) : this.page.show();
   }
 
   /** To the next scene or the one before; past the last one, to the next tour. */

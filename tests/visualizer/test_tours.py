@@ -104,6 +104,8 @@ def test_cards_lead_to_the_tours(visit: Visit) -> None:
     visit.press("h")
     assert visit.page.is_visible(".cards")
     assert visit.page.is_hidden(".player")
+    assert visit.page.is_hidden(".guide.tour")
+    assert "touring" not in (visit.page.get_attribute("body", "class") or "")
 
 
 def test_a_scene_plays_by_itself_and_stops(visit: Visit) -> None:

@@ -111,6 +111,7 @@ class Page {
   #goHome() {
     this.clock.pause();
     document.body.dataset.view = "home";
+    this.tour.show();
     this.home.show();
     this.#writeAddress();
   }

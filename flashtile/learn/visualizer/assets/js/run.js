@@ -90,7 +90,7 @@ class RunView {
     this.baseline = baseline;
     const { recording, trace } = run;
     for (const root of [this.root, this.panel, this.details]) this.language.apply(root);
-    for (const title of this.titles) setText(title, this.language.text(`algorithm_${recording.algorithm}`));
+    for (const title of this.titles) setText(title, this.#title(recording, compared));
     setText(this.about, this.language.text(`about_${recording.algorithm}`));
     this.#showChoices(recording, choices);
     for (const view of [this.pages, this.programs, this.timeline, this.readouts, this.pseudocode, this.arithmetic]) view.show(run);
@@ -103,6 +103,15 @@ class RunView {
     this.held.root.hidden = run.grid === null || trace.data.length > 0;
     this.mostScores = 2 * (run.grid ? run.grid.rowEdges.at(-1) * run.grid.colEdges.at(-1) : 1);
     this.said = 0;
+  }
+
+  /** The algorithm, and where both runs have the same one, what sets them apart. */
+  #title({ algorithm, settings }, compared) {
+    const name = this.language.text(`algorithm_${algorithm}`);
+    if (compared.length < 2 || compared.some(({ recording }) => recording.algorithm !== algorithm)) return name;
+    const { num_splits, page_size, block = "" } = settings;
+    const own = num_splits ? `${this.language.text("num_splits")} ${num_splits}` : page_size ? `${this.language.text("page_size")} ${page_size}` : block.replace("x", " × ");
+    return own ? `${name} · ${own}` : name;
   }
 
   /** The colours that this run has use for. */

@@ -1,7 +1,7 @@
 // The stage of a run on a canvas: the score matrix with Q, K, V and O along it, and the chip: SRAM above, HBM below, and
-// the tiles that travel between them. Whatever stays the same is painted once, so that a frame paints only what moves.
+// the tiles that travel between them. Parts that never change are painted once, so a frame paints only what moves.
 
-const STRIP = 14; // pixels across a strip along the matrix
+const [STRIP, THIN_STRIP] = [14, 8]; // pixels across a strip along the matrix
 const PAD = 12;
 const TITLE = 26; // height of a panel's title
 const MAX_GAPS = 64; // tiles a side up to which gaps between them are drawn
@@ -9,6 +9,7 @@ const MAX_LINED = 16; // tokens up to which every score is seen
 const LEAST_NUMBER = 38; // pixels of a score, for its number
 const MIN_SIDE = 16; // of a tile in SRAM
 const NARROW = 230; // of the chip, with room for short texts only
+const MIN_NOTED = 400; // width of the chip, with room for a note after a title
 const MIN_PART = 5; // of an array in HBM
 const LEAST_CHIP = 240; // height of the chip, below which SRAM gets more of it
 const LEAST_ROOMY = 124; // height of SRAM
@@ -17,6 +18,7 @@ const WIDE = 1.15; // ratio of width to height from which on the chip is next to
 const MAX_SLOTS = 10; // in a row
 const SLOT_GAP = 8; // pixels between two
 const MAX_ARRAYS = 9; // from which on small arrays are left out
+const LABEL = 64; // pixels for the bytes of a tile that travels
 const MAX_TRAVELLERS = 6;
 const ORDER = ["Q", "K", "S", "P", "V", "O"];
 
@@ -67,7 +69,8 @@ class SceneView {
     const { rowEdges, colEdges } = this.run.grid;
     const [rows, cols] = [rowEdges.at(-1), colEdges.at(-1)];
     Object.assign(this, { rows, cols, keysInOrder: this.run.trace.arrays.some((array) => array.name === "K" && array.rows === cols) });
-    const edge = 2 * STRIP + 18;
+    this.strip = height < LEAST_CHIP ? THIN_STRIP : STRIP;
+    const edge = 2 * this.strip + 18;
     const [most, mostHigh] = [width - edge - 2 * PAD, height - TITLE - edge - PAD - 10];
     if (rows === 1) return { left: x + PAD + edge, top: y + TITLE + edge, width: most, height: Math.min(64, mostHigh / 2), edge, bottom: y + height };
     const side = Math.min(most, mostHigh * (cols / rows));
@@ -205,20 +208,20 @@ class SceneView {
     painter.fillStyle = colours.untouched;
     painter.fillRect(left, top, width, height);
     painter.fillStyle = colours.track;
-    for (const [name, offset] of [["O", 0], ["Q", STRIP + 4]]) {
+    for (const [name, offset] of [["O", 0], ["Q", this.strip + 4]]) {
       const x = left - edge + 14 + offset;
       painter.fillStyle = colours.track;
-      painter.fillRect(x, top, STRIP, height);
-      this.write(name, x + STRIP / 2, top + height + 15, { colour: colours[name], bold: true, align: "center" });
+      painter.fillRect(x, top, this.strip, height);
+      this.write(name, x + this.strip / 2, top + height + 15, { colour: colours[name], bold: true, align: "center" });
     }
     if (this.keysInOrder) {
-      for (const [name, offset] of [["V", 0], ["K", STRIP + 4]]) {
+      for (const [name, offset] of [["V", 0], ["K", this.strip + 4]]) {
         painter.fillStyle = colours.track;
-        painter.fillRect(left, top - edge + 14 + offset, width, STRIP);
-        this.write(name, left - 8, top - edge + 14 + offset + STRIP - 2, { colour: colours[name], bold: true, align: "right" });
+        painter.fillRect(left, top - edge + 14 + offset, width, this.strip);
+        this.write(name, left - 8, top - edge + 14 + offset + this.strip - 2, { colour: colours[name], bold: true, align: "right" });
       }
     }
-    this.strips = { V: top - edge + 14, K: top - edge + STRIP + 18, O: left - edge + 14, Q: left - edge + STRIP + 18 };
+    this.strips = { V: top - edge + 14, K: top - edge + this.strip + 18, O: left - edge + 14, Q: left - edge + this.strip + 18 };
     this.#shapeMask();
     this.#shapeLines();
   }
@@ -265,7 +268,7 @@ class SceneView {
       painter.stroke();
       this.write(language.text(key), box.left + PAD, box.top + 19, { colour: colours.ink, size: 15, bold: true });
       const name = painter.measureText(language.text(key)).width;
-      if (box.width > 320) this.write(language.text(note), box.left + PAD + name + 8, box.top + 19);
+      if (box.width > MIN_NOTED) this.write(language.text(note), box.left + PAD + name + 8, box.top + 19);
     }
     painter.fillStyle = colours.track;
     painter.fillRect(onChip.left + PAD, onChip.top + TITLE + 2, onChip.width - 2 * PAD, 5);
@@ -341,8 +344,8 @@ class SceneView {
       if (across && !this.keysInOrder) continue;
       context.fillStyle = colours[name];
       for (const tile of tilesOf(tiles, name)) {
-        if (across) context.fillRect(this.#x(tile.row), at, Math.max(this.#x(tile.row + tile.rows) - this.#x(tile.row), 2), STRIP);
-        else context.fillRect(at, this.#y(tile.row), STRIP, Math.max(this.#y(tile.row + tile.rows) - this.#y(tile.row), 2));
+        if (across) context.fillRect(this.#x(tile.row), at, Math.max(this.#x(tile.row + tile.rows) - this.#x(tile.row), 2), this.strip);
+        else context.fillRect(at, this.#y(tile.row), this.strip, Math.max(this.#y(tile.row + tile.rows) - this.#y(tile.row), 2));
       }
     }
     if (this.rows > 1 && row !== undefined) this.#drawRow(row, colours);
@@ -422,7 +425,7 @@ class SceneView {
     const text = onChip.width < NARROW ? formatBytes(used) : this.language.text("scene_used", { used: formatBytes(used), all: formatBytes(this.sram) });
     this.write(text, onChip.left + onChip.width - PAD, onChip.top + 19, { align: "right", colour: colours.ink, on: context });
     for (const [name, tile] of tiles) this.#drawHeld(name, tile, event, colours);
-    if (event?.kind === "compute" && event.op) this.write(prettyOp(event.op), this.bus.left + PAD, this.bus.top + this.bus.height / 2 + 4, { colour: colours.ink, size: 14, bold: true, on: context });
+    if (event?.kind === "compute" && event.op && onChip.width >= NARROW) this.write(prettyOp(event.op), this.bus.left + PAD, this.bus.top + this.bus.height / 2 + 4, { colour: colours.ink, size: 14, bold: true, on: context });
     this.#drawPrograms(event, colours);
     const present = new Set(run.trace.arraysAt(position).map(({ name }) => name));
     for (const [name, place] of this.places) {
@@ -517,7 +520,8 @@ class SceneView {
     const x = still ? from.x + ((to.x - from.x) * (middle - from.y)) / (to.y - from.y || 1) : between("x");
     const [w, h] = still ? [Math.max(Math.min(width, 22), 10), Math.max(Math.min(height, 22), 10)] : [Math.max(width, 6), Math.max(height, 6)];
     context.fillRect(x - w / 2, y - h / 2, w, h);
-    this.write(formatBytes(form.bytes), x + w / 2 + 6, y + 4, { colour: colours.ink, bold: true, on: context });
+    const atEdge = x + w / 2 + LABEL > this.width;
+    this.write(formatBytes(form.bytes), atEdge ? x - w / 2 - 6 : x + w / 2 + 6, y + 4, { colour: colours.ink, bold: true, align: atEdge ? "right" : "left", on: context });
   }
 
   #click(event) {

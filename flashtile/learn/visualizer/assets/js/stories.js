@@ -1,7 +1,7 @@
 // Stories: one idea each, told by a few short runs next to each other. A story's picture is in stories/NAME.js.
 //
 // A picture is a class with
-//   static counters                  what is counted beside it, of STORY_COUNTERS
+//   static counters                  which of STORY_COUNTERS are shown with it
 //   static pace(trace)               optional: what has passed after each event, where runs keep pace by that
 //   constructor({ root, trace, facts, name, text })
 //   draw(position, event)            the run after `position` events, of which `event` is the last
@@ -59,12 +59,12 @@ class Stories {
     this.panels = [];
     this.root = document.querySelector(".story");
     this.title = this.root.querySelector("h2");
-    this.beside = document.querySelector(".about-story");
-    this.about = this.beside.querySelector(".about");
-    this.variants = this.beside.querySelector(".variants");
+    this.told = document.querySelector(".about-story");
+    this.about = this.told.querySelector(".about");
+    this.variants = this.told.querySelector(".variants");
     this.stage = this.root.querySelector(".cases");
     this.variants.addEventListener("change", () => page.change({ variant: this.variants.value, at: 0 }));
-    this.beside.querySelector("#story-end").addEventListener("click", () => this.end());
+    this.told.querySelector("#story-end").addEventListener("click", () => this.end());
     this.buttons = page.catalog.stories.map(({ name }) => {
       const button = element("button", { type: "button", "data-story": name, "data-text": `${name}.title` });
       button.addEventListener("click", () => this.tell(name));
@@ -116,7 +116,7 @@ class Stories {
     this.variants.closest("label").hidden = variants.length < 2;
     this.variants.replaceChildren(...variants.map((variant) => element("option", { value: variant }, variant && text(`variant_${variant}`))));
     this.variants.value = state.variant;
-    this.root.hidden = this.beside.hidden = false;
+    this.root.hidden = this.told.hidden = false;
     document.body.dataset.view = "story";
     page.clock.setRuns(this.panels, pace ? "bytes" : "share");
     page.clock.at = Math.min(Math.max(Number(state.at) || 0, 0), page.clock.end);
@@ -129,7 +129,7 @@ class Stories {
 
   #close() {
     this.panels = [];
-    this.root.hidden = this.beside.hidden = true;
+    this.root.hidden = this.told.hidden = true;
   }
 
   /** Facts of the cases on the page, for the sentences of a tour. */

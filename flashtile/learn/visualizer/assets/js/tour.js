@@ -85,7 +85,7 @@ class Tour {
   }
 
   get open() {
-    return !this.root.hidden;
+    return this.tour !== undefined && !this.root.hidden;
   }
 
   /** Tours whose runs this page has. */

@@ -15,7 +15,7 @@ from flashtile.learn.visualizer.settings import Setting
 
 
 def readouts(visit: Visit, run: str = "a") -> dict[str, str]:
-    return dict(visit.each(f"article.{run} [data-readout]", "[e.dataset.readout, e.textContent]"))
+    return dict(visit.each(f"[data-run={run}] [data-readout]", "[e.dataset.readout, e.textContent]"))
 
 
 def choose(visit: Visit, preset: str) -> None:
@@ -34,6 +34,7 @@ def drag(visit: Visit, slider: str, value: int) -> None:
 
 def test_the_page_of_the_article(visit: Visit) -> None:
     """8 x 8 in blocks of 2 x 2: 4 x 4 = 16 blocks, (0, 0) and 0 % at first, 64 scores against 4."""
+    visit.go("drawer=open")
     visit.page.click(".articles summary")
     choose(visit, "eight")
     shown = readouts(visit)
@@ -66,6 +67,7 @@ def test_the_page_of_the_article(visit: Visit) -> None:
 
 
 def test_the_other_figures(visit: Visit) -> None:
+    visit.go("drawer=open")
     visit.page.click(".articles summary")
     choose(visit, "twelve")
     assert readouts(visit)["tiles"] == "4 × 6 = 24"
@@ -91,11 +93,12 @@ def test_the_other_figures(visit: Visit) -> None:
 
 
 def statistic(visit: Visit, name: str) -> float:
-    return float(visit.page.get_attribute(f"article.a [data-statistic={name}]", "data-value"))
+    return float(visit.page.get_attribute(f"[data-run=a] [data-statistic={name}]", "data-value"))
 
 
 def test_the_blocks_of_the_paper_on_an_a100(visit: Visit) -> None:
     """M = 196608, d = 64: Bc = 768, Br = 64, Tc = 2, Tr = 16, if an element is a byte; 384 if it is two."""
+    visit.go("drawer=open")
     visit.page.click(".articles summary")
     choose(visit, "a100")
     for element, bc in ((1, 768), (2, 384), (4, 192)):

@@ -18,10 +18,11 @@ Recorded = Callable[[Setting], Recording]
 
 def test_the_address_holds_the_state(visit: Visit) -> None:
     """What one sees is what who opens the link sees."""
-    visit.press("3", "ArrowLeft", "Shift+ArrowLeft", "ArrowLeft")
+    visit.press("3", "ArrowLeft", "Shift+ArrowLeft", "ArrowLeft", "d")
     visit.page.select_option("#choose-card", "h100")
-    visit.page.select_option("article.b select[name=block]", "64x64")
-    visit.page.select_option("article.a .statistics select", index=2)
+    visit.page.select_option("[data-run=b] select[name=block]", "64x64")
+    visit.press("d")
+    visit.page.click("article.a canvas", position=place_of_row(visit, 0.6))
     visit.settle()
     state, numbers = visit.state, visible_numbers(visit)
     assert state["card"] == "h100"
@@ -31,8 +32,19 @@ def test_the_address_holds_the_state(visit: Visit) -> None:
     assert visible_numbers(visit) == numbers
 
 
+def place_of_row(visit: Visit, share: float) -> dict[str, float]:
+    """Where on its canvas run A has the row at a share of the score matrix's height."""
+    return visit.page.evaluate(
+        """(share) => {
+             const { left, top, height } = flashtilePage.views.a.scene.area;
+             return { x: left + 10, y: top + share * height };
+           }""",
+        share,
+    )
+
+
 def visible_numbers(visit: Visit) -> list[str]:
-    return visit.each("article [data-value]", "`${e.dataset.value} ${e.textContent}`")
+    return visit.each("[data-run] [data-value]", "`${e.dataset.value} ${e.textContent}`")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +91,7 @@ def test_the_keyboard(visit: Visit, recorded: Recorded) -> None:
 def test_play_and_pause(visit: Visit) -> None:
     visit.go(address(Setting("flash2", 256, 64, block="32x32"), 0))
     visit.press(" ")
-    visit.page.wait_for_selector("article.a [data-counter=position]:not([data-value='0'])")
+    visit.page.wait_for_selector("[data-run=a] [data-counter=position]:not([data-value='0'])")
     assert visit.page.get_attribute("#play", "aria-label") == "Pause"
     visit.press(" ")
     at = visit.counter("position")
@@ -121,7 +133,7 @@ def test_blocks_follow_sram(visit: Visit) -> None:
     sizes = {}
     for sram in (64 * 1024, 100 * 1024):
         visit.go(address(Setting("flash1", 256, 64, block="auto", sram_bytes=sram), 0))
-        sizes[sram] = visit.text("article.a select[name=block]")
+        sizes[sram] = visit.text("[data-run=a] select[name=block]")
     assert len(set(sizes.values())) == 2
 
 
@@ -153,7 +165,7 @@ def test_a_phone(visit: Visit) -> None:
     visit.page.tap("#forward")
     visit.settle()
     assert int(visit.counter("position")) == before + 1
-    visit.page.tap("article.a canvas", position={"x": 150, "y": 230})
+    visit.page.tap("article.a canvas", position=place_of_row(visit, 0.6))
     visit.settle()
     assert int(visit.state["row"]) > 100
 
@@ -178,6 +190,7 @@ def test_themes_and_languages(visit: Visit) -> None:
 
 def test_every_choice_of_the_selects_is_recorded(visit: Visit) -> None:
     """Whatever is chosen, what is shown is what the selects say."""
+    visit.go("drawer=open")
     for name in ("#choose-a", "#choose-mask", "#choose-sram", "#choose-seqlen", "#choose-queries"):
         for value in visit.each(f"{name} option:not([disabled])", "e.value"):
             visit.page.select_option(name, value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -13,29 +12,6 @@ from flashtile.learn.visualizer.settings import Setting
 
 Recorded = Callable[[Setting], Recording]
 TILED = Setting("flash2", 8, 4, block="4x4")
-
-
-def test_the_tour_goes_from_eight_tokens_to_a_thousand(visit: Visit, recorded: Recorded) -> None:
-    visit.page.click("#tour-begin")
-    visit.settle()
-    seen = []
-    for number in range(1, 8):
-        assert visit.text(".tour b") == f"{number} / 7"
-        text = visit.text(".tour p")
-        assert len(text) > 100
-        assert not re.search(r"NaN|undefined|\{", text)
-        seen.append((text, visit.counter("position")))
-        if number == 6:
-            totals = recorded(TILED).totals
-            assert f"{totals['hbm_read'] + totals['hbm_written']}\u202fB" in text
-            assert visit.state["seqlen"] == "8"
-        visit.page.click("#tour-next")
-        visit.settle()
-    assert len(set(seen)) == 7
-    assert len({position for _, position in seen[:6]}) > 3
-    assert visit.page.is_hidden(".tour")
-    visit.go("&".join(f"{key}={value}" for key, value in {**visit.state, "tour": "2"}.items()))
-    assert visit.text(".tour b") == "2 / 7"
 
 
 def test_questions_begin_at_their_moment_and_play(visit: Visit, recorded: Recorded) -> None:
@@ -58,7 +34,7 @@ def test_nothing_moves_for_who_wants_no_motion(visit: Visit) -> None:
 
 
 def test_arrows_step_with_a_select_focused(visit: Visit) -> None:
-    visit.go(address(TILED, 3))
+    visit.go(address(TILED, 3, drawer="open"))
     visit.page.focus("#choose-mask")
     visit.press("ArrowRight", "ArrowRight", "ArrowLeft")
     assert (visit.state["at"], visit.state["mask"]) == ("4", "full")
@@ -71,8 +47,8 @@ def test_captions_name_the_line_and_words_are_explained(visit: Visit, recorded: 
     keys = next(at for at, e in enumerate(events, 1) if e.kind == "load" and e.name == "K")
     for at, line in ((scores, 8), (keys, 7)):
         visit.go(address(TILED, at))
-        assert visit.text("article.a .line") == f"· FlashAttention-2, algorithm 1, line {line}"
-    assert "High-bandwidth memory" in visit.page.get_attribute("article.a .hbm h3", "title")
+        assert visit.text("[data-run=a] .line") == f"· FlashAttention-2, algorithm 1, line {line}"
+    assert "High-bandwidth memory" in visit.page.get_attribute("[data-run=a] .hbm h4", "title")
 
 
 @pytest.mark.parametrize(
@@ -80,9 +56,11 @@ def test_captions_name_the_line_and_words_are_explained(visit: Visit, recorded: 
     [{"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}],
     indirect=True,
 )
-def test_on_a_phone_the_picture_comes_before_the_selects(visit: Visit) -> None:
+def test_on_a_phone_the_picture_is_on_the_first_screen(visit: Visit) -> None:
     visit.go(address(TILED, 12))
     picture = visit.page.locator("article.a canvas").bounding_box()
-    assert picture["y"] + 0.5 * picture["height"] < 844
-    for select in ("#choose-a", "article.a .settings"):
-        assert visit.page.locator(select).bounding_box()["y"] > picture["y"]
+    player = visit.page.locator(".player").bounding_box()
+    assert picture["y"] + picture["height"] < player["y"]
+    assert player["y"] + player["height"] <= 844
+    for select in ("#choose-mask", "[data-run=a] .settings"):
+        assert visit.page.is_hidden(select)

@@ -64,9 +64,9 @@ def check_numbers(visit: Visit, recording: Recording) -> None:
         shown = {name: int(visit.counter(name)) for name in COUNTERS}
         assert shown == expected, at
         assert int(visit.counter("hbm_moved")) == expected["hbm_read"] + expected["hbm_written"]
-        assert visit.text("article.a [data-counter=position]") == f"{at} / {len(events)}"
+        assert visit.text("[data-run=a] [data-counter=position]") == f"{at} / {len(events)}"
         tiles = dict(
-            visit.each("article.a .sram .tile:not([hidden])", "[e.dataset.name, Number(e.dataset.bytes)]")
+            visit.each("[data-run=a] .sram .tile:not([hidden])", "[e.dataset.name, Number(e.dataset.bytes)]")
         )
         assert tiles == tiles_after(events[:at]), at
     assert {name: int(visit.counter(name)) for name in COUNTERS} == recording.totals
@@ -96,22 +96,18 @@ def test_statistics_of_the_watched_rows(visit: Visit, recorded: Recorded, algori
                     for event in events[:at]
                     if event.values and row in event.values and event.name.split(".")[0] == name
                 ]
-                shown = visit.page.get_attribute(f"article.a [data-statistic={name}]", "data-value")
+                shown = visit.page.get_attribute(f"[data-run=a] [data-statistic={name}]", "data-value")
                 if not known:
                     assert shown == ""
                 else:
                     assert float(shown) == pytest.approx(known[-1], rel=1e-4)
-    assert visit.text("article.a .statistics select").split() == [
+    assert visit.text("[data-run=a] .statistics select").split() == [
         str(row) for row in recording.trace.watch_rows
     ]
 
 
 def test_the_matrix_shows_what_was_computed_and_what_was_kept(visit: Visit) -> None:
-    colours = visit.page.evaluate(
-        """() => { const style = getComputedStyle(document.documentElement);
-        return Object.fromEntries(["computed", "weights", "untouched", "skipped"].map((name) =>
-          [name, style.getPropertyValue(`--${name}`).trim()])); }"""
-    )
+    colours = visit.page.evaluate("flashtilePage.colours")
     flash = Setting("flash2", 256, 64, block="64x64")
     visit.go(address(flash, 10**9))
     assert pixel(visit, 0.5 + 1 / 16, 0.5 + 1 / 16) == rgb(colours["computed"])
@@ -122,15 +118,14 @@ def test_the_matrix_shows_what_was_computed_and_what_was_kept(visit: Visit) -> N
 
 
 def pixel(visit: Visit, x: float, y: float) -> tuple[int, int, int]:
-    """The colour of the matrix at a share of its width and height, edges left out."""
+    """The colour of the matrix at a share of its width and height."""
     return tuple(
         visit.page.evaluate(
             """([x, y]) => {
-                 const canvas = document.querySelector("article.a canvas");
-                 const [edge, scale] = [40, canvas.width / canvas.clientWidth];
-                 const at = (share, size) => Math.round((edge + share * (size - edge)) * scale);
-                 const place = [at(x, canvas.clientWidth), at(y, canvas.clientHeight)];
-                 return [...canvas.getContext("2d").getImageData(...place, 1, 1).data].slice(0, 3);
+                 const { canvas, area, ratio } = flashtilePage.views.a.scene;
+                 const place = [area.left + x * area.width, area.top + y * area.height];
+                 const [left, top] = place.map((at) => Math.round(at * ratio));
+                 return [...canvas.getContext("2d").getImageData(left, top, 1, 1).data].slice(0, 3);
                }""",
             [x, y],
         )
@@ -138,8 +133,7 @@ def pixel(visit: Visit, x: float, y: float) -> tuple[int, int, int]:
 
 
 def rgb(colour: str) -> tuple[int, int, int]:
-    digits = colour.lstrip("#")
-    return tuple(int(digits[i : i + 2], 16) for i in (0, 2, 4))  # type: ignore[return-value]
+    return tuple(map(int, re.findall(r"\d+", colour)))  # type: ignore[return-value]
 
 
 def test_two_runs_advance_together(visit: Visit, recorded: Recorded) -> None:
@@ -205,8 +199,8 @@ def test_splits_and_their_merge(visit: Visit, recorded: Recorded) -> None:
         if event.kind == "store" and event.name == "lse_s":
             stored |= event.values or {}
     visit.go(address(setting, len(recording.trace.events)))
-    assert visit.page.get_attribute("article.a [data-kernel=split]", "data-programs") == "8"
-    shown = visit.each("article.a [data-split]", "Number(e.dataset.value)")
+    assert visit.page.get_attribute("[data-run=a] [data-kernel=split]", "data-programs") == "8"
+    shown = visit.each("[data-run=a] [data-split]", "Number(e.dataset.value)")
     assert shown == pytest.approx([stored[split] for split in range(8)], rel=1e-4)
     chains = {}
     for splits in (1, 8):
@@ -224,7 +218,7 @@ def test_splits_and_their_merge(visit: Visit, recorded: Recorded) -> None:
     assert chains[1] > 7 * chains[8]
 
 
-SEQUENCES = "article.a [data-sequence]"
+SEQUENCES = "[data-run=a] [data-sequence]"
 PHYSICAL = "[...e.querySelectorAll('[data-physical]')].map((block) => Number(block.dataset.physical))"
 
 
@@ -238,7 +232,7 @@ def test_pages_of_a_fork(visit: Visit, recorded: Recorded) -> None:
         seen.add(event.data["op"])
         visit.show(address(setting, at))
         tables = dict(visit.each(SEQUENCES, f"[e.dataset.sequence, {PHYSICAL}]"))
-        counts = visit.each("article.a [data-block]", "Number(e.dataset.count)")
+        counts = visit.each("[data-run=a] [data-block]", "Number(e.dataset.count)")
         assert tables == event.data["tables"], at
         assert counts == event.data["ref_counts"], at
     assert seen == {"allocate", "append", "fork", "copy_on_write"}
@@ -248,14 +242,14 @@ def test_the_timeline_has_every_span(visit: Visit, recorded: Recorded) -> None:
     setting = Setting("flash3", 256, 64, block="32x32")
     spans = recorded(setting).trace.spans
     visit.go(address(setting, 100))
-    titles = visit.each("article.a .timeline title", "e.textContent")
+    titles = visit.each("[data-run=a] .timeline title", "e.textContent")
     assert len(spans) > 20
     assert sorted(titles) == sorted(
         f"{s.worker} · {s.unit}: {s.label} ({s.start:g}–{s.end:g})" for s in spans
     )
-    assert not visit.page.is_hidden("article.a .timeline")
+    assert not visit.page.is_hidden("[data-run=a] .timeline")
     visit.go(address(Setting("flash2", 256, 64, block="32x32"), 100))
-    assert visit.page.is_hidden("article.a .timeline")
+    assert visit.page.is_hidden("[data-run=a] .timeline")
 
 
 @pytest.mark.parametrize("number", range(1, 6))

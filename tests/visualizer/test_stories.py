@@ -246,6 +246,8 @@ def test_memories_are_shown_at_the_same_step(told: Visit) -> None:
 def test_buttons_player_and_the_way_back(told: Visit) -> None:
     told.show("a=flash2;block=4x4&seqlen=8&head_dim=4&at=3&story=none")
     assert told.page.is_visible("article.a")
+    told.press("h")
+    told.page.click(".more summary")
     told.page.click("[data-story=chain]")
     told.settle()
     assert told.state["story"] == "chain"
@@ -264,6 +266,7 @@ def test_buttons_player_and_the_way_back(told: Visit) -> None:
     assert told.page.is_visible("article.a")
     assert "story" not in told.state
     assert told.state["at"] == "3"
+    told.press("h")
     told.page.click("[data-story=fp8]")
     told.settle()
     told.page.click("#play")
@@ -280,5 +283,5 @@ def test_every_story_fits_on_a_phone(told: Visit) -> None:
     for name in stories.STORIES:
         tell(told, name, 5, lang="zh")
         assert told.page.evaluate("document.documentElement.scrollWidth") <= 390, name
-        assert len(told.text(".story .about")) > 100
+        assert len(told.text(".about-story .about")) > 100
     told.page.set_viewport_size({"width": 1400, "height": 1000})

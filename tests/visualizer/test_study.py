@@ -39,7 +39,7 @@ def at_op(trace: Trace, op: str, number: int) -> int:
 
 
 def lit(visit: Visit) -> list[int]:
-    return visit.each("article.a .code [aria-current]", "Number(e.dataset.line)")
+    return visit.each("[data-run=a] .code [aria-current]", "Number(e.dataset.line)")
 
 
 def test_the_line_that_runs_is_lit(visit: Visit) -> None:
@@ -51,7 +51,7 @@ def test_the_line_that_runs_is_lit(visit: Visit) -> None:
         visit.press("ArrowRight")
         lines += lit(visit)
     assert lines == [8, 9, 9, 10, 9, 9]  # P, l, O, m; freeing a tile leaves the line as it was
-    code = visit.each("article.a .code li", "[Number(e.dataset.line), e.textContent]")
+    code = visit.each("[data-run=a] .code li", "[Number(e.dataset.line), e.textContent]")
     assert [number for number, _ in code] == list(range(1, 18))
     assert dict(code)[8] == "S = Qᵢ Kⱼᵀ"
     for algorithm in ("flash1", "standard", "flash1_backward", "flash2_backward", "standard_backward"):
@@ -60,7 +60,7 @@ def test_the_line_that_runs_is_lit(visit: Visit) -> None:
             setting = Setting(algorithm, 256, 64, mask="causal", sram_bytes=100 * KIB)
         for share in (0.3, 0.6, 1):
             visit.show(address(setting, int(share * 100)))
-            shown = visit.text("article.a .line")
+            shown = visit.text("[data-run=a] .line")
             assert len(lit(visit)) == 1
             assert not shown or shown.endswith(f"line {lit(visit)[0]}")
 
@@ -116,12 +116,12 @@ def test_the_arithmetic_of_a_tile(visit: Visit) -> None:
     visit.go(f"{EIGHT}&at={output}&row=3")
     visit.press("a")
     check_matrices(visit, expected)
-    formula = visit.text("article.a .formula")
+    formula = visit.text("[data-run=a] .formula")
     numbers = [float(x.replace("−", "-")) for x in re.findall(r"[-−]?\d+\.?\d*", formula.split("=", 3)[-1])]
     assert "exp(m − m′)[3]" in formula
     assert numbers[-1] == pytest.approx(math.exp(m_old[1] - m[1]), rel=1e-3)
     visit.press("ArrowLeft")
-    assert f"= {total[1].item():.4g}" in visit.text("article.a .formula").replace("−", "-")
+    assert f"= {total[1].item():.4g}" in visit.text("[data-run=a] .formula").replace("−", "-")
 
     trace, _ = small_trace(flash1, 8, (2, 2))
     at = next(
@@ -133,13 +133,13 @@ def test_the_arithmetic_of_a_tile(visit: Visit) -> None:
     p = (s - s.amax(-1, keepdim=True)).exp()
     check_matrices(visit, expected | {"P": p, "O before": o_old / sum_old, "O after": o / total})
     visit.show(address(Setting("flash2", 256, 64, block="64x64"), 20, arithmetic="open"))
-    assert "64 tokens" in visit.text("article.a .arithmetic")
+    assert "64 tokens" in visit.text("[data-run=a] .arithmetic")
 
 
 def check_matrices(visit: Visit, expected: dict[str, torch.Tensor]) -> None:
     cells = "[...row.querySelectorAll('td')].map((x) => Number(x.dataset.value))"
     rows = f"[...e.querySelectorAll('tbody tr')].map((row) => {cells})"
-    shown = dict(visit.each("article.a [data-matrix]", f"[e.dataset.matrix, {rows}]"))
+    shown = dict(visit.each("[data-run=a] [data-matrix]", f"[e.dataset.matrix, {rows}]"))
     assert shown.keys() == expected.keys()
     for name, matrix in expected.items():
         assert torch.allclose(torch.tensor(shown[name], dtype=torch.float64), matrix), name
@@ -184,7 +184,7 @@ def test_predict_then_reveal(visit: Visit) -> None:
 
 def blurred(visit: Visit) -> bool:
     """Whether the numbers that would give an answer away cannot be read."""
-    return all(visit.each("article.a .readouts dd", "getComputedStyle(e).filter !== 'none'"))
+    return all(visit.each("[data-run=a] .readouts dd", "getComputedStyle(e).filter !== 'none'"))
 
 
 def visit_choices(visit: Visit, name: str) -> list[int]:
@@ -205,7 +205,7 @@ def test_a_link_and_pictures_of_a_run(visit: Visit, tmp_path: Path) -> None:
     visit.go(link.split("#")[1])
     assert visit.state == before
     assert (before["speed"], visit.page.input_value("#speed")) == ("0.25", "0.25")
-    assert visit.page.is_visible("article.a .tables")
+    assert visit.page.is_visible("[data-run=a] .tables")
 
     with visit.page.expect_download() as saved:
         visit.press("s")
@@ -244,7 +244,7 @@ def check_svg(root: ElementTree.Element) -> None:
 def test_at_400_pixels_nothing_is_wider_than_the_page(visit: Visit) -> None:
     for state in (
         f"{EIGHT}&at=25&preset=eight&arithmetic=open&predict=tiles",
-        "preset=a100&a=flash1;block=64x768&seqlen=1024&element=1&b=standard&lang=zh",
+        "preset=a100&a=flash1;block=64x768&seqlen=1024&element=1&b=standard&lang=zh&drawer=open",
     ):
         visit.show(state)
         assert visit.page.evaluate("document.documentElement.scrollWidth") == 400, state

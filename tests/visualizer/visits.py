@@ -10,7 +10,7 @@ from flashtile.learn.visualizer.settings import Setting
 KIB = 1024
 SETTINGS = (
     Setting("standard", 1024, 64, sram_bytes=100 * KIB),
-    Setting("flash2", 1024, 64, block="64x64"),
+    *(Setting(name, 1024, 64, block="64x64") for name in ("flash1", "flash2")),
     Setting("standard", 256, 64, sram_bytes=64 * KIB),
     *(Setting("standard", 256, 64, mask=mask, sram_bytes=100 * KIB) for mask in ("full", "causal", "window")),
     *(Setting("flash1", 256, 64, mask=mask, block="64x64") for mask in ("full", "causal")),
@@ -97,7 +97,7 @@ class Visit:
 
     def counter(self, name: str, run: str = "a") -> str:
         """The exact value behind a number."""
-        return self.page.get_attribute(f"article.{run} [data-counter='{name}']", "data-value")
+        return self.page.get_attribute(f"[data-run={run}] [data-counter='{name}']", "data-value")
 
     def each(self, selector: str, expression: str) -> list[Any]:
         """A JavaScript expression on each element ``e`` that is found."""
@@ -107,6 +107,9 @@ class Visit:
         return self.page.inner_text(selector)
 
     @property
+    def state_text(self) -> str:
+        return str(self.page.evaluate("location.hash")).removeprefix("#")
+
+    @property
     def state(self) -> dict[str, str]:
-        hash = self.page.evaluate("location.hash")
-        return dict(part.split("=", 1) for part in hash.removeprefix("#").split("&"))
+        return dict(part.split("=", 1) for part in self.state_text.split("&"))

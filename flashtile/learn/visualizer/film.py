@@ -21,8 +21,8 @@ SECONDS = 12
 WIDTH, HEIGHT = 528, 608
 LEFT, TOP, SIDE = 24, 56, 480
 COLOURS = {
-    "untouched": "#e9edf2", "skipped": "#f8fafc", "computed": "#a5b4fc", "stored": "#f0a35e",
-    "weights": "#d9483b", "ink": "#1c2128", "track": "#eef1f5", "moved": "#3b82f6", "tile": "#8b5cf6",
+    "untouched": "#e9edf1", "skipped": "#ffffff", "computed": "#ecd9a4", "stored": "#d08700",
+    "weights": "#7a3b00", "ink": "#14181d", "track": "#e9edf0", "moved": "#0b5cad", "tile": "#946200",
 }  # fmt: skip
 """Colours of the page's light theme."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import hashlib
 import json
 import multiprocessing
@@ -22,12 +24,15 @@ from flashtile.learn.visualizer.settings import SRAM_SIZES, Setting
 
 SCRIPTS = (
     "elements", "format", "language", "address", "trace", "machine", "algorithms", "made", "grid", "catalog",
-    "matrix", "memories", "statistics", "programs", "pages", "timeline", "merge", "charts", "readouts",
-    "lines", "pseudocode", "formula", "arithmetic", "run", "player", "moments", "questions", "tour",
-    "articles", "predict", "picture", "controls", "stories", "cells",
+    "scene", "memories", "statistics", "programs", "pages", "timeline", "merge", "charts", "readouts",
+    "lines", "pseudocode", "formula", "arithmetic", "run", "player", "phases", "moments", "questions", "tour",
+    "articles", "predict", "picture", "controls", "stories", "home", "cells",
     *(f"stories/{name}" for name in stories.STORIES), "main",
 )  # fmt: skip
 """The page's scripts, each after those that it uses; they share one scope."""
+
+DESIGN = files("flashtile") / "assets" / "design.css"
+"""Colours, type and spacing of every page; see the file."""
 
 STYLES = ("style.css", "stories.css")
 LANGUAGES = ("en", "zh")
@@ -107,7 +112,7 @@ def _one_thread() -> None:
 
 
 def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> dict[str, Any]:
-    """Return everything that the page plays. Runs with equal events share them."""
+    """Return everything that the page plays, recordings compressed. Runs with equal events share them."""
     packed: dict[str, str] = {}
     entries = []
     for entry, events in recorded:
@@ -115,7 +120,7 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
         packed[key] = events
         entries.append({**entry, "packed": key})
     return {
-        "recordings": entries, "packed": packed, "sram_sizes": sram_sizes, "cards": cards(),
+        "recordings": _compressed(entries), "packed": packed, "sram_sizes": sram_sizes, "cards": cards(),
         "small_inputs": small_inputs(), "stories": stories.catalogue(),
     }  # fmt: skip
 
@@ -146,6 +151,9 @@ def texts() -> dict[str, dict[str, str]]:
     """Texts of the page by language and key; the keys of a story start with its name."""
     folder = files("flashtile.learn.visualizer") / "assets" / "texts"
     every = {name: json.loads((folder / f"{name}.json").read_text("utf-8")) for name in LANGUAGES}
+    tours = json.loads((folder / "tours.json").read_text("utf-8"))
+    for language, own in every.items():
+        own |= tours[language]
     for story in stories.STORIES:
         told = json.loads((folder / "stories" / f"{story}.json").read_text("utf-8"))
         for language, own in every.items():
@@ -164,7 +172,7 @@ def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
         keep_trailing_newline=True,
     )
     return environment.get_template("page.html.jinja").render(
-        style="\n".join((assets / name).read_text("utf-8") for name in STYLES),
+        style="\n".join(path.read_text("utf-8") for path in (DESIGN, *(assets / name for name in STYLES))),
         script='"use strict";\n' + "\n".join(scripts),
         texts=_embed(texts()),
         start=_embed(start),
@@ -172,7 +180,16 @@ def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
     )
 
 
+def _compressed(value: Any) -> str:
+    """Return ``value`` as base64 of gzipped JSON."""
+    return base64.b64encode(gzip.compress(_as_json(value).encode(), compresslevel=9, mtime=0)).decode()
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
 def _embed(value: Any) -> str:
     """Return ``value`` as JSON that cannot be taken for markup."""
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = _as_json(value)
     return text.replace("<", "\\u003c")

@@ -3,10 +3,11 @@
 //   #a=flash2;block=64x64&b=standard&seqlen=1024&head_dim=64&mask=causal&sram=102400&sync=bytes&at=120&row=341
 
 const RUN_NUMBERS = new Set(["num_splits", "page_size"]);
-const NUMBERS = ["seqlen", "head_dim", "sram", "at", "row", "tour", "element", "speed"];
-const WORDS = ["queries", "mask", "sync", "card", "question", "story", "variant", "preset", "inputs", "predict", "arithmetic", "lang", "theme"];
+const NUMBERS = ["seqlen", "head_dim", "sram", "at", "row", "scene", "element", "speed"];
+const WORDS = ["queries", "mask", "sync", "card", "question", "tour", "story", "variant", "case", "drawer", "preset", "inputs", "predict", "arithmetic", "lang", "theme"];
 
 function writeAddress(state) {
+  if (state.home) return `#${AT_HOME.filter((key) => state[key]).map((key) => `${key}=${encodeURIComponent(state[key])}`).join("&")}`;
   const parts = [`a=${writeRun(state.a)}`];
   if (state.b) parts.push(`b=${writeRun(state.b)}`);
   for (const key of [...NUMBERS, ...WORDS]) {

@@ -1,6 +1,8 @@
 // Everything that one can press: the choices, the player, the questions, the keyboard.
 
-const OF_RUNS = ["x", "p", "a", "s", "v"]; // keys that stories have no use for
+const OF_RUNS = ["x", "p", "a", "s", "v", "d"]; // keys that stories have no use for
+const AT_HOME_KEYS = /^[1-5lt?]$/; // keys of the landing view
+const SWIPE = 50; // pixels
 const SPEEDS = [0.05, 0.25, 1, 4, 16];
 
 class Controls {
@@ -10,6 +12,7 @@ class Controls {
     this.slider = this.find("#position");
     this.playButton = this.find("#play");
     this.#choices();
+    this.#drawer();
     this.#player();
     this.#questions();
     document.addEventListener("keydown", (event) => this.#key(event));
@@ -29,6 +32,35 @@ class Controls {
     this.find("#language").addEventListener("click", () => this.#nextLanguage());
     this.find("#theme").addEventListener("click", () => this.#nextTheme());
     this.find("#help").addEventListener("click", () => this.find("#keys").showModal());
+  }
+
+  /** Everything else is in a drawer, which covers the explanations while it is open. */
+  #drawer() {
+    this.drawer = this.find("#drawer");
+    this.find("#open-drawer").addEventListener("click", () => this.#toggleDrawer());
+    this.find("#close-drawer").addEventListener("click", () => this.#toggleDrawer());
+    this.find("#home").addEventListener("click", () => this.page.change({ home: true, tour: null, question: null, drawer: null, story: null, predict: null }));
+    document.querySelector("main").addEventListener("touchstart", ({ touches }) => (this.touched = touches.length === 1 ? [touches[0].clientX, touches[0].clientY] : null), { passive: true });
+    document.querySelector("main").addEventListener("touchend", ({ changedTouches }) => this.#swiped(changedTouches[0]), { passive: true });
+  }
+
+  async #toggleDrawer() {
+    const opens = this.page.state.drawer !== "open";
+    await this.page.change({ drawer: opens ? "open" : null, arithmetic: null });
+    this.find(opens ? "#drawer" : "#open-drawer").focus();
+  }
+
+  /** To the side: the next scene of a tour or the next tile, or the one before. */
+  #swiped({ clientX, clientY }) {
+    if (!this.touched) return;
+    const [across, down] = [clientX - this.touched[0], clientY - this.touched[1]];
+    if (Math.abs(across) > SWIPE && Math.abs(across) > 2 * Math.abs(down)) this.#turn(across < 0 ? 1 : -1, true);
+  }
+
+  /** Scenes of a tour, else events or tiles. */
+  #turn(direction, byTile) {
+    if (this.page.tour.open) this.page.tour.turn(direction);
+    else if (document.body.dataset.view !== "home") this.page.clock.step(direction, byTile);
   }
 
   #player() {
@@ -60,7 +92,7 @@ class Controls {
       button.addEventListener("click", () => this.page.ask(question));
       return { ...question, button };
     });
-    this.find(".questions").append(...this.questions.map(({ button }) => button));
+    document.querySelector(".home .questions").append(...this.questions.map(({ button }) => button));
     this.answer = this.find(".answer");
   }
 
@@ -87,19 +119,26 @@ class Controls {
     fillChoices(this.selects.sram, [...new Set([...catalog.sramSizesOf(state.a.algorithm), page.sram])].sort((x, y) => x - y).map((value) => ({ value, needs: null })), page.sram, formatBytes, language);
     const cards = catalog.cards.map(({ key }) => ({ value: key, needs: null }));
     fillChoices(this.selects.card, cards, page.card.key, (key) => catalog.cards.find((card) => card.key === key).name, language);
+    this.#showCompare(b);
     fillChoices(this.selects.sync, ["share", "bytes"].map((value) => ({ value, needs: null })), page.clock.sync, (value) => language.text(`sync_${value}`), language);
+    this.#showAnswer();
+  }
+
+  #showCompare(b) {
     this.selects.sync.closest("label").hidden = !b;
     this.find("#swap").hidden = !b;
-    this.#showAnswer();
   }
 
   /** What stands around algorithms and stories alike. */
   showFrame() {
     const { language, clock, state } = this.page;
     language.apply(document);
+    document.title = language.text("page_title");
     this.find("#language").textContent = LANGUAGES[language.name === "en" ? "zh" : "en"];
     this.find("#theme").textContent = language.text(`theme_${document.documentElement.dataset.theme}`);
-    this.slider.max = clock.end;
+    if (clock.leader) this.slider.max = clock.end;
+    this.drawer.hidden = (state.drawer !== "open" && state.arithmetic !== "open") || Boolean(state.home) || this.page.stories.open;
+    this.find("#open-drawer").setAttribute("aria-expanded", String(!this.drawer.hidden));
     if (SPEEDS.includes(state.speed)) this.setSpeed(state.speed);
   }
 
@@ -119,7 +158,8 @@ class Controls {
   draw(clock) {
     const at = Math.floor(clock.at);
     if (Number(this.slider.value) !== at) this.slider.value = at;
-    setText(this.playButton, clock.playing ? "❚❚" : "▶");
+    this.playButton.classList.toggle("playing", clock.playing);
+    this.page.phases.draw(at);
     const label = this.page.language.text(clock.playing ? "pause" : "play");
     if (this.playButton.title !== label) {
       this.playButton.title = label;
@@ -132,8 +172,10 @@ class Controls {
     if (state.b) this.page.change({ a: state.b, b: state.a, question: null });
   }
 
-  #toggleArithmetic() {
-    this.page.change({ arithmetic: this.page.state.arithmetic === "open" ? null : "open" });
+  async #toggleArithmetic() {
+    const opens = this.page.state.arithmetic !== "open";
+    await this.page.change({ arithmetic: opens ? "open" : null, drawer: opens ? "open" : null });
+    if (opens) this.page.views.a.arithmetic.root.scrollIntoView();
   }
 
   #nextLanguage() {
@@ -150,8 +192,11 @@ class Controls {
     const inField = event.target.closest("select, input, button");
     const { clock } = this.page;
     const keys = {
-      ArrowRight: () => clock.step(1, event.shiftKey),
-      ArrowLeft: () => clock.step(-1, event.shiftKey),
+      ArrowRight: () => this.#turn(1, event.shiftKey),
+      ArrowLeft: () => this.#turn(-1, event.shiftKey),
+      Escape: () => this.page.state.drawer === "open" && this.#toggleDrawer(),
+      h: () => this.find("#home").click(),
+      d: () => this.#toggleDrawer(),
       Home: () => clock.seek(0),
       End: () => clock.seek(clock.end),
       " ": () => clock.toggle(),
@@ -167,10 +212,11 @@ class Controls {
     };
     this.questions.forEach((question, i) => (keys[String(i + 1)] = () => this.page.ask(question)));
     const action = keys[event.key];
-    if (!action || (this.page.stories.open && OF_RUNS.includes(event.key))) return;
+    const { view } = document.body.dataset;
+    if (!action || (view === "home" && !AT_HOME_KEYS.test(event.key)) || (this.page.stories.open && OF_RUNS.includes(event.key))) return;
     // A select that was just used keeps the focus: arrows to the sides step all the same, other keys are its own.
     const aside = event.key === "ArrowLeft" || event.key === "ArrowRight";
-    if (inField && ((inField.matches("select") && !aside) || (event.key === " " && inField.matches("button")))) return;
+    if (inField && ((inField.matches("select") && !aside) || (inField.matches("input[type=range]") && inField.id !== "position") || (event.key === " " && inField.matches("button")))) return;
     event.preventDefault();
     action();
   }

@@ -43,8 +43,13 @@ function moveTo(target, x, y) {
 
 const COLOURED = ["Q", "K", "V", "S", "P", "O"];
 
-/** The CSS variable with the colour of an array. */
-function colourName(name) {
+/** The name of an array's colour: its own, that of its block or gradient, or the one of all statistics. */
+function colourKey(name) {
   const bare = arrayOf(name).replace(/^d(?=[A-Z])/, "").replace(/_s$/, "");
-  return COLOURED.includes(bare) ? `--${bare}` : "--statistics";
+  return COLOURED.includes(bare) ? bare : "statistics";
+}
+
+/** The CSS variable of an array's colour. */
+function colourName(name) {
+  return `--${colourKey(name).toLowerCase()}`;
 }

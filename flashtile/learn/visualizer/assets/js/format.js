@@ -22,6 +22,11 @@ function formatBytes(bytes) {
   return inUnits(bytes, 1024, BYTE_UNITS).join("\u202f");
 }
 
+/** A count with thin spaces between thousands. */
+function formatCount(count) {
+  return String(count).replace(/\B(?=(\d{3})+$)/g, "\u202f");
+}
+
 function formatFlops(flops) {
   const [number, unit] = inUnits(flops, 1000, COUNT_UNITS);
   return `${number}\u202f${unit}FLOP`;

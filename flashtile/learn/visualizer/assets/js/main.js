@@ -1,14 +1,16 @@
-// The page: state, controls, and what is drawn when.
+// The page: its state, its three views (home, the stage, a story), and what is drawn when.
 
 const THEMES = ["auto", "light", "dark"];
 const COLOUR_NAMES = {
   untouched: "--untouched", skipped: "--skipped", computed: "--computed", stored: "--stored", weights: "--weights",
-  hidden: "--hidden", track: "--track", soft: "--soft", ink: "--ink", card: "--card", statistics: "--statistics",
-  Q: "--Q", K: "--K", V: "--V", S: "--S", P: "--P", O: "--O",
+  hidden: "--hidden", track: "--track", soft: "--ink-2", ink: "--ink", card: "--paper", panel: "--panel", line: "--line",
+  accent: "--accent", onTile: "--on-tile", statistics: "--statistics", Q: "--q", K: "--k", V: "--v", S: "--s", P: "--p", O: "--o",
 };
 const DEFAULTS = {
-  a: { algorithm: "flash2", block: "64x64" }, b: { algorithm: "standard" }, queries: "all", seqlen: 1024, head_dim: 64, mask: "full", sram: 102400, sync: "share", at: 900,
+  a: { algorithm: "flash2", block: "64x64" }, b: null, queries: "all", seqlen: 1024, head_dim: 64, mask: "full", sram: 102400, sync: "share", at: 0,
 };
+const OF_THE_FRAME = ["lang", "theme", "drawer", "arithmetic"]; // parts of the state that change no view
+const AT_HOME = ["lang", "theme"]; // all that an address of the landing view says
 
 class Page {
   constructor(data) {
@@ -20,23 +22,29 @@ class Page {
       chooseOwn: (parameter, value) => this.change({ [name]: { ...this.state[name], [parameter]: value } }),
     });
     this.views = { a: new RunView("a", this.language, actions("a")), b: new RunView("b", this.language, actions("b")) };
-    document.querySelector(".stage").append(this.views.a.root, this.views.b.root);
+    for (const [holder, part] of [[".stage", "root"], [".panels", "panel"], [".every", "details"]]) {
+      document.querySelector(holder).append(...Object.values(this.views).map((view) => view[part]));
+    }
     this.traffic = new TrafficChart(document.querySelector(".traffic"), this.language);
     this.roofline = new RooflineChart(document.querySelector(".roofline"), this.language);
     this.clock = new Clock(() => this.draw());
+    this.phases = new Phases(this.clock, this.language);
     this.controls = new Controls(this);
-    this.tour = new Tour(this);
     this.articles = new Articles(this);
     this.predict = new Predict(this);
     this.export = new Export(this);
     this.stories = new Stories(this);
-    this.state = { ...DEFAULTS, ...data.start };
+    this.tour = new Tour(this);
+    this.home = new Home(this);
+    this.begins = Object.keys(data.start).length > 0 ? data.start : { home: true };
+    this.state = { ...DEFAULTS, ...this.begins };
     this.shown = Promise.resolve();
+    document.body.classList.toggle("embed", new URLSearchParams(location.search).get("embed") === "1");
   }
 
   start() {
     window.addEventListener("hashchange", () => this.#readAddress());
-    window.addEventListener("resize", () => this.#resize());
+    new ResizeObserver(() => this.#resize()).observe(document.querySelector(".stage"));
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#theme());
     document.addEventListener("visibilitychange", () => document.hidden && this.clock.pause());
     this.#readAddress();
@@ -45,27 +53,31 @@ class Page {
   #readAddress() {
     if (location.hash === this.address) return;
     const { a, b, ...rest } = readAddress(location.hash);
+    const says = Object.keys({ ...rest, ...(a && { a }) });
     const next = { ...this.state, ...rest };
     if (a) Object.assign(next, { a, b: b ?? null });
+    next.home = says.every((key) => AT_HOME.includes(key)) ? Boolean(this.begins.home) : null;
     this.state = next;
-    this.show();
+    if (rest.tour && !a && !rest.story) this.tour.begin(rest.tour, rest.scene);
+    else this.show();
   }
 
   /** Change parts of the state and show it. */
   change(parts) {
-    if (parts.question || parts.tour) parts = { ...parts, story: null, variant: null };
+    if (parts.question) parts = { ...parts, story: null, variant: null, tour: null };
     this.state = { ...this.state, at: Math.floor(this.clock.at), ...parts };
+    if (Object.keys(parts).some((key) => !OF_THE_FRAME.includes(key))) this.state.home = parts.home ?? null;
     return this.show();
   }
 
   ask(question) {
     this.clock.pause();
-    return this.change({ ...question.state, question: question.name, tour: null }).then(() => this.play(question.speed));
+    return this.change({ ...question.state, question: question.name }).then(() => this.play(question.speed));
   }
 
   /** Play from here, unless the reader wants nothing to move by itself. */
   play(speed) {
-    if (window.matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    if (stillness.matches) return;
     this.controls.setSpeed(speed);
     this.clock.play();
   }
@@ -83,6 +95,9 @@ class Page {
     document.documentElement.lang = language.name === "zh" ? "zh-CN" : "en";
     this.#theme();
     this.card = catalog.cards.find(({ key }) => key === state.card) ?? catalog.cards[0];
+    this.controls.showFrame();
+    if (state.home) return this.#goHome();
+    document.body.dataset.view = "stage";
     if (await this.stories.show()) return;
     const settled = this.#resolve();
     const baseline = Object.fromEntries(Object.entries(settled).map(([name, { recording }]) => [name, catalog.standardFor(recording, this.sram) ?? null]));
@@ -93,25 +108,34 @@ class Page {
     this.#present(settled, runs, baseline, standard);
   }
 
+  #goHome() {
+    this.clock.pause();
+    document.body.dataset.view = "home";
+    this.tour.show();
+    this.home.show();
+    this.#writeAddress();
+  }
+
   /** All at once, so that no frame is drawn of half of it. */
   #present(settled, runs, baseline, standard) {
     this.runs = runs;
-    document.querySelector(".stage").classList.toggle("two", "b" in runs);
-    this.views.b.root.hidden = !("b" in runs);
+    document.body.classList.toggle("two", "b" in runs);
+    this.views.b.hidden = !("b" in runs);
+    this.clock.setRuns(Object.values(runs), this.state.sync === "bytes" ? "bytes" : "share");
+    this.#place(this.state.at);
+    this.predict.show(baseline);
+    this.tour.show();
     for (const [name, run] of Object.entries(runs)) {
       this.views[name].arithmetic.root.open = this.state.arithmetic === "open";
-      this.views[name].show(run, settled[name].choices, baseline[name], settled[name].sram);
+      this.views[name].show(run, settled[name].choices, baseline[name], settled[name].sram, Object.values(runs));
     }
     const compared = Object.entries(runs).map(([run, { trace }]) => ({ run, trace }));
     this.chartRuns = standard ? [...compared, { run: "standard", trace: standard.trace }] : compared;
     this.traffic.show(this.chartRuns);
     this.roofline.show(this.card, compared);
-    this.clock.setRuns(Object.values(runs), this.state.sync === "bytes" ? "bytes" : "share");
-    this.#place(this.state.at);
+    this.phases.show(Object.values(runs));
     this.controls.show(settled);
-    this.tour.show(baseline);
     this.articles.show(settled);
-    this.predict.show(baseline);
     this.export.show();
     this.draw();
   }
@@ -143,23 +167,32 @@ class Page {
   #theme() {
     const theme = THEMES.includes(this.state.theme) ? this.state.theme : "auto";
     document.documentElement.dataset.theme = theme;
-    const style = getComputedStyle(document.documentElement);
-    this.colours = Object.fromEntries(Object.entries(COLOUR_NAMES).map(([key, name]) => [key, style.getPropertyValue(name).trim()]));
+    const probe = document.querySelector("header"); // resolves a variable to the colour of the present scheme
+    const resolved = (name) => {
+      probe.style.color = `var(${name})`;
+      return getComputedStyle(probe).color;
+    };
+    this.colours = Object.fromEntries(Object.entries(COLOUR_NAMES).map(([key, name]) => [key, resolved(name)]));
+    probe.style.removeProperty("color");
     this.draw();
   }
 
   #resize() {
-    for (const name of Object.keys(this.runs ?? {})) this.views[name].matrix.resize();
-    if (this.runs) this.draw();
+    if (!this.runs || document.body.dataset.view !== "stage") return;
+    for (const name of Object.keys(this.runs)) this.views[name].scene.resize();
+    this.draw();
   }
 
   draw() {
+    if (document.body.dataset.view === "home") return;
     if (this.stories.open) return this.#drawStory();
     if (!this.runs) return;
     const positions = {};
+    const moves = { playing: this.clock.playing, rate: this.clock.rate };
     for (const [name, run] of Object.entries(this.runs)) {
       positions[name] = this.clock.positionOf(run);
-      this.views[name].draw(positions[name], { row: this.state.row, colours: this.colours, card: this.card });
+      const at = moves.playing ? this.clock.momentOf(run) : positions[name];
+      this.views[name].draw(at, { row: this.state.row, colours: this.colours, card: this.card, moves });
     }
     const last = this.chartRuns.at(-1);
     if (last.run === "standard") positions.standard = this.clock.positionOf(last);
@@ -188,5 +221,7 @@ function pick(object, keys) {
 }
 
 const embedded = (id) => JSON.parse(document.getElementById(`${id}-data`).textContent);
-window.flashtilePage = new Page({ catalog: embedded("catalog"), texts: embedded("texts"), start: embedded("start") });
+const catalog = embedded("catalog");
+catalog.recordings = await unpack(catalog.recordings);
+window.flashtilePage = new Page({ catalog, texts: embedded("texts"), start: embedded("start") });
 window.flashtilePage.start();

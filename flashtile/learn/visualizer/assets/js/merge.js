@@ -3,7 +3,7 @@
 class MergeView {
   constructor(root, language) {
     this.root = root.querySelector(".merge");
-    this.head = this.root.querySelector("thead th:nth-child(2)");
+    this.head = this.root.querySelector("thead .name");
     this.body = this.root.querySelector("tbody");
     this.language = language;
   }

@@ -41,7 +41,7 @@ class PagesView {
         element("small", {}, String(logical)), `→ ${physical}`);
     });
     const title = this.language.text("sequence", { name, length });
-    return element("div", { "data-sequence": name }, element("h4", {}, title), element("ol", { class: "blocks" }, ...blocks));
+    return element("div", { "data-sequence": name }, element("h3", {}, title), element("ol", { class: "blocks" }, ...blocks));
   }
 
   #block(number, count, tables, marked) {

@@ -1,8 +1,8 @@
-// A run to take away: as an SVG that plays by itself, or as a video of the page's matrix. Nothing leaves the machine.
+// A run to take away: as an SVG that plays by itself, or as a video of the page's stage. Nothing leaves the machine.
 
 const FILM_SECONDS = 12;
 const PICTURE = { side: 480, left: 24, top: 48, bottom: 56 };
-const VIDEO = { width: 640, height: 720, frames: 240, kinds: ["video/mp4;codecs=avc1.42E01F", "video/mp4", "video/webm;codecs=vp9", "video/webm"] };
+const VIDEO = { width: 960, height: 640, frames: 240, kinds: ["video/mp4;codecs=avc1.42E01F", "video/mp4", "video/webm;codecs=vp9", "video/webm"] };
 
 const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
@@ -92,7 +92,7 @@ class Export {
     this.#save(new Blob([svgOf(this.page.runs.a, this.#title, this.page.colours)], { type: "image/svg+xml" }), `${recording.algorithm}.svg`);
   }
 
-  /** Plays run A from its beginning and records what its matrix shows. */
+  /** Plays run A from its beginning and records what its stage shows. */
   async video(frames = VIDEO.frames) {
     const { page } = this;
     if (!page.runs.a.grid || typeof MediaRecorder === "undefined" || this.recording) return;
@@ -126,7 +126,7 @@ class Export {
   #paint(context, position) {
     const { runs, views, colours } = this.page;
     const { width, height } = VIDEO;
-    const picture = views.a.matrix.canvas;
+    const picture = views.a.scene.canvas;
     const scale = Math.min((width - 40) / picture.width, (height - 140) / picture.height);
     context.fillStyle = colours.card;
     context.fillRect(0, 0, width, height);

@@ -28,8 +28,26 @@ class Clock {
     return this.sync === "bytes" ? trace.moved[trace.length] : trace.length;
   }
 
+  /** Events a second while it plays. */
+  get rate() {
+    return this.goal ? (this.goal.to - this.goal.from) / this.goal.seconds : this.speed * Math.max(this.end / RUN_SECONDS, SLOWEST);
+  }
+
   get end() {
     return this.leader.trace.length;
+  }
+
+  /** Events of `run` that have happened, with the share of the one that is under way. */
+  momentOf(run) {
+    const position = this.positionOf(run);
+    const { trace } = run;
+    if (run === this.leader || position >= trace.length) return run === this.leader ? this.at : position;
+    if (this.sync !== "bytes") return Math.max((this.at / this.end) * trace.length, position);
+    const led = this.leader.trace.moved;
+    const at = Math.floor(this.at);
+    const moved = led[at] + (this.at - at) * ((led[at + 1] ?? led[at]) - led[at]);
+    const next = trace.moved[position + 1] - trace.moved[position];
+    return position + (next > 0 ? Math.min(Math.max((moved - trace.moved[position]) / next, 0), 0.999) : 0);
   }
 
   positionOf(run) {
@@ -67,14 +85,28 @@ class Clock {
 
   play() {
     if (this.at >= this.end) this.at = 0;
+    this.goal = null;
+    this.#begin();
+  }
+
+  /** Play up to a moment in so many seconds. */
+  playTo(to, seconds) {
+    if (to <= this.at) return;
+    this.goal = { from: this.at, to, seconds };
+    this.#begin();
+  }
+
+  #begin() {
     this.playing = true;
     this.before = undefined;
-    requestAnimationFrame((now) => this.#advance(now));
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame((now) => this.#advance(now));
     this.draw();
   }
 
   pause() {
     this.playing = false;
+    this.goal = null;
     this.draw();
   }
 
@@ -82,9 +114,14 @@ class Clock {
     if (!this.playing) return;
     const seconds = this.before === undefined ? 0 : Math.min((now - this.before) / 1000, 0.25);
     this.before = now;
-    this.at = Math.min(this.at + seconds * this.speed * Math.max(this.end / RUN_SECONDS, SLOWEST), this.end);
-    if (this.at >= this.end) this.playing = false;
-    this.draw();
-    requestAnimationFrame((later) => this.#advance(later));
+    const end = this.goal ? this.goal.to : this.end;
+    this.at = Math.min(this.at + seconds * this.rate, end);
+    if (this.at >= end) {
+      this.pause();
+      this.ended?.();
+    } else {
+      this.draw();
+      this.frame = requestAnimationFrame((later) => this.#advance(later));
+    }
   }
 }

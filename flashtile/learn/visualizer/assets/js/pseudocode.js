@@ -200,7 +200,7 @@ class PseudocodeView {
   constructor(root, language) {
     this.language = language;
     this.root = root.querySelector(".code");
-    this.paper = this.root.querySelector("summary");
+    this.paper = this.root.querySelector("h3");
     this.list = this.root.querySelector("ol");
   }
 

@@ -1,4 +1,4 @@
-// One run on the page: its own settings, its matrix, memories and counters.
+// One run on the page: its stage, the panel that explains it, and its details in the drawer.
 
 const COUNTERS = {
   hbm_read: ["read", formatBytes],
@@ -16,8 +16,32 @@ async function loadRun(catalog, recording) {
   trace.grid ??= ScoreGrid.of(trace) ?? false;
   trace.kernels ??= kernelsOf(trace);
   const chain = trace.kernels.reduce((sum, kernel) => sum + kernel.chain, 0);
+  trace.scoresHeld ??= heldScores(trace);
   return { recording, trace, grid: trace.grid || null, kernels: trace.kernels, chain };
 }
+
+/** How many numbers of S and P are held after each event, in SRAM and in HBM together. */
+function heldScores(trace) {
+  const held = new Float64Array(trace.length + 1);
+  const tiles = new Map();
+  const stored = { S: 0, P: 0 };
+  let onChip = 0;
+  for (let i = 0; i < trace.length; i++) {
+    const { kind, name, array, rows, cols } = trace.forms[trace.form[i]];
+    if (array === "S" || array === "P") {
+      const before = tiles.get(name) ?? 0;
+      if (kind === "load" || kind === "compute") tiles.set(name, rows * cols);
+      if (kind === "free") tiles.delete(name);
+      onChip += (tiles.get(name) ?? 0) - before;
+      if (kind === "store") stored[array] += rows * cols;
+      if (kind === "release") stored[array] = 0;
+    }
+    held[i + 1] = onChip + stored.S + stored.P;
+  }
+  return held;
+}
+
+const CALM = 200; // milliseconds between two sentences while a run plays
 
 class RunView {
   /** `actions`: chooseRow(row), chooseOwn(parameter, value), openArithmetic(open). */
@@ -25,58 +49,81 @@ class RunView {
     this.name = name;
     this.language = language;
     this.actions = actions;
-    this.root = document.getElementById("run").content.cloneNode(true).firstElementChild;
-    this.root.dataset.run = name;
-    this.root.classList.add(name);
-    this.title = this.root.querySelector("h2");
-    this.about = this.root.querySelector(".about");
-    this.now = this.root.querySelector(".now");
-    this.step = this.root.querySelector("[data-counter=position]");
-    this.line = this.root.querySelector(".line");
-    this.bound = this.root.querySelector("[data-counter=bound]");
-    this.share = this.root.querySelector(".beside i");
-    this.ratio = this.root.querySelector("[data-counter=beside_standard]");
-    this.beside = this.root.querySelector(".beside");
-    this.counters = Object.keys(COUNTERS).map((key) => [key, this.root.querySelector(`[data-counter=${key}]`)]);
-    this.matrix = new MatrixView(this.root.querySelector("canvas"), actions.chooseRow);
-    this.sram = new SramView(this.root);
-    this.hbm = new HbmView(this.root);
-    this.statistics = new StatisticsView(this.root, actions.chooseRow);
-    this.programs = new ProgramsView(this.root, language);
+    const made = (template) => {
+      const root = document.getElementById(template).content.cloneNode(true).firstElementChild;
+      root.dataset.run = name;
+      root.classList.add(name);
+      return root;
+    };
+    [this.root, this.panel, this.details] = ["run", "panel", "details"].map(made);
+    const [stage, panel, details] = [this.root, this.panel, this.details].map((root) => (selector) => root.querySelector(selector));
+    this.titles = [stage("h2"), panel("h2"), details("h3")];
+    this.about = details(".about");
+    this.now = panel(".now");
+    this.step = panel("[data-counter=position]");
+    this.line = panel(".line");
+    this.formula = panel(".formula");
+    this.bound = details("[data-counter=bound]");
+    this.moved = { root: stage(".moved"), bar: stage(".moved i"), words: stage("[data-counter=beside_standard]") };
+    this.held = { root: stage(".held"), bar: stage(".held i"), words: stage("[data-counter=scores_held]") };
+    this.counters = Object.keys(COUNTERS).map((key) => [key, details(`[data-counter=${key}]`)]);
+    this.scene = new SceneView(stage("canvas"), language, actions.chooseRow);
     this.pages = new PagesView(this.root, language);
-    this.timeline = new TimelineView(this.root);
-    this.merge = new MergeView(this.root, language);
-    this.readouts = new ReadoutsView(this.root, language);
-    this.pseudocode = new PseudocodeView(this.root, language);
-    this.formula = this.root.querySelector(".formula");
-    this.arithmetic = new ArithmeticView(this.root, language, actions.openArithmetic);
+    this.statistics = new StatisticsView(this.panel, actions.chooseRow);
+    this.timeline = new TimelineView(this.panel);
+    this.pseudocode = new PseudocodeView(this.panel, language);
+    this.sram = new SramView(this.details);
+    this.hbm = new HbmView(this.details);
+    this.programs = new ProgramsView(this.details, language);
+    this.merge = new MergeView(this.details, language);
+    this.readouts = new ReadoutsView(this.details, language);
+    this.arithmetic = new ArithmeticView(this.details, language, actions.openArithmetic);
   }
 
-  show(run, choices, baseline, sram) {
+  set hidden(hidden) {
+    for (const root of [this.root, this.panel, this.details]) root.hidden = hidden;
+  }
+
+  /** `compared`: all runs on the page; `most`: bytes at the end of the bar. */
+  show(run, choices, baseline, sram, compared) {
     this.run = run;
     this.baseline = baseline;
     const { recording, trace } = run;
-    this.language.apply(this.root);
-    setText(this.title, this.language.text(`algorithm_${recording.algorithm}`));
+    for (const root of [this.root, this.panel, this.details]) this.language.apply(root);
+    for (const title of this.titles) setText(title, this.#title(recording, compared));
     setText(this.about, this.language.text(`about_${recording.algorithm}`));
     this.#showChoices(recording, choices);
-    this.root.querySelector(".matrix").hidden = run.grid === null; // before its canvas is measured
-    this.matrix.show(run);
+    for (const view of [this.pages, this.programs, this.timeline, this.readouts, this.pseudocode, this.arithmetic]) view.show(run);
+    for (const view of [this.hbm, this.statistics, this.merge]) view.show(trace);
     this.sram.show(sram);
-    this.hbm.show(trace);
-    this.statistics.show(trace);
-    this.programs.show(run);
-    this.pages.show(run);
-    this.timeline.show(run);
-    this.merge.show(trace);
-    this.readouts.show(run);
-    this.pseudocode.show(run);
-    this.arithmetic.show(run);
-    this.beside.hidden = baseline === null;
+    this.root.classList.toggle("with-pages", !this.pages.root.hidden); // before the canvas is measured
+    this.#showKey(run);
+    this.scene.show(run, sram, compared);
+    this.moved.root.hidden = baseline === null;
+    this.held.root.hidden = run.grid === null || trace.data.length > 0;
+    this.mostScores = 2 * (run.grid ? run.grid.rowEdges.at(-1) * run.grid.colEdges.at(-1) : 1);
+    this.said = 0;
+  }
+
+  /** The algorithm, and where both runs have the same one, what sets them apart. */
+  #title({ algorithm, settings }, compared) {
+    const name = this.language.text(`algorithm_${algorithm}`);
+    if (compared.length < 2 || compared.some(({ recording }) => recording.algorithm !== algorithm)) return name;
+    const { num_splits, page_size, block = "" } = settings;
+    const own = num_splits ? `${this.language.text("num_splits")} ${num_splits}` : page_size ? `${this.language.text("page_size")} ${page_size}` : block.replace("x", " × ");
+    return own ? `${name} · ${own}` : name;
+  }
+
+  /** The colours that this run has use for. */
+  #showKey({ grid, trace }) {
+    const ever = (times) => grid !== null && times.some((at) => at !== NEVER);
+    const used = grid && trace.data.length === 0 ? { current: true, computed: true, stored: ever(grid.storedAt), weights: ever(grid.weightsStoredAt), skipped: ever(grid.skippedAt) } : {};
+    for (const part of this.root.querySelectorAll("[data-state]")) part.hidden = !used[part.dataset.state];
+    if (used.stored) this.root.querySelector("[data-state=computed]").hidden = true;
   }
 
   #showChoices(recording, choices) {
-    const form = this.root.querySelector(".settings");
+    const form = this.details.querySelector(".settings");
     const fields = OWN.filter((parameter) => choices[parameter]).map((parameter) => {
       const select = element("select", { name: parameter });
       fillChoices(select, choices[parameter], recording.settings[parameter], (value) => this.#choiceName(parameter, value, recording), this.language);
@@ -93,43 +140,53 @@ class RunView {
     return this.language.text("block_auto") + sizes;
   }
 
-  draw(position, { row, colours, card }) {
+  /** `at`: events that have happened, with the share of the next one. */
+  draw(at, { row, colours, card, moves }) {
     const { trace } = this.run;
+    const position = Math.floor(at);
     const event = position > 0 ? trace.event(position - 1) : null;
     const tiles = trace.tilesAt(position);
     const watched = this.statistics.nearestRow(row);
-    setText(this.now, event ? describe(event, trace.dataAt(position), this.language) : this.language.text("before_start"));
-    setText(this.step, `${position} / ${trace.length}`);
-    const line = lineOf(this.run.recording.algorithm, event);
-    setText(this.line, line ? this.language.text("line", line) : "");
-    this.step.dataset.value = position;
+    this.scene.draw(at, tiles, colours, watched, moves);
+    this.#fillBars(position);
+    const due = !moves.playing || performance.now() - this.said >= CALM;
+    if (due) this.#say(position, event, watched);
     for (const [key, target] of this.counters) setCounter(target, trace[COUNTERS[key][0]][position], COUNTERS[key][1]);
-    this.matrix.draw(position, tiles, colours, watched);
     this.sram.draw(tiles);
     this.hbm.draw(position);
     this.statistics.draw(position, watched);
-    this.programs.draw(position);
-    this.pages.draw(position);
-    this.timeline.draw(position);
-    this.merge.draw(position);
-    this.readouts.draw(position);
-    this.pseudocode.draw(line ?? lastLine(this.run, position));
-    setText(this.formula, formulaOf(this.run, position, watched));
-    this.arithmetic.draw(position);
-    this.#drawCost(costAt(trace, position, card), trace.moved[position]);
+    for (const view of [this.programs, this.pages, this.timeline, this.merge, this.readouts, this.arithmetic]) view.draw(position);
+    this.#drawBound(costAt(trace, position, card));
   }
 
-  #drawCost(cost, moved) {
+  /** Words and numbers of the present event: while the run plays, only as often as one can read. */
+  #say(position, event, watched) {
+    const { trace, recording } = this.run;
+    const { language, baseline } = this;
+    this.said = performance.now();
+    setCounter(this.step, position, () => `${position} / ${trace.length}`);
+    setText(this.now, event ? describe(event, trace.dataAt(position), language) : language.text("before_start"));
+    const line = lineOf(recording.algorithm, event);
+    setText(this.line, line ? language.text("line", line) : "");
+    this.pseudocode.draw(line ?? lastLine(this.run, position));
+    setText(this.formula, formulaOf(this.run, position, watched));
+    setCounter(this.held.words, trace.scoresHeld[position], (held) => language.text("held_of", { held: formatCount(held), all: formatCount(this.mostScores) }));
+    if (baseline) setCounter(this.moved.words, trace.moved[position] / allMoved({ recording: baseline }), (share) => language.text("of_standard", { moved: formatBytes(trace.moved[position]), share: threeDigits(100 * share) }));
+  }
+
+  /** Both bars grow with every frame. */
+  #fillBars(position) {
+    const { trace } = this.run;
+    setStyle(this.held.bar, "transform", `scaleX(${trace.scoresHeld[position] / this.mostScores})`);
+    if (this.baseline) setStyle(this.moved.bar, "transform", `scaleX(${Math.min(trace.moved[position] / allMoved({ recording: this.baseline }), 1)})`);
+  }
+
+  #drawBound(cost) {
     const key = cost.intensity === 0 ? "bound_none" : cost.memory >= cost.compute ? "bound_memory" : "bound_compute";
     this.bound.dataset.value = key;
     setText(this.bound, this.language.text(key, {
       memory: formatSeconds(cost.memory), compute: formatSeconds(cost.compute), intensity: threeDigits(cost.intensity),
     }));
-    if (this.baseline === null) return;
-    const all = this.baseline.totals.hbm_read + this.baseline.totals.hbm_written;
-    setStyle(this.share, "transform", `scaleX(${Math.min(moved / all, 1)})`);
-    this.ratio.dataset.value = moved / all;
-    setText(this.ratio, this.language.text("of_standard", { share: threeDigits((100 * moved) / all), all: formatBytes(all) }));
   }
 }
 

@@ -9,6 +9,7 @@ class StatisticsView {
     this.root = root.querySelector(".statistics");
     this.choice = this.root.querySelector("select");
     this.body = this.root.querySelector("tbody");
+    this.output = this.root.querySelector(".output");
     this.choice.addEventListener("change", () => choose(Number(this.choice.value)));
   }
 
@@ -28,6 +29,7 @@ class StatisticsView {
   draw(position, row) {
     if (this.root.hidden) return;
     if (this.row !== row) this.#chooseRow(row);
+    setText(this.output, this.#outputAt(position, row));
     for (const { series, number, dot, y } of this.shown) {
       const value = this.trace.valueAt(series, position);
       number.dataset.value = value === undefined ? "" : String(value);
@@ -37,6 +39,20 @@ class StatisticsView {
       if (!Number.isFinite(height)) continue;
       setStyle(dot, "transform", `translate(${(100 * position) / this.trace.length}%, ${(100 * height) / HEIGHT}%)`);
     }
+  }
+
+  /** The row of O in SRAM where a run has its numbers; else by what the last tile rescaled it. */
+  #outputAt(position, row) {
+    const { trace } = this;
+    for (let i = position - 1; i >= 0; i--) {
+      const { array, kind, op, rows } = trace.forms[trace.form[i]];
+      if (array !== "O" || (kind !== "compute" && kind !== "load") || trace.row[i] > row || row >= trace.row[i] + rows) continue;
+      const numbers = trace.numbers?.[i]?.[row - trace.row[i]];
+      if (numbers) return `O[${row}] = ${numbers.map(formatStatistic).join(", ")}`;
+      const known = op ? numbersOfRow(trace, i + 1, row) : null;
+      return known ? `O[${row}] = O · ${known.factor} + P V` : "";
+    }
+    return "";
   }
 
   #chooseRow(row) {

@@ -1,7 +1,7 @@
-// Stories: one idea each, told by a few short runs side by side. A story's picture is in stories/NAME.js.
+// Stories: one idea each, told by a few short runs next to each other. A story's picture is in stories/NAME.js.
 //
 // A picture is a class with
-//   static counters                  what is counted beside it, of STORY_COUNTERS
+//   static counters                  which of STORY_COUNTERS are shown with it
 //   static pace(trace)               optional: what has passed after each event, where runs keep pace by that
 //   constructor({ root, trace, facts, name, text })
 //   draw(position, event)            the run after `position` events, of which `event` is the last
@@ -59,17 +59,18 @@ class Stories {
     this.panels = [];
     this.root = document.querySelector(".story");
     this.title = this.root.querySelector("h2");
-    this.about = this.root.querySelector(".about");
-    this.variants = this.root.querySelector(".variants");
+    this.told = document.querySelector(".about-story");
+    this.about = this.told.querySelector(".about");
+    this.variants = this.told.querySelector(".variants");
     this.stage = this.root.querySelector(".cases");
     this.variants.addEventListener("change", () => page.change({ variant: this.variants.value, at: 0 }));
-    this.root.querySelector("#story-end").addEventListener("click", () => this.end());
+    this.told.querySelector("#story-end").addEventListener("click", () => this.end());
     this.buttons = page.catalog.stories.map(({ name }) => {
       const button = element("button", { type: "button", "data-story": name, "data-text": `${name}.title` });
       button.addEventListener("click", () => this.tell(name));
       return button;
     });
-    document.querySelector(".stories").append(...this.buttons);
+    document.querySelector(".home .stories").append(...this.buttons);
   }
 
   get open() {
@@ -81,13 +82,13 @@ class Stories {
     page.clock.pause();
     if (!this.open) this.before = Math.floor(page.clock.at);
     page.controls.playButton.focus({ preventScroll: true }); // so that Space pauses, and does not begin again
-    return page.change({ story: name, variant: null, question: null, tour: null, at: 0 }).then(() => page.play(1));
+    return page.change({ story: name, variant: null, case: null, question: null, tour: null, predict: null, at: 0 }).then(() => page.play(1));
   }
 
   /** Back to the algorithms, where they were left. */
   end() {
     this.page.clock.pause();
-    return this.page.change({ story: null, variant: null, at: this.before ?? DEFAULTS.at });
+    return this.page.change({ story: null, variant: null, case: null, at: this.before ?? DEFAULTS.at });
   }
 
   /** Show the story that the state names; whether there is one. */
@@ -102,7 +103,9 @@ class Stories {
     }
     const variants = [...new Set(story.cases.map(({ variant }) => variant))];
     state.variant = variants.includes(state.variant) ? state.variant : variants[0];
-    const cases = story.cases.filter(({ variant }) => variant === state.variant);
+    const every = story.cases.filter(({ variant }) => variant === state.variant);
+    const wanted = (state.case ?? "").split(",");
+    const cases = every.some(({ name }) => wanted.includes(name)) ? every.filter(({ name }) => wanted.includes(name)) : every;
     const { pace } = STORY_VIEWS[story.name];
     const traces = await Promise.all(cases.map(({ packed }) => unpack(packed).then((trace) => new StoryTrace(trace, pace))));
     const text = (key, places) => language.text(`${story.name}.${key}`, places);
@@ -113,19 +116,25 @@ class Stories {
     this.variants.closest("label").hidden = variants.length < 2;
     this.variants.replaceChildren(...variants.map((variant) => element("option", { value: variant }, variant && text(`variant_${variant}`))));
     this.variants.value = state.variant;
-    this.root.hidden = false;
-    document.body.classList.add("telling");
+    this.root.hidden = this.told.hidden = false;
+    document.body.dataset.view = "story";
     page.clock.setRuns(this.panels, pace ? "bytes" : "share");
     page.clock.at = Math.min(Math.max(Number(state.at) || 0, 0), page.clock.end);
+    page.phases.show();
     page.controls.showFrame();
+    page.tour.show();
     page.draw();
     return true;
   }
 
   #close() {
     this.panels = [];
-    this.root.hidden = true;
-    document.body.classList.remove("telling");
+    this.root.hidden = this.told.hidden = true;
+  }
+
+  /** Facts of the cases on the page, for the sentences of a tour. */
+  places() {
+    return Object.fromEntries(this.panels.flatMap(({ name, facts }) => Object.entries(facts).map(([fact, value]) => [`${name}_${fact}`, typeof value === "number" ? threeDigits(value) : value])));
   }
 
   draw() {
@@ -137,8 +146,7 @@ class Stories {
 class CasePanel {
   constructor(story, entry, trace, language, text) {
     const View = STORY_VIEWS[story];
-    this.trace = trace;
-    this.language = language;
+    Object.assign(this, { trace, language, name: entry.name, facts: entry.facts });
     this.root = document.getElementById("case").content.cloneNode(true).firstElementChild;
     this.root.dataset.case = entry.name;
     this.find = (selector) => this.root.querySelector(selector);

@@ -20,7 +20,7 @@ class TimelineView {
     const scale = Math.max(NARROWEST_UNIT, 560 / this.length);
     this.scale = scale;
     const width = this.length * scale + 8;
-    const drawing = svgElement("svg", { width, height: lanes.length * LANE + 4, role: "img" });
+    const drawing = svgElement("svg", { width, height: lanes.length * LANE + 4, role: "img", "aria-label": this.root.querySelector("h3").textContent });
     this.names.replaceChildren(...lanes.map((name) => element("span", { style: `height:${LANE}px` }, name)));
     for (const span of spans) {
       const y = lanes.indexOf(lane(span)) * LANE + 2;

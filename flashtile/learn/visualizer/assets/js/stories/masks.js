@@ -19,7 +19,7 @@ STORY_VIEWS.masks = class {
       const cell = (row / block) * this.grid.cols + col / block;
       this.states.set(cell, [...(this.states.get(cell) ?? []), [i, state]]);
     }
-    const key = ["skipped", "partial", "computed"].flatMap((state) => [element("i", { class: state }), text(`key_${state}`), " "]);
+    const key = ["skipped", "partial", "computed"].map((state) => element("span", {}, element("i", { class: state }), ` ${text(`key_${state}`)}`));
     root.append(this.grid.root, element("p", { class: "key" }, ...key));
   }
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels of calls, in parallel processes, for GPUs that need not be here."""
+"""Compiles the kernels of calls, in parallel processes, for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The result of :func:`compile_calls`: the number of kernels, and the calls that no kernel serves."""
+    """The result of :func:`compile_calls`: the number of kernels, and the calls without compiled kernels."""
 
     kernels: int
     failures: tuple[Failure, ...]
@@ -63,7 +63,7 @@ def compile_calls(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Compiled:
-    """Compile the kernels of calls, each once, into a folder that travels or into this machine's cache.
+    """Compile the kernels of calls, each once, into a folder for other machines or into this machine's cache.
 
     Args:
         calls: the calls.
@@ -71,7 +71,7 @@ def compile_calls(
         folder: folder for the kernels, made if it is missing; its index is replaced. None: Triton's cache.
         workers: processes that compile; by default one for each core, at most 16. They are spawned: a script
             that calls this function needs ``if __name__ == "__main__":``.
-        progress: called with the numbers of compiled kernels and of all.
+        progress: called after each kernel with (number of kernels done, number of all kernels).
     """
     wanted, failures = _wanted(list(calls), list(targets))
     if folder is not None:
@@ -123,7 +123,7 @@ def warmup(
 def _results(
     tasks: list[_Task], folder: Path | None, workers: int | None
 ) -> Iterator[tuple[_Task, dict[str, dict[str, str]] | Exception]]:
-    """Yield each task, as it is done, with the digests of its kernels' files by key, or what failed."""
+    """Yield each finished task with the digests of its kernels' files by key, or with its exception."""
     if not tasks:
         return
     count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))

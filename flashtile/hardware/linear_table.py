@@ -61,7 +61,10 @@ class Row:
         return GEMV if rows < self.gemv_below else FLAT if rows < self.library_from else LIBRARY
 
     def measured(self, rows: int, kind: str) -> dict[str, Any] | None:
-        """Return the measurement for this number of rows, the next larger one, or the largest."""
+        """Return the measurement of a kind of kernel; None if the kind was not measured.
+
+        It is the one for this number of rows or the next larger number, else for the largest number.
+        """
         known = sorted(int(m) for m, kinds in self.kernels.items() if kind in kinds)
         above = [m for m in known if m >= rows]
         at = above[0] if above else known[-1] if known else None

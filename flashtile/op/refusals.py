@@ -1,7 +1,8 @@
 """Refuses derivatives that an operation lacks: tangents of forward mode, and gradients.
 
-Without a derivative rule, torch's dispatcher silently drops both. Transforms of ``torch.func`` also hide
-them: in ``grad`` inside ``jvp``, the tangents are one level further in. Therefore every level is checked.
+Without a derivative rule, torch's dispatcher drops tangents and gradients silently. Transforms of
+``torch.func`` also wrap tensors: under ``grad`` inside ``jvp``, the tangents belong to the tensor inside
+grad's wrapper. Therefore the tensors of every level are checked.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
 
 
 def _own_causal(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> bool:
-    """Whether the pair is a rank with itself under a plain causal mask, which is a single call."""
+    """Whether these are a rank's queries and its own keys under a plain causal mask, which is one call."""
     causal = mask.right == 0 and mask.left == UNLIMITED and mask.starts_q == mask.starts_k
     ordered = all(a.stop - a.step < b.start for a, b in pairwise(queries))
     return causal and queries == keys and ordered and tokens_of(queries) > 0

@@ -175,7 +175,7 @@ class Ranks:
         return result
 
     def _exchange(self, record: str, timeout: float) -> list[tuple[Any, Any, str | None]]:
-        """Exchange one record per rank in this round."""
+        """Send this rank's record to the others, and return the records of all ranks, parsed."""
         if self.size == 1:
             return [ast.literal_eval(record)]
         number, self._round = self._round, self._round + 1
@@ -187,7 +187,7 @@ class Ranks:
         except Exception as error:
             missing = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
             raise self._silent(missing, timeout) from error
-        # Every rank has begun the last round, so all have read the round before it.
+        # All ranks have begun this round, so they have read the records of earlier rounds.
         if number >= 2:
             self._store.delete_key(self._key(number - 2, self.rank))
         return [ast.literal_eval(text) for text in said]

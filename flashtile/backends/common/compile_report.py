@@ -1,12 +1,12 @@
 """Reports on kernels compiled ahead of time: registers, spills, shared memory, tensor-core use.
 
-Works on any machine, with Triton's own compiler. Every number is read from the binary that a launch would
-load from Triton's disk cache, or from the PTX of that binary.
+Triton's own compiler is used, so any machine can make them. Every number is read from the binary that a
+launch would load from Triton's disk cache, or from the PTX of that binary.
 
 Spills are counted as ptxas counts them: the bytes moved by each instruction to or from local memory. On AMD's
-GPUs they are bytes of scratch memory, counted the same way. A kernel that indexes a local array would count
-those accesses as well; attention kernels have no such array. A binary without a stack has no spills and is
-not disassembled, since disassembly can take as long as compilation.
+GPUs they are bytes of scratch memory, counted the same way. Accesses to an indexed local array would count as
+spills, but attention kernels have no such array. A binary without a stack has no spills and is not
+disassembled, since disassembly can take as long as compilation.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture called ``name``, such as "sm_90a" ("sm_90" is the same to Triton).
+    """Return the architecture called ``name``, such as "sm_90a" ("sm_90" is the same to Triton).
 
     Raises:
-        ValueError: it is not one of :data:`ARCHITECTURES`.
+        ValueError: ``name`` is not one of :data:`ARCHITECTURES`.
     """
     for candidate in (name, f"{name}a"):
         if candidate in ARCHITECTURES:
@@ -169,7 +169,7 @@ def _types(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Resources of a compiled case: bytes, ``registers`` (per thread) and ``threads`` (per block)."""
+    """Resources of a compiled case. Sizes are in bytes, ``registers`` per thread, ``threads`` per block."""
 
     name: str
     arch: str

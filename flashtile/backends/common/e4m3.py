@@ -45,7 +45,8 @@ E4M3_MAX = tl.constexpr(fp8_layout.E4M3_MAX)
 def decode_bits(bits):
     """uint8 bits -> float16, exact; NaN becomes 480, which is larger than any finite e4m3."""
     wide = bits.to(tl.uint16)
-    # The bits of exponent and mantissa, read as float16 with bias 15, are 2^8 too small, also for subnormals.
+    # Read as float16 with bias 15, the bits of exponent and mantissa give a value that is 2^8 times too
+    # small. That holds for subnormal numbers as well.
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True) * 256.0
 
@@ -98,7 +99,8 @@ def encode_bits(x):
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
     normal = rounded - (120 << 3)  # from bias 127 to 7
-    # Below 2^-6 steps are 2^-9 wide; adding 2^23 rounds to an integer, held in the low bits.
+    # Below 2^-6, e4m3 has steps of 2^-9. Adding 2^23 to the number of steps rounds it to an integer, which is
+    # then in the low bits.
     steps = magnitude.to(tl.float32, bitcast=True) * 512.0 + 8388608.0
     subnormal = steps.to(tl.uint32, bitcast=True) & 0xF
     code = tl.where(magnitude < 0x3C800000, subnormal, normal)

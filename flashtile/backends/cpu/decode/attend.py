@@ -138,7 +138,7 @@ class _Sequence:
         assert self.phi is not None
         phi = self.phi.to(self.dtype).view(row_sum.shape[0], -1, 1, 1).expand(-1, -1, len(rows), 1)
         phi = phi.reshape(row_sum.shape)
-        factor = torch.exp(-phi)  # scores near zero would lose bits in a difference to a large phi
+        factor = torch.exp(-phi)  # a factor, because score - phi would lose bits of scores near zero
         total, values = torch.zeros_like(row_sum), torch.zeros_like(acc)
         for scores, keys in self._tiles(q, rows):
             p = scores.exp_().mul_(factor)

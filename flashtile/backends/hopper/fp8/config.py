@@ -28,7 +28,8 @@ class Fp8Variant(ForwardVariant):
     V_TRANSPOSED: bool
     """Whether memory holds V^T, keys in the order of P's registers; otherwise the producer transposes V."""
     BLOCK_SCALES: bool
-    """Whether each block has a scale, numbered through all packed sequences; otherwise each head has one."""
+    """Whether each block of a head has a scale; otherwise each head of a sequence has one. Blocks of packed
+    sequences are numbered consecutively."""
     HAS_Q_SCALE: bool
     HAS_K_SCALE: bool
     HAS_V_SCALE: bool
@@ -44,8 +45,8 @@ REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), 
 F = Fp8Config
 
 # (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; a causal mask is a window.
-# Measured on an H100 at S = 4096 and 16384 (docs/measured/fp8.md), except for head_dim 256 and untransposed
-# v, which have the tiles that fit.
+# Measured on an H100 with sequences of 4096 and 16384 (docs/measured/fp8.md). Rows with head_dim 256 or
+# untransposed v were not measured; they have the tiles that fit.
 _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (64, False, True): F(3, 128, PING_PONG=True),
     (64, True, True): F(3, 128, PING_PONG=True, spill_budget=64, features_spill_budget=240),
@@ -54,7 +55,7 @@ _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (128, False, True): F(2, 128, Q_IN_REGISTERS=128),
     (128, True, True): F(2, 128, Q_IN_REGISTERS=128, features_spill_budget=8),
     (128, False, False): F(2, 128, spill_budget=4),
-    (128, True, False): F(2, 128, features_spill_budget=32),  # 12 with Triton 3.6, which it was timed with
+    (128, True, False): F(2, 128, features_spill_budget=32),  # timed with Triton 3.6, which spills 12 bytes
     (256, False, True): F(2, 64),
     (256, True, True): F(2, 64, features_spill_budget=52),
     (256, False, False): F(2, 64, spill_budget=20),

@@ -62,7 +62,8 @@ class ProducerChannels(NamedTuple):
     k: Any
     v: Any
     v_rows: Any
-    """Channel of tiles of v that the producer transposes into ``v``; ``v`` if V_TRANSPOSED."""
+    """Channel of untransposed tiles of v, which the producer transposes into ``v``. If V_TRANSPOSED, it is
+    ``v`` itself."""
 
 
 class Fp8Inputs(NamedTuple):
@@ -93,7 +94,8 @@ def load_transposed(C: gl.constexpr, desc, work, n, barrier, slot):
 
 @gluon.jit
 def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
-    """Issue the TMA load of block ``n`` of v as use ``i`` of ``v`` or, unless V_TRANSPOSED, ``v_rows``."""
+    """Issue the TMA load of block ``n`` of v, the ``i``-th block of the channel ``v`` (if V_TRANSPOSED) or
+    ``v_rows``."""
     if C.V_TRANSPOSED:
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
@@ -106,7 +108,7 @@ def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
 
 @gluon.jit
 def transpose_values(C: gl.constexpr, i, v, v_rows):
-    """Transpose use ``i`` of ``v_rows`` into ``v``, which the consumers read."""
+    """Transpose the ``i``-th block of ``v_rows`` into ``v``, which the consumers read."""
     rows = v_rows.tiles.index(v_rows.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
     slot = v.acquire(i)
     transpose_tile(rows, v.tiles.index(slot))

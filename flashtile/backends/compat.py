@@ -250,12 +250,12 @@ def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
 def _without_wrapper(
     run: Any, grid: tuple[int, int, int], kernel: tuple, count: int
 ) -> tuple[Callable[..., None], tuple]:
-    """Return (launcher, its arguments between the stream and the kernel's ``count`` arguments).
+    """Return (launcher, the arguments that it takes after the stream and before the kernel's ``count``).
 
-    Triton's launcher is an object that allocates scratch memory and calls a C function. Without scratch
-    memory, only the stream and the kernel's arguments differ between calls of that function. So the object is
-    called once, with placeholders, to record the other arguments. For a Triton that works differently, its
-    own launcher is returned.
+    Triton's launcher is an object that allocates scratch memory and calls a C function. If a kernel needs no
+    scratch memory, only the stream and the kernel's arguments differ between calls of that function. So the
+    object is called once, with placeholders, to record the other arguments, and the C function is returned.
+    For a Triton that works differently, its own launcher is returned.
     """
     handed: list[Any] = []
     scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]

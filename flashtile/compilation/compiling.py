@@ -78,7 +78,7 @@ def compile_calls(
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     kernels: dict[str, tuple[str, dict[str, str]]] = {}
     for done, (task, found) in enumerate(_results(wanted, folder, workers), 1):
-        if isinstance(found, Exception):  # of the compiler: the other kernels are compiled nevertheless
+        if isinstance(found, Exception):  # the compiler failed; the other kernels are still compiled
             failures.append(Failure(task.call, task.target.name, f"{type(found).__name__}: {found}"))
         else:
             arch = "sm_{}{}".format(*task.target.capability)

@@ -120,7 +120,7 @@ class _Backward(torch.autograd.Function):
 def _vmap(
     operator: Callable[..., tuple[Tensor, ...]], num_tensors: int, samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Return the results of ``operator`` for each sample, and the index of their sample dimension.
+    """Return the results of ``operator`` for all samples, and the sample dimension of each (None: shared).
 
     ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then the fields of
     OptionalTensors and Options, then the further fields of a call with functions.

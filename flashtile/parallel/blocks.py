@@ -204,14 +204,14 @@ def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piec
 
 
 def _cut(piece: Piece, start: int, stop: int) -> tuple[int, Piece]:
-    """Cut a piece to positions [start, stop), and return (index of its first remaining token, the rest)."""
+    """Cut a piece to positions [start, stop). Return (index of its first token in ``piece``, new piece)."""
     first = min(piece.length, max(0, -((piece.start - start) // piece.step)))
     last = min(piece.length, max(0, -((piece.start - stop) // piece.step)))
     return first, Piece(piece.start + first * piece.step, max(0, last - first), piece.step)
 
 
 def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Block | None:
-    """Return the smallest rectangle around the scores that are visible under the window, or None.
+    """Return the smallest rectangle around the scores that are visible under the window; None without any.
 
     Query i sees key j where ``low <= j - i <= high``.
     """
@@ -219,7 +219,7 @@ def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Bl
     q_start, q_stop, k_start, k_stop = 0, queries.length, 0, keys.length
     high = keys.length - 1 if mask.right == UNLIMITED else (mask.right - apart) // step
     low = 1 - queries.length if mask.left == UNLIMITED else -((mask.left + apart) // step)
-    if low > high:  # a window narrower than the steps, between two tokens
+    if low > high:  # the window lies between two tokens of ``keys``
         return None
     if mask.right != UNLIMITED:
         q_start = max(q_start, -high)

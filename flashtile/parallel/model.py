@@ -191,7 +191,7 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     ranks = as_int_within("ranks", ranks, 1, MAX_RANKS)
-    card.peak_tflops(sharing.dtype)  # raises
+    card.peak_tflops(sharing.dtype)  # raises if the dtype has no peak
     rows = [_ring(sharing, ranks, card, link), _ulysses(sharing, ranks, card, link)]
     return sorted([*rows, _allgather(sharing, ranks, card, link)], key=lambda row: row.seconds)
 

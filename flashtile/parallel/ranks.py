@@ -77,7 +77,7 @@ class Ranks:
         if not operations:
             return Pending(self, [], (), timeout)
         works = self._run(lambda: dist.batch_isend_irecv(operations), peers, timeout)
-        # NCCL has one work for the whole batch.
+        # NCCL returns one work object for the whole batch.
         named = peers if len(works) == len(peers) else peers[:1] * len(works)
         return Pending(self, list(zip(named, works, strict=True)), (*sent, *received), timeout)
 

@@ -212,7 +212,7 @@ def every_case(arch: str) -> list[CompileCase]:
     cases: list[CompileCase] = []
     for module in pkgutil.walk_packages(flashtile.backends.__path__, "flashtile.backends."):
         compile_cases = getattr(importlib.import_module(module.name), "compile_cases", None)
-        if isfunction(compile_cases):  # in a package, the name may be a module instead
+        if isfunction(compile_cases):  # in a package, it may be the submodule of this name
             cases += compile_cases(architecture(arch).name)
     return cases
 

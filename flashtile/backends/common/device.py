@@ -33,7 +33,7 @@ class Target:
     hip: bool = False
 
     def __str__(self) -> str:
-        article = "an" if self.name[:1] in "AEFHILMNORSX" else "a"  # as the letter is spelt out
+        article = "an" if self.name[:1] in "AEFHILMNORSX" else "a"  # names are read letter by letter: an H100
         major, minor = self.capability
         return f"{article} {self.name}" if self.hip else f"{article} {self.name} (sm_{major}{minor})"
 

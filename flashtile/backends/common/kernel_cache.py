@@ -43,7 +43,10 @@ QUIET = "FLASHTILE_QUIET"
 
 
 class _Kept:
-    """Mixin of JIT functions: uses :func:`load_or_compile`, and extends ``do_not_specialize`` to tuples."""
+    """Mixin for JIT functions that compile by :func:`load_or_compile`.
+
+    ``do_not_specialize`` also applies to the integers of tuples.
+    """
 
     @property
     def cache_key(self) -> str:
@@ -279,5 +282,5 @@ def _keep_key(key_file: Path) -> None:
         written = key_file.with_name(f"{key_file.name}.{uuid.uuid4()}")
         written.write_text(key)
         written.replace(key_file)
-    except (ImportError, OSError):  # a Triton without such a key, or a cache that cannot be written
+    except (ImportError, OSError):  # this Triton has no such function, or the cache cannot be written
         return

@@ -133,7 +133,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     tl.store(pointers.neg_lse + offset + rows, tl.where(empty, lse_rows, -lse_rows * lse_factor))
     neg_delta_rows = tl.where(empty, 0.0, neg_delta_rows)
     tl.store(pointers.neg_delta + offset + rows, neg_delta_rows)
-    if C.DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
+    if C.DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - Triton prunes an if only by a constant condition
         if b * num_heads_q * (not C.VARLEN) + head < lengths.dq_accum_heads:
             elements = tl.arange(0, C.BLOCK_M * C.DQ_ACCUM_COLUMNS)
             zeros = tl.zeros_like(elements).to(tl.float32)

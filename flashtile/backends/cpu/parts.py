@@ -153,6 +153,6 @@ def spans(problem: Problem, extras: OptionalTensors) -> Iterator[tuple[int, slic
 
 
 def _is_whole(parts: list[Part], problem: Problem) -> bool:
-    """Whether one part is the whole call, of sequences that are not packed."""
+    """Whether a single part is the whole call. Never so for packed sequences."""
     everything = slice(0, problem.batch), slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
     return not problem.varlen and len(parts) == 1 and (*parts[0].queries, parts[0].keys) == everything

@@ -64,7 +64,7 @@ def backward(
             if dlse is not None:
                 minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
             minus_lse = -chunk.statistics(lse, rows).reshape(minus_delta.shape)
-            if chunk.may_hide_rows:  # for rows without a visible key, dlse may be anything
+            if chunk.may_hide_rows:  # rows without a visible key have an arbitrary dlse
                 empty = minus_lse == torch.inf
                 minus_lse, minus_delta = (t.masked_fill(empty, 0.0) for t in (minus_lse, minus_delta))
             dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)

@@ -107,7 +107,7 @@ class _Sequence:
         """Return out (rows, heads_q, head_dim_v) and lse (heads_q, rows) of some rows."""
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         q = self.q[rows.start : rows.stop]
-        if self.qv is not None:  # one product, over the columns of keys and values
+        if self.qv is not None:  # one product gives q k^T + qv v^T
             q = torch.cat([q, self.qv[rows.start : rows.stop]], -1)
         q = q.to(self.dtype) * self.problem.softmax_scale
         q = q.transpose(0, 1).reshape(heads_kv, group * len(rows), -1)

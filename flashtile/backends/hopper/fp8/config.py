@@ -38,9 +38,9 @@ class Fp8Variant(ForwardVariant):
 
 
 PRODUCER_WARPS = {True: 1, False: 4}
-"""Whether memory holds V^T -> warps of the producer."""
+"""Warps of the producer, by whether memory holds V^T."""
 REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), (3, False): (160, 32)}
-"""(consumer warpgroups, whether memory holds V^T) -> registers per thread (of consumers, of the producer)."""
+"""Registers per thread of (consumers, producer), by (consumer warpgroups, whether memory holds V^T)."""
 
 F = Fp8Config
 
@@ -65,7 +65,7 @@ _UNEQUAL = {
     (d, dv): F(2, 128 if max(d, dv) <= 128 else 64, spill_budget=8 if d == 256 else 0)
     for d, dv in permutations((64, 128, 256), 2)
 }
-"""(padded head_dim of q and k, of v) -> config: the tiles that fit; they are not timed."""
+"""(padded head_dim of q and k, padded head_dim of v) -> config. These are the tiles that fit, not timed."""
 
 
 def choose(problem: Fp8Problem) -> Fp8Config:

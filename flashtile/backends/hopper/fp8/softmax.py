@@ -54,7 +54,7 @@ def pack(b0, b1, b2, b3):
 
 @gluon.jit
 def as_operand(packed, product_layout: gl.constexpr):
-    """int32 [rows, N / 32, 2, 4] -> e4m3 [rows, N], the left operand of a product in the same registers.
+    """Return int32 [rows, N / 32, 2, 4] as e4m3 [rows, N], a product's left operand in the same registers.
 
     P is carried between iterations as int32. If it were carried as bytes, the compiler would split and
     reassemble every register at the boundary of the loop.

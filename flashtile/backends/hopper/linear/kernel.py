@@ -284,7 +284,8 @@ def flat_kernel(
     K, M = depth.K, sizes.M
     x_type: gl.constexpr = pointers.x.dtype.element_ty
     w_type: gl.constexpr = pointers.w.dtype.element_ty
-    # K and the strides are multiples of a vector (``LinearProblem.aligned``). This tells the compiler so.
+    # K and the strides are multiples of a vector (``LinearProblem.aligned``). From the products below, the
+    # compiler knows it.
     of_x: gl.constexpr = vector_of(x_type)
     of_w: gl.constexpr = vector_of(w_type)
     depth = ProductDepth(K // of_w * of_w, depth.x_stride // of_x * of_x, depth.w_stride // of_w * of_w)

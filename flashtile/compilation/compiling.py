@@ -40,11 +40,11 @@ class Compiled:
 
 
 def launches(call: Call, target: Target) -> list[Any]:
-    """Return the launches of a call on a GPU, as (launch, tensors); see ``recording`` of cached launches.
+    """Return the launches that a call makes on a GPU, as (launch, tensors). Nothing is launched.
 
     Raises:
         NotImplementedError: no backend with kernels serves the call on this GPU.
-        ValueError: the call is not one of this version.
+        ValueError: this version has no such operation or argument.
     """
     from flashtile.backends.common.cached_launch import recording
 

@@ -72,7 +72,7 @@ def _score(text: str, captured: Sequence[Tensor], score: Tensor, b: Any, h: Any,
 
 
 def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Return which scores are visible: those of ``mask_mod``, but in full blocks all, in empty blocks none."""
+    """Return which scores are visible: those of ``mask_mod``, all in full blocks, and none in empty ones."""
     seen: Any = True
     if options.mask_mod:
         inputs = {"b": b, "h": h, "q": i, "kv": j}

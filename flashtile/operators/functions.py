@@ -276,5 +276,5 @@ def further_options(functions: Functions) -> tuple:
 
 
 def without_backward_lists(extras: Any) -> Any:
-    """Return the extras of a forward call, whose kernels read only the lists by queries."""
+    """Return the extras without the lists by keys, which only the backward pass reads."""
     return ModifiedExtras._make((*extras[:-BACKWARD_LISTS], *_NO_LISTS[:BACKWARD_LISTS]))

@@ -118,7 +118,7 @@ Ranges = tuple[tuple[int, int], ...]
 class Pair:
     """The calls of one rank's queries with another rank's keys.
 
-    Only ``ranges`` of those keys are needed. The calls count keys through these ranges, concatenated.
+    Only ``ranges`` of those keys are needed. Key indices in the calls refer to these ranges, concatenated.
     """
 
     ranges: Ranges
@@ -271,7 +271,7 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """Return ``block``, whose keys lie in one of ``ranges``, with keys counted in the concatenated ranges."""
+    """Return ``block``, whose keys lie in one of ``ranges``, with key indices of the concatenated ranges."""
     before = 0
     for start, stop in ranges:
         if start <= block.k_start < stop:

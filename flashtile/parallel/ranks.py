@@ -101,7 +101,7 @@ class Ranks:
 
     def gather(self, x: Tensor, lengths: Sequence[int], timeout: float) -> list[Tensor]:
         """Gather every rank's ``x`` (own length, ...) and return a list of (lengths[rank], ...)."""
-        # Every backend gathers parts of equal size, so pad; lengths differ by a few tokens at most.
+        # Padded, because some backends of torch.distributed gather only parts of equal size.
         rest, longest = tuple(x.shape[1:]), max(lengths)
         own = x
         if x.shape[0] < longest:

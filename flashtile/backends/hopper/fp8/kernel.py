@@ -94,8 +94,10 @@ def load_transposed(C: gl.constexpr, desc, work, n, barrier, slot):
 
 @gluon.jit
 def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
-    """Issue the TMA load of block ``n`` of v, the ``i``-th block of the channel ``v`` (if V_TRANSPOSED) or
-    ``v_rows``."""
+    """Issue the TMA load of block ``n`` of v.
+
+    It is the ``i``-th block of the channel ``v`` if V_TRANSPOSED, otherwise of ``v_rows``.
+    """
     if C.V_TRANSPOSED:
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)

@@ -3,8 +3,8 @@
 For a weight (N, K), two numbers of rows M1 and M2 select the kernel (FlashDecoding++, Hong et al. 2023,
 arXiv:2311.01282, section 5): below M1 the kernel on CUDA cores ("gemv"), from M1 the flat product on tensor
 cores ("flat"), and from M2 the vendor's library ("library"). flashtile ships tables in ``linear_tables/``.
-``flashtile profile`` measures and adds a user's own table in the cache folder. Nothing is measured at run
-time.
+``flashtile profile`` measures shapes on this machine and writes a user's own table into the cache folder.
+Nothing is measured at run time.
 """
 
 from __future__ import annotations

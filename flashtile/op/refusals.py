@@ -27,7 +27,8 @@ def transforming() -> bool:
 def leave_graph_of_gradients() -> None:
     """Break the graph while ``torch.compile`` traces a gradient of ``torch.func``.
 
-    Custom operators have no gradient there. Everything under the transform then runs eagerly.
+    Custom operators cannot be differentiated there. After the break, everything under the transform runs
+    eagerly.
     """
     functorch = torch._C._functorch
     # While this is traced, ``peek_interpreter_stack() is None`` is False even without a transform.

@@ -152,7 +152,7 @@ def _vmap(
 def _one_by_one(
     operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Compute the samples in a loop, for calls with functions or with a tensor that has no batch dimension.
+    """Compute the samples in a loop: for score or mask functions, or a tensor without a batch dimension.
 
     A sink has one gradient for a call's whole batch, and a mask may be shared by the whole batch.
     """

@@ -1,7 +1,7 @@
 """Reports on kernels compiled ahead of time: registers, spills, shared memory, tensor-core use.
 
-Triton's own compiler is used, so any machine can make them. Every number is read from the binary that a
-launch would load from Triton's disk cache, or from the PTX of that binary.
+They can be made on any machine, because Triton's compiler needs no GPU. Every number is read from the binary
+that a launch would load from Triton's disk cache, or from the PTX of that binary.
 
 Spills are counted as ptxas counts them: the bytes moved by each instruction to or from local memory. On AMD's
 GPUs they are bytes of scratch memory, counted the same way. Accesses to an indexed local array would count as

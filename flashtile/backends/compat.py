@@ -250,7 +250,9 @@ def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
 def _without_wrapper(
     run: Any, grid: tuple[int, int, int], kernel: tuple, count: int
 ) -> tuple[Callable[..., None], tuple]:
-    """Return (launcher, the arguments that it takes after the stream and before the kernel's ``count``).
+    """Return (launcher, the arguments that it takes after the stream and before the kernel's arguments).
+
+    ``count`` is the number of the kernel's arguments.
 
     Triton's launcher is an object that allocates scratch memory and calls a C function. If a kernel needs no
     scratch memory, only the stream and the kernel's arguments differ between calls of that function. So the

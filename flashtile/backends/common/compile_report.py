@@ -271,8 +271,8 @@ def _used_on_nvidia(asm: dict[str, Any]) -> dict[str, Any]:
 def used_on_amd(assembly: str) -> dict[str, Any]:
     """Return the resources that the compiler states at the end of an AMD kernel's assembly.
 
-    Spills are bytes of scratch memory, AMD's counterpart of local memory. Its instructions end in _dword or
-    _dwordx4, on gfx12 in _b32 or _b128.
+    Spills are bytes of scratch memory, AMD's counterpart of local memory. Instructions that access scratch
+    memory end in _dword or _dwordx4, on gfx12 in _b32 or _b128.
     """
 
     def scratch(direction: str) -> int:

@@ -110,7 +110,7 @@ class EpilogueSizes(NamedTuple):
 
 
 class EpilogueCall(NamedTuple):
-    """Arguments of an epilogue, as its step functions pass them on."""
+    """Arguments of an epilogue, which its step functions hand to each other as one structure."""
 
     pointers: Any
     places: Any

@@ -138,7 +138,7 @@ def sequences(problem: Problem, extras: OptionalTensors, dbias: Tensor | None = 
 
 
 def spans(problem: Problem, extras: OptionalTensors) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (number, used rows, used keys) of each sequence; slices of packed sequences index all tokens."""
+    """Yield (index, used rows, used keys) of each sequence. Slices of packed sequences index all tokens."""
     offsets, used = (
         [None if t is None else t.tolist() for t in pair]
         for pair in ((extras.cu_seqlens_q, extras.cu_seqlens_k), (extras.seqused_q, extras.seqused_k))

@@ -123,8 +123,8 @@ def attend_masked(
 ):
     """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, with a mask.
 
-    Products do not overlap here; the 16-bit kernel does the same. ``block_scales`` are the scales of block
-    n_from - 1. Returns (state, new ``i``, scales of block n_to - 1).
+    The two products of a block run one after the other. ``block_scales`` are the scales of block n_from - 1.
+    Returns (state, new ``i``, scales of block n_to - 1).
     """
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH, 32))
     rows = rows_in(C, tile.rows, row)

@@ -64,12 +64,12 @@ def compile_for(
 
 @contextlib.contextmanager
 def compiling_driver(capability: tuple[int, int]) -> Iterator[None]:
-    """Compile launches inside the context for a GPU of this compute capability, which need not be here.
+    """Compile launches inside the context for a GPU of this compute capability, which need not be installed.
 
     Changes Triton's driver for the whole process.
     """
     arch = 10 * capability[0] + capability[1]
-    # Triton keeps what it knows of a target by the number of its device.
+    # Triton caches compiled kernels by device index, so each architecture needs an index of its own.
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_current_device=lambda: -arch,
@@ -88,7 +88,7 @@ def cuobjdump_path() -> str:
 
 
 def described(views: tuple, tensors: tuple) -> tuple[list, tuple]:
-    """(TMA descriptors of the first tensors, the other tensors); None for each view that is None."""
+    """Return (TMA descriptors of the first tensors, the other tensors). A view of None gives None."""
     rest = iter(tensors)
     descriptors = [None if view is None else view.of(next(rest)) for view in views]
     return descriptors, tuple(rest)
@@ -133,7 +133,7 @@ def launcher(
     undescribed = 1 if whole else len(_leaves(of_pointers, of_pointers) or tensors[first:])
     count = sum(map(len, of_views)) + undescribed + len(_leaves(fixed, of_fixed))
     run, before = _without_wrapper(run, grid, kernel, count)
-    # Arguments that differ between launches are written into a copy of this list, at these indices.
+    # Each launch copies this list and replaces what differs: the stream, the descriptors and the addresses.
     arguments: list[Any] = [*grid, None, *before]
     of_stream, places = len(grid), []
     for view, numbers in zip(views, of_views, strict=True):
@@ -174,8 +174,8 @@ def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
 
     Up to Triton 3.6 a launcher is a C function that parses nested tuples 1 to 5 us slower than their leaves
     (measured on an H200: 5.9 and 3.9 us for decoding, 11.5 and 6.4 us with a block mask). The types are those
-    of Triton's signature, in which a structure is a tuple. There are none if the launcher takes structures as
-    they are: the kernel has none, or Triton makes launchers differently.
+    of Triton's signature, in which a structure is a tuple. They are empty if the kernel has no structures, or
+    if Triton makes launchers differently; the launcher then takes structures as they are.
     """
     types = tuple(compiled.src.signature.values())
     if not any(isinstance(t, tuple) for t in types):
@@ -201,8 +201,7 @@ def _leaves(values: Iterable, types: tuple) -> list:
 
 
 class TensorMaps(BoundedCache):
-    """Encoded TMA descriptors by the address of their tensor. Nothing else that changes affects them, and
-    encoding one takes 2 us."""
+    """Encoded TMA descriptors of one view, by the address of the tensor. Encoding one takes 2 us."""
 
     LIMIT_BYTES = 128 * 1024
     ENTRY_BYTES = 1024
@@ -251,12 +250,14 @@ def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
 def _without_wrapper(
     run: Any, grid: tuple[int, int, int], kernel: tuple, count: int
 ) -> tuple[Callable[..., None], tuple]:
-    """Return (launcher, its arguments between the stream and the kernel's ``count`` arguments).
+    """Return (launcher, the arguments that it takes after the stream and before the kernel's arguments).
 
-    Triton's launcher is an object that allocates scratch memory and calls a C function. Without scratch
-    memory, only the stream and the kernel's arguments differ between calls of that function. So the object is
-    called once, with placeholders, to record the other arguments. For a Triton that works differently, its
-    own launcher is returned.
+    ``count`` is the number of the kernel's arguments.
+
+    Triton's launcher is an object that allocates scratch memory and calls a C function. If a kernel needs no
+    scratch memory, only the stream and the kernel's arguments differ between calls of that function. So the
+    object is called once, with placeholders, to record the other arguments, and the C function is returned.
+    For a Triton that works differently, its own launcher is returned.
     """
     handed: list[Any] = []
     scratch = [getattr(run, f"{kind}_scratch_size", None) for kind in ("global", "profile")]

@@ -1,4 +1,4 @@
-"""Compiles the kernels of calls, in parallel processes, for GPUs that need not be here."""
+"""Compiles the kernels of calls, in parallel processes, for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Failure:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The result of :func:`compile_calls`: the number of kernels, and the calls that no kernel serves."""
+    """The result of :func:`compile_calls`: the number of kernels, and the calls without compiled kernels."""
 
     kernels: int
     failures: tuple[Failure, ...]
 
 
 def launches(call: Call, target: Target) -> list[Any]:
-    """Return the launches of a call on a GPU, as (launch, tensors); see ``recording`` of cached launches.
+    """Return the launches that a call makes on a GPU, as (launch, tensors). Nothing is launched.
 
     Raises:
         NotImplementedError: no backend with kernels serves the call on this GPU.
-        ValueError: the call is not one of this version.
+        ValueError: this version has no such operation or argument.
     """
     from flashtile.backends.common.cached_launch import recording
 
@@ -63,7 +63,7 @@ def compile_calls(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Compiled:
-    """Compile the kernels of calls, each once, into a folder that travels or into this machine's cache.
+    """Compile the kernels of calls, each once, into a folder for other machines or into this machine's cache.
 
     Args:
         calls: the calls.
@@ -71,14 +71,14 @@ def compile_calls(
         folder: folder for the kernels, made if it is missing; its index is replaced. None: Triton's cache.
         workers: processes that compile; by default one for each core, at most 16. They are spawned: a script
             that calls this function needs ``if __name__ == "__main__":``.
-        progress: called with the numbers of compiled kernels and of all.
+        progress: called after each kernel with (number of kernels done, number of all kernels).
     """
     wanted, failures = _wanted(list(calls), list(targets))
     if folder is not None:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     kernels: dict[str, tuple[str, dict[str, str]]] = {}
     for done, (task, found) in enumerate(_results(wanted, folder, workers), 1):
-        if isinstance(found, Exception):  # of the compiler: the other kernels are compiled nevertheless
+        if isinstance(found, Exception):  # the compiler failed; the other kernels are still compiled
             failures.append(Failure(task.call, task.target.name, f"{type(found).__name__}: {found}"))
         else:
             arch = "sm_{}{}".format(*task.target.capability)
@@ -123,7 +123,7 @@ def warmup(
 def _results(
     tasks: list[_Task], folder: Path | None, workers: int | None
 ) -> Iterator[tuple[_Task, dict[str, dict[str, str]] | Exception]]:
-    """Yield each task, as it is done, with the digests of its kernels' files by key, or what failed."""
+    """Yield each finished task with the digests of its kernels' files by key, or with its exception."""
     if not tasks:
         return
     count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))

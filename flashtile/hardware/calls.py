@@ -1,4 +1,5 @@
-"""An attention call as the IO model sees it: shapes, element size and mask, with counts in closed form."""
+"""Description of an attention call for the IO model: shapes, element size and mask, with counts in closed
+form."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ELEMENT_BYTES = {
 
 
 NOT_OF_PROBLEMS = ("dtype", "lengths", "page_size", "cache_dtype")
-"""Fields of :class:`Call` that a Problem of attention without a cache lacks or has in another form."""
+"""Fields of :class:`Call` that a ``Problem`` of attention lacks or has in another form."""
 
 
 @dataclass(frozen=True)

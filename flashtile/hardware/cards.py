@@ -96,8 +96,8 @@ class Card:
 def _tensor(half: float, tf32: float, fp32: float, fp64: float, fp8: float | None = None) -> dict[str, float]:
     """Return the peaks of a GPU from Ampere on, in TFLOP/s by dtype.
 
-    float32 is the peak of the fp32 units, because flashtile never rounds fp32 to tf32. ``tf32`` is for
-    kernels that split a product into three.
+    float32 is the peak of the fp32 units, because flashtile never rounds fp32 to tf32. ``tf32`` is the peak
+    for kernels that compute an fp32 product as three tf32 products.
     """
     peaks = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": fp32, "float64": fp64}
     return peaks if fp8 is None else {**peaks, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
@@ -174,7 +174,7 @@ def find_card(name: str) -> Card:
 
 
 def card_of_device(device_name: str) -> Card | None:
-    """Return the card whose driver's name is ``device_name``, or None if the table does not have it.
+    """Return the card that the driver calls ``device_name``, or None if the table does not have it.
 
     Examples:
         >>> from flashtile.io_model import card_of_device

@@ -3,8 +3,8 @@
 For a weight (N, K), two numbers of rows M1 and M2 select the kernel (FlashDecoding++, Hong et al. 2023,
 arXiv:2311.01282, section 5): below M1 the kernel on CUDA cores ("gemv"), from M1 the flat product on tensor
 cores ("flat"), and from M2 the vendor's library ("library"). flashtile ships tables in ``linear_tables/``.
-``flashtile profile`` measures and adds a user's own table in the cache folder. Nothing is measured at run
-time.
+``flashtile profile`` measures shapes on this machine and writes a user's own table into the cache folder.
+Nothing is measured at run time.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class Row:
         return GEMV if rows < self.gemv_below else FLAT if rows < self.library_from else LIBRARY
 
     def measured(self, rows: int, kind: str) -> dict[str, Any] | None:
-        """Return the measurement for this number of rows, the next larger one, or the largest."""
+        """Return the measurement of a kind of kernel; None if the kind was not measured.
+
+        It is the one for this number of rows or the next larger number, else for the largest number.
+        """
         known = sorted(int(m) for m, kinds in self.kernels.items() if kind in kinds)
         above = [m for m in known if m >= rows]
         at = above[0] if above else known[-1] if known else None

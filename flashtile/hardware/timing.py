@@ -30,7 +30,7 @@ ESTIMATED_CALLS = 5
 WAITED = 2
 """Time for which the GPU sleeps before a call, in multiples of the host's time to issue the call."""
 CYCLES_PER_MS = 2_000_000
-"""Approximate clock of a GPU."""
+"""Approximate clock cycles of a GPU per millisecond."""
 
 FP8 = "float8_e4m3fn"
 
@@ -41,8 +41,8 @@ def time_call(function: Function, rep: float, device: torch.device, *, warm_up: 
     """Call ``function`` for about ``rep`` milliseconds, and return the milliseconds of each call.
 
     On CUDA, events measure the time. The L2 cache is flushed before each call, and the host's time to issue
-    the call is hidden. On the CPU, the wall clock measures the time. There ``warm_up=False`` also counts the
-    first call, which may be the only one.
+    the call is hidden. On the CPU, the wall clock measures the time. ``warm_up=False``, which only the CPU
+    uses, also counts the first call; the list may then have one entry.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""Tells observers of operators the FLOPs of a call, and how its DTensors may be sharded."""
+"""Registers the FLOP counts of operations with torch's FLOP counters, and sharding rules with DTensor."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ def count_scores(
 
 
 def lengths_of(cu_seqlens: Tensor, longest: int) -> list[int]:
+    """Return the length of each sequence, or ``longest`` for each if ``cu_seqlens`` has no data."""
     if not has_data(cu_seqlens):
         return [longest] * (cu_seqlens.shape[0] - 1)
     return cu_seqlens.diff().tolist()
 
 
 def has_data(tensor: Tensor) -> bool:
+    """Whether the values of ``tensor`` can be read; False for fake, functional and meta tensors."""
     return not isinstance(tensor, (FakeTensor, FunctionalTensor)) and not tensor.is_meta
 
 

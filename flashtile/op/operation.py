@@ -230,7 +230,7 @@ class Operation:
         return [(name, t) for name, t in given if t is not None and t.requires_grad]
 
     def flat(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
-        """Return the operator's arguments."""
+        """Return the operator's arguments in the order of its schema."""
         first, second = self._num_optional, self._num_options
         return (*tensors, *optional[:first], *options[:second], *optional[first:], *options[second:])
 
@@ -338,7 +338,7 @@ def remembering() -> Iterator[Remembered]:
     """
     calls: Remembered = []
     for cache in _launch_caches:
-        cache.clear()  # else a known signature would not be seen
+        cache.clear()  # calls with a known signature would not be collected
     _remembering.append(calls)
     try:
         yield calls

@@ -1,7 +1,8 @@
 """Refuses derivatives that an operation lacks: tangents of forward mode, and gradients.
 
-Without a derivative rule, torch's dispatcher silently drops both. Transforms of ``torch.func`` also hide
-them: in ``grad`` inside ``jvp``, the tangents are one level further in. Therefore every level is checked.
+Without a derivative rule, torch's dispatcher drops tangents and gradients silently. Transforms of
+``torch.func`` also wrap tensors: under ``grad`` inside ``jvp``, the tangents belong to the tensor inside
+grad's wrapper. Therefore the tensors of every level are checked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def transforming() -> bool:
 def leave_graph_of_gradients() -> None:
     """Break the graph while ``torch.compile`` traces a gradient of ``torch.func``.
 
-    Custom operators have no gradient there. Everything under the transform then runs eagerly.
+    Custom operators cannot be differentiated there. After the break, everything under the transform runs
+    eagerly.
     """
     functorch = torch._C._functorch
     # While this is traced, ``peek_interpreter_stack() is None`` is False even without a transform.

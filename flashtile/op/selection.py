@@ -117,7 +117,10 @@ def select(operation: Served, problem: Any, backend: str | None = None) -> Selec
 
 
 def choose(operation: Served, problem: Any, backend: str | None = None) -> Choice:
-    """Return the choice for ``problem`` if ``backend`` is requested, with the reasons against all others."""
+    """Return the choice of :func:`select`, with the reasons against all other backends.
+
+    If no backend serves the problem, the choice has ``backend`` None; nothing is raised.
+    """
     chosen: str | None = None
     config: Any = None
     reasons: dict[str, str] = {}

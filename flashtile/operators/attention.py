@@ -91,7 +91,7 @@ class BackwardOperation(Operation):
     def launch(self, tensors: tuple, extras: OptionalTensors, options: Options) -> Any:
         """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero).
 
-        With score or mask functions, gradients of captured tensors follow; None for those that need none.
+        With score or mask functions, gradients of captured tensors follow; None if a tensor needs none.
         """
         return super().launch(self.normalized(tensors), extras, options)
 
@@ -212,7 +212,11 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, extras, options, q, k, v, *learning):
-        """Compute (out, lse). ``learning``: sink, bias, captured tensors, as in ``extras``, for autograd."""
+        """Compute (out, lse).
+
+        ``learning`` repeats sink, bias and the captured tensors of ``extras``, because autograd sees only
+        tensors that are arguments.
+        """
         out, lse = FORWARD.launch((q, k, v), extras, options)
         _save(ctx, q, k, v, out, lse, extras, options)
         return out, lse
@@ -259,7 +263,7 @@ def _gradients(ctx, dout, dlse, bias):
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not _batched(dout) and not _batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
-    # With create_graph this records a node that has the second derivative.
+    # With create_graph=True this records a node for the second derivative.
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
         arguments = BACKWARD.flat(given, extras, options)

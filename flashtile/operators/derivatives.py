@@ -72,7 +72,7 @@ def _score(text: str, captured: Sequence[Tensor], score: Tensor, b: Any, h: Any,
 
 
 def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Apply the mask in a block mask's partial blocks; full blocks are all visible, empty ones all hidden."""
+    """Return which scores are visible: those of ``mask_mod``, all in full blocks, and none in empty ones."""
     seen: Any = True
     if options.mask_mod:
         inputs = {"b": b, "h": h, "q": i, "kv": j}

@@ -37,7 +37,7 @@ FURTHER_OPTIONS = {
     "score_mod": str, "mask_mod": str, "learned": int, "block_q": int, "block_kv": int,
     "mask_seqlen_q": int, "mask_seqlen_k": int,
 }  # fmt: skip
-"""Options of calls with functions.
+"""Options that only calls with score or mask functions have.
 
 Bit i of ``learned`` is set if captured tensor i needs a gradient. Block sizes, and the lengths that the block
 mask was made for, are 0 without a block mask.
@@ -260,14 +260,14 @@ def describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Prob
 
 
 def with_functions(extras: OptionalTensors, functions: Functions) -> Any:
-    """Return the extras of a call with functions."""
+    """Return the extras of a call with score or mask functions."""
     captured, lists = functions.captured, functions.lists
     tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
     return ModifiedExtras._make(tensors)
 
 
 def further_options(functions: Functions) -> tuple:
-    """Return the further options of a call with functions."""
+    """Return the values of FURTHER_OPTIONS for a call with score or mask functions."""
     captured, _, score_mod, mask_mod, block_size, lengths, *_ = functions
     learned = 0
     if captured and torch.is_grad_enabled():
@@ -276,5 +276,5 @@ def further_options(functions: Functions) -> tuple:
 
 
 def without_backward_lists(extras: Any) -> Any:
-    """Return the extras of a forward call, whose kernels read only the lists by queries."""
+    """Return the extras without the lists by keys, which only the backward pass reads."""
     return ModifiedExtras._make((*extras[:-BACKWARD_LISTS], *_NO_LISTS[:BACKWARD_LISTS]))

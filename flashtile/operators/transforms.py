@@ -120,7 +120,7 @@ class _Backward(torch.autograd.Function):
 def _vmap(
     operator: Callable[..., tuple[Tensor, ...]], num_tensors: int, samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Return the results of ``operator`` for each sample, and the index of their sample dimension.
+    """Return the results of ``operator`` for all samples, and the sample dimension of each (None: shared).
 
     ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then the fields of
     OptionalTensors and Options, then the further fields of a call with functions.
@@ -152,7 +152,7 @@ def _vmap(
 def _one_by_one(
     operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Compute the samples in a loop, for calls with functions or with a tensor that has no batch dimension.
+    """Compute the samples in a loop: for score or mask functions, or a tensor without a batch dimension.
 
     A sink has one gradient for a call's whole batch, and a mask may be shared by the whole batch.
     """

@@ -171,7 +171,7 @@ def attend_once(
 ) -> tuple[Tensor, Tensor]:
     """Attend to only the keys of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
 
-    If no partial results must be merged, the kernel rounds out to q's dtype itself.
+    If there are no partial results to merge, the kernel itself rounds out to q's dtype.
     """
     if not pair.disjoint:
         state = State(q, v.shape[-1], scores, sink)

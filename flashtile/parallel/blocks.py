@@ -118,7 +118,7 @@ Ranges = tuple[tuple[int, int], ...]
 class Pair:
     """The calls of one rank's queries with another rank's keys.
 
-    Only ``ranges`` of those keys are needed. The calls count keys through these ranges, concatenated.
+    Only ``ranges`` of those keys are needed. Key indices in the calls refer to these ranges, concatenated.
     """
 
     ranges: Ranges
@@ -165,7 +165,7 @@ def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
 
 
 def _own_causal(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> bool:
-    """Whether the pair is a rank with itself under a plain causal mask, which is a single call."""
+    """Whether these are a rank's queries and its own keys under a plain causal mask, which is one call."""
     causal = mask.right == 0 and mask.left == UNLIMITED and mask.starts_q == mask.starts_k
     ordered = all(a.stop - a.step < b.start for a, b in pairwise(queries))
     return causal and queries == keys and ordered and tokens_of(queries) > 0
@@ -204,14 +204,14 @@ def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piec
 
 
 def _cut(piece: Piece, start: int, stop: int) -> tuple[int, Piece]:
-    """Cut a piece to positions [start, stop), and return (index of its first remaining token, the rest)."""
+    """Cut a piece to positions [start, stop). Return (index of its first token in ``piece``, new piece)."""
     first = min(piece.length, max(0, -((piece.start - start) // piece.step)))
     last = min(piece.length, max(0, -((piece.start - stop) // piece.step)))
     return first, Piece(piece.start + first * piece.step, max(0, last - first), piece.step)
 
 
 def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Block | None:
-    """Return the smallest rectangle around the scores that are visible under the window, or None.
+    """Return the smallest rectangle around the scores that are visible under the window; None without any.
 
     Query i sees key j where ``low <= j - i <= high``.
     """
@@ -219,7 +219,7 @@ def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Bl
     q_start, q_stop, k_start, k_stop = 0, queries.length, 0, keys.length
     high = keys.length - 1 if mask.right == UNLIMITED else (mask.right - apart) // step
     low = 1 - queries.length if mask.left == UNLIMITED else -((mask.left + apart) // step)
-    if low > high:  # a window narrower than the steps, between two tokens
+    if low > high:  # the window lies between two tokens of ``keys``
         return None
     if mask.right != UNLIMITED:
         q_start = max(q_start, -high)
@@ -271,7 +271,7 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """Return ``block``, whose keys lie in one of ``ranges``, with keys counted in the concatenated ranges."""
+    """Return ``block``, whose keys lie in one of ``ranges``, with key indices of the concatenated ranges."""
     before = 0
     for start, stop in ranges:
         if start <= block.k_start < stop:

@@ -267,7 +267,7 @@ def _merged(
         states = torch.stack(ranks.all_to_all(sent, [sent[0].numel()] * ranks.size, timeout))
     rows = (*out.shape[:2], heads)
     sizes = [num_bytes([((*rows, out.shape[3]), out.dtype)]), num_bytes([(rows, lse.dtype)])]
-    outs, lses = states.split(sizes, dim=1)  # views: combining takes parts of any strides
+    outs, lses = states.split(sizes, dim=1)  # strided views, which combining accepts
     outs = outs.view(out.dtype).unflatten(1, (*rows, out.shape[3]))
     lses = lses.view(lse.dtype).unflatten(1, rows)
     return flash_attn_combine(outs, lses, out_dtype=dtype)

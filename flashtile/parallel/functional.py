@@ -185,8 +185,8 @@ def _attend_distributed(
 ) -> Any:  # fmt: skip
     """Attend to the local tensors of DTensors (batch, seqlen, heads, head_dim).
 
-    Exactly one dimension of the mesh must shard the sequence; its group shares the sequence. The other
-    dimensions may shard batch or heads, which needs no communication, or replicate.
+    Exactly one dimension of the mesh must shard the sequence; the ranks of its group exchange keys. The other
+    dimensions may replicate, or shard batch or heads, without communication.
     """
     from torch.distributed.tensor import Shard
 

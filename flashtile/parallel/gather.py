@@ -130,7 +130,7 @@ class AllGather:
     def _sums(self, gradients: list[Tensor], like: list[Tensor]) -> list[Total]:
         """Sum the gradients of this rank's own tokens over ranks.
 
-        This rank's own term is the first, and those of the others follow in the order of ranks.
+        This rank's own term is added first, and the terms of the others follow in the order of ranks.
         """
         dtype = gradients[0].dtype
         sent = [

@@ -78,7 +78,7 @@ class Sharing:
     Examples:
         >>> from flashtile.parallel import Sharing
         >>> causal = Sharing(1, 131072, 32, 8, 128, 128, right=0)
-        >>> causal.key_bytes, causal.key_gradient_bytes  # per token: bfloat16; gradients are float32
+        >>> causal.key_bytes, causal.key_gradient_bytes  # of one position: bfloat16; gradients are float32
         (4096, 8192)
     """
 
@@ -107,12 +107,13 @@ class Sharing:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of a token's keys and values."""
+        """Bytes of the keys and values at one position, of all heads and of all sequences in the batch."""
         return self.batch * self.heads_kv * (self.head_dim + self.head_dim_v) * ELEMENT_BYTES[self.dtype]
 
     @property
     def key_gradient_bytes(self) -> int:
-        """Bytes of a token's dK and dV, which ranks send in float32 (float64 for float64)."""
+        """Bytes of dK and dV at one position in all sequences. Ranks send them in float32 (float64 for
+        float64)."""
         return self.key_bytes * max(4, ELEMENT_BYTES[self.dtype]) // ELEMENT_BYTES[self.dtype]
 
     @property
@@ -190,7 +191,7 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
     ranks = as_int_within("ranks", ranks, 1, MAX_RANKS)
-    card.peak_tflops(sharing.dtype)  # raises
+    card.peak_tflops(sharing.dtype)  # raises if the dtype has no peak
     rows = [_ring(sharing, ranks, card, link), _ulysses(sharing, ranks, card, link)]
     return sorted([*rows, _allgather(sharing, ranks, card, link)], key=lambda row: row.seconds)
 

@@ -77,7 +77,7 @@ class Ranks:
         if not operations:
             return Pending(self, [], (), timeout)
         works = self._run(lambda: dist.batch_isend_irecv(operations), peers, timeout)
-        # NCCL has one work for the whole batch.
+        # NCCL returns one work object for the whole batch.
         named = peers if len(works) == len(peers) else peers[:1] * len(works)
         return Pending(self, list(zip(named, works, strict=True)), (*sent, *received), timeout)
 
@@ -101,7 +101,7 @@ class Ranks:
 
     def gather(self, x: Tensor, lengths: Sequence[int], timeout: float) -> list[Tensor]:
         """Gather every rank's ``x`` (own length, ...) and return a list of (lengths[rank], ...)."""
-        # Every backend gathers parts of equal size, so pad; lengths differ by a few tokens at most.
+        # Padded, because some backends of torch.distributed gather only parts of equal size.
         rest, longest = tuple(x.shape[1:]), max(lengths)
         own = x
         if x.shape[0] < longest:
@@ -175,7 +175,7 @@ class Ranks:
         return result
 
     def _exchange(self, record: str, timeout: float) -> list[tuple[Any, Any, str | None]]:
-        """Exchange one record per rank in this round."""
+        """Send this rank's record to the others, and return the records of all ranks, parsed."""
         if self.size == 1:
             return [ast.literal_eval(record)]
         number, self._round = self._round, self._round + 1
@@ -187,7 +187,7 @@ class Ranks:
         except Exception as error:
             missing = [rank for rank, key in enumerate(keys) if not self._is_there(key)]
             raise self._silent(missing, timeout) from error
-        # Every rank has begun the last round, so all have read the round before it.
+        # All ranks have begun this round, so they have read the records of earlier rounds.
         if number >= 2:
             self._store.delete_key(self._key(number - 2, self.rank))
         return [ast.literal_eval(text) for text in said]

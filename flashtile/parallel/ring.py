@@ -41,7 +41,7 @@ class Ring:
         shards, ranks = self.shards, self.shards.ranks
         if ranks.size == 1:
             pair = shards.pair(0, 0)
-            keys, values = (_at(pair.ranges, x) for x in (k, v))  # calls count keys through the ranges
+            keys, values = (_at(pair.ranges, x) for x in (k, v))  # the keys that calls index
             out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
             return Forward(out, lse, (q, k, v, out, lse))
         state = State(q, v.shape[-1], shards.scores, sink)

@@ -156,8 +156,10 @@ class Ulysses:
         return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
     def _order(self, of_queries: bool, device: torch.device) -> Tensor | None:
-        """Return the indices that sort received tokens (rank after rank) into the order of ``inner``, or
-        None."""
+        """Return the indices that sort received tokens (rank after rank) into the order of ``inner``.
+
+        None: they are in that order already.
+        """
         of_ranks = self.shards.pieces_q if of_queries else self.shards.pieces_k
         pieces = [piece for of_rank in of_ranks for piece in of_rank]
         stay = in_order(pieces) == tuple(pieces)
@@ -166,7 +168,7 @@ class Ulysses:
         return torch.argsort(positions(pieces, device))
 
     def _sum(self, parts: list[Tensor]) -> Tensor:
-        """Sum the ranks' gradients of key heads in the order of ranks. Return those of all key heads."""
+        """Return the gradients of all key heads, summed over the ranks that have a copy, in their order."""
         if not keys_shared(self.heads_q, self.heads_kv, self.shards.ranks.size):
             return torch.cat(parts, dim=2)
         first = parts[0]

@@ -49,7 +49,8 @@ def attention(
 
     Args:
         upcast: dtype of all arithmetic and of out, for a reference more exact than the inputs. None: the
-            dtype of q, as in plain PyTorch, the baseline of the error rule. lse is at least float32.
+            dtype of q, as a plain PyTorch program computes; the error rule compares with that. lse is at
+            least float32.
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
     """
     options = Options(
@@ -60,7 +61,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
         seqused_q,
     )  # fmt: skip
-    if isinstance(alibi_slopes, Tensor):  # the check refuses slopes that require grad
+    if isinstance(alibi_slopes, Tensor):  # detached: the check refuses slopes that require grad
         check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
     else:
         check_call(q, k, v, extras, options)
@@ -181,7 +182,7 @@ def standard(
         scores = scores.masked_fill_(hidden, -torch.inf)
     if modify is not None:  # the function may have hidden the remaining keys of a row
         empty = (scores == -torch.inf).all(-1, keepdim=True)
-    if sink is not None:  # one more key
+    if sink is not None:  # one more column of scores
         column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)
         column = column.expand(*scores.shape[:-1], 1)
         if empty is not None:
@@ -245,7 +246,10 @@ def masked(
 
 
 def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Select sequence ``b`` (None: all) and its lengths from a tensor that broadcasts to the scores."""
+    """Return the part of a tensor, which broadcasts to all scores, for the scores of sequence ``b``.
+
+    The part has ``seqlen_q`` rows and ``seqlen_k`` columns. None: of all sequences.
+    """
     if b is not None and cells.shape[0] > 1:
         cells = cells[b : b + 1]
     return cells[:, :, :seqlen_q, :seqlen_k]

@@ -49,8 +49,8 @@ def attention_with_kvcache(
     """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies with k and v appended.
 
     The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. Appended keys and values are rounded
-    to the cache's dtype, rotated queries to their own. ``upcast`` is the dtype of the attention that follows
-    and of out (None: q's dtype, as in plain PyTorch). lse is float64 if ``upcast`` or q's dtype is float64,
+    to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in ``upcast``, which is
+    also the dtype of out; None means q's dtype. lse is float64 if ``upcast`` or q's dtype is float64,
     otherwise float32.
     """
     if isinstance(cache_seqlens, int):
@@ -78,7 +78,7 @@ def attention_with_kvcache(
 
     compute = q.dtype if upcast is None else upcast
     lse_dtype = torch.float64 if torch.float64 in (compute, q.dtype) else torch.float32
-    if qv is not None:  # one product over the columns of keys and of values
+    if qv is not None:  # one product gives q k^T + qv v^T
         q = torch.cat([q, qv], -1)
     rows = q.flatten(0, -3)
     if cu_seqlens_q is None:

@@ -95,7 +95,7 @@ def _prepare(
 
 def _write(problem: QuantizeProblem, values: Tensor, one: _Sequence, largest: Tensor) -> None:
     """Write the e4m3 values of one sequence, given each block's largest magnitude (heads, blocks or 1)."""
-    # Not E4M3_MAX / largest, which torch computes as a product with the reciprocal.
+    # A tensor as numerator, because torch computes number / tensor as a product with the reciprocal.
     inverse = torch.full_like(largest, E4M3_MAX) / largest
     scaled = one.blocks * inverse[..., None, None]
     scaled = scaled.masked_fill(~one.blocks.isfinite(), torch.nan).to(E4M3)  # e4m3 has no infinity
@@ -158,7 +158,7 @@ def dequantize(
         arguments["softmax_scale"] = q.shape[-1] ** -0.5
     if arguments.get("sink") is not None:
         arguments["sink"] = arguments["sink"].float()
-    # Products are over the transformed columns, which may outnumber head_dim and all have rounding errors.
+    # Products are over all transformed columns: they may be more than head_dim, and each is rounded.
     transformed = isinstance(q, Quantized) and isinstance(k, Quantized)
     rows = tuple(
         x.dequantize(dtype, transformed=transformed)

@@ -67,7 +67,7 @@ def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> 
 def turn(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, interleaved: bool
 ) -> Tensor:
-    """Apply rotary embedding to x (tokens, heads, head_dim). Positions outside the tables do not rotate."""
+    """Apply rotary embedding to x (tokens, heads, head_dim). Positions outside the tables are unchanged."""
     if cos is None or sin is None or positions is None:
         return x
     known = (positions >= 0) & (positions < cos.shape[0])

@@ -48,9 +48,9 @@ class CachedLaunch:
         grid: number of programs.
         scalars: numbers, or NamedTuples of numbers.
         constants: values of the ``constexpr`` parameters.
-        config: number of warps and stages; None is NUM_WARPS warps.
+        config: number of warps and stages; None means NUM_WARPS warps.
         views: ``common.tma.View`` of each tensor that gets a TMA descriptor; these are the first tensors of a
-            call. A view of None gives None for a descriptor; no tensor is passed for it.
+            call. If a view is None, the kernel gets None instead of a descriptor, and calls pass no tensor.
         pointers: NamedTuple type of the parameter that holds all other tensors; if None, each of them is a
             parameter.
         options: further options of the compiler and of the launch.

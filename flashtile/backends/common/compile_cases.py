@@ -1,7 +1,7 @@
-"""Cases of compilation ahead of time from launches, and the cases of the kernels that backends share.
+"""Cases for compilation ahead of time: those made from recorded launches, and those of shared kernels.
 
 Calls with tensors on torch's "meta" device compute nothing. Their launches are recorded, with everything that
-the compiler would receive. So a case cannot differ from the launch that it stands for.
+the compiler would receive. So a case cannot differ from the launch that it was made from.
 """
 
 from __future__ import annotations
@@ -110,9 +110,10 @@ def _integers(value: Any) -> list[int]:
 def preprocess_case(
     name: str, problem: Problem, dtype: str, has_dlse: bool = False, dq_accum_columns: int = 0
 ) -> CompileCase:
-    """Return the case of ``preprocess_kernel`` in the backward pass of ``problem``; ``dtype`` is as "bf16".
+    """Return the case of ``preprocess_kernel`` in the backward pass of ``problem``.
 
-    With an accumulator of dQ (``dq_accum_columns`` > 0), the kernel also zeroes the next kernels' counters.
+    ``dtype``: Triton's name of the dtype of out, such as "bf16". With an accumulator of dQ
+    (``dq_accum_columns`` > 0), the kernel also zeroes the counters of the kernels after it.
     """
     given = {
         "dlse": has_dlse,

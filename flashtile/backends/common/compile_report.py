@@ -1,12 +1,12 @@
 """Reports on kernels compiled ahead of time: registers, spills, shared memory, tensor-core use.
 
-Works on any machine, with Triton's own compiler. Every number is read from the binary that a launch would
-load from Triton's disk cache, or from the PTX of that binary.
+They can be made on any machine, because Triton's compiler needs no GPU. Every number is read from the binary
+that a launch would load from Triton's disk cache, or from the PTX of that binary.
 
 Spills are counted as ptxas counts them: the bytes moved by each instruction to or from local memory. On AMD's
-GPUs they are bytes of scratch memory, counted the same way. A kernel that indexes a local array would count
-those accesses as well; attention kernels have no such array. A binary without a stack has no spills and is
-not disassembled, since disassembly can take as long as compilation.
+GPUs they are bytes of scratch memory, counted the same way. Accesses to an indexed local array would count as
+spills, but attention kernels have no such array. A binary without a stack has no spills and is not
+disassembled, since disassembly can take as long as compilation.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture called ``name``, such as "sm_90a" ("sm_90" is the same to Triton).
+    """Return the architecture called ``name``, such as "sm_90a" ("sm_90" is the same to Triton).
 
     Raises:
-        ValueError: it is not one of :data:`ARCHITECTURES`.
+        ValueError: ``name`` is not one of :data:`ARCHITECTURES`.
     """
     for candidate in (name, f"{name}a"):
         if candidate in ARCHITECTURES:
@@ -169,7 +169,7 @@ def _types(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Resources of a compiled case: bytes, ``registers`` (per thread) and ``threads`` (per block)."""
+    """Resources of a compiled case. Sizes are in bytes, ``registers`` per thread, ``threads`` per block."""
 
     name: str
     arch: str
@@ -212,7 +212,7 @@ def every_case(arch: str) -> list[CompileCase]:
     cases: list[CompileCase] = []
     for module in pkgutil.walk_packages(flashtile.backends.__path__, "flashtile.backends."):
         compile_cases = getattr(importlib.import_module(module.name), "compile_cases", None)
-        if isfunction(compile_cases):  # in a package, the name may be a module instead
+        if isfunction(compile_cases):  # in a package, it may be the submodule of this name
             cases += compile_cases(architecture(arch).name)
     return cases
 
@@ -271,8 +271,8 @@ def _used_on_nvidia(asm: dict[str, Any]) -> dict[str, Any]:
 def used_on_amd(assembly: str) -> dict[str, Any]:
     """Return the resources that the compiler states at the end of an AMD kernel's assembly.
 
-    Spills are bytes of scratch memory, AMD's counterpart of local memory. Its instructions end in _dword or
-    _dwordx4, on gfx12 in _b32 or _b128.
+    Spills are bytes of scratch memory, AMD's counterpart of local memory. Instructions that access scratch
+    memory end in _dword or _dwordx4, on gfx12 in _b32 or _b128.
     """
 
     def scratch(direction: str) -> int:

@@ -1,9 +1,9 @@
-"""Folders of compiled kernels that travel: made on one machine, without a GPU, and used on another.
+"""Folders of compiled kernels, which are made on one machine, without a GPU, and used on another.
 
 A folder has ``index.json`` and two files for each kernel, its binary and its metadata. The index says for
 which versions of flashtile and Triton the kernels are, and has the SHA-256 digest of every file. A kernel is
 loaded only if its files have those digests, so a damaged file means that the kernel is compiled as usual.
-A folder is code: it is refused if users other than its owner may write to it.
+A folder contains code that will be run, so it is refused if users other than its owner may write to it.
 
 Kernels are found by :func:`key_of`, which depends on the kernel's source, its arguments and options and on
 the target, but neither on the path of Triton's installation nor on the version of Python.
@@ -94,7 +94,7 @@ class CompiledFolder:
         return found
 
     def load(self, key: str, src: Any) -> Any:
-        """Return the ``CompiledKernel`` of this key; None if the folder does not have it, or not intact."""
+        """Return the ``CompiledKernel`` of this key; None if the folder lacks it or its files are damaged."""
         digests = self.files.get(key)
         if digests is None:
             return None
@@ -159,7 +159,7 @@ def use_compiled(path: str | os.PathLike[str]) -> CompiledFolder:
     ``FLASHTILE_KERNELS`` does the same for every process.
 
     Args:
-        path: the folder. It is as trusted as code.
+        path: the folder. Its kernels are run, so it must come from someone you trust.
 
     Raises:
         ValueError: ``path`` is not such a folder, others may write to it, or it was made by another

@@ -2,8 +2,9 @@
 
 Kernels of one stream run one after another, so they share a buffer per stream. A captured graph may be
 replayed on any stream, concurrently with other work, so each captured call gets counters of its own. They
-come from a reserve that is zeroed beforehand: zeroing them in the graph takes a kernel, which keeps the next
-one from starting early. Only when the reserve is used up does the graph zero its own counters.
+come from a reserve that is zeroed beforehand. Zeroing them in the graph would take one more kernel, and the
+kernel after it could not start early (programmatic dependent launch). The graph zeroes its own counters only
+after the reserve is used up.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class _Reserve:
         self._lock = Lock()
 
     def take(self, count: int) -> Tensor | None:
+        """Return ``count`` counters that no other call gets; None if too few are left."""
         with self._lock:
             first, self._taken = self._taken, self._taken + count
         if first + count > RESERVED:
@@ -46,7 +48,7 @@ _reserves: dict[int, _Reserve] = {}
 
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
-    """Return (count or more,) int32 zeros for one launch on the current stream, which must leave them 0."""
+    """Return at least ``count`` int32 zeros for one launch on the current stream, which must leave them 0."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():

@@ -2,8 +2,9 @@
 previous kernel has ended.
 
 Code before :func:`wait_for_dependencies` overlaps with the previous kernel, so it may only read memory that
-no kernel writes. Every kernel that is launched this way has to wait: otherwise the next kernel could read
-memory that is not written yet. In a kernel that is launched as usual, these functions do nothing.
+no kernel writes. Every kernel that is launched this way has to wait: otherwise the kernel after it could read
+memory that an earlier kernel has not written yet. In a kernel that is launched as usual, these functions do
+nothing.
 """
 
 import triton

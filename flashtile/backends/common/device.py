@@ -33,7 +33,7 @@ class Target:
     hip: bool = False
 
     def __str__(self) -> str:
-        article = "an" if self.name[:1] in "AEFHILMNORSX" else "a"  # as the letter is spelt out
+        article = "an" if self.name[:1] in "AEFHILMNORSX" else "a"  # names are read letter by letter: an H100
         major, minor = self.capability
         return f"{article} {self.name}" if self.hip else f"{article} {self.name} (sm_{major}{minor})"
 
@@ -44,7 +44,10 @@ _of_meta: ContextVar[Target] = ContextVar("target_of_meta", default=_NO_GPU)
 
 @contextlib.contextmanager
 def compiling_for(gpu: Target | tuple[int, int]) -> Iterator[None]:
-    """Let tensors on torch's "meta" device stand for tensors on a GPU, or on any of a compute capability."""
+    """Let tensors on torch's "meta" device stand for tensors on ``gpu``, inside the context.
+
+    ``gpu`` is a :class:`Target`, or a compute capability, which stands for any GPU that has it.
+    """
     target = gpu if isinstance(gpu, Target) else Target("a GPU", gpu, INTERPRETER_MULTIPROCESSORS)
     token = _of_meta.set(target)
     try:

@@ -13,7 +13,7 @@ from flashtile.problems import fp8_layout
 
 @triton.jit
 def to_bfloat16(w):
-    """float8e4nv -> bfloat16, exact, NaN included.
+    """Convert float8e4nv to bfloat16, exactly, including NaN.
 
     The conversion goes through float16 and float32, whose upper half is the bfloat16. PTX's conversion from
     float16 to bfloat16 has a quarter of the rate of that to float32.
@@ -43,23 +43,24 @@ E4M3_MAX = tl.constexpr(fp8_layout.E4M3_MAX)
 
 @triton.jit
 def decode_bits(bits):
-    """uint8 bits -> float16, exact; NaN becomes 480, which is larger than any finite e4m3."""
+    """Convert e4m3 bits (uint8) to float16, exactly. NaN becomes 480, more than any finite e4m3."""
     wide = bits.to(tl.uint16)
-    # The bits of exponent and mantissa, read as float16 with bias 15, are 2^8 too small, also for subnormals.
+    # Read as float16 with bias 15, the bits of exponent and mantissa give a value that is 2^8 times too
+    # small. That holds for subnormal numbers as well.
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
 def decode_number(bits):
-    """uint8 bits -> float16, exact; NaN stays NaN."""
+    """Convert e4m3 bits (uint8) to float16, exactly. NaN stays NaN."""
     half = decode_bits(bits)
     return tl.where(tl.abs(half) == 480.0, float("nan"), half)
 
 
 @triton.jit
 def split_pairs(pairs, IN_SOFTWARE: tl.constexpr):
-    """uint16, two elements each -> (elements of the low bytes, of the high bytes) in float16, exact.
+    """Convert pairs of e4m3 in uint16 to float16, exactly. Return (the low bytes, the high bytes).
 
     The hardware converts two adjacent bytes at a time, and a 32-bit register of a product's operand holds two
     pairs. Four elements thus take one permutation and two conversions. A tile of pairs has the shared layout
@@ -93,12 +94,13 @@ def split_pairs(pairs, IN_SOFTWARE: tl.constexpr):
 
 @triton.jit
 def encode_bits(x):
-    """float32 within +-448 -> uint8 bits, rounded to the nearest, ties to even; NaN stays NaN."""
+    """Convert float32 within +-448 to e4m3 bits (uint8), rounded to nearest, ties to even. NaN stays NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
-    normal = rounded - (120 << 3)  # from bias 127 to 7
-    # Below 2^-6 steps are 2^-9 wide; adding 2^23 rounds to an integer, held in the low bits.
+    normal = rounded - (120 << 3)  # change the exponent's bias from 127 to 7
+    # Below 2^-6, e4m3 has steps of 2^-9. Adding 2^23 to the number of steps rounds it to an integer, which is
+    # then in the low bits.
     steps = magnitude.to(tl.float32, bitcast=True) * 512.0 + 8388608.0
     subnormal = steps.to(tl.uint32, bitcast=True) & 0xF
     code = tl.where(magnitude < 0x3C800000, subnormal, normal)

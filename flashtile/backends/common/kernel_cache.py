@@ -1,4 +1,4 @@
-"""Kernels that an earlier process compiled, found in Triton's disk cache without reading all of Triton.
+"""Look-up of compiled kernels in Triton's disk cache, without reading Triton's whole installation.
 
 The name of a cache entry depends on the kernel's source and options, and on ``triton_key``: a digest of every
 file of Triton's compiler, including the 400 to 500 MB of libtriton.so. In Triton, each process computes that
@@ -43,15 +43,18 @@ QUIET = "FLASHTILE_QUIET"
 
 
 class _Kept:
-    """Mixin of JIT functions: uses :func:`load_or_compile`, and extends ``do_not_specialize`` to tuples."""
+    """Mixin for JIT functions that compile by :func:`load_or_compile`.
+
+    ``do_not_specialize`` also applies to the integers of tuples.
+    """
 
     @property
     def cache_key(self) -> str:
-        """A digest of the kernel's source, that of all functions it calls and the constants they use.
+        """A digest of the source of the kernel and of all functions it calls, and of the constants they use.
 
-        Triton's own also depends on the order in which a process first compiles its kernels, because it
+        Triton's own digest also depends on the order in which a process first compiles its kernels. Triton
         copies the constants of a called function before it has looked for them, and sorts constants of equal
-        names by address. So a process could miss what another had compiled.
+        names by address. So a process could miss a kernel that another process had compiled.
         """
         key = self.__dict__.get("_key")
         if key is None:
@@ -82,7 +85,7 @@ def source_digest(function: Any) -> str:
 
 
 def _gather(function: JITCallable, found: dict[int, tuple]) -> None:
-    """Add a function and all it calls to ``found``: name, source, first line and constants, by identity."""
+    """Add (name, source, first line, constants) of a function and of all it calls to ``found``, by ``id``."""
     if id(function) in found:
         return
     constants: list[tuple[str, str]] = []
@@ -150,8 +153,10 @@ def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
 
 
 def load_or_compile(src: Any, target: Any = None, options: dict | None = None, **more: Any) -> Any:
-    """Do what :func:`triton.compile` does, with a look into folders of compiled kernels before, and a faster
-    lookup of cache entries."""
+    """Compile as :func:`triton.compile` does.
+
+    Folders of compiled kernels are searched first. Triton's disk cache comes next, with a faster look-up.
+    """
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
     folders, collected = compiled_folder.in_use(), _collected.get()
@@ -277,5 +282,5 @@ def _keep_key(key_file: Path) -> None:
         written = key_file.with_name(f"{key_file.name}.{uuid.uuid4()}")
         written.write_text(key)
         written.replace(key_file)
-    except (ImportError, OSError):  # a Triton without such a key, or a cache that cannot be written
+    except (ImportError, OSError):  # this Triton has no such function, or the cache cannot be written
         return

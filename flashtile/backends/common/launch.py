@@ -18,8 +18,8 @@ class KernelConfig:
     """Tile and launch of one kernel.
 
     ``spill_budget`` is the number of bytes of register spills that is accepted for plain and causal problems,
-    after measurement. ``features_spill_budget`` is that number with soft-cap, ALiBi, windows and unused keys
-    at once.
+    after measurement. ``features_spill_budget`` is the number for problems that have soft-cap, ALiBi, windows
+    and unused keys at once.
     """
 
     BLOCK_M: int
@@ -35,8 +35,10 @@ RAGGED_ROWS = 2**30
 
 
 class TokenStrides(NamedTuple):
-    """Strides of q, k, v or a cache, in elements. ``batch`` is that of pages in a paged cache, and 0 for
-    packed sequences."""
+    """Strides of q, k, v or a cache, in elements.
+
+    ``batch`` is the stride between pages in a paged cache, and 0 for packed sequences.
+    """
 
     batch: Any
     token: Any
@@ -54,7 +56,7 @@ def is_aligned(tensor: Tensor) -> bool:
 
 
 def padded(head_dim: int, least: int = 16) -> int:
-    """Return the power of two, at least ``least``, that a tile of ``head_dim`` columns takes."""
+    """Return ``head_dim`` rounded up to a power of two, at least ``least``."""
     return max(least, 1 << (head_dim - 1).bit_length())
 
 

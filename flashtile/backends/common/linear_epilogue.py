@@ -42,7 +42,7 @@ class ProductPointers(NamedTuple):
     """Tensors of a product and of its epilogue; None for each that a call does not use."""
 
     x: Any
-    """The input; in an epilogue after the library's product, the sums."""
+    """The input. If torch.mm computes the product and a kernel only the epilogue, the product."""
     w: Any
     y: Any
     norm_weight: Any
@@ -64,7 +64,7 @@ class ProductPointers(NamedTuple):
     scaled: Any
     """y times next_norm_weight, in the layout of y."""
     squares: Any
-    """float32 (parts, rows of a tile): sums of squares of y that each program leaves."""
+    """float32 (parts, rows of a tile): sums of squares of y, one row stored by each program."""
     next_factor: Any
 
 
@@ -110,7 +110,7 @@ class EpilogueSizes(NamedTuple):
 
 
 class EpilogueCall(NamedTuple):
-    """Arguments of an epilogue, as its step functions pass them on."""
+    """Arguments of an epilogue, which its step functions hand to each other as one structure."""
 
     pointers: Any
     places: Any
@@ -122,7 +122,7 @@ class EpilogueCall(NamedTuple):
 
 @triton.jit
 def column_of(within, half, E: tl.constexpr):
-    """Column, within its head, of the first or second element of pair ``within``.
+    """Return the column, within its head, of the first (``half`` 0) or second (1) element of pair ``within``.
 
     The elements of a rotated pair lie ROTARY_DIM / 2 apart, or are adjacent if INTERLEAVED. Columns that are
     not rotated are paired with the adjacent column.
@@ -138,7 +138,7 @@ def column_of(within, half, E: tl.constexpr):
 
 @triton.jit
 def row_of(place, half, places, E: tl.constexpr):
-    """Row of W that belongs to the first or second half of a place."""
+    """Return the row of W that gives the first (``half`` 0) or second (1) sum of a place."""
     if E.EPILOGUE == PLAIN:
         return place
     elif E.EPILOGUE == SWIGLU:
@@ -185,7 +185,7 @@ def store_scaled(y, place, end, m, call):
 
 @triton.jit
 def load_squares(part, m, first, parts, rows, squares):
-    """Load the sums of squares of parts ``first + part`` [n, 1]; m [1, rows] counts within the tile."""
+    """Load the sums of squares of parts ``first + part`` [n, 1] and rows ``m`` [1, rows] of the tile."""
     at = (first + part) * rows + m
     return tl.load(squares + at, mask=first + part < parts, other=0.0, cache_modifier=".cg")
 
@@ -222,7 +222,7 @@ class Destinations(NamedTuple):
 
 @triton.jit
 def load_destinations(m, pointers, sizes, E: tl.constexpr):
-    """Load the :class:`Destinations` of rows of x; rows without a place in the cache are not ``written``."""
+    """Load the :class:`Destinations` of rows of x; ``written`` is false for rows without a cache slot."""
     position = m * 0
     if pointers.positions is not None:
         position = tl.load(pointers.positions + m, mask=m < sizes.M, other=-1)

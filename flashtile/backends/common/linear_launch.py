@@ -24,8 +24,10 @@ EPILOGUES = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: RO
 
 
 def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> EpilogueVariant:
-    """Return the constants of the epilogue. ``norm``: whether it applies RMSNorm's factor; None: if the
-    problem has a norm."""
+    """Return the constants of the epilogue.
+
+    ``norm``: whether the epilogue applies RMSNorm's factor. If None, it does if the problem has a norm.
+    """
     heads = problem.heads
     fields: dict[str, Any] = {}
     if heads is not None:
@@ -49,7 +51,7 @@ def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> Epilog
 
 
 class NextNorm(NamedTuple):
-    """Results of a product that the norm after it uses; None if no norm follows."""
+    """Results of a product that the norm after it uses; each is None if no norm follows."""
 
     scaled: Tensor | None = None
     squares: Tensor | None = None
@@ -78,7 +80,7 @@ def product_pointers(
     partial: Any = None,
     arrived: Any = None,
 ) -> ProductPointers:
-    """Gather a kernel's tensors; ``given``: ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``."""
+    """Return a kernel's tensors. ``given``: ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``."""
     k_cache, v_cache = caches or (None, None)
     return ProductPointers(
         x,
@@ -107,7 +109,10 @@ def product_pointers(
 def epilogue_scalars(
     problem: LinearProblem, given: Any, caches: tuple[Tensor, ...]
 ) -> tuple[int, EpilogueStrides, EpilogueCacheStrides, EpilogueSizes]:
-    """Return the scalars of an epilogue (places, strides, sizes), which follow those of the product."""
+    """Return an epilogue's scalars (places, strides of y and residual, strides of the caches, sizes).
+
+    In the kernel's parameters they follow the scalars of the product.
+    """
     heads, residual = problem.heads, getattr(given, "residual", None)
     strides = [stride for cache in caches for stride in cache.stride()[:3]] or [0] * 6
     return (

@@ -7,7 +7,8 @@ Each row has two floats. Rows are padded to whole blocks, so that loading them n
 * ``neg_delta`` is ``dlse - rowsum(dO * O)``, so that dS = P * (dP + neg_delta). It is minus the paper's D,
   plus the gradient of lse, which contributes P * dlse to dS.
 
-The sink has no value: the gradient of its score is its probability times ``neg_delta``, summed over rows.
+An attention sink is a score without a value vector. Its gradient is its probability times ``neg_delta``,
+summed over rows.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class PreprocessLengths(NamedTuple):
 
 
 def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
-    """Return one head's padded rows, of one sequence if dense, of all sequences together if varlen."""
+    """Return the number of a head's padded rows: of one sequence if dense, of all sequences if varlen."""
     return triton.cdiv(total_q + batch * ROW_PAD if varlen else seqlen_q, ROW_PAD) * ROW_PAD
 
 
@@ -132,7 +133,7 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     tl.store(pointers.neg_lse + offset + rows, tl.where(empty, lse_rows, -lse_rows * lse_factor))
     neg_delta_rows = tl.where(empty, 0.0, neg_delta_rows)
     tl.store(pointers.neg_delta + offset + rows, neg_delta_rows)
-    if C.DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - constants decide first, in an if of their own
+    if C.DQ_ACCUM_COLUMNS > 0:  # noqa: SIM102 - Triton prunes an if only by a constant condition
         if b * num_heads_q * (not C.VARLEN) + head < lengths.dq_accum_heads:
             elements = tl.arange(0, C.BLOCK_M * C.DQ_ACCUM_COLUMNS)
             zeros = tl.zeros_like(elements).to(tl.float32)

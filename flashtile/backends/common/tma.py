@@ -67,7 +67,7 @@ class View:
     def of(self, tensor: Tensor | int) -> TensorDescriptor:
         """Return the descriptor of ``tensor``, which may be given by its address if the kernel is compiled.
 
-        It is not checked here, because selection has checked ``Problem.tma_obstacle``.
+        The tensor is not checked here, because selection has checked ``Problem.tma_obstacle``.
         """
         descriptor = TensorDescriptor.__new__(TensorDescriptor)
         base = Address(tensor) if type(tensor) is int else tensor
@@ -96,12 +96,12 @@ def packed_view(shape: tuple, strides: tuple, pack: int, rows: int, block_d: int
 
 
 def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: torch.dtype) -> View:
-    """View of packed rows whose loads end at the end of their own sequence.
+    """View of packed rows (total, heads, head_dim) whose loads end at the end of a sequence.
 
     A descriptor has one extent for all rows, here 2**30. Row i of a sequence has the coordinate
     ``2**30 - seqlen + i``, which is inside exactly if ``i < seqlen``. Two more dimensions correct the address
-    to row ``start + i``. Their coordinates are 2**30, with a stride that wraps 64-bit addresses around to
-    minus 2**30 rows, and ``start + seqlen``, with the stride of a row.
+    to row ``start + i``. The first has the coordinate 2**30; its stride wraps 64-bit addresses around, so it
+    subtracts 2**30 rows. The second has the coordinate ``start + seqlen`` and the stride of a row.
     """
     heads, head_dim = shape[-2:]
     row = _row_stride(shape, strides)
@@ -126,6 +126,9 @@ def _row_stride(shape: tuple, strides: tuple) -> int:
 
 
 def _usable(shape, strides) -> list[int]:
-    """Return strides that TMA accepts. Extents of 1, whose stride may be arbitrary, get 16 elements, because
-    TMA requires multiples of 16 bytes. The last stride becomes 1."""
+    """Return strides that TMA accepts, in elements.
+
+    A dimension of size 1 may have any stride; it gets 16, because TMA requires multiples of 16 bytes. The
+    last stride becomes 1.
+    """
     return [stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=True)][:-1] + [1]

@@ -84,7 +84,7 @@ def _parts_of(problem: Problem, config: Config) -> Any:
 def prepare_backward(problem: Problem, config: Config) -> Any:
     """Return ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``; dlse may be None.
 
-    With functions, the gradients of the captured tensors follow.
+    With score or mask functions, the gradients of the captured tensors follow.
     """
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_backward(*_widened(problem)), 7)

@@ -74,7 +74,7 @@ def backward(
 
 
 class _Tile(NamedTuple):
-    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys) or None."""
+    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys); None if it needs none."""
 
     queries: tuple[slice, slice, slice]  # into q and out
     keys: tuple[slice, slice, slice]  # into k and v
@@ -120,7 +120,7 @@ def _tiles(
 
 
 def _distances(window: tuple[int, int], rows: range, block_m: int, seqlen_k: int, offset: int) -> range:
-    """Return all distances that a visible key can have from the first row of its block."""
+    """Return the range of distances, from a block's first row, of all keys that the block may see."""
     left, right = window
     start = -(rows.stop - 1 + offset) if left == UNLIMITED else -left
     stop = seqlen_k - (rows.start + offset) if right == UNLIMITED else block_m + right

@@ -1,6 +1,6 @@
 """Rows, keys and tiles that a window leaves visible: pure functions of lengths and ranges.
 
-``offset`` is ``seqlen_k - seqlen_q``: query row i stands at key position ``i + offset`` (bottom-right
+``offset`` is ``seqlen_k - seqlen_q``: query row i is aligned with key ``i + offset`` (bottom-right
 alignment). A window side of -1 is unlimited.
 """
 
@@ -57,6 +57,6 @@ def hidden_keys(distance: Tensor, window_left: int, window_right: int) -> Tensor
 
 
 def chunks_of(rows: range, offset: int, attention_chunk: int) -> tuple[int, int]:
-    """Return the key positions (start, end) of the chunks of ``attention_chunk`` keys with ``rows``."""
+    """Return the first and the end position of the chunks of ``attention_chunk`` keys that hold ``rows``."""
     first, last = (row + offset for row in (rows.start, rows.stop - 1))
     return first // attention_chunk * attention_chunk, (last // attention_chunk + 1) * attention_chunk

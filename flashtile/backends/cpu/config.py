@@ -20,9 +20,10 @@ class Fused:
     """torch's own flash kernel.
 
     ``compute_dtype`` is the inputs' dtype, or float32 where that is faster or the inputs' dtype is too
-    coarse. Windows and ALiBi are computed in blocks of ``BLOCK_M`` rows. On Zen 4, 128 rows are fastest for
-    ALiBi; for a window of 256 keys, 64 are a tenth faster and 256 a sixth slower. Tables of biases hold at
-    most ``TABLE_ELEMENTS`` elements, or those of one key/value head.
+    coarse. Windows and ALiBi are computed in blocks of ``BLOCK_M`` rows. On Zen 4, blocks of 128 rows are
+    fastest for ALiBi. For a window of 256 keys, blocks of 64 rows are a tenth faster, and blocks of 256 a
+    sixth slower. A table of biases holds at most ``TABLE_ELEMENTS`` elements, unless one key/value head needs
+    more.
     """
 
     KERNEL: ClassVar[str] = "torch's flash kernel"
@@ -48,7 +49,8 @@ class Tiled:
 
 @dataclass(frozen=True)
 class Config:
-    """Configuration of a call. ``backward_lse`` is for gradients of lse, which torch's kernel lacks."""
+    """Configuration of a call. ``backward_lse`` is for gradients of lse and for parts of a call that need a
+    mask tensor; torch's kernel supports neither."""
 
     forward: Fused | Tiled
     backward: Fused | Tiled
@@ -90,8 +92,8 @@ def _fused_covers(problem: Problem | DecodeProblem) -> bool:
 
 
 def _forward_dtype(problem: Problem) -> torch.dtype:
-    """Return the dtype of the forward pass: float32 for a single row of 16-bit inputs, otherwise as for
-    products.
+    """Return the dtype of the forward pass: float32 for a single row of 16-bit inputs, otherwise
+    :func:`_product_dtype`.
 
     torch's kernel multiplies a single 16-bit row slowly: float32 is 2.2x as fast (Zen 4, bfloat16).
     """
@@ -100,8 +102,8 @@ def _forward_dtype(problem: Problem) -> torch.dtype:
 
 
 def _backward_dtype(problem: Problem) -> torch.dtype:
-    """Return the dtype of the backward pass: float32 for few 16-bit rows of small heads, otherwise as for
-    products.
+    """Return the dtype of the backward pass: float32 for few 16-bit rows of small heads, otherwise
+    :func:`_product_dtype`.
 
     Below 192 queries, torch's kernel computes 32 rows at a time, too few for fast 16-bit products. On Zen 4
     (bfloat16, head_dim 64), float32 is 2.6x as fast for 96 queries, 1.3x for 192 and 1.06x for 256.

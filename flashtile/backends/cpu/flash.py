@@ -1,7 +1,7 @@
 """torch's flash kernel for the CPU in this library's layout, on transposed views of q, k, v and out.
 
-The kernel's causal mask is aligned to the top left. This equals bottom-right alignment only for as many
-queries as keys.
+The kernel's causal mask is aligned to the top left. This equals bottom-right alignment only if there are as
+many queries as keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 CONVERTED_ELEMENTS = 2 * 1024 * 1024
-"""Keys times head_dim that are converted to another dtype at a time, 8 MiB in float32. The allocator then
-reuses memory, which makes a bfloat16 query of 4096 keys 3x as fast (Zen 4)."""
+"""Elements of k that are converted to another dtype at a time, 8 MiB in float32. The allocator then reuses
+memory, which makes one bfloat16 query over 4096 keys 3x as fast (Zen 4)."""
 
 
 def attend(

@@ -1,8 +1,9 @@
 """FP8 on the CPU: FlashAttention-3's forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
 
-Products multiply e4m3 values and sum in float32. Probabilities are multiplied by 2**8 and rounded to e4m3. If
-blocks have scales, the accumulator has the current block's scale of v as its unit, as long as this scale is
-not far below the largest one. P is then not multiplied by it.
+Products multiply e4m3 values and sum in float32. Probabilities are multiplied by 2**8 and rounded to e4m3.
+With block scales, the accumulator is stored divided by a unit, and P is multiplied by the block's scale of v
+divided by that unit. The unit is the current block's scale of v, so this factor is 1. Only if that scale is
+far below the largest one so far, the unit is larger (``LARGEST_RATIO``).
 """
 
 from __future__ import annotations

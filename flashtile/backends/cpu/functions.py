@@ -21,7 +21,7 @@ from flashtile.problems.mask_program import Load, Program, derivatives
 from flashtile.problems.masks import MAX_CAPTURED
 
 Blocks = tuple[list[int], list[int]]
-"""Partial and full blocks of keys of one block of rows."""
+"""(partial, full): the numbers of the key blocks that one block of rows visits."""
 
 
 class EvaluatedFunctions:
@@ -145,7 +145,7 @@ class FunctionChunk(Chunk):
         if self.functions.score_program is None:
             return
         by_heads = self.by_heads(tile, rows, keys)
-        # A copy of the scores, because a derivative may be the score itself.
+        # The scores are copied, because a derivative may be the tensor of scores, which is overwritten below.
         inputs = self._inputs(rows, keys) | {"score": by_heads.clone()}
         given = self.functions.score_program, inputs, self.functions.captured, self.dtype, "score_mod"
         score, *self._results = evaluate(*given)

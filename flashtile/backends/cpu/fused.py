@@ -1,4 +1,4 @@
-"""Attention by torch's flash kernel: one call, or one per block of rows if it lacks the mask."""
+"""Attention by torch's flash kernel: one call, or one per block of rows if the kernel lacks the mask."""
 
 from __future__ import annotations
 

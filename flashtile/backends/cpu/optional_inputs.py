@@ -11,7 +11,8 @@ from flashtile.problems.attention import OptionalTensors, Problem
 
 
 class Dropout(NamedTuple):
-    """Parameters of dropout. Positions count in the whole call, so parts drop the same probabilities."""
+    """Parameters of dropout. A call that is computed in parts drops the same probabilities as in one piece,
+    because sequences are numbered in the whole call."""
 
     rng_state: Tensor
     p: float

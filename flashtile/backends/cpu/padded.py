@@ -1,8 +1,8 @@
 """Key padding, computed as dense calls on only the visible keys.
 
-Without a causal mask, any keys can be left out. With one, a sequence is cut only if all keys between its
-first and its last visible key are visible. Rows up to the last key then see a causal part of these keys, and
-later rows see all of them.
+Without a causal mask, any keys can be left out. With a causal mask, keys of a sequence are left out only if
+all keys between its first and its last visible key are visible. Rows up to the last visible key then see a
+causal part of the visible keys, and later rows see all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parts(problem: Problem, extras: OptionalTensors) -> Iterator[Part]:
             optional = OptionalInputs.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
             yield Part(problem, b, sequences, all_rows, slice(None), optional)
             continue
-        # Row i stands at key i + offset. Rows start to stop stand between the first key and the last.
+        # Row i is aligned with key i + offset. Rows start to stop are aligned with visible keys.
         start, stop = max(0, first - offset), max(0, min(problem.seqlen_q, end - offset))
         if start < stop:
             own = slice(first, stop + offset)

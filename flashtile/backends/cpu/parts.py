@@ -138,7 +138,7 @@ def sequences(problem: Problem, extras: OptionalTensors, dbias: Tensor | None = 
 
 
 def spans(problem: Problem, extras: OptionalTensors) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (number, used rows, used keys) of each sequence; slices of packed sequences index all tokens."""
+    """Yield (index, used rows, used keys) of each sequence. Slices of packed sequences index all tokens."""
     offsets, used = (
         [None if t is None else t.tolist() for t in pair]
         for pair in ((extras.cu_seqlens_q, extras.cu_seqlens_k), (extras.seqused_q, extras.seqused_k))
@@ -153,6 +153,6 @@ def spans(problem: Problem, extras: OptionalTensors) -> Iterator[tuple[int, slic
 
 
 def _is_whole(parts: list[Part], problem: Problem) -> bool:
-    """Whether one part is the whole call, of sequences that are not packed."""
+    """Whether a single part is the whole call. Never so for packed sequences."""
     everything = slice(0, problem.batch), slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
     return not problem.varlen and len(parts) == 1 and (*parts[0].queries, parts[0].keys) == everything

@@ -64,7 +64,7 @@ def backward(
             if dlse is not None:
                 minus_delta += chunk.statistics(dlse, rows).reshape(minus_delta.shape)
             minus_lse = -chunk.statistics(lse, rows).reshape(minus_delta.shape)
-            if chunk.may_hide_rows:  # for rows without a visible key, dlse may be anything
+            if chunk.may_hide_rows:  # rows without a visible key have an arbitrary dlse
                 empty = minus_lse == torch.inf
                 minus_lse, minus_delta = (t.masked_fill(empty, 0.0) for t in (minus_lse, minus_delta))
             dq_tile = _backward_rows(chunk, rows, dout_tile, minus_delta, minus_lse, dk_chunk, dv_chunk)
@@ -149,7 +149,10 @@ def _backward_rows(
 def chunks(
     problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
 ) -> Iterator[Chunk]:
-    """Split the call into chunks of TILE_HEADS (sequence, key/value head) pairs or whole sequences."""
+    """Split the call into chunks of at most TILE_HEADS pairs (sequence, key/value head).
+
+    A chunk has whole sequences, or some heads of one sequence.
+    """
     if optional.functions is not None:
         yield from optional.functions.chunks(problem, config, q, k, v, optional)
         return
@@ -236,7 +239,7 @@ class Chunk:
         return tile.view(-1, heads, len(rows), tile.shape[-1])
 
     def tile(self, name: str, num_rows: int, num_keys: int) -> Tensor:
-        """Return a (pairs, num_rows, num_keys) tile in the buffer ``name``, which a chunk's tiles share."""
+        """Return a (pairs, num_rows, num_keys) tile in the buffer ``name``. The next tile overwrites it."""
         pairs = self.k.shape[0]
         if name not in self.buffers:
             rows = self.group * min(self.block_m, self.seqlen_q)
@@ -313,8 +316,10 @@ class Chunk:
         """Apply ``score_mod`` to a tile of scores; :meth:`through_functions` differentiates it."""
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
-        """Turn ``ds``, the gradient of modified scores (with probabilities ``p``), into that of the scores
-        before :meth:`modify`, in place."""
+        """Overwrite ``ds``, the gradient of scores after :meth:`modify`, with the gradient before it.
+
+        ``p``: the probabilities.
+        """
 
     def _distance(self, rows: range, keys: range) -> Tensor:
         """Return (rows, keys): key position minus the query's own position."""

@@ -73,7 +73,7 @@ def _blocks(
         def tiles(rows: range, chunk: tiled.Chunk = chunk) -> Iterator[tuple[range, Tensor]]:
             own = chunk.folded(q, rows)
             minus_lse = -chunk.statistics(lse, rows).reshape(*own.shape[:2], 1)
-            minus_lse = minus_lse.masked_fill(minus_lse == torch.inf, 0.0)  # rows that see no key
+            minus_lse = minus_lse.masked_fill(minus_lse == torch.inf, 0.0)  # for rows that see no key
             for keys in chunk.key_blocks(rows):
                 seen = chunk.seen(rows, keys)
                 if seen is None or seen.any():

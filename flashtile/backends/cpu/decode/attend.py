@@ -107,7 +107,7 @@ class _Sequence:
         """Return out (rows, heads_q, head_dim_v) and lse (heads_q, rows) of some rows."""
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         q = self.q[rows.start : rows.stop]
-        if self.qv is not None:  # one product, over the columns of keys and values
+        if self.qv is not None:  # one product gives q k^T + qv v^T
             q = torch.cat([q, self.qv[rows.start : rows.stop]], -1)
         q = q.to(self.dtype) * self.problem.softmax_scale
         q = q.transpose(0, 1).reshape(heads_kv, group * len(rows), -1)
@@ -138,7 +138,7 @@ class _Sequence:
         assert self.phi is not None
         phi = self.phi.to(self.dtype).view(row_sum.shape[0], -1, 1, 1).expand(-1, -1, len(rows), 1)
         phi = phi.reshape(row_sum.shape)
-        factor = torch.exp(-phi)  # scores near zero would lose bits in a difference to a large phi
+        factor = torch.exp(-phi)  # a factor, because score - phi would lose bits of scores near zero
         total, values = torch.zeros_like(row_sum), torch.zeros_like(acc)
         for scores, keys in self._tiles(q, rows):
             p = scores.exp_().mul_(factor)

@@ -60,7 +60,7 @@ def lengths_of(problem: DecodeProblem, given: CacheTensors) -> list[int]:
 def append(
     problem: AppendProblem, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, given: AppendTensors
 ) -> None:
-    """Write k and v to their places in the caches, and the rotated queries to ``q_rotated``."""
+    """Write k and v into the caches, and the rotated queries to ``q_rotated``."""
     token, row, offset = destinations(k_cache, k, given)
     k_rows, v_rows = (t.detach().flatten(0, -3)[token] for t in (k, v))
     if given.rotary_cos is not None:

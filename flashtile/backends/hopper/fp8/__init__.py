@@ -1,4 +1,7 @@
-"""Attention to e4m3 tensors on NVIDIA's Hopper GPUs, a Gluon kernel. The portable backend quantises."""
+"""Attention with q, k and v in e4m3 on NVIDIA's Hopper GPUs, by a Gluon kernel.
+
+Tensors are quantised by the portable backend.
+"""
 
 from __future__ import annotations
 

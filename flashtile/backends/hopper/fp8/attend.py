@@ -39,9 +39,10 @@ class Fp8Tile(NamedTuple):
 
 @gluon.jit
 def fp8_softmax(C: gl.constexpr, s, n, m, l, tile, rows, k_scale, v_scale, MASK: gl.constexpr):
-    """Softmax step: raw products s [64, keys] of block ``n`` to (P packed, new m, new l, factor for O).
+    """Return (P packed, new m, new l, factor for O) from the raw products s [64, keys] of block ``n``.
 
-    ``m`` and ``rows`` are in s's layout. MASK: apply the mask to the block.
+    ``m`` has the maximum of each row so far, ``l`` the partial sums of its probabilities. ``m`` and ``rows``
+    are in s's layout. MASK: apply the mask to the block.
     """
     s_layout: gl.constexpr = s.type.layout
     factor = gl.convert_layout(score_factor(C, tile.scales, k_scale), gl.SliceLayout(1, s_layout))
@@ -58,8 +59,10 @@ def fp8_softmax(C: gl.constexpr, s, n, m, l, tile, rows, k_scale, v_scale, MASK:
 
 @gluon.jit
 def pv_product(C: gl.constexpr, p, v_tile, o):
-    """Start O += P V and return O before the product has ended. p: P [64, WIDTH]; v_tile: V^T, keys in P's
-    order, of which the first WIDTH are used."""
+    """Start O += P V and return O before the product has ended.
+
+    p: P [64, WIDTH]. v_tile: V^T with keys in P's order; only its first WIDTH keys are used.
+    """
     WIDTH: gl.constexpr = p.shape[1]
     v = v_tile.reshape([C.BLOCK_DV, C.BLOCK_N])
     if WIDTH < C.BLOCK_N:
@@ -69,8 +72,10 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
 
 @gluon.jit
 def block_products(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, i, n):
-    """Return (raw products with the first ``WIDTH`` keys of block ``n``, scales of block n - 1). Block ``n``
-    is use ``i`` of the channel of k."""
+    """Return (raw products with the first ``WIDTH`` keys of block ``n``, scales of block n - 1).
+
+    Block ``n`` is the ``i``-th block that passes through k's channel.
+    """
     tile.ping_pong.wait(W, i)
     s = qk_block(C, WIDTH, tile.q, tile.q_head, tile.k, i, accumulator_layout(WIDTH, 32))
     tile.ping_pong.pass_on(W)
@@ -82,11 +87,11 @@ def block_products(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, 
 
 @gluon.jit
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, packed, i, n_from, n_to, block_scales):
-    """Attend to blocks n_from - 1 down to n_to without a mask. Q K^T of each overlaps P V of the block
-    before.
+    """Attend to blocks n_from - 1 down to n_to without a mask.
 
-    ``packed`` is P of the block before, ``block_scales`` are (k's, v's) of block n_from - 1. Returns (state,
-    packed P of block n_to, new ``i``, scales of block n_to - 1).
+    Q K^T of block n overlaps P V of block n + 1, which is the step before. ``packed`` is P of block n_from,
+    ``block_scales`` are the scales of (k, v) of block n_from - 1. Returns (state, packed P of block n_to, new
+    ``i``, scales of block n_to - 1).
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N, 32)
     k, v, ping_pong = tile.k, tile.v, tile.ping_pong
@@ -94,7 +99,7 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, packed, i, n_
     k_scale, v_scale = block_scales
     o_layout: gl.constexpr = o.type.layout
     for n in range(n_from - 1, n_to - 1, -1):
-        p = as_operand(packed, o_layout)  # before both products: between them, it would separate them
+        p = as_operand(packed, o_layout)  # before both products are issued: between them, it would delay P V
         ping_pong.wait(W, i)
         s = qk_block(C, C.BLOCK_N, tile.q, tile.q_head, k, i, s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
@@ -118,8 +123,8 @@ def attend_masked(
 ):
     """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, with a mask.
 
-    Products do not overlap, as in the 16-bit kernel. Returns (state, new ``i``, scales of block n_to - 1);
-    ``block_scales`` are those of block n_from - 1.
+    The two products of a block run one after the other. ``block_scales`` are the scales of block n_from - 1.
+    Returns (state, new ``i``, scales of block n_to - 1).
     """
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH, 32))
     rows = rows_in(C, tile.rows, row)
@@ -181,8 +186,8 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, bloc
 def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, work, block, i, j, call):
     """Compute 64 rows of query block ``block`` of ``work``, from shared memory to out and lse.
 
-    ``i`` counts the blocks of keys that the program has consumed, ``j`` its blocks of queries; they index the
-    uses of the channels. Returns the new ``i``.
+    ``i`` is the number of key blocks that the program has consumed so far, ``j`` that of query blocks. The
+    next blocks in the channels have these numbers. Returns the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N, 32)
@@ -220,7 +225,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
     store_lse(C, lse, work, head, positions, call.pointers, schedule)
     i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W)
-    # Rows without keys were multiplied by V beyond the last key, where memory may hold NaN.
+    # Rows without keys were multiplied by V past the last key, where memory may hold NaN.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
     o_sums = gl.convert_layout(sums, gl.SliceLayout(1, o_layout))
     o = gl.where((o_sums == 0)[:, None], 0.0, o)

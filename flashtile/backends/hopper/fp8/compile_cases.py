@@ -28,10 +28,11 @@ ALL_SCALES = Scales(_SCALE, _SCALE, _SCALE)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the cases of each row of the table.
+    """Yield the cases of each row of the table, and two more.
 
-    Rows without a window get a plain case. Rows with one get a case with all features, and a causal case if v
-    is transposed in memory. Rows of unequal head sizes have only a plain case.
+    Rows without a window get a plain case. Rows with a window get a case with all features, and a causal case
+    if v is transposed in memory. Rows of unequal head sizes have only a plain case. The two further cases, at
+    head_dim 128, are a short causal q with several heads per tile, and a call without scales.
     """
     if arch != HOPPER:
         return

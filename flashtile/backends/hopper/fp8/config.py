@@ -28,7 +28,8 @@ class Fp8Variant(ForwardVariant):
     V_TRANSPOSED: bool
     """Whether memory holds V^T, keys in the order of P's registers; otherwise the producer transposes V."""
     BLOCK_SCALES: bool
-    """Whether each block has a scale, numbered through all packed sequences; otherwise each head has one."""
+    """Whether each block of a head has a scale; otherwise each head of a sequence has one. Blocks of packed
+    sequences are numbered consecutively."""
     HAS_Q_SCALE: bool
     HAS_K_SCALE: bool
     HAS_V_SCALE: bool
@@ -37,15 +38,15 @@ class Fp8Variant(ForwardVariant):
 
 
 PRODUCER_WARPS = {True: 1, False: 4}
-"""Whether memory holds V^T -> warps of the producer."""
+"""Warps of the producer, by whether memory holds V^T."""
 REGISTERS = {(2, True): (240, 24), (2, False): (232, 40), (3, True): (160, 32), (3, False): (160, 32)}
-"""(consumer warpgroups, whether memory holds V^T) -> registers per thread (of consumers, of the producer)."""
+"""Registers per thread of (consumers, producer), by (consumer warpgroups, whether memory holds V^T)."""
 
 F = Fp8Config
 
 # (padded head_dim of q, k and v, windowed, v transposed in memory) -> config; a causal mask is a window.
-# Measured on an H100 at S = 4096 and 16384 (docs/measured/fp8.md), except for head_dim 256 and untransposed
-# v, which have the tiles that fit.
+# Measured on an H100 with sequences of 4096 and 16384 (docs/measured/fp8.md). Rows with head_dim 256 or
+# untransposed v were not measured; they have the tiles that fit.
 _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (64, False, True): F(3, 128, PING_PONG=True),
     (64, True, True): F(3, 128, PING_PONG=True, spill_budget=64, features_spill_budget=240),
@@ -54,7 +55,7 @@ _TABLE: dict[tuple[int, bool, bool], Fp8Config] = {
     (128, False, True): F(2, 128, Q_IN_REGISTERS=128),
     (128, True, True): F(2, 128, Q_IN_REGISTERS=128, features_spill_budget=8),
     (128, False, False): F(2, 128, spill_budget=4),
-    (128, True, False): F(2, 128, features_spill_budget=32),  # 12 with Triton 3.6, which it was timed with
+    (128, True, False): F(2, 128, features_spill_budget=32),  # timed with Triton 3.6, which spills 12 bytes
     (256, False, True): F(2, 64),
     (256, True, True): F(2, 64, features_spill_budget=52),
     (256, False, False): F(2, 64, spill_budget=20),
@@ -64,7 +65,7 @@ _UNEQUAL = {
     (d, dv): F(2, 128 if max(d, dv) <= 128 else 64, spill_budget=8 if d == 256 else 0)
     for d, dv in permutations((64, 128, 256), 2)
 }
-"""(padded head_dim of q and k, of v) -> config: the tiles that fit; they are not timed."""
+"""(padded head_dim of q and k, padded head_dim of v) -> config. These are the tiles that fit, not timed."""
 
 
 def choose(problem: Fp8Problem) -> Fp8Config:
@@ -77,7 +78,7 @@ def choose(problem: Fp8Problem) -> Fp8Config:
 
 
 def every_row() -> Iterator[tuple[int, int, bool, bool, Fp8Config]]:
-    """(padded head_dim, padded head_dim_v, windowed, v transposed, config) of the whole table."""
+    """Yield (padded head_dim, padded head_dim_v, windowed, v transposed, config) of each row."""
     for (size, windowed, v_transposed), config in _TABLE.items():
         yield size, size, windowed, v_transposed, config
     for (block_d, block_dv), config in _UNEQUAL.items():

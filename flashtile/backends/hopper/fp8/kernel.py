@@ -62,7 +62,8 @@ class ProducerChannels(NamedTuple):
     k: Any
     v: Any
     v_rows: Any
-    """Channel of tiles of v that the producer transposes into ``v``; ``v`` if V_TRANSPOSED."""
+    """Channel of untransposed tiles of v, which the producer transposes into ``v``. If V_TRANSPOSED, it is
+    ``v`` itself."""
 
 
 class Fp8Inputs(NamedTuple):
@@ -93,7 +94,10 @@ def load_transposed(C: gl.constexpr, desc, work, n, barrier, slot):
 
 @gluon.jit
 def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
-    """Issue the TMA load of block ``n`` of v as use ``i`` of ``v`` or, unless V_TRANSPOSED, ``v_rows``."""
+    """Issue the TMA load of block ``n`` of v.
+
+    It is the ``i``-th block of the channel ``v`` if V_TRANSPOSED, otherwise of ``v_rows``.
+    """
     if C.V_TRANSPOSED:
         slot = v.acquire(i)
         mbarrier.expect(v.full.index(slot), v_desc.block_type.nbytes)
@@ -106,7 +110,7 @@ def load_values(C: gl.constexpr, v_desc, work, n, i, v, v_rows):
 
 @gluon.jit
 def transpose_values(C: gl.constexpr, i, v, v_rows):
-    """Transpose use ``i`` of ``v_rows`` into ``v``, which the consumers read."""
+    """Transpose the ``i``-th block of ``v_rows`` into ``v``, which the consumers read."""
     rows = v_rows.tiles.index(v_rows.wait(i)).reshape([C.BLOCK_N, C.BLOCK_DV])
     slot = v.acquire(i)
     transpose_tile(rows, v.tiles.index(slot))
@@ -133,7 +137,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
             load_values(C, v_desc, work, n, i, v, v_rows)
             if i > 0:  # before q, whose slot is free only after consumers have used block i - 1
                 transpose_values(C, i - 1, v, v_rows)
-        if n == n_end - 1:  # the first keys may come before q's tile is free
+        if n == n_end - 1:  # after the first keys, which need not wait for q's tile
             slot = q.acquire(j)
             mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
             for w in gl.static_range(WARPGROUPS):

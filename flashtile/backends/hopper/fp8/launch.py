@@ -20,7 +20,7 @@ from flashtile.problems.fp8 import AttendTensors, Fp8Problem, Scales
 
 
 class Fp8ForwardLaunch:
-    """``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
+    """A launch ``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Fp8Problem, config: Fp8Config) -> None:
         self._problem = problem

@@ -19,7 +19,7 @@ KEY_BLOCK = gl.constexpr(layout.KEY_BLOCK)
 
 
 class BlockScaleStrides(NamedTuple):
-    """Elements from the scale of one sequence, head and block to the next; 0 where they share a scale."""
+    """Strides of the scales between sequences, heads and blocks, in elements; 0 where a scale is shared."""
 
     q_scale_batch: Any
     q_scale_head: Any
@@ -45,7 +45,7 @@ class TileScales(NamedTuple):
     """Scales of one tile."""
 
     rows: Any
-    """[rows]: factor of raw products, without the scale of their keys."""
+    """[rows]: factor of each row's raw products, still without the scale of k."""
     k: Any
     """Pointer to k's scale of the first block of keys; ``k_block`` is the stride to the next block's."""
     v: Any
@@ -56,7 +56,7 @@ class TileScales(NamedTuple):
 
 @gluon.jit
 def tile_scales(C: gl.constexpr, work, positions, head, call):
-    """Return the :class:`TileScales` of 64 rows: ``positions`` and query heads ``head`` are [rows]."""
+    """Return the :class:`TileScales` of 64 rows with these ``positions`` and query heads, both [rows]."""
     arrays, strides, numbers = call.scales, call.scales.strides, call.numbers
     q_index = work.sequence * strides.q_scale_batch + head // C.Q_SCALE_GROUP * strides.q_scale_head
     first_q = 0
@@ -87,7 +87,10 @@ def tile_scales(C: gl.constexpr, work, positions, head, call):
 
 @gluon.jit
 def load_scales(C: gl.constexpr, scales, n):
-    """Load (k's, v's) scale of block ``n`` of keys, or of block 0 if n < 0; 1.0 without a scale."""
+    """Return (scale of k, scale of v) of key block ``n``, or of block 0 if n < 0.
+
+    A scale that the call lacks is 1.0.
+    """
     block = gl.maximum(n, 0) * C.BLOCK_N // KEY_BLOCK
     k_scale, v_scale = gl.to_tensor(1.0), gl.to_tensor(1.0)
     if C.HAS_K_SCALE:
@@ -99,8 +102,11 @@ def load_scales(C: gl.constexpr, scales, n):
 
 @gluon.jit
 def score_factor(C: gl.constexpr, scales, k_scale):
-    """Return the factor of raw products, [rows]. Unless C.HAS_SCORE_MOD it is clamped to be positive and
-    finite, because 0 times a masked score (-inf) is NaN."""
+    """Return the factor of raw products, [rows].
+
+    Without C.HAS_SCORE_MOD it multiplies masked scores (-inf). It is then clamped to be positive and finite,
+    because 0 times -inf is NaN.
+    """
     factor = scales.rows * k_scale
     if not C.HAS_SCORE_MOD:
         factor = gl.minimum(gl.maximum(factor, LEAST), 1 / LEAST)

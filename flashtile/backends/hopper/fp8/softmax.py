@@ -2,9 +2,9 @@
 
 Shah et al. 2024 (FlashAttention-3, arXiv:2407.08608, section 3.3).
 
-P stays in registers. In an accumulator, thread t of a quad holds columns 8 a + 2 t + i. In the left operand
-of the next product it holds columns 16 a + 4 t + j. P is not moved between threads: instead, the keys of V^T
-are stored in the resulting order of P's columns (``fp8_layout.key_order``).
+P stays in registers. In an accumulator, thread t of a quad holds columns 8 a + 2 t + i, with i < 2. In the
+left operand of the next product it holds columns 16 a + 4 t + j, with j < 4. P is not moved between threads:
+instead, the keys of V^T are stored in the order in which P's columns then appear (``fp8_layout.key_order``).
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ LEAST = gl.constexpr(2.0**-90)
 
 @gluon.jit
 def by_byte(x):
-    """[rows, N] -> four of [rows, N / 32, 2, 4]: columns that become bytes 0 to 3 of P's registers.
+    """Split [rows, N] into four [rows, N / 32, 2, 4]: the columns that become bytes 0 to 3 of P's registers.
 
     Column 32 a + 16 b + 8 c + 2 t + i is byte 2 c + i of register (a, b) of thread t.
     """
@@ -54,10 +54,10 @@ def pack(b0, b1, b2, b3):
 
 @gluon.jit
 def as_operand(packed, product_layout: gl.constexpr):
-    """int32 [rows, N / 32, 2, 4] -> e4m3 [rows, N], the left operand of a product in the same registers.
+    """Return int32 [rows, N / 32, 2, 4] as e4m3 [rows, N], a product's left operand in the same registers.
 
-    P is carried between iterations as int32. Carried as bytes, the compiler would split and reassemble every
-    register at the boundary of the loop.
+    P is carried between iterations as int32. If it were carried as bytes, the compiler would split and
+    reassemble every register at the boundary of the loop.
     """
     M: gl.constexpr = packed.shape[0]
     N: gl.constexpr = packed.shape[1] * 32
@@ -100,7 +100,7 @@ def exponentials(C: gl.constexpr, s, m, scale, value_log2):
     if not C.HAS_SCORE_MOD:
         top = top * scale
     m_new = gl.maximum(m, top + value_log2)
-    known = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
+    known = gl.where(m_new == float("-inf"), 0.0, m_new)  # for rows that have seen no key yet
     shift = known - (value_log2 + P_LOG2)
     if C.HAS_SCORE_MOD:
         p = gl.exp2(s - shift[:, None])

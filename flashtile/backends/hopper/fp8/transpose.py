@@ -49,7 +49,7 @@ def transposed_layout(block_n):
 
 @gluon.jit
 def transpose_tile(rows, transposed):
-    """rows: [N, D] of e4m3 in shared memory -> transposed: [D, N], keys in P's order."""
+    """Transpose e4m3 ``rows`` [N, D] into ``transposed`` [D, N], keys in P's order. Both: shared memory."""
     N: gl.constexpr = rows.shape[0]
     D: gl.constexpr = rows.shape[1]
     loaded: gl.constexpr = pair_layout(D // 2, gl.num_warps())

@@ -1,4 +1,8 @@
-"""Flat products (1 to 16 rows of x) by a ring of copies, for shapes where the measured table has it."""
+"""Flat products: 1 to 16 rows of x, with a ring of asynchronous copies.
+
+If the measured table has another kernel for a shape, this backend serves the shape only if the caller names
+it.
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def fits(problem: LinearProblem, tile: Tile) -> bool:
     """Whether the tile's ``programs_per_sm`` programs fit the shared memory of a multiprocessor."""
     BLOCK_N, BLOCK_K, stages, programs_per_sm, *warps = tile
     num_warps, BLOCK_M = (*warps, WARPS)[0], padded_rows(problem.M)
-    rows = BLOCK_M + problem.norm  # the norm's weights are one more
+    rows = BLOCK_M + problem.norm  # the norm's weights take one more row
     bytes_of_column = BLOCK_N * problem.weight_dtype.itemsize + rows * problem.dtype.itemsize
     ring = stages * num_warps * BLOCK_K * bytes_of_column
     sums = num_warps * BLOCK_N * BLOCK_M * 4
@@ -81,12 +81,13 @@ def fits(problem: LinearProblem, tile: Tile) -> bool:
 
 
 def make(problem: LinearProblem, tile: Tile) -> FlatConfig:
+    """Return the configuration with ``tile``, or with the default tile if ``tile`` does not fit."""
     tile = tile if fits(problem, tile) else DEFAULT[key_of(problem)]
     return FlatConfig(FLAT, padded_rows(problem.M), *(*tile, WARPS)[:5])
 
 
 def choose(problem: LinearProblem, measured: Tile | None) -> FlatConfig:
-    """Return the configuration of the tile ``measured`` for this shape; None: of the default tile."""
+    """Return the configuration with the tile ``measured`` for this shape; None means the default tile."""
     return make(problem, measured or DEFAULT[key_of(problem)])
 
 

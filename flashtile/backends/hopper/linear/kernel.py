@@ -1,8 +1,9 @@
 """Flat products for Hopper, y [M, N] = x [M, K] W [N, K]^T with up to 16 rows of x (FlashDecoding++, Hong et
-al. 2023, arXiv:2311.01282, section 4). The time is that of reading W, so the memory should never be idle:
+al. 2023, arXiv:2311.01282, section 4). Reading W takes most of the time, so memory should never be idle:
 
-* All programs read equally many rows of W, divided into tiles of equal size. Within a tile, each warp
-  computes a part of K. The sums of the warps are added at the end of the tile, in a fixed order.
+* All programs read equally many rows of W (to within one place), divided into tiles of equal size. Within a
+  tile, each warp multiplies a part of K. The sums of the warps are added at the end of the tile, in a fixed
+  order.
 * A ring of asynchronous copies continues across the boundaries of tiles.
 * Under programmatic dependent launch the kernel loads its first weights before it waits for the previous
   kernel.
@@ -40,9 +41,9 @@ from flashtile.backends.hopper.compat import partition_barrier
 COPY_BYTES = gl.constexpr(16)
 """Bytes of an asynchronous copy."""
 PARTS_AT_ONCE = gl.constexpr(2048)
-"""Sums of squares that are added at a time; there is one for each program and row of x."""
+"""Sums of squares that are added at a time. Each program stores one for each row of x."""
 BANK_BYTES = gl.constexpr(128)
-"""Bytes that all banks of shared memory deliver at a time."""
+"""Bytes that all banks of shared memory deliver per access."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class FlatRing(NamedTuple):
 
 
 class FlatTiles(NamedTuple):
-    """A program's ``places`` places from ``begin`` on, in ``count`` tiles of equal size or one less."""
+    """A program's ``places`` places from ``begin`` on, in ``count`` tiles whose sizes differ by at most 1."""
 
     begin: Any
     places: Any
@@ -108,7 +109,7 @@ def ring_layout(C, dtype):
 
 @gluon.jit
 def tiles_of(program, programs, places, C: gl.constexpr):
-    """Return the :class:`FlatTiles` of a program, an equal share of all places."""
+    """Return the :class:`FlatTiles` of a program. All programs have equal shares of the places, within 1."""
     begin = (places.to(gl.int64) * program // programs).to(gl.int32)
     end = (places.to(gl.int64) * (program + 1) // programs).to(gl.int32)
     return FlatTiles(begin, end - begin, gl.cdiv(end - begin, C.BLOCK_N // C.HALVES))
@@ -145,7 +146,7 @@ def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
 
 @gluon.jit
 def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
-    """Start asynchronous copies of a chunk into a slot, zeros outside of the mask ``mine`` and beyond K."""
+    """Start asynchronous copies of a chunk into a slot; outside of the mask ``mine`` and past K it gets 0."""
     start = chunk * (C.WARPS * C.BLOCK_K)
     if not C.EVEN_K:
         mine = mine & (start + columns_of(C, source.dtype.element_ty) < depth.K)
@@ -163,7 +164,7 @@ def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.conste
 
 @gluon.jit
 def load_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
-    """Start copies of a chunk of x. Rows beyond M become 0."""
+    """Start copies of a chunk of x. Rows past M become 0."""
     dtype: gl.constexpr = pointers.x.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     m = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -173,7 +174,7 @@ def load_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
 
 @gluon.jit
 def as_numbers(w, dtype: gl.constexpr):
-    """Return W in the dtype of x, in which e4m3 is exact."""
+    """Return W in the dtype of x, to which e4m3 is converted exactly."""
     if w.dtype == gl.float8e4nv and dtype == gl.bfloat16:
         return to_bfloat16(w)
     else:
@@ -216,8 +217,11 @@ def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexp
 
 @gluon.jit
 def leave_factor(square, call, C: gl.constexpr):
-    """Store a program's sums of squares. The last program to arrive adds those of all programs, in a fixed
-    order, and stores the factor of the next norm."""
+    """Store a program's sums of squares ``square`` [BLOCK_M], one for each row of x.
+
+    The last program to arrive adds the sums of all programs, in a fixed order, and stores the factor of the
+    next norm.
+    """
     BLOCK_M: gl.constexpr = C.BLOCK_M
     PARTS: gl.constexpr = PARTS_AT_ONCE // BLOCK_M
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [32 // BLOCK_M, BLOCK_M], [C.WARPS, 1], [1, 0])
@@ -255,7 +259,7 @@ def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl
 
 @gluon.jit
 def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.constexpr, E: gl.constexpr):
-    """Return (tile, chunk, offsets, mine) of the next chunk of this tile, or of the next tile's first."""
+    """Return (tile, chunk, offsets, mine) of the chunk after ``chunk``, in this tile or the next."""
     chunk += 1
     if chunk == chunks:
         chunk = 0
@@ -268,8 +272,10 @@ def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.con
 def flat_kernel(
     pointers, depth, eps, places, strides, cache_strides, sizes, C: gl.constexpr, E: gl.constexpr
 ):
-    """Flat product. Grid: as many programs as run at a time, at most one per place. The counter ``arrived``
-    is 0 before and after."""
+    """Flat product. Grid: as many programs as run at a time, at most one per place.
+
+    The counter ``arrived`` is 0 before and after the kernel.
+    """
     STAGES: gl.constexpr = C.STAGES
     WARPS: gl.constexpr = C.WARPS
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -278,7 +284,8 @@ def flat_kernel(
     K, M = depth.K, sizes.M
     x_type: gl.constexpr = pointers.x.dtype.element_ty
     w_type: gl.constexpr = pointers.w.dtype.element_ty
-    # K and the strides are multiples of a vector (``LinearProblem.aligned``). This tells the compiler so.
+    # K and the strides are multiples of a vector (``LinearProblem.aligned``). From the products below, the
+    # compiler knows it.
     of_x: gl.constexpr = vector_of(x_type)
     of_w: gl.constexpr = vector_of(w_type)
     depth = ProductDepth(K // of_w * of_w, depth.x_stride // of_x * of_x, depth.w_stride // of_w * of_w)

@@ -37,8 +37,10 @@ def flat_variant(problem: LinearProblem, config: FlatConfig) -> FlatVariant:
 
 
 class FlatLaunch:
-    """``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature, or ``-> (y, scaled,
-    factor)`` if a norm follows."""
+    """A launch ``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature.
+
+    If a norm follows, it returns (y, scaled, factor): y, y times the norm's weight, and the norm's factors.
+    """
 
     def __init__(self, problem: LinearProblem, config: FlatConfig) -> None:
         self._problem, self._config = problem, config

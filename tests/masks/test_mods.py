@@ -181,6 +181,26 @@ def test_masks_and_block_masks_pickle(name: str) -> None:
         torch.testing.assert_close(flashtile.attention(q, q, q, block_mask=blocks), expected)
 
 
+def _within_two(batch, head, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() < 2
+
+
+def test_a_mask_of_a_global_function_pickles_with_the_function() -> None:
+    """The function's global name does not refer to the mask."""
+    assert pickle.loads(pickle.dumps(masks.mask_mod(_within_two))).function is _within_two
+
+
+@pytest.mark.parametrize("module", [__name__, "flashtile.gone"])
+def test_a_mask_of_a_local_function_is_copied_but_not_pickled(module: str) -> None:
+    near = masks.mask_mod(lambda batch, head, q_idx, kv_idx: (q_idx - kv_idx).abs() < 2)
+    near.function.__module__ = module
+    q = torch.randn(1, 4, 1, 8)
+    out = flashtile.attention(q, q, q, mask_mod=copy.deepcopy(near))
+    assert torch.equal(out, flashtile.attention(q, q, q, mask_mod=near))
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(near)
+
+
 def test_the_opposite_of_everything_is_nothing() -> None:
     q = torch.randn(1, 4, 1, 8)
     assert not flashtile.attention(q, q, q, mask_mod=~masks.window(-1, -1)).any()

@@ -129,6 +129,17 @@ def test_a_block_mask_alone_decides_what_is_computed() -> None:
     torch.testing.assert_close(out, torch.cat(parts, 1))
 
 
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_two_heads_with_lists_of_their_own(heads_kv: int) -> None:
+    def near(batch, head, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() < 4 + 20 * head
+
+    block_mask = masks.create_block_mask(near, None, 2, 64, 64, BLOCK_SIZE=16)
+    q, k, v = torch.randn(1, 64, 2, 8), *torch.randn(2, 1, 64, heads_kv, 8)
+    out = flashtile.attention(q, k, v, block_mask=block_mask)
+    torch.testing.assert_close(out, flashtile.attention(q, k, v, mask_mod=near))
+
+
 def test_poison_in_empty_blocks_is_not_read(target: Target) -> None:
     block_mask = masks.create_block_mask(masks.causal(), None, None, 64, 96, target.device, BLOCK_SIZE=32)
     shape = (1, 96, 2, 16)

@@ -118,11 +118,12 @@ TESTS = (
     *(f"tests/{folder}/*" for folder in ("attn", "decode", "engine", "fp8", "integrations")),
     *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
     *(f"tests/backends/test_{name}*" for name in ("[!c]", "compare", "cpu", "compile_")),
+    "tests/bench/test_flash1_loops.py",
     "tests/docs/test_examples.py",
     "tests/test_[!m]*.py",
 )
-"""Those of the other folders test what is in no area: pages, pictures, benchmarks. test_mutants.py reads the
-lines that faults change; test_compile.py compiles kernels for minutes and runs none."""
+"""The rest of the other folders tests what is in no area: pages, pictures, benchmarks. test_mutants.py reads
+the lines that faults change; test_compile.py compiles kernels for minutes and runs none."""
 
 NOT_PLANTED = json.loads(Path(__file__).with_name("not_planted.json").read_text("utf-8"))
 """With reasons. ``code``: functions and tables that change no result or run on cards alone, by a pattern of

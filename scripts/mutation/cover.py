@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -129,9 +130,13 @@ class Recorder:
         self._lines = Lines(str(root))
         self._lines.start()
         self.tests: dict[str, dict[str, Any]] = {}
+        self._imports: dict[str, str] | None = None
+        """Lines that run before the first test."""
         os.environ[FOLLOWED] = os.pathsep.join((str(root), str(children)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if self._imports is None:
+            self._imports = masks_of(self._lines.seen())
         self._lines.reset()
         self._began = cpu_seconds()
         self.tests[nodeid] = {}
@@ -143,14 +148,19 @@ class Recorder:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.tests[nodeid] |= {
             "seconds": round(cpu_seconds() - self._began, 3),
-            "lines": {file: masked(lines) for file, lines in self._lines.seen().items()},
+            "lines": masks_of(self._lines.seen()),
         }
 
     def result(self) -> dict[str, Any]:
         passed = {name: test for name, test in self.tests.items() if "failed" not in test}
         failed = [name for name, test in self.tests.items() if test.get("failed") == "failed"]
-        lines = self._lines_of_children()
-        return {"tests": passed, "failed": failed, "children": lines, "seconds": round(cpu_seconds(), 1)}
+        return {
+            "tests": passed,
+            "failed": failed,
+            "imports": self._imports or {},
+            "children": self._lines_of_children(),
+            "seconds": round(cpu_seconds(), 1),
+        }
 
     def _lines_of_children(self) -> dict[str, str]:
         found: dict[str, list[int]] = {}
@@ -158,7 +168,7 @@ class Recorder:
             for row in self._children.read_text("utf-8").splitlines():
                 file, number = row.split("\t")
                 found.setdefault(file, []).append(int(number))
-        return {file: masked(lines) for file, lines in found.items()}
+        return masks_of(found)
 
 
 def cpu_seconds() -> float:
@@ -174,24 +184,42 @@ def masked(lines: list[int]) -> str:
     return f"{bits:x}"
 
 
+def masks_of(lines: dict[str, list[int]]) -> dict[str, str]:
+    """Return the bit masks of lines by file."""
+    return {file: masked(numbers) for file, numbers in lines.items()}
+
+
 class Map:
     """Lines that the tests of all files run, as the recorders found them."""
 
     def __init__(self) -> None:
         self._tests: dict[str, list[tuple[str, str, float, int]]] = {}
         """(mode, test, seconds, lines) by file of the package."""
+        self._run_by_tests: dict[str, int] = defaultdict(int)
+        self._run_by_imports: dict[str, int] = defaultdict(int)
+        """Lines by file, of all tests and of what they import."""
 
     def add(self, mode: str, recorded: dict[str, Any]) -> None:
+        for file, lines in recorded["imports"].items():
+            self._run_by_imports[file] |= int(lines, 16)
         for name, test in recorded["tests"].items():
             for file in {*test["lines"], *recorded["children"]}:
-                bits = int(test["lines"].get(file, "0"), 16) | int(recorded["children"].get(file, "0"), 16)
+                bits = int(test["lines"].get(file, "0"), 16)
+                self._run_by_tests[file] |= bits
+                bits |= int(recorded["children"].get(file, "0"), 16)
                 self._tests.setdefault(file, []).append((mode, name, test["seconds"], bits))
 
     def covering(
         self, file: str, first: int, last: int, anywhere: bool = False
     ) -> Iterator[tuple[str, str, float]]:
-        """(mode, test, seconds) of those that run one of the lines, or ``anywhere`` any line of the file."""
+        """(mode, test, seconds) of those that run one of the lines, or ``anywhere`` any line of the file.
+
+        Lines of functions that run only when a file is imported are looked for anywhere: what they have made
+        is used by tests of the whole file.
+        """
         wanted = ((1 << (last + 1)) - 1) & ~((1 << first) - 1)
+        if not wanted & self._run_by_tests[file] and wanted & self._run_by_imports[file]:
+            anywhere = True
         for mode, name, seconds, bits in self._tests.get(file, ()):
             if anywhere or bits & wanted:
                 yield mode, name, seconds

@@ -169,6 +169,43 @@ def test_own_tokens_names_what_is_wrong(changed, error, says):
         parallel.own_tokens(**{"lengths": torch.tensor([10]), "rank": 0, "size": 2, **changed})
 
 
+@pytest.mark.parametrize(("interleave", "error"), [(1.5, TypeError), (2**40, ValueError)])
+def test_a_cache_is_not_written_where_interleave_is_wrong(one_rank, interleave, error):
+    k_cache, v_cache = torch.zeros(2, 1, 8, 2, 16).unbind()
+    q, k, v = torch.ones(3, 1, 1, 2, 16).unbind()
+    lengths = torch.tensor([3], dtype=torch.int32)
+    with pytest.raises(error, match="interleave must be"):
+        parallel.context_parallel_decode(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, interleave=interleave
+        )
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+@pytest.mark.parametrize(
+    ("places", "error", "says"),
+    [
+        ({"k": None}, TypeError, "k must be a DTensor if q is one, got Tensor"),
+        ({"k": 0}, ValueError, r"k must be placed as q, \(Shard\(dim=1\),\).*, got \(Shard\(dim=0\),\)"),
+        ({"v": 2}, ValueError, r"v must be placed as q, \(Shard\(dim=1\),\).*, got \(Shard\(dim=2\),\)"),
+        (dict.fromkeys("qkv", 3), ValueError, "q must be sharded by batch, sequence or heads"),
+        (dict.fromkeys("qkv", 2), NotImplementedError, "q must have its sequence sharded on one dimension"),
+        ({"layout": "zigzag"}, ValueError, "layout must be 'contiguous' for DTensors"),
+    ],
+)
+def test_distributed_tensors_that_are_refused(one_rank, places, error, says):
+    """``places``: the sharded dimension of each tensor, 1 unless given; None for a plain tensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, given = init_device_mesh("cpu", (1,)), []
+    for name in "qkv":
+        tensor, dim = torch.ones(1, 4, 2, 8), places.get(name, 1)
+        given.append(tensor if dim is None else DTensor.from_local(tensor, mesh, [Shard(dim)]))
+    with pytest.raises(error, match=says):
+        parallel.context_parallel_attention(*given, layout=places.get("layout", "contiguous"))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])

@@ -195,10 +195,9 @@ def test_a_cache_is_not_written_where_interleave_is_wrong(one_rank, interleave, 
 )
 def test_distributed_tensors_that_are_refused(one_rank, places, error, says):
     """``places``: the sharded dimension of each tensor, 1 unless given; None for a plain tensor."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh, given = init_device_mesh("cpu", (1,)), []
+    mesh, given = dist.init_device_mesh("cpu", (1,)), []
     for name in "qkv":
         tensor, dim = torch.ones(1, 4, 2, 8), places.get(name, 1)
         given.append(tensor if dim is None else DTensor.from_local(tensor, mesh, [Shard(dim)]))

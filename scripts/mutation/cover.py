@@ -14,12 +14,15 @@ from typing import Any
 
 FOLLOWED = "FLASHTILE_LINES_OF"
 """Environment variable: the checkout and the file to which child processes append their lines."""
-OFTEN = 20
-"""Calls of a function within one test whose lines are looked at, where Python has no ``sys.monitoring``."""
+OFTEN, OFTEN_IN_CHILDREN = 20, 1000
+"""Calls of a function whose lines are looked at, where Python has no ``sys.monitoring``: within one test, and
+in a child process, which does not know when another test begins."""
 
 
 class Lines:
     """Lines of the package in the checkout ``root`` that run in this process; since ``reset``."""
+
+    often = OFTEN
 
     def __init__(self, root: str) -> None:
         self._root = root.rstrip("/") + "/"
@@ -89,7 +92,7 @@ class Lines:
         if (self.files[name] if name in self.files else self._of(name)) is None:
             return None
         calls = self._calls[id(code)] = self._calls.get(id(code), 0) + 1
-        return self._trace_line if calls <= OFTEN else None
+        return self._trace_line if calls <= self.often else None
 
     def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -104,6 +107,8 @@ class Lines:
 
 class AppendedLines(Lines):
     """Lines of a child process, which may be ended at any time: each goes to a file at once."""
+
+    often = OFTEN_IN_CHILDREN
 
     def __init__(self, root: str, file: str) -> None:
         super().__init__(root)

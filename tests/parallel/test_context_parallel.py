@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks_pool import pool
 
 from flashtile import parallel
+from flashtile.parallel.ranks import Message, Ranks
 
 CASES = {
     "ring causal": {"ranks": 4, "method": "ring", "causal": True},
@@ -167,6 +168,31 @@ def test_offsets_of_documents_rise_from_0(one_rank, offsets):
 def test_own_tokens_names_what_is_wrong(changed, error, says):
     with pytest.raises(error, match=says):
         parallel.own_tokens(**{"lengths": torch.tensor([10]), "rank": 0, "size": 2, **changed})
+
+
+def test_queries_before_the_first_key_of_a_cache_see_none(one_rank):
+    q, k_cache, v_cache = torch.randn(1, 3, 2, 16), *torch.randn(2, 1, 8, 2, 16)
+    out, lse = parallel.context_parallel_decode(
+        q, k_cache, v_cache, cache_seqlens=torch.tensor([1], dtype=torch.int32), return_lse=True
+    )
+    assert not out[:, :2].any()
+    assert bool((lse[..., :2] == -torch.inf).all())
+    torch.testing.assert_close(out[:, 2], v_cache[:, 0])
+
+
+def test_one_work_for_all_messages_is_waited_for(one_rank, monkeypatch):
+    """NCCL returns that, and gloo one for each."""
+
+    class Work:
+        def wait(self, patience):
+            raise RuntimeError("timed out")
+
+    monkeypatch.setattr(dist, "P2POp", lambda *given: given)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [Work()])
+    messages = [Message(0, torch.ones(3)), Message(0, torch.ones(4))]
+    pending = Ranks(dist.group.WORLD).post(messages, messages, 5.0)
+    with pytest.raises(RuntimeError, match="got no message from rank 0 within 5 s"):
+        pending.wait()
 
 
 @pytest.mark.parametrize(("interleave", "error"), [(1.5, TypeError), (2**40, ValueError)])

@@ -89,7 +89,8 @@ def recordings(test_files: list[str]) -> dict[tuple[str, str], Path]:
     """
     helpers = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
     shared = blake2b(f"{sys.version_info[:2]}".encode(), digest_size=8)
-    for path in (*sorted((ROOT / "flashtile").rglob("*.py")), *sorted(helpers)):
+    recorder = ROOT / "scripts/mutation/cover.py"
+    for path in (recorder, *sorted((ROOT / "flashtile").rglob("*.py")), *sorted(helpers)):
         shared.update(path.read_bytes())
     found = {}
     for file in test_files:

@@ -190,7 +190,9 @@ def test_a_fault_meets_the_tests_of_its_line_quick_ones_first():
             "a.py::quick[1]": {"seconds": 0.1, "lines": {"f.py": masked([4])}},
             "a.py::quick[2]": {"seconds": 0.2, "lines": {"f.py": masked([4, 5])}},
             "b.py::other": {"seconds": 0.3, "lines": {"f.py": masked([9])}},
+            "b.py::elsewhere": {"seconds": 0.3, "lines": {"g.py": masked([9])}},
         },
+        "imports": {"f.py": masked([5, 12])},
         "children": {"ranks.py": masked([7])},
     }
     covered.add("plain", recorded)
@@ -201,4 +203,6 @@ def test_a_fault_meets_the_tests_of_its_line_quick_ones_first():
     ]
     assert list(covered.covering("f.py", 6, 8)) == []
     assert len(list(covered.covering("f.py", 6, 8, anywhere=True))) == 4
-    assert len(list(covered.covering("ranks.py", 7, 7))) == 4  # lines of a child
+    assert len(list(covered.covering("f.py", 12, 12))) == 4  # a line that runs at import alone
+    assert len(list(covered.covering("f.py", 5, 5))) == 1
+    assert len(list(covered.covering("ranks.py", 7, 7))) == 5  # lines of a child

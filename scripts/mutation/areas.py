@@ -121,12 +121,13 @@ TESTS = (
     *(f"tests/{folder}/*" for folder in ("attn", "decode", "engine", "fp8", "integrations")),
     *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
     *(f"tests/backends/test_{name}*" for name in ("[!c]", "compare", "cpu", "compile_")),
+    "tests/bench/test_flash1_loops.py",
     "tests/docs/test_examples.py",
     "tests/test_[!m]*.py",
 )
 """Patterns of the test files that meet faults.
 
-Tests of other folders are left out, because they test code that is in no area: pages, pictures, benchmarks.
+The rest of other folders is left out, because it tests code that is in no area: pages, pictures, benchmarks.
 test_mutants.py is left out because it reads the source that faults change, and test_compile.py because it
 compiles kernels for minutes without running them.
 """

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -13,12 +14,15 @@ from typing import Any
 
 FOLLOWED = "FLASHTILE_LINES_OF"
 """Environment variable with the checkout, and the file to which child processes append their lines."""
-OFTEN = 20
-"""Most calls of a function per test that are traced if Python has no ``sys.monitoring``, to save time."""
+OFTEN, OFTEN_IN_CHILDREN = 20, 1000
+"""Most calls of a function that are traced if Python has no ``sys.monitoring``, to save time: per test, and per
+child process, which does not know when another test begins."""
 
 
 class Lines:
     """Records which lines of the package in the checkout ``root`` this process runs after :meth:`reset`."""
+
+    often = OFTEN
 
     def __init__(self, root: str) -> None:
         self._root = root.rstrip("/") + "/"
@@ -88,7 +92,7 @@ class Lines:
         if (self.files[name] if name in self.files else self._of(name)) is None:
             return None
         calls = self._calls[id(code)] = self._calls.get(id(code), 0) + 1
-        return self._trace_line if calls <= OFTEN else None
+        return self._trace_line if calls <= self.often else None
 
     def _trace_line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
@@ -106,6 +110,8 @@ class AppendedLines(Lines):
 
     Each line is written to a file immediately, because the process may be killed at any time.
     """
+
+    often = OFTEN_IN_CHILDREN
 
     def __init__(self, root: str, file: str) -> None:
         super().__init__(root)
@@ -132,9 +138,13 @@ class Recorder:
         self._lines = Lines(str(root))
         self._lines.start()
         self.tests: dict[str, dict[str, Any]] = {}
+        self._imports: dict[str, str] | None = None
+        """Lines that run before the first test."""
         os.environ[FOLLOWED] = os.pathsep.join((str(root), str(children)))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        if self._imports is None:
+            self._imports = masks_of(self._lines.seen())
         self._lines.reset()
         self._began = cpu_seconds()
         self.tests[nodeid] = {}
@@ -146,14 +156,19 @@ class Recorder:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self.tests[nodeid] |= {
             "seconds": round(cpu_seconds() - self._began, 3),
-            "lines": {file: masked(lines) for file, lines in self._lines.seen().items()},
+            "lines": masks_of(self._lines.seen()),
         }
 
     def result(self) -> dict[str, Any]:
         passed = {name: test for name, test in self.tests.items() if "failed" not in test}
         failed = [name for name, test in self.tests.items() if test.get("failed") == "failed"]
-        lines = self._lines_of_children()
-        return {"tests": passed, "failed": failed, "children": lines, "seconds": round(cpu_seconds(), 1)}
+        return {
+            "tests": passed,
+            "failed": failed,
+            "imports": self._imports or {},
+            "children": self._lines_of_children(),
+            "seconds": round(cpu_seconds(), 1),
+        }
 
     def _lines_of_children(self) -> dict[str, str]:
         found: dict[str, list[int]] = {}
@@ -161,7 +176,7 @@ class Recorder:
             for row in self._children.read_text("utf-8").splitlines():
                 file, number = row.split("\t")
                 found.setdefault(file, []).append(int(number))
-        return {file: masked(lines) for file, lines in found.items()}
+        return masks_of(found)
 
 
 def cpu_seconds() -> float:
@@ -177,17 +192,29 @@ def masked(lines: list[int]) -> str:
     return f"{bits:x}"
 
 
+def masks_of(lines: dict[str, list[int]]) -> dict[str, str]:
+    """Return the bit masks of lines by file."""
+    return {file: masked(numbers) for file, numbers in lines.items()}
+
+
 class Map:
     """The lines that all recorded tests run, to look up the tests that run a line."""
 
     def __init__(self) -> None:
         self._tests: dict[str, list[tuple[str, str, float, int]]] = {}
         """(mode, test, CPU seconds, lines as a bit mask) of each test, by file of the package."""
+        self._run_by_tests: dict[str, int] = defaultdict(int)
+        self._run_by_imports: dict[str, int] = defaultdict(int)
+        """Lines by file, as bit masks: those of all tests, and those that run while files are imported."""
 
     def add(self, mode: str, recorded: dict[str, Any]) -> None:
+        for file, lines in recorded["imports"].items():
+            self._run_by_imports[file] |= int(lines, 16)
         for name, test in recorded["tests"].items():
             for file in {*test["lines"], *recorded["children"]}:
-                bits = int(test["lines"].get(file, "0"), 16) | int(recorded["children"].get(file, "0"), 16)
+                bits = int(test["lines"].get(file, "0"), 16)
+                self._run_by_tests[file] |= bits
+                bits |= int(recorded["children"].get(file, "0"), 16)
                 self._tests.setdefault(file, []).append((mode, name, test["seconds"], bits))
 
     def covering(
@@ -195,9 +222,12 @@ class Map:
     ) -> Iterator[tuple[str, str, float]]:
         """Yield (mode, test, CPU seconds) of each test that runs a line from ``first`` to ``last``.
 
-        With ``anywhere``, any line of the file counts.
+        With ``anywhere``, any line of the file counts. It also counts if the lines run only during imports:
+        tests of the whole file use what they made.
         """
         wanted = ((1 << (last + 1)) - 1) & ~((1 << first) - 1)
+        if not wanted & self._run_by_tests[file] and wanted & self._run_by_imports[file]:
+            anywhere = True
         for mode, name, seconds, bits in self._tests.get(file, ()):
             if anywhere or bits & wanted:
                 yield mode, name, seconds

@@ -159,6 +159,15 @@ def test_reports_keep_the_order_of_cases():
     assert [found.name for found in reports(cases, "sm_80", jobs=2)] == [case.name for case in cases]
 
 
+def test_shared_memory_of_a_block():
+    """The CUDA programming guide's table of compute capabilities, and AMD's local data share."""
+    kib = {name: architecture.shared_limit / 1024 for name, architecture in ARCHITECTURES.items()}
+    assert kib == {
+        "sm_80": 163, "sm_86": 99, "sm_87": 163, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_103a": 227,
+        "sm_120a": 99, "gfx942": 64, "gfx950": 160, "gfx1201": 64,
+    }  # fmt: skip
+
+
 def test_architectures_are_named_as_ptxas_does():
     assert compile_report.architecture("sm_90") == compile_report.architecture("sm_90a")
     with pytest.raises(ValueError, match=r"arch must be one of sm_80.*got 'sm_12'"):

@@ -348,3 +348,14 @@ def test_padding_is_left_out(monkeypatch, causal, keys, multiplied) -> None:
     torch.testing.assert_close(found, expected)
     gradients = (torch.autograd.grad(out.sum(), (q, k, v)) for out, _ in (found, expected))
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "keys"), [(2, 0), (0, 5)], ids=["no keys", "no sequences"])
+def test_padding_of_nothing(causal, batch, keys) -> None:
+    q, k, v = tensors(batch, 3, keys)
+    mask = torch.ones(batch, keys, dtype=torch.bool)
+    out, lse = flashtile.attention(q, k, v, key_padding_mask=mask, causal=causal, return_lse=True)
+    assert out.shape == q.shape
+    assert not out.any()
+    assert bool((lse == -torch.inf).all())

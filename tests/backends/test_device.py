@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from flashtile.backends.portable import decode as portable_decode
 from flashtile.backends.portable import fp8 as portable_fp8
 from flashtile.problems.attention import Problem
 from flashtile.problems.fp8 import Fp8Problem
+from flashtile.problems.masks import Mods
 
 H100 = Target("H100", (9, 0), 132)
 A100 = Target("A100", (8, 0), 108)
@@ -85,3 +87,19 @@ def test_portable_on_a_named_card() -> None:
         assert portable_decode.reason_against(replace(PROBLEM, device=target), False) is None
     said = portable.reason_against(replace(PROBLEM, device=T4), False)
     assert said == "bfloat16 needs compute capability 8.0, a T4 (sm_75) has 7.5"
+
+
+@pytest.mark.parametrize("card", [Target("B200", (10, 0), 148), H100, A100, T4], ids=str)
+def test_tiles_of_the_portable_kernels_are_powers_of_two(card: Target) -> None:
+    """Triton's ranges must be, and its products take no fewer than 16."""
+    pytest.importorskip("triton")
+    from flashtile.backends.portable.config import choose, dbias_tile
+
+    calls = {}, {"window_right": 0}, {"mask": True}, {"mods": Mods()}, {"mods": Mods(block_size=(48, 80))}
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float32), (16, 32, 64, 128, 256, 512)):
+        plain = replace(PROBLEM, device=card, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim)
+        for call in calls:
+            config = choose(replace(plain, **call))
+            for tile in (config.forward, config.dkdv, config.dq, dbias_tile(config)):
+                sizes = tile.BLOCK_M, tile.BLOCK_N
+                assert all(size >= 16 and size.bit_count() == 1 for size in sizes), (call, tile)

@@ -165,18 +165,22 @@ def test_the_kernel_takes_the_short_way_where_it_can(monkeypatch):
         return step(scores, row_max, *others)
 
     monkeypatch.setattr(steps, "softmax_step", online)
-    for dtype, kind, phi, computed_again in (
-        (FP16, "usual", 0.0, False),
-        (FP16, "just too low", 0.0, True),
-        (FP16, "just too low", -15.0, False),
-        (FP16, "just too high", 0.0, True),
-        (FP32, "low", 0.0, True),
+    for dtype, kind, phi, value, computed_again in (
+        (FP16, "usual", 0.0, 1.0, False),
+        (FP16, "just too low", 0.0, 1.0, True),
+        (FP16, "just too low", -15.0, 1.0, False),
+        (FP16, "just too high", 0.0, 1.0, True),
+        (FP32, "low", 0.0, 1.0, True),
+        (FP32, "usual", 0.0, 2.0**-60, False),
+        (FP32, "usual", 0.0, 2.0**-80, True),
+        (FP32, "usual", 0.0, 2.0**100, False),
+        (FP32, "usual", 0.0, 2.0**120, True),
     ):
         scores = scores_of(kind, 200, torch.Generator().manual_seed(0))
-        tensors = call_of(scores, dtype, "cpu")
+        tensors = call_of(scores, dtype, "cpu", value=value)
         taken.clear()
         flashtile.flash_attn_with_kvcache(*tensors, softmax_scale=1.0, softmax_max=phi, backend="portable")
-        assert bool(taken) is computed_again, (dtype, kind, phi)
+        assert bool(taken) is computed_again, (dtype, kind, phi, value)
 
 
 def test_a_part_that_is_out_of_range_is_computed_again_alone(target):

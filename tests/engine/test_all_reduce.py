@@ -3,6 +3,9 @@ it in ``tests/gpu``."""
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 import torch
 
@@ -39,6 +42,40 @@ def test_sums_of_what_all_ranks_have_written(monkeypatch, ranks, dtype):
             assert bool((calls == call).all())
             calls -= 1 - attempt
         assert torch.equal(slots[:, (call + 1) % 2], before)
+
+
+def test_it_waits_for_every_word(monkeypatch):
+    """Half of the other rank's words are there at first, the rest come when it has received this rank's."""
+    from flashtile.backends.portable import all_reduce as module
+
+    monkeypatch.setattr(module, "PROGRAMS", 1)
+    capacity = words = 64
+    own, theirs = torch.randn(2, 1, words).unbind()
+    memory = torch.zeros(2, module.memory_words(2, capacity), dtype=torch.int64)
+    slots = memory.view(torch.int32).view(2, 2, 2, capacity, 2)  # receiver, parity of the call, sender
+    received, sent = slots[1, 1, 0, :, 1], slots[0, 1, 1]
+    ended = threading.Event()
+
+    def send(some):
+        sent[some, 0], sent[some, 1] = theirs[0, some].view(torch.int32), 1
+
+    def send_late():
+        while not ended.wait(0.02):
+            if bool((received == 1).all()):
+                time.sleep(0.02)  # in the meantime this rank looks at its memory
+                send(slice(words // 2, words))
+                return
+
+    send(slice(words // 2))
+    other = threading.Thread(target=send_late)
+    other.start()
+    try:
+        addresses = torch.tensor([part.data_ptr() for part in memory])
+        calls = torch.zeros(1, dtype=torch.int64)
+        assert torch.equal(module.all_reduce(own, None, addresses, calls, 0, capacity, 1.0), own + theirs)
+    finally:
+        ended.set()
+        other.join()
 
 
 @pytest.mark.parametrize("result", ["FIRST", "JOIN"])

@@ -8,6 +8,7 @@ import random
 import shutil
 import struct
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from flashtile.engine import (
     RequestOutputKind,
     SamplingParams,
 )
+from flashtile.engine import llm as llm_module
 from flashtile.engine.config import parse_config
 
 SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
@@ -447,6 +449,23 @@ def test_a_model_of_very_many_positions_takes_what_is_used(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))  # whose memory does not grow with the length
     llm = LLM(tmp_path, kv_cache_memory_bytes=2**22, **{**options, "block_size": 1024})
     assert llm.engine.max_model_len == 2**20
+
+
+def test_memory_of_the_tables_is_not_the_caches(monkeypatch):
+    """On a GPU; here it is not measured."""
+    monkeypatch.setattr(llm_module, "memory_left", lambda *_: 2**18)
+    llm = load("llama3", block_size=4, max_num_seqs=8, max_model_len=64)
+    runner, options = llm.engine.runner, (64, 8, 4)
+    on_gpu = SimpleNamespace(embedding=torch.empty(0, device="meta"), config=llm.model_config)
+    tables = sum(table.nbytes for table in runner.model.rotary) + runner.block_table[:-1].nbytes
+    assert llm_module._table_bytes(on_gpu, *options, 2**18) == tables
+    assert llm_module._table_bytes(on_gpu, *options, 8) == tables // 2  # no longer than the cache
+    assert llm_module._table_bytes(runner.model, *options, 2**18) == 0
+    left = 2**18 - tables
+    monkeypatch.setattr(llm_module, "_table_bytes", lambda *_: tables)
+    pool = load("llama3", block_size=4, max_num_seqs=8, max_model_len=64).engine.scheduler.manager.pool
+    assert pool.num_blocks == left // llm_module._block_bytes(runner.model, 4, torch.float32)
+    assert pool.num_blocks < llm.engine.scheduler.manager.pool.num_blocks
 
 
 def test_more_changes_of_the_block_table_than_a_step_has_room_for(monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from engine_models import VOCABULARY, folder, greedy, prompts
 
-from flashtile.engine import LLM, SamplingParams
+from flashtile.engine import LLM, SamplingParams, parallel
 from flashtile.engine.parallel import ProcessRanks, broadcast_changes, end_repeating, repeat_changes
 
 LENGTH = 10
@@ -77,3 +78,24 @@ def test_random_weights_are_parts_of_the_same_model():
     assert torch.equal(one("model.embed_tokens.weight"), two("model.embed_tokens.weight"))
     assert one("lm_head.weight").shape == (VOCABULARY // 2, 64)
     assert not torch.equal(one("lm_head.weight"), two("lm_head.weight"))
+
+
+def test_the_first_process_starts_the_others(monkeypatch):
+    started = []
+
+    def start(command, env):
+        assert command == ["serve"]
+        started.append(env)
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr(os, "environ", {"KEPT": "x"})
+    monkeypatch.setattr(parallel.subprocess, "Popen", start)
+    monkeypatch.setattr(parallel, "_join_group", lambda device: None)
+    others, store = parallel.start_others(["serve"], 3, torch.device("cpu"))
+    assert len(others) == 2
+    port = str(store.port)
+    for rank, place in enumerate((os.environ, *started)):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "KEPT": "x"}
+        assert own.items() <= place.items()
+        assert (place["MASTER_ADDR"], place["MASTER_PORT"]) == ("127.0.0.1", port)
+    assert os.environ["NCCL_NVLS_ENABLE"] == "0"

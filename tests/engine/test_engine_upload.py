@@ -43,6 +43,7 @@ def test_they_arrive_in_any_order(checkpoint, monkeypatch, rank, ahead):
         found = sent(name)
         assert found.dtype == right.dtype
         assert torch.equal(found, right)
+    assert not sent._sent  # no tensor is sent twice, which would stay in the device's memory
 
 
 def test_a_file_that_has_become_shorter_is_an_error(checkpoint):

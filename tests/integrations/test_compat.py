@@ -181,6 +181,8 @@ def test_rotary_module_turns_queries_and_keys_in_place_and_learns(installed):
 
     (leaf,) = tensors((2, 5, 3, 2, 8))
     rotary = RotaryEmbedding(8)
+    torch.testing.assert_close(rotary.inv_freq, 10000.0 ** -(torch.arange(4) / 4))
+    assert rotary.state_dict() == {}
     qkv = leaf * 1
     out = rotary(qkv)
     assert out is qkv
@@ -216,6 +218,8 @@ def test_flash_attention_3_s_functions(installed):
     qkv = torch.cat([q, k[:, :6], v[:, :6]], 2)
     packed = fa3.flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=4)
     assert torch.equal(packed, flashtile.attention(q, k[:, :6], v[:, :6], causal=True))
+    packed = fa3.flash_attn_qkvpacked_func(qkv[:, :, :3], num_heads_q=1)
+    assert torch.equal(packed, flashtile.attention(*qkv[:, :, :3].split(1, 2)))
     offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
     used = torch.tensor([2, 8], dtype=torch.int32)
     flat = q.flatten(0, 1), k.flatten(0, 1)[:12], v.flatten(0, 1)[:12]
@@ -311,6 +315,10 @@ def test_bad_calls_of_flash_attention_3_name_its_arguments(installed):
         fa3.flash_attn_with_kvcache(q, *pages, cache_batch_idx=[1, 2], **over_pages)
     with pytest.raises(TypeError, match="cache_batch_idx must be int32"):
         fa3.flash_attn_with_kvcache(q, *pages, cache_batch_idx=torch.ones(2), **over_pages)
+    with pytest.raises(TypeError, match=r"v_descale must be a torch\.Tensor, got float"):
+        fa3.flash_attn_with_kvcache(q, *pages, v_descale=1.0, **over_pages)
+    with pytest.raises(TypeError, match=r"cache_seqlens must be a torch\.Tensor, got list"):
+        fa3.get_scheduler_metadata(2, 1, 8, 4, 2, 8, [5, 8])
     with pytest.raises(TypeError, match="return_attn_probs must be True or False"):
         fa3.flash_attn_func(q, q, q, return_attn_probs=1)
     for num_heads_q in (4, 6):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -187,3 +189,24 @@ def test_a_decoder_looks_at_the_padded_tokens_of_its_encoder(where):
         found[here].square().sum().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters()})
     torch.testing.assert_close(gradients[1], gradients[0], atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("where", PADDED)
+def test_a_mask_of_more_keys_than_there_are_is_cut(where):
+    attend = transformers.AttentionInterface()[NAMES[0]]
+    query, key, value = torch.randn(3, 3, 2, 12, 8).double().unbind()
+    module, mask = torch.nn.Identity(), PADDED[where]
+    more = torch.cat((mask, torch.ones_like(mask[:, :5])), 1)
+    expected = attend(module, query, key, value, mask, is_causal=False)[0]
+    assert torch.equal(attend(module, query, key, value, more, is_causal=False)[0], expected)
+
+
+def test_float32_next_to_half_precision_takes_the_dtype_of_the_weights():
+    """That of the config only where the weights are quantized."""
+    attend = transformers.AttentionInterface()[NAMES[0]]
+    query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16))
+    module.config = SimpleNamespace(dtype=torch.float16)
+    assert attend(module, query, key, value, None, is_causal=False)[0].dtype == torch.bfloat16
+    module.config._is_quantized = True
+    assert attend(module, query, key, value, None, is_causal=False)[0].dtype == torch.float16

@@ -154,6 +154,21 @@ BAD = {
         "weight_scale must be given",
         dict(x=X.half(), weight=W.to(torch.float8_e4m3fn)),
     ),
+    "shape of the scale": (
+        ValueError,
+        r"weight_scale must have shape \(N,\), or .* = \(48,\) or \(1, 1\), got \(32,\)",
+        dict(x=X.half(), weight=W.to(torch.float8_e4m3fn), weight_scale=torch.ones(32)),
+    ),
+    "dtype of the scale": (
+        TypeError,
+        "weight_scale must be float32, got torch.float16",
+        dict(x=X.half(), weight=W.to(torch.float8_e4m3fn), weight_scale=torch.ones(48).half()),
+    ),
+    "device of the scale": (
+        ValueError,
+        "weight_scale is on meta, not on cpu",
+        dict(x=X.half(), weight=W.to(torch.float8_e4m3fn), weight_scale=torch.ones(48, device="meta")),
+    ),
     "wide x": (
         TypeError,
         "x must be float16 or bfloat16 with",

@@ -165,6 +165,15 @@ def test_the_ring_fits_as_often_as_its_tile_means_to_run(norm):
             assert ring.fits(described, tuple(vars(config).values())[2:])
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(2, torch.bfloat16), (1, torch.float8_e4m3fn)], ids=str)
+def test_a_thread_of_a_tensor_core_takes_32_bits_of_the_weight_at_a_time(width, dtype):
+    from flashtile.backends.hopper.linear.launch import flat_variant
+
+    described = replace(problem(8), weight_dtype=dtype)
+    for tile in ring.TILES[8, width]:
+        assert flat_variant(described, ring.make(described, tile)).K_WIDTH * dtype.itemsize == 4
+
+
 def test_tiles_of_whole_waves_cover_every_place():
     rows = ((12288, 128, 1, 132), (4096, 128, 4, 33), (22016, 64, 1, 396), (20, 64, 1, 20))
     for N, BLOCK_N, splits, tiles in rows:

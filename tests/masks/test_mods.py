@@ -129,6 +129,17 @@ def test_a_block_mask_alone_decides_what_is_computed() -> None:
     torch.testing.assert_close(out, torch.cat(parts, 1))
 
 
+@pytest.mark.parametrize("heads_kv", [1, 2])
+def test_two_heads_with_lists_of_their_own(heads_kv: int) -> None:
+    def near(batch, head, q_idx, kv_idx):
+        return (q_idx - kv_idx).abs() < 4 + 20 * head
+
+    block_mask = masks.create_block_mask(near, None, 2, 64, 64, BLOCK_SIZE=16)
+    q, k, v = torch.randn(1, 64, 2, 8), *torch.randn(2, 1, 64, heads_kv, 8)
+    out = flashtile.attention(q, k, v, block_mask=block_mask)
+    torch.testing.assert_close(out, flashtile.attention(q, k, v, mask_mod=near))
+
+
 def test_poison_in_empty_blocks_is_not_read(target: Target) -> None:
     block_mask = masks.create_block_mask(masks.causal(), None, None, 64, 96, target.device, BLOCK_SIZE=32)
     shape = (1, 96, 2, 16)
@@ -179,6 +190,26 @@ def test_masks_and_block_masks_pickle(name: str) -> None:
     if made.kind == "mask_mod":
         blocks = pickle.loads(pickle.dumps(masks.create_block_mask(made, None, None, 4, 4)))
         torch.testing.assert_close(flashtile.attention(q, q, q, block_mask=blocks), expected)
+
+
+def _within_two(batch, head, q_idx, kv_idx):
+    return (q_idx - kv_idx).abs() < 2
+
+
+def test_a_mask_of_a_global_function_pickles_with_the_function() -> None:
+    """The function's global name does not refer to the mask."""
+    assert pickle.loads(pickle.dumps(masks.mask_mod(_within_two))).function is _within_two
+
+
+@pytest.mark.parametrize("module", [__name__, "flashtile.gone"])
+def test_a_mask_of_a_local_function_is_copied_but_not_pickled(module: str) -> None:
+    near = masks.mask_mod(lambda batch, head, q_idx, kv_idx: (q_idx - kv_idx).abs() < 2)
+    near.function.__module__ = module
+    q = torch.randn(1, 4, 1, 8)
+    out = flashtile.attention(q, q, q, mask_mod=copy.deepcopy(near))
+    assert torch.equal(out, flashtile.attention(q, q, q, mask_mod=near))
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(near)
 
 
 def test_the_opposite_of_everything_is_nothing() -> None:

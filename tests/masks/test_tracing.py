@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import operator
 import weakref
 from typing import Any
 
@@ -24,6 +26,7 @@ from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, Options
 from flashtile.problems.mask_operations import OPERATIONS
 from flashtile.problems.mask_program import derivatives, parse
+from flashtile.problems.masks import MAX_CAPTURED
 
 FACTOR = 2.0
 
@@ -200,6 +203,18 @@ def test_a_number_goes_with_tensors_on_any_device_in_a_graph(monkeypatch) -> Non
     score_mod = masks.score_mod(lambda score, b, h, q_idx, kv_idx: score * factor + table[h])
     functional.attend(q, q, q, NO_EXTRAS, Options(), score_mod, None, None)
     assert [t.device.type for t in given[0].captured] == ["meta", "meta"]
+
+
+def test_a_number_in_a_tensor_goes_with_tensors_on_any_device() -> None:
+    """It becomes a constant of the program, so any number of them may be read."""
+    factors = torch.full((MAX_CAPTURED + 1,), 2.0).unbind()
+    q = torch.empty(1, 4, 2, 8, device="meta")
+
+    def score_mod(score, b, h, q_idx, kv_idx):
+        return functools.reduce(operator.mul, factors, score)
+
+    assert flashtile.attention(q, q, q, score_mod=score_mod).device.type == "meta"
+    assert traced("score_mod", score_mod).tensors == ()
 
 
 def test_a_block_mask_is_signed_again_when_its_lists_lie_elsewhere() -> None:

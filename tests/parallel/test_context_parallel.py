@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks_pool import pool
 
 from flashtile import parallel
+from flashtile.parallel.ranks import Message, Ranks
 
 CASES = {
     "ring causal": {"ranks": 4, "method": "ring", "causal": True},
@@ -167,6 +168,67 @@ def test_offsets_of_documents_rise_from_0(one_rank, offsets):
 def test_own_tokens_names_what_is_wrong(changed, error, says):
     with pytest.raises(error, match=says):
         parallel.own_tokens(**{"lengths": torch.tensor([10]), "rank": 0, "size": 2, **changed})
+
+
+def test_queries_before_the_first_key_of_a_cache_see_none(one_rank):
+    q, k_cache, v_cache = torch.randn(1, 3, 2, 16), *torch.randn(2, 1, 8, 2, 16)
+    out, lse = parallel.context_parallel_decode(
+        q, k_cache, v_cache, cache_seqlens=torch.tensor([1], dtype=torch.int32), return_lse=True
+    )
+    assert not out[:, :2].any()
+    assert bool((lse[..., :2] == -torch.inf).all())
+    torch.testing.assert_close(out[:, 2], v_cache[:, 0])
+
+
+def test_one_work_for_all_messages_is_waited_for(one_rank, monkeypatch):
+    """NCCL returns that, and gloo one for each."""
+
+    class Work:
+        def wait(self, patience):
+            raise RuntimeError("timed out")
+
+    monkeypatch.setattr(dist, "P2POp", lambda *given: given)
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [Work()])
+    messages = [Message(0, torch.ones(3)), Message(0, torch.ones(4))]
+    pending = Ranks(dist.group.WORLD).post(messages, messages, 5.0)
+    with pytest.raises(RuntimeError, match="got no message from rank 0 within 5 s"):
+        pending.wait()
+
+
+@pytest.mark.parametrize(("interleave", "error"), [(1.5, TypeError), (2**40, ValueError)])
+def test_a_cache_is_not_written_where_interleave_is_wrong(one_rank, interleave, error):
+    k_cache, v_cache = torch.zeros(2, 1, 8, 2, 16).unbind()
+    q, k, v = torch.ones(3, 1, 1, 2, 16).unbind()
+    lengths = torch.tensor([3], dtype=torch.int32)
+    with pytest.raises(error, match="interleave must be"):
+        parallel.context_parallel_decode(
+            q, k_cache, v_cache, k, v, cache_seqlens=lengths, interleave=interleave
+        )
+    assert not k_cache.any()
+    assert not v_cache.any()
+
+
+@pytest.mark.parametrize(
+    ("places", "error", "says"),
+    [
+        ({"k": None}, TypeError, "k must be a DTensor if q is one, got Tensor"),
+        ({"k": 0}, ValueError, r"k must be placed as q, \(Shard\(dim=1\),\).*, got \(Shard\(dim=0\),\)"),
+        ({"v": 2}, ValueError, r"v must be placed as q, \(Shard\(dim=1\),\).*, got \(Shard\(dim=2\),\)"),
+        (dict.fromkeys("qkv", 3), ValueError, "q must be sharded by batch, sequence or heads"),
+        (dict.fromkeys("qkv", 2), NotImplementedError, "q must have its sequence sharded on one dimension"),
+        ({"layout": "zigzag"}, ValueError, "layout must be 'contiguous' for DTensors"),
+    ],
+)
+def test_distributed_tensors_that_are_refused(one_rank, places, error, says):
+    """``places``: the sharded dimension of each tensor, 1 unless given; None for a plain tensor."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh, given = dist.init_device_mesh("cpu", (1,)), []
+    for name in "qkv":
+        tensor, dim = torch.ones(1, 4, 2, 8), places.get(name, 1)
+        given.append(tensor if dim is None else DTensor.from_local(tensor, mesh, [Shard(dim)]))
+    with pytest.raises(error, match=says):
+        parallel.context_parallel_attention(*given, layout=places.get("layout", "contiguous"))
 
 
 @pytest.mark.exhaustive

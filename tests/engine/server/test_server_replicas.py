@@ -252,6 +252,30 @@ def test_the_page_shows_the_engine_of_the_busiest_replica():
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_it_is_said_once_that_a_replica_hangs_and_that_it_answers_again(monkeypatch, caplog):
+    monkeypatch.setattr(front_module, "CHECK_SECONDS", 0)
+    replica = Replica(0, [], {})
+    replica.url = "http://127.0.0.1"
+    front = Front([replica], Limits())
+    answers = iter([200, 200, *[503] * (front_module.MAX_FAILED_CHECKS + 2), 200, 200, 200])
+
+    async def ask(url, path):
+        assert (url, path) == (replica.url, "/health")
+        try:
+            return next(answers), b""
+        except StopIteration:
+            raise asyncio.CancelledError from None
+
+    monkeypatch.setattr(front, "_get", ask)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(front._watch(replica))
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica 0 does not answer: other replicas get its calls until it does",
+        "replica 0 answers again",
+    ]
+    assert not replica.hangs
+
+
 def test_bodies_are_passed_on_in_pieces_and_only_for_who_has_the_key(monkeypatch):
     monkeypatch.setattr(front_module, "MAX_KEPT_BYTES", 2**17)
     largest = 2**20

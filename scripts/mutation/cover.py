@@ -15,8 +15,8 @@ from typing import Any
 FOLLOWED = "FLASHTILE_LINES_OF"
 """Environment variable with the checkout, and the file to which child processes append their lines."""
 OFTEN, OFTEN_IN_CHILDREN = 20, 1000
-"""Most calls of a function that are traced if Python has no ``sys.monitoring``, to save time: per test, and per
-child process, which does not know when another test begins."""
+"""Most calls of a function that are traced if Python has no ``sys.monitoring``, to save time: per test, and
+per child process, which does not know when another test begins."""
 
 
 class Lines:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashtile.op.operation import OPERATIONS, Remembered, remembering
 from flashtile.operators import attention, decode, fp8, linear
+from flashtile.problems.common import as_path
 
 REGISTERED = attention, decode, fp8, linear
 """Modules whose import declares the operations that calls name."""
@@ -96,7 +97,11 @@ def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
     """Write the signature of every call that is made inside the context to a JSON file.
 
     ``flashtile compile --calls PATH`` compiles their kernels, for any GPU and without one. The program may
-    run on a CPU. No data is written.
+    run on a CPU. No data is written. The file is also written if the program raises an error.
+
+    Raises:
+        TypeError: ``path`` is not a path.
+        ValueError: there is no folder for the file.
 
     Examples:
         >>> import os, tempfile
@@ -107,9 +112,13 @@ def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
         >>> [call.operation for call in flashtile.compilation.calls.read_calls(path)]
         ['forward']
     """
+    if not as_path(path).absolute().parent.is_dir():
+        raise ValueError(f"path must be in a folder that exists, got {path}")
     with remembering() as remembered:
-        yield
-    write_calls(path, calls_of(remembered))
+        try:
+            yield
+        finally:
+            write_calls(path, calls_of(remembered))
 
 
 def write_calls(path: str | os.PathLike[str], calls: list[Call]) -> None:
@@ -131,7 +140,7 @@ def read_calls(path: str | os.PathLike[str]) -> list[Call]:
         ValueError: the file does not hold calls.
     """
     try:
-        entries = json.loads(Path(path).read_text("utf-8"))["calls"]
+        entries = json.loads(as_path(path).read_text("utf-8"))["calls"]
         return [
             Call(entry["operation"], tuple(map(_argument, entry["arguments"].items()))) for entry in entries
         ]

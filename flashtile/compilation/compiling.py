@@ -112,12 +112,19 @@ def warmup(
         >>> if torch.cuda.is_available():
         ...     flashtile.warmup("calls.json")
     """
+    given = read_calls(calls) if isinstance(calls, (str, os.PathLike)) else _checked(calls)
     found = torch.device(device or "cuda")
     if found.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         raise ValueError(f"device must be an NVIDIA GPU of this machine, got {found}")
-    given = read_calls(calls) if isinstance(calls, (str, os.PathLike)) else calls
     name = torch.cuda.get_device_name(found)
     return compile_calls(given, [Target(name, capability(found), multiprocessors(found))], None, workers)
+
+
+def _checked(calls: Any) -> list[Call]:
+    given = list(calls) if isinstance(calls, Iterable) else [calls]
+    if not all(isinstance(call, Call) for call in given):
+        raise TypeError(f"calls must be a path or recorded calls, got {type(calls).__name__}")
+    return given
 
 
 def _results(

@@ -85,6 +85,23 @@ def test_other_files_are_refused(tmp_path, text, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("function", [record_calls, use_compiled, read_calls])
+def test_what_is_no_path_is_refused(function):
+    message = "path must be a str or an os.PathLike, got int"
+    with pytest.raises((TypeError, ValueError), match=message), function(7):
+        pass
+
+
+def test_calls_are_written_though_the_program_fails(tmp_path):
+    missing = tmp_path / "missing" / "calls.json"
+    with pytest.raises(ValueError, match="path must be in a folder that exists"), record_calls(missing):
+        pytest.fail("the program has run")
+    q = torch.randn(1, 8, 1, 16)
+    with pytest.raises(TypeError), record_calls(tmp_path / "calls.json"):
+        flashtile.attention(flashtile.attention(q, q, q), q)
+    assert len(read_calls(tmp_path / "calls.json")) == 1
+
+
 def test_calls_of_another_version_are_failures(tmp_path):
     unknown = [Call("sort", ()), Call("forward", (("colour", 3),))]
     float64 = Signature((1, 32, 2, 64), (4096, 128, 64, 1), "float64")
@@ -106,6 +123,8 @@ DEFAULTS = (
 def test_warmup_needs_a_gpu(tmp_path):
     with pytest.raises(ValueError, match="device must be an NVIDIA GPU of this machine, got cpu"):
         warmup([], device="cpu")
+    with pytest.raises(TypeError, match="calls must be a path or recorded calls, got int"):
+        warmup(7)
 
 
 KEYS = """

@@ -36,6 +36,7 @@ LEFT_OUT = {
     "an estimate of time": {"estimates", "two_dimensions", "explain"},
     "the other half of shard, compared in tests/parallel": {"unshard"},
     "plans nothing here": {"get_scheduler_metadata"},
+    "files and compilers, tested in tests/compilation": {"record_calls", "use_compiled", "warmup"},
     "two lines around what is drawn": {
         "unpad_input_for_concatenated_sequences", "apply_rotary_emb_qkv_", "apply_rotary_emb_kv_", "apply_rotary_emb_func", "RotaryEmbedding",
     },

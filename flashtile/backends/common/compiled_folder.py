@@ -23,6 +23,8 @@ from typing import Any
 
 import triton
 
+from flashtile.problems.common import as_path
+
 FORMAT = 1
 INDEX = "index.json"
 VARIABLE = "FLASHTILE_KERNELS"
@@ -72,7 +74,7 @@ class CompiledFolder:
         """
         from flashtile import __version__
 
-        folder = Path(path).absolute()
+        folder = as_path(path).absolute()
         try:
             _check_owner(folder)
             index = json.loads((folder / INDEX).read_text("utf-8"))
@@ -162,6 +164,7 @@ def use_compiled(path: str | os.PathLike[str]) -> CompiledFolder:
         path: the folder. Its kernels are run, so it must come from someone you trust.
 
     Raises:
+        TypeError: ``path`` is not a path.
         ValueError: ``path`` is not such a folder, others may write to it, or it was made by another
             version of flashtile or Triton.
 

@@ -87,7 +87,10 @@ def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 
 
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Return the keys per TMA load, contiguous in memory: a power of two, or BLOCK_N if each key is copied."""
+    """Return the number of keys per TMA load, which are contiguous in memory: a power of two.
+
+    It is BLOCK_N if keys are copied one by one.
+    """
     if gathers(problem):
         return config.tile.BLOCK_N
     return gcd(problem.page_size, config.tile.BLOCK_N) if problem.page_size else config.tile.BLOCK_N
@@ -305,7 +308,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_splits(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """Return the launch of the portable combining kernel, for splits that depend on one work tile only."""
+        """Return the launch of the portable combining kernel; splits depend on their own work tile only."""
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
         work_tiles = lengths.m_blocks * problem.num_heads_kv

@@ -102,10 +102,10 @@ def merge_into(
 ) -> Tensor:
     """Merge two results of attention as :func:`merge_states` does, and return the merged out in ``dtype``.
 
-    out and lse are changed in place. All tensors are contiguous and float32 (float64), with -inf for rows
-    without keys: out (batch, seqlen, heads, head_dim), lse (batch, heads, seqlen). ``more_out`` and
-    ``more_lse`` may have fewer rows: their first row belongs to row ``start`` of out. On a GPU one kernel
-    merges and rounds.
+    lse is updated in place. out may be overwritten: use the returned tensor. All tensors are contiguous, and
+    float32 or float64: out (batch, seqlen, heads, head_dim), and lse (batch, heads, seqlen), which is -inf
+    for rows without keys. ``more_out`` and ``more_lse`` may have fewer rows: their first row belongs to row
+    ``start`` of out. On a GPU one kernel merges and rounds.
     """
     if out.is_cuda and out.dtype == torch.float32:
         from flashtile.backends.portable.merging import merge

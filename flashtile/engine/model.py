@@ -91,9 +91,9 @@ class Matrix:
     ) -> Any:
         """Normalise x (tokens, K) by ``norm`` if given, and multiply it by the weight: (tokens, N).
 
-        Bias and residual are added. With ``following``, the result is prepared for that norm. The result may
-        reuse the residual's memory: above ``FEW_ROWS`` tokens the sum is made in place, because
-        :func:`linear` would copy the residual.
+        Bias and residual are added. With ``following``, the next norm, the result is a :class:`BeforeNorm`.
+        The result may reuse the residual's memory: above ``FEW_ROWS`` tokens the sum is made in place,
+        because :func:`linear` would copy the residual.
         """
         normed: dict[str, Any] = {}
         if norm is not None:
@@ -163,7 +163,8 @@ class Attention:
     ) -> Any:  # fmt: skip
         """Normalise x (total_new, hidden_size) by ``norm``, apply attention, and add ``residual``.
 
-        The result is prepared for the norm ``following``, if given.
+        With ``following``, the next norm, the result is a :class:`BeforeNorm`: the sum, the sum times that
+        norm's weight, and each row's RMS factor.
         """
         out = self._attend_to_few(x, norm, step, cache)
         if out is None:
@@ -245,7 +246,8 @@ class MLP:
     def __call__(self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None) -> Any:
         """Normalise x (total_new, hidden_size) by ``norm``, apply the MLP, and add ``residual``.
 
-        The result is prepared for the norm ``following``, if given.
+        With ``following``, the next norm, the result is a :class:`BeforeNorm`: the sum, the sum times that
+        norm's weight, and each row's RMS factor.
         """
         if self.silu:
             inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)

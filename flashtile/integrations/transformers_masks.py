@@ -99,7 +99,10 @@ class _Known:
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def holds(self, tensor: Tensor, module: Any) -> bool:
-        """Whether ``module``, a layer's attention, may use ``found``. If so, records that it has."""
+        """Whether ``module``, a layer's attention, may use ``found``. If so, record this use.
+
+        Each layer may use it once.
+        """
         config = getattr(module, "config", None)
         current = self._in_pass is None or self._in_pass == _passes.count
         if not current or module in self._asked or self._version != _version(tensor):

@@ -253,7 +253,10 @@ def _save(ctx, q, k, v, out, lse, extras, options):
 
 
 def _gradients(ctx, dout, dlse, bias):
-    """Return the gradients of ``_LEARNING``; ``bias`` is the index of the bias among the inputs."""
+    """Return the gradients of q, k, v, sink, bias and captured tensors, in the order of ``_LEARNING``.
+
+    ``bias`` is the index of the bias among the inputs of the autograd node.
+    """
     if dout is None and dlse is None:
         return (None,) * len(_LEARNING)
     tensors = ctx.saved_tensors
@@ -263,12 +266,12 @@ def _gradients(ctx, dout, dlse, bias):
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
     if plain and not _batched(dout) and not _batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
-    # With create_graph=True this records a node for the second derivative.
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
         arguments = BACKWARD.flat(given, extras, options)
         *gradients, dsink, dbias = transforms.backward(BACKWARD, *arguments)
     else:
+        # With create_graph=True, traced records a node for the second derivative.
         *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
     of_captured = functions.unpack(dbias, extras, options)
     dsink = None if extras.sink is None else dsink

@@ -69,9 +69,9 @@ def stored_head_dim(head_dim: int, transformed: bool) -> int:
 def key_order(num_keys: int, device: torch.device | str | None = None) -> Tensor:
     """Return the key in each column of a stored V^T, (num_keys,) int64; num_keys is a multiple of 32.
 
-    Within 32 columns, column ``16 a + 4 b + 2 c + d`` holds key ``16 a + 8 c + 2 b + d``. A thread of a
-    Hopper warpgroup then holds a row of scores in the order in which the second product reads it, so P stays
-    in registers.
+    Within 32 columns, column ``16 a + 4 b + 2 c + d`` holds key ``16 a + 8 c + 2 b + d``. Each thread of
+    a Hopper warpgroup then holds its scores of a row in the order in which the product P V reads them, so P
+    stays in registers.
     """
     column = torch.arange(num_keys, device=device)
     a, b, c, d = column // 16 % 2, column // 4 % 4, column // 2 % 2, column % 2

@@ -50,7 +50,11 @@ class Mods:
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        """The ints in the programs that kernels receive as launch arguments."""
+        """Ints of the programs that kernels receive as launch arguments, not as constants.
+
+        They are the first ``MAX_SIZES - sum(ranks)`` distinct ints that :func:`variables` yields for
+        score_mod and then mask_mod.
+        """
         programs = (program for program in (self.score_program, self.mask_program) if program is not None)
         found = dict.fromkeys(number for program in programs for number in variables(program))
         return tuple(found)[: MAX_SIZES - sum(self.ranks)]

@@ -108,13 +108,14 @@ def standard(
 ) -> tuple[Tensor, Tensor]:
     """Compute (out, lse) of standard attention in FP8, FlashAttention-3's baseline in section 4.3.
 
-    Each tensor has one scale. Products, softmax and out are in float32. With ``p_scale=1``, the error on the
-    paper's data is the one that the paper reports for its baseline. With unrounded probabilities (None), the
-    error is two thirds of that.
+    Each tensor has one scale. Products, softmax and out are in float32. The paper reports an rms error of
+    2.4e-2 for its baseline, on data with outliers. On such data of 4 heads, 4096 tokens and head_dim 128, the
+    error is 2.5e-2 with ``p_scale=1``, and 1.7e-2 with unrounded probabilities (None).
 
     Args:
         q, k, v: float16 or bfloat16, as for :func:`flashtile.attention`.
-        p_scale: as for :func:`flashtile.reference.fp8.attention`. 1 rounds the softmax's result unscaled.
+        p_scale: as for :func:`flashtile.reference.fp8.attention`. With 1, probabilities are rounded to e4m3
+            without scaling.
         arguments: the other arguments of :func:`flashtile.reference.attention.attention`.
     """
     parts = quantize_call(q, k, v, method="tensor", hadamard=False, **arguments)

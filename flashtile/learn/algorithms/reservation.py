@@ -141,7 +141,7 @@ class Pages:
     """Pages of :class:`flashtile.kv_cache.BlockManager`, allocated one at a time.
 
     Args:
-        slots: capacity in tokens, rounded down to whole pages.
+        slots: capacity in tokens; the pool has ``slots // page_size`` pages.
         page_size: tokens in a page.
         spare: share of the pages that admission leaves free, for sequences that grow.
     """

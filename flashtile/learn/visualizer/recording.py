@@ -104,8 +104,10 @@ class _Events(list[Event]):
 
 
 def watched_rows(rows: int, num_splits: int | None = None) -> tuple[int, ...]:
-    """Rows whose statistics are kept: the first, the last and some between; with splits, one of each
-    split."""
+    """Return the rows whose statistics are kept: the first, the last and some between.
+
+    With splits, they are the first row of each split.
+    """
     if num_splits is not None:
         return tuple(range(0, num_splits * rows, rows))
     return tuple(sorted({(rows - 1) * i // (WATCHED_ROWS - 1) for i in range(WATCHED_ROWS)}))

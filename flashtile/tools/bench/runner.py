@@ -90,8 +90,8 @@ def run(
     """Measure all workloads and return a document that is ready for JSON.
 
     Args:
-        after_cell: called after each cell with the document so far. A caller that saves it loses nothing if
-            the run is interrupted.
+        after_cell: called once before the first cell and then after each, with the document so far. A caller
+            that saves it loses no finished cell if the run is interrupted.
     """
     document = describe_run(contestants, settings)
     measured = (settings.device, settings.rounds, settings.rep)

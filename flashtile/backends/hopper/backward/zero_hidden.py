@@ -18,7 +18,7 @@ BLOCK = 128
 
 @triton.jit
 def zero_blocks(dbias, rows, begin, end, seqlen_q, seqlen_k, BLOCK: tl.constexpr):
-    """Zero blocks [begin, end) of keys, for ``rows`` of a head."""
+    """Write zeros to ``dbias`` of one head, at ``rows`` [BLOCK] and the keys of blocks [begin, end)."""
     for n in range(begin, end):
         keys = n * BLOCK + tl.arange(0, BLOCK)
         elements = dbias + rows[:, None].to(tl.int64) * seqlen_k + keys[None, :]

@@ -69,7 +69,11 @@ class KeyScales(NamedTuple):
 
 @gluon.jit
 def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use):
-    """Convert use ``i`` of channel ``raw`` into ``tile``, which is overwritten, and release its slot."""
+    """Convert the tile of use ``i`` (:mod:`channels`) of ``raw`` to 16 bits, and write it over ``tile``.
+
+    Also release the slot of ``raw``. With KEY_SCALES, v is multiplied by the scales of its keys, and those of
+    k are copied from ``arrived`` to ``in_use``.
+    """
     N: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
     PARTS: gl.constexpr = max(1, N * WIDTH // ELEMENTS)
@@ -86,8 +90,8 @@ def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use
             scale = arrived.index(slot).slice(part * ROWS, ROWS).load(gl.SliceLayout(1, layout))
             x = to_16_bit(x.to(gl.float32) * scale[:, None], tile.dtype)
         # All warps synchronise before the first write, because the previous product of another warp may still
-        # read the tile. A release also synchronises them. The fence orders these reads before the next TMA
-        # copy into the slot, which would not wait for loads of threads otherwise.
+        # read the tile. A release also synchronises them. The fence orders this thread's loads from the slot
+        # before the next TMA copy into it; TMA does not wait for ordinary loads by itself.
         if part == PARTS - 1:
             fence_async_shared()
             raw.release(i)

@@ -72,12 +72,12 @@ DIVIDED_SPLITS = 8
 
 
 def pack_of(problem: DecodeProblem) -> int:
-    """Query heads of a key head that share a tile."""
+    """Return the number of query heads of a key head that share a tile."""
     return heads_together(problem.group_size)
 
 
 def packed(problem: DecodeProblem) -> DecodeProblem:
-    """The problem with a key head for every ``pack_of`` query heads, as the schedule sees it."""
+    """Return the problem with one key head for every ``pack_of`` query heads, as the schedule sees it."""
     return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem))
 
 
@@ -87,17 +87,21 @@ def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 
 
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Keys per TMA load, contiguous in memory; a power of two. BLOCK_N if keys are copied one by one."""
+    """Return the number of keys per TMA load, which are contiguous in memory: a power of two.
+
+    It is BLOCK_N if keys are copied one by one.
+    """
     if gathers(problem):
         return config.tile.BLOCK_N
     return gcd(problem.page_size, config.tile.BLOCK_N) if problem.page_size else config.tile.BLOCK_N
 
 
 def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Number of programs of a stream-K grid.
+    """Return the number of programs of a stream-K grid.
 
-    At most as many as run at a time. Preferably a multiple of the number of work tiles: programs that read
-    the same keys for several m_blocks then do so at the same time.
+    It is the number of programs that run at a time, rounded down to a multiple of the number of work tiles if
+    at least MIN_FILLED of the programs remain. Programs that read the same keys for different m_blocks then
+    read them at the same time.
     """
     problem = packed(problem)
     programs = multiprocessors(problem.device) * config.programs_per_sm
@@ -289,7 +293,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_recorded(
         self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, records: int
     ) -> CachedLaunch:
-        """The launch that combines partial results of stream-K programs, from ``records`` partial records."""
+        """Return the launch that combines stream-K programs' results, from ``records`` partial records."""
         assert isinstance(self._config, HopperDecodeConfig)
         combining, num_warps = recorded_variant(self._problem, self._config, variant)
         row_blocks = triton.cdiv(splits.partial_rows, combining.ROWS)
@@ -304,7 +308,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_splits(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """The launch of the portable combining kernel, for splits that depend on one work tile only."""
+        """Return the launch of the portable combining kernel; splits depend on their own work tile only."""
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
         work_tiles = lengths.m_blocks * problem.num_heads_kv
@@ -320,7 +324,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """The launch that combines the work tiles that the table divides, often none."""
+        """Return the launch that combines the work tiles that the table divides; there may be none."""
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
         programs = COMBINING_PROGRAMS * multiprocessors(self._device)

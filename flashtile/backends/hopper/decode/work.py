@@ -43,15 +43,17 @@ class TablePointers(NamedTuple):
 
 @triton.jit
 def behind_partials(partial, splits, C: tl.constexpr):
-    """Return the int32 pointer to the memory after the partial results and their log-sum-exps. It holds the
-    partial records of stream-K programs, or the table of the queue."""
+    """Return the int32 pointer to the memory after the partial results and their log-sum-exps.
+
+    That memory holds the partial records of stream-K programs, or the table that :func:`table_kernel` fills.
+    """
     floats = splits.slots.to(tl.int64) * splits.partial_rows * (C.HEAD_DIM_V + 1)
     return (partial + floats).to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def start_dependents():
-    """Allow the next kernel of the stream to start; it waits for the end of this one itself."""
+    """Allow the next kernel of the stream to start. That kernel itself waits for the end of this one."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -129,7 +131,7 @@ def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.c
 
 @triton.jit
 def count_m_blocks(sequence, lengths, C: tl.constexpr):
-    """(number of m_blocks of each sequence, n_blocks of its last m_block, which sees the most keys)."""
+    """Return (m_blocks of each sequence, n_blocks of its last m_block, which sees the most keys)."""
     count = (sequence.len_q * lengths.group_size + C.BLOCK_M - 1) // C.BLOCK_M
     _, _, n_blocks = reach_of(tl.maximum(count - 1, 0), sequence, lengths, C)
     return count, n_blocks
@@ -137,14 +139,16 @@ def count_m_blocks(sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
-    """Choose the maximum n_blocks of a part so that ``programs``, taking the longest parts first, end
-    soonest.
+    """Choose the maximum number of n_blocks in a part. Longer work tiles are divided into parts.
 
-    It is chosen among LIMITS candidates: the n_blocks of the longest work tile, divided by 1, 1.5, 2, 3, 4
-        ...
-    The estimated time is the larger of two bounds: the mean load of a program, and the rounds of long parts
-    (more than half the limit). Work tiles of similar lengths therefore stay whole, unless the last round
-    would be almost empty. Candidates with more than ``slots`` parts of divided work tiles are excluded.
+    Return the largest of LIMITS candidates with the smallest estimated time on ``programs`` programs. The
+    candidates are the n_blocks of the longest work tile, divided by 1, 1.5, 2, 3, 4, 6 and so on. Those with
+    more than ``slots`` parts of divided work tiles are excluded.
+
+    The estimated time is the larger of two bounds, plus COMBINE_COST if any work tile is divided. One is the
+    mean load per program. The other is the time of the long parts (over half the limit), if each program
+    computes one of them per round. Work tiles of similar lengths therefore stay whole, unless the last round
+    would be almost empty.
     """
     index = tl.arange(0, LIMITS)
     longest = tl.full([], 1, tl.int32)

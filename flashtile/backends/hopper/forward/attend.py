@@ -81,9 +81,10 @@ def output_layout(C):
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from, n_to, n_masked=0):
     """Attend to blocks n_from - 1 down to n_to, without a mask.
 
-    Q K^T of each block overlaps P V of the block before. With a block mask, only blocks from ``n_masked`` on
-    are masked. ``p`` is P of block n_from. Block n_from - 1 is use ``i`` of the channels of k and v. Returns
-    the new state, P of block n_to, and the new ``i``.
+    An exception is a block mask (LISTED), which is applied to blocks n >= n_masked.
+    Q K^T of each block overlaps P V of the block before. ``p`` is P of block n_from. ``i`` counts the tiles
+    that have gone through the channels of k and v: block n_from - 1 is tile ``i``. Returns the new state, P
+    of block n_to, and the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
@@ -126,8 +127,8 @@ def block_scores(
 ):  # fmt: skip
     """Return (scores of the first ``WIDTH`` keys of block ``n``, random bits for dropout).
 
-    Scores are Q K^T with all modifiers, and with the mask if MASKED. The block is use ``i`` of the channel of
-    k. ``rows`` are the tile's rows in the layout of these scores.
+    Scores are Q K^T with all modifiers, and with the mask if MASKED. The block is tile ``i`` of the channel
+    of k, counted from 0. ``rows`` are the query tile's rows in the layout of these scores.
     """
     s_layout: gl.constexpr = accumulator_layout(WIDTH)
     tile.ping_pong.wait(W, i)

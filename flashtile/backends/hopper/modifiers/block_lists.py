@@ -40,7 +40,11 @@ class BlockList(NamedTuple):
 
 @gluon.jit
 def list_index(lists, sequence, head, own, num_own):
-    """Return the index of the list of block ``own`` of ``num_own``. Sequences and heads may share lists."""
+    """Return the index of the list that belongs to block ``own``.
+
+    A sequence and head has ``num_own`` lists: one per mask block of queries (forward) or of keys (backward).
+    Sequences and heads may share lists.
+    """
     return ((sequence % lists.batch) * lists.heads + head % lists.heads).to(gl.int64) * num_own + own
 
 

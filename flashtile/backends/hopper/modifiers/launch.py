@@ -87,10 +87,10 @@ class FunctionTensors:
     def __call__(self, extras: Any, missing: Tensor, by_address: bool) -> tuple[Any, Any, list]:
         """Return (lists, captured, tensors that must live until the launch).
 
-        With ``by_address``, lists and captured have addresses instead of tensors. ``missing`` replaces lists
-        that the block mask lacks. Captured tensors that a call lacks are 0. If a call has neither captured
-        tensors nor numbers, captured is 0. None is avoided, because functions of Triton 3.6 cannot return a
-        structure that contains None.
+        With ``by_address``, lists and captured have addresses instead of tensors. ``lists`` is None without a
+        block mask; ``missing`` replaces lists that the block mask lacks. Captured tensors that a call lacks
+        are 0. If a call has neither captured tensors nor numbers, ``captured`` is 0. There 0 stands for None,
+        because jit functions of Triton 3.6 cannot return a structure that contains None.
         """
         lists, captured, tensors = None, self._without_captured, []
         if self._has_captured:

@@ -278,8 +278,9 @@ def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr
 
 @kernel(do_not_specialize=("sizes",))
 def combine_given_kernel(pointers, strides, sizes, C: tl.constexpr):
-    """Combine the caller's partial results. Grid: (blocks of ROWS of the batch * seqlen * heads rows,).
+    """Combine the caller's partial results.
 
+    Grid: (cdiv(batch * seqlen * heads, ROWS),); each program combines ROWS rows.
     out_partial (splits, batch, seqlen, heads, HEAD_DIM_V), lse_partial (splits, batch, seqlen, heads),
     natural log; out (batch, seqlen, heads, HEAD_DIM_V) and lse (batch, heads, seqlen) contiguous.
     """

@@ -71,7 +71,8 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
 def has_pairs(cache: Tensor) -> bool:
     """Whether each row of an FP8 cache is a row of aligned pairs.
 
-    The address must be a multiple of 16, because this is all that a signature tells about it.
+    Pairs need only an even address. The check is for a multiple of 16, because a call's signature
+    (``op.operation.signatures``) records nothing else about addresses.
     """
     return not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
 

@@ -192,7 +192,7 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Return the number of n_blocks of each m_block [SCAN_BLOCK], over all groups of heads."""
+    """Return each m_block's n_blocks times the number of groups of heads, [SCAN_BLOCK]."""
     b, m = sequence_of(m_blocks, lengths, C)
     sequence = load_sequence(b, m_blocks < lengths.m_blocks, pointers, lengths, C, EARLY)
     _, _, n_blocks = reach_of(m, sequence, lengths, C)

@@ -16,7 +16,7 @@ FILES = {
     for path in (ROOT / "flashtile").rglob("*.py")
 }
 FLOORS = (
-    ("rounding", "caches", "problems", "backends"),
+    ("rounding", "caches", "files", "problems", "backends"),
     ("hardware", "checks", "backends.compat"),
     ("dropout", "masks", "op", "backends.common"),
     ("reference",),

@@ -149,7 +149,7 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     choices = []
     for operation, problem, backend in described:
         if card is not None:
-            problem = on_target(problem, Target(card.name, card.capability, card.sm_count))
+            problem = on_target(problem, Target.of_card(card))
         choices.append(choose(operation, problem, backend))
         if operation is FORWARD:
             choices.append(choose(BACKWARD, problem, backend))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flashtile.api.linear import linear
 from flashtile.hardware.linear_table import Found, find
 from flashtile.op.operation import describing
-from flashtile.op.selection import Choice, choose
+from flashtile.op.selection import Choice, choose, on_target
 from flashtile.problems.linear import LinearProblem
 
 if TYPE_CHECKING:
@@ -101,10 +101,8 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
     operation, problem, backend = described[-1]
     name = ""
     if card is not None:
-        from dataclasses import replace
-
         name = card.device_name
-        problem = replace(problem, device=Target(card.name, card.capability, card.sm_count))
+        problem = on_target(problem, Target.of_card(card))
     elif problem.device.type == "cuda":
         import torch
 

@@ -75,11 +75,12 @@ def compiling_driver(capability: tuple[int, int]) -> Iterator[None]:
         get_current_device=lambda: -arch,
         get_current_stream=lambda device: 0,
     )
+    before = triton.runtime.driver._active
     triton.runtime.driver.set_active(driver)
     try:
         yield
     finally:
-        triton.runtime.driver._active = None
+        triton.runtime.driver._active = before
 
 
 def cuobjdump_path() -> str:

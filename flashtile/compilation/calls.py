@@ -7,15 +7,14 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashtile.files import as_path, replace_file
 from flashtile.op.operation import OPERATIONS, Remembered, remembering
 from flashtile.operators import attention, decode, fp8, linear
-from flashtile.problems.common import as_path
 
 REGISTERED = attention, decode, fp8, linear
 """Modules whose import declares the operations that calls name."""
@@ -77,6 +76,9 @@ class Call:
         operation, given = OPERATIONS[self.operation], dict(self.arguments)
         if unknown := given.keys() - set(operation.arguments):
             raise ValueError(f"{self.operation} has no argument {', '.join(sorted(unknown))}")
+        needed = {name for name in operation.tensors if not name.endswith("?")}
+        if missing := sorted(n for n in needed if not isinstance(given.get(n), Signature)):
+            raise ValueError(f"{self.operation} must have the tensors {', '.join(missing)}")
         values = [given.get(name) for name in operation.arguments]
         made = (value.on_meta() if isinstance(value, Signature) else value for value in values)
         tensors, optional, options = operation.split(tuple(made))
@@ -130,7 +132,7 @@ def write_calls(path: str | os.PathLike[str], calls: list[Call]) -> None:
         }
         for call in calls
     ]
-    Path(path).write_text(json.dumps({"calls": entries}, indent=1) + "\n", "utf-8")
+    replace_file(as_path(path), json.dumps({"calls": entries}, indent=1) + "\n")
 
 
 def read_calls(path: str | os.PathLike[str]) -> list[Call]:

@@ -81,8 +81,7 @@ def compile_calls(
         if isinstance(found, Exception):  # the compiler failed; the other kernels are still compiled
             failures.append(Failure(task.call, task.target.name, f"{type(found).__name__}: {found}"))
         else:
-            arch = "sm_{}{}".format(*task.target.capability)
-            kernels |= {key: (arch, digests) for key, digests in found.items()}
+            kernels |= {key: (task.target.arch, digests) for key, digests in found.items()}
         progress(done, len(wanted))
     if folder is not None:
         from flashtile.backends.common.compiled_folder import write_index

@@ -18,6 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flashtile.files import replace_file
+
 VERSION = 1
 """Version of the file format. Files of other versions are ignored."""
 
@@ -118,9 +120,7 @@ def write_table(path: Path, rows: tuple[Row, ...]) -> None:
     """Write a file with these rows, which replaces an existing one atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "rows": [asdict(row) for row in rows]}
-    written = path.with_name(f"{path.name}.{os.getpid()}")
-    written.write_text(json.dumps(document, indent=1) + "\n")
-    written.replace(path)
+    replace_file(path, json.dumps(document, indent=1) + "\n")
 
 
 def merged(old: tuple[Row, ...], new: tuple[Row, ...]) -> tuple[Row, ...]:

@@ -7,9 +7,6 @@ data. It is frozen and hashable, because backends choose and cache compiled kern
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,14 +71,3 @@ class Results:
     @property
     def lse_dtype(self) -> torch.dtype:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
-
-
-def as_path(path: Any) -> Path:
-    """Return ``path`` as a Path.
-
-    Raises:
-        TypeError: it is neither a str nor an os.PathLike.
-    """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or an os.PathLike, got {type(path).__name__}")
-    return Path(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -65,11 +66,11 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
 
     Args:
         layers: heads of the layers.
-        features: also dropout, packed sequences, soft caps, ALiBi, biases and ready masks.
+        features: also dropout, soft caps, ALiBi, windows, biases and ready masks.
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
-            for batch, seqlen in ((b, s) for b in BATCHES for s in SEQLENS):
+            for batch, seqlen in product(BATCHES, SEQLENS):
                 for arguments in _training_arguments(layer, batch, seqlen, features):
                     out = flashtile.attention(*layer.tensors(batch, seqlen), **arguments)
                     out.sum().backward()

@@ -26,16 +26,20 @@ from flashtile.compilation.calls import Call, Signature, read_calls, record_call
 from flashtile.compilation.compiling import Compiled, compile_calls, launches, warmup
 
 H200, A100 = Target("H200", (9, 0), 132), Target("A100", (8, 0), 108)
+DEFAULTS = (
+    ("causal", False), ("window_left", -1), ("window_right", -1), ("softcap", 0.0), ("deterministic", False),
+    ("dropout_p", 0.0), ("attention_chunk", 0), ("bias_grad", False), ("partial", False),
+)  # fmt: skip
+CACHE = Signature((8, 16, 2, 64), (2048, 128, 64, 1), "bfloat16")
+NEW = Signature((3, 1, 2, 64), (128, 128, 64, 1), "bfloat16")
 APPEND = Call(
     "append_kvcache",
     (
-        *(("k_cache", Signature((8, 16, 2, 64), (2048, 128, 64, 1), "bfloat16")),),
-        *(("v_cache", Signature((8, 16, 2, 64), (2048, 128, 64, 1), "bfloat16")),),
-        *((name, Signature((3, 1, 2, 64), (128, 128, 64, 1), "bfloat16")) for name in ("k", "v")),
+        ("k_cache", CACHE), ("v_cache", CACHE), ("k", NEW), ("v", NEW),
         ("cache_seqlens", Signature((3,), (1,), "int32")),
         ("block_table", Signature((3, 4), (4, 1), "int32")),
     ),
-)
+)  # fmt: skip
 
 
 def recorded(path: Path) -> list[Call]:
@@ -106,18 +110,14 @@ def test_calls_of_another_version_are_failures(tmp_path):
     unknown = [Call("sort", ()), Call("forward", (("colour", 3),))]
     float64 = Signature((1, 32, 2, 64), (4096, 128, 64, 1), "float64")
     unknown.append(Call("forward", (*((name, float64) for name in "qkv"), *DEFAULTS)))
+    unknown.append(Call("forward", (("q", float64), ("k", 3))))
     done = compile_calls(unknown, [H200], tmp_path)
     assert done.kernels == 0
     reasons = [failure.reason for failure in done.failures]
     assert "operation must be one of" in reasons[0]
     assert "forward has no argument colour" in reasons[1]
     assert "no backend serves" in reasons[2]
-
-
-DEFAULTS = (
-    ("causal", False), ("window_left", -1), ("window_right", -1), ("softcap", 0.0), ("deterministic", False),
-    ("dropout_p", 0.0), ("attention_chunk", 0), ("bias_grad", False), ("partial", False),
-)  # fmt: skip
+    assert reasons[3] == "forward must have the tensors k, v"
 
 
 def test_warmup_needs_a_gpu(tmp_path):
@@ -197,6 +197,12 @@ def test_a_kernel_of_a_folder_is_not_compiled(folder, compilations):
 
 
 @pytest.mark.compile
+def test_a_folder_is_whole_though_another_has_its_kernels(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(folder))
+    assert compile_calls([APPEND], [H200], tmp_path / "copy", workers=1) == Compiled(1, ())
+
+
+@pytest.mark.compile
 def test_folders_of_the_environment(folder, compilations, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv(VARIABLE, os.pathsep.join([str(tmp_path / "none"), str(folder)]))
     compiled_here()
@@ -271,7 +277,7 @@ def test_from_a_script_to_a_folder(tmp_path):
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.startswith("1 kernels of 1 calls")
     found = cli("info", environment={VARIABLE: str(kernels)})
-    assert found.stdout.splitlines()[-1].endswith(": 1 for sm_80") or "1 for sm_80" in found.stdout
+    assert "1 for sm_80" in found.stdout
     calls.write_text('{"calls": [{"operation": "sort", "arguments": {}}]}')
     refused = cli("compile", str(kernels), "--calls", str(calls))
     assert refused.returncode == 1

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import stat
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any
 
 import triton
 
-from flashtile.problems.common import as_path
+from flashtile.files import as_path, replace_file
 
 FORMAT = 1
 INDEX = "index.json"
@@ -122,10 +123,7 @@ def write_kernel(folder: Path, key: str, compiled: Any) -> dict[str, str]:
     contents = json.dumps(metadata, default=vars).encode(), compiled.asm["cubin"]
     digests = {}
     for suffix, content in zip(_SUFFIXES, contents, strict=True):
-        path = folder / f"{key}{suffix}"
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        part.write_bytes(content)
-        part.replace(path)
+        replace_file(folder / f"{key}{suffix}", content)
         digests[suffix] = hashlib.sha256(content).hexdigest()
     return digests
 
@@ -138,16 +136,12 @@ def write_index(folder: Path, kernels: dict[str, tuple[str, dict[str, str]]]) ->
     """
     from flashtile import __version__
 
-    archs: dict[str, int] = {}
-    for arch, _ in kernels.values():
-        archs[arch] = archs.get(arch, 0) + 1
     index = {
-        "format": FORMAT, "flashtile": __version__, "triton": triton.__version__, "archs": archs,
+        "format": FORMAT, "flashtile": __version__, "triton": triton.__version__,
+        "archs": Counter(arch for arch, _ in kernels.values()),
         "kernels": {key: digests for key, (_, digests) in sorted(kernels.items())},
     }  # fmt: skip
-    part = folder / f"{INDEX}.{os.getpid()}"
-    part.write_text(json.dumps(index, indent=1) + "\n", "utf-8")
-    part.replace(folder / INDEX)
+    replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
 
 
 _in_use: list[CompiledFolder] = []

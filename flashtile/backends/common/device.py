@@ -6,8 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from flashtile.hardware.cards import Card
 
 INTERPRETER_MULTIPROCESSORS = 2
 """Multiprocessor count that is assumed for Triton's interpreter, enough for work to be split as on a GPU."""
@@ -32,10 +36,19 @@ class Target:
     type: str = "cuda"
     hip: bool = False
 
+    @staticmethod
+    def of_card(card: Card) -> Target:
+        """Return the GPU that a card of the table describes."""
+        return Target(card.name, card.capability, card.sm_count)
+
+    @property
+    def arch(self) -> str:
+        """CUDA's name of the architecture, such as "sm_90"."""
+        return "sm_{}{}".format(*self.capability)
+
     def __str__(self) -> str:
         article = "an" if self.name[:1] in "AEFHILMNORSX" else "a"  # names are read letter by letter: an H100
-        major, minor = self.capability
-        return f"{article} {self.name}" if self.hip else f"{article} {self.name} (sm_{major}{minor})"
+        return f"{article} {self.name}" if self.hip else f"{article} {self.name} ({self.arch})"
 
 
 _NO_GPU = Target("CPU", (0, 0), INTERPRETER_MULTIPROCESSORS)

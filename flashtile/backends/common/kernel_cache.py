@@ -16,7 +16,6 @@ import inspect
 import os
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -29,6 +28,7 @@ from triton import language as tl
 from triton.runtime.jit import JITCallable, JITFunction
 
 from flashtile.backends.common import compiled_folder
+from flashtile.files import replace_file
 
 COMPILER_FOLDERS = ("_C", "backends", "compiler", "language", "runtime")
 """Folders of Triton's installation that hold all files that ``triton_key`` reads."""
@@ -159,13 +159,12 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
     """
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
-    folders, collected = compiled_folder.in_use(), _collected.get()
+    folders, collected, compiled = compiled_folder.in_use(), _collected.get(), None
     if folders or collected is not None:
         key = _key_in_folders(src, target, options)
-        for folder in folders:
-            if (found := folder.load(key, src)) is not None:
-                return found
-    compiled = _from_cache_or_compiler(src, target, options, **more)
+        compiled = next(filter(None, (folder.load(key, src) for folder in folders)), None)
+    if compiled is None:
+        compiled = _from_cache_or_compiler(src, target, options, **more)
     if collected is not None:
         collected[key] = compiled
     return compiled
@@ -173,7 +172,7 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
 
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[str, Any]]:
-    """Collect the kernels that are compiled inside the context, by their key in a folder."""
+    """Collect the kernels that are compiled or found inside the context, by their key in a folder."""
     collected: dict[str, Any] = {}
     token = _collected.set(collected)
     try:
@@ -279,8 +278,6 @@ def _keep_key(key_file: Path) -> None:
         if key_file.exists() and key_file.read_text() == key:
             return
         key_file.parent.mkdir(parents=True, exist_ok=True)
-        written = key_file.with_name(f"{key_file.name}.{uuid.uuid4()}")
-        written.write_text(key)
-        written.replace(key_file)
+        replace_file(key_file, key)
     except (ImportError, OSError):  # this Triton has no such function, or the cache cannot be written
         return

@@ -20,6 +20,7 @@ from flashtile.engine.server.metrics import CONTENT_TYPE
 from flashtile.engine.server.middlewares import answer_errors, authorised, check_content_type, logged
 from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize
 from flashtile.engine.server.service import Service
+from flashtile.files import DESIGN
 
 Call = Callable[[web.Request, Service, Body], Awaitable[web.StreamResponse]]
 
@@ -30,7 +31,6 @@ POLICY = (
 """Content security policy of the page: it loads no resources and connects only to this server."""
 
 ASSETS = files("flashtile.engine.server") / "assets"
-DESIGN = files("flashtile") / "assets" / "design.css"
 
 MAX_SEQUENCES = 64
 MAX_BLOCKS = 4096

@@ -159,6 +159,11 @@ def format_seconds(seconds: float) -> str:
     return scaled or (f"{seconds * 1e9:.0f} ns" if seconds else "")
 
 
+def format_number(value: float) -> str:
+    """Format ``value`` with three digits, or all digits before the point if there are more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def format_tokens(count: int) -> str:
     return f"{count // 1024}k" if count % 1024 == 0 else str(count)
 

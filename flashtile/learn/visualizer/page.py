@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from flashtile.files import DESIGN
 from flashtile.hardware.cards import CARDS
 from flashtile.learn.visualizer import prebuilt, stories
 from flashtile.learn.visualizer.recording import record
@@ -30,9 +31,6 @@ SCRIPTS = (
     *(f"stories/{name}" for name in stories.STORIES), "main",
 )  # fmt: skip
 """The page's scripts, each after those that it uses; they share one scope."""
-
-DESIGN = files("flashtile") / "assets" / "design.css"
-"""Colours, type and spacing of every page; see the file."""
 
 STYLES = ("style.css", "stories.css")
 LANGUAGES = ("en", "zh")

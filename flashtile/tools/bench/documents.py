@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flashtile.files import replace_file
+
 FIELDS: dict[str, type | tuple[type, ...]] = {
     "date": str, "versions": dict, "device": dict, "settings": dict, "contestants": list,
     "ceilings": (dict, type(None)), "cells": list, "summary": list,
@@ -16,9 +18,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 
 def write(document: dict[str, Any], path: Path) -> None:
     """Replace the file atomically: an interrupted run leaves the last complete document."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    partial.replace(path)
+    replace_file(path, json.dumps(document, indent=1) + "\n")
 
 
 def read(path: Path) -> dict[str, Any]:

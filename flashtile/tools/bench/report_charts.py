@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from flashtile.learn.io_model.tables import format_bytes, format_tokens
+from flashtile.learn.io_model.tables import format_bytes, format_number, format_tokens
 from flashtile.tools.bench import documents
 from flashtile.tools.bench.operations import DROP
 from flashtile.tools.bench.report import by_pass, headline, scale, taken_apart
@@ -199,7 +199,7 @@ def operation_bars(axes: Axes, cell: Cell, ours: str) -> None:
             continue
         axes.bar([0], [milliseconds], 0.6, bottom=height, label=name, color=f"C{index + 1}")
         if milliseconds > 0.06 * found["together_ms"]:
-            label = f"{name} {_milliseconds(milliseconds)}"
+            label = f"{name} {format_number(milliseconds)}"
             axes.text(
                 0, height + milliseconds / 2, label, ha="center", va="center", fontsize=8, color="black"
             )
@@ -207,17 +207,13 @@ def operation_bars(axes: Axes, cell: Cell, ours: str) -> None:
     fused = cell["results"][ours].get("ms", 0.0) if dropped is None else dropped
     axes.bar([1], [fused], 0.6, label=ours, color="C0")
     for place, whole in enumerate((height, fused)):
-        label = _milliseconds(whole) if whole else "not timed"
+        label = format_number(whole) if whole else "not timed"
         axes.text(place, whole, label, ha="center", va="bottom", fontsize=8, color=INK)
     both = "no dropout" if dropped is None else f"dropout {found['dropout_p']:g}"
     axes.set_xticks([0, 1], [f"standard attention,\n{both}", f"{ours},\n{both}"])
     axes.set_xlim(-0.6, 1.6)
     axes.set_ylabel("milliseconds, forward", fontsize=8)
     axes.margins(y=0.14)
-
-
-def _milliseconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _speed_up_lines(axes: Axes, document: dict[str, Any], cells: Sequence[Cell]) -> None:

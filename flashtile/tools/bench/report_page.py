@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from importlib.resources import files
 from typing import Any
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from flashtile.files import DESIGN
 from flashtile.learn.io_model.tables import format_bytes
 from flashtile.tools.bench import report
 from flashtile.tools.bench.documents import names
@@ -48,8 +48,7 @@ def render(package: str, template: str, **values: Any) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"rows": _rows, "bytes": format_bytes}
-    design = (files("flashtile") / "assets" / "design.css").read_text("utf-8")
-    return environment.get_template(template).render(design=design, **values)
+    return environment.get_template(template).render(design=DESIGN.read_text("utf-8"), **values)
 
 
 def _rows(table: Table) -> Iterator[list[list[tuple[str, str]]]]:

@@ -11,7 +11,7 @@ from rich.console import Console
 from flashtile.backends.common.device import Target
 from flashtile.compilation.calls import Call, read_calls
 from flashtile.compilation.compiling import compile_calls
-from flashtile.hardware.cards import CARDS
+from flashtile.hardware.cards import CARDS, find_card
 from flashtile.tools.commands.options import bad_models, console, progress_bar
 
 ARCHITECTURES = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "l40s", "sm_90": "h200", "sm_100": "b200"}
@@ -37,7 +37,9 @@ def compile(
     ] = "both",
     preset: Annotated[
         list[str] | None,
-        typer.Option(help="training: plain attention, head sizes 64 to 256. everything: with all features."),
+        typer.Option(
+            help="training: plain attention, head sizes 64 to 256. everything: also masks, biases, dropout."
+        ),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes that compile. Default: the number of CPU cores.")
@@ -69,11 +71,10 @@ def compile(
 
 
 def _target(name: str) -> Target:
-    key = ARCHITECTURES.get(name.removesuffix("a"), name.lower())
-    if key not in CARDS:
+    try:
+        return Target.of_card(find_card(ARCHITECTURES.get(name.removesuffix("a"), name)))
+    except ValueError:
         _refuse("--arch", name, (*ARCHITECTURES, *CARDS))
-    card = CARDS[key]
-    return Target(card.name, card.capability, card.sm_count)
 
 
 def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:

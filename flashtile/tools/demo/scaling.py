@@ -18,6 +18,7 @@ from rich.table import Column, Table
 
 from flashtile.hardware import machine
 from flashtile.hardware.timing import peak_allocated, time_call
+from flashtile.learn.io_model.tables import format_number
 from flashtile.tools.demo.attention import Attention, flashtile, later_keys, standard
 from flashtile.tools.demo.exactness import Check
 
@@ -221,9 +222,7 @@ def table(rows: Sequence[ScalingRow]) -> Table:
 
 
 def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return "–" if value is None else format_number(value)
 
 
 def compared(rows: Sequence[ScalingRow]) -> ScalingRow | None:

@@ -7,7 +7,8 @@ import contextlib
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,15 @@ def running(model: Path, limits: Limits | None = None, **options: Any) -> Iterat
         yield found
     finally:
         found.stop()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    """Wait until a condition holds.
+
+    A client can read the last byte of a stream before the server has finished with the call, so what the
+    server counts is waited for.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come to hold"
+        time.sleep(0.01)

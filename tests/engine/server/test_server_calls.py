@@ -8,7 +8,7 @@ import re
 import threading
 
 import pytest
-from serving import MAX_MODEL_LEN, MODEL, running
+from serving import MAX_MODEL_LEN, MODEL, running, wait_for
 
 from flashtile.engine import LLM, Logprob, SamplingParams
 from flashtile.engine.server.answers import logprobs_body
@@ -295,7 +295,7 @@ def test_paths_that_describe(server):
     assert server.ask("/v1/models/another")[0] == 404
     assert server.ask("/health")[0] == 200
     assert set(server.ask("/version")[1]) == {"version"}
-    assert server.ask("/load") == (200, {"server_load": 0})
+    wait_for(lambda: server.ask("/load") == (200, {"server_load": 0}))
 
 
 def test_numbers_for_prometheus(server):

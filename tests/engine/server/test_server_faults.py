@@ -7,11 +7,10 @@ import http.client
 import json
 import socket
 import threading
-import time
 
 import pytest
 from aiohttp import web
-from serving import MODEL, Running, running
+from serving import MODEL, Running, running, wait_for
 from soak import soak
 from traffic import WEIGHTS
 
@@ -22,13 +21,6 @@ from flashtile.engine.server.service import Limits
 
 COMPLETIONS = "/v1/completions"
 LONG = {"model": MODEL, "prompt": "abc", "temperature": 0, "max_tokens": 4000}
-
-
-def wait_for(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.01)
 
 
 def is_idle(server):

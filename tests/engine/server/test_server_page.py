@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from serving import Running, running
+from serving import Running, running, wait_for
 
 from chromium import axe_violations, launched
 from flashtile.engine.server.service import Limits
@@ -156,7 +156,7 @@ def test_an_answer_streams_and_escape_stops_it(visit, server):
     one.set(max_tokens=3)
     one.ask("x")  # the stopped answer is part of the conversation
     assert [message["role"] for message in one.bodies[-1]["messages"]] == ["user", "assistant", "user"]
-    assert server.service.in_flight == 0
+    wait_for(lambda: server.service.in_flight == 0)
 
 
 def test_answers_stand_next_to_each_other_and_one_is_replied_to(visit):

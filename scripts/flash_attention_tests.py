@@ -64,7 +64,8 @@ def map_cuda_to_cpu() -> None:
 
         return on_cpu
 
-    for function in filter(None, _device_constructors()):
+    constructors: Any = _device_constructors()
+    for function in constructors:
         if getattr(torch, function.__name__, None) is function:
             setattr(torch, function.__name__, mapped(function))
     torch.Tensor.to = mapped(torch.Tensor.to)  # type: ignore[method-assign]

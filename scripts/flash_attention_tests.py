@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import original_tests
 
@@ -64,7 +64,7 @@ def map_cuda_to_cpu() -> None:
 
         return on_cpu
 
-    constructors: Any = _device_constructors()
+    constructors = cast("Any", _device_constructors())
     for function in constructors:
         if getattr(torch, function.__name__, None) is function:
             setattr(torch, function.__name__, mapped(function))

@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import original_tests
 
@@ -64,9 +64,8 @@ def map_cuda_to_cpu() -> None:
 
         return on_cpu
 
-    constructors = cast("Any", _device_constructors())
-    for function in constructors:
-        if getattr(torch, function.__name__, None) is function:
+    for function in _device_constructors():
+        if function is not None and getattr(torch, function.__name__, None) is function:
             setattr(torch, function.__name__, mapped(function))
     torch.Tensor.to = mapped(torch.Tensor.to)  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]

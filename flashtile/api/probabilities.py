@@ -45,12 +45,16 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
 def signed_probabilities(
     q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
 ) -> Tensor:
-    """Return :func:`probabilities`, negative where dropout dropped them."""
+    """Return :func:`probabilities`, negative where dropout dropped them.
+
+    They are computed in float32, as by the kernels, and rounded once.
+    """
     assert extras.rng_state is not None
     found = probabilities(
         q, k, v, **extras._replace(rng_state=None)._asdict(), max_seqlen_q=options.max_seqlen_q,
         max_seqlen_k=options.max_seqlen_k, softmax_scale=options.softmax_scale, causal=options.causal,
         window_size=(options.window_left, options.window_right), softcap=options.softcap,
+        upcast=torch.promote_types(q.dtype, torch.float32),
     )  # fmt: skip
     with torch.no_grad():
         shape = found.shape

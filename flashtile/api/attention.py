@@ -274,8 +274,8 @@ def flash_attn_func(
     Returns:
         out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. S_dmask is
         FlashAttention-2's debugging output of dropout, None without dropout: the (batch, heads_q, seqlen_q,
-        seqlen_k) probabilities before dropout, negative where they were dropped. It needs memory for
-        every probability.
+        seqlen_k) probabilities before dropout, negative where they were dropped. It is float32 (float64
+        for float64 inputs) and needs memory for every probability.
 
     Raises:
         NotImplementedError: as :func:`attention`.

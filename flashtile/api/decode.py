@@ -89,8 +89,8 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
             float16, bfloat16, float32 or (CPU) float64. Any number of queries; the kernels are made for few.
-            Over a cache of float8_e4m3fn q may also be float8_e4m3fn; it is computed as bfloat16, and the
-            result is bfloat16.
+            If the cache is float8_e4m3fn, q may be float8_e4m3fn as well. It is then converted to bfloat16,
+            and so the result is bfloat16.
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), or with ``block_table``
             (num_blocks, page_size, heads_kv, head_dim) with page_size at least 1. The dtype of q, or
             float8_e4m3fn. heads_q must be a multiple of heads_kv.
@@ -144,8 +144,8 @@ def flash_attn_with_kvcache(
             2024, arXiv:2405.04434, section 2.1), where v_cache holds the latent vectors and k_cache their
             rotated part. ``softmax_scale=None`` then means ``(head_dim + head_dim_v) ** -0.5``, as in
             FlashAttention-3. Not supported over a cache of float8_e4m3fn.
-        out, lse: tensors that receive the results, as for :func:`flashtile.attention`. A given lse is also
-            written without ``return_softmax_lse``.
+        out, lse: tensors that receive the results, as for :func:`flashtile.attention`. If ``lse`` is
+            given, it is written even without ``return_softmax_lse``.
         backend: the backend to require, as for :func:`flashtile.attention`.
         debug_checks: also check lengths, block table and write positions on a GPU, which synchronises
             (``FLASHTILE_DEBUG=1`` does the same). On the CPU they are always checked.

@@ -271,7 +271,7 @@ def _gradients(ctx, dout, dlse, bias):
         arguments = BACKWARD.flat(given, extras, options)
         *gradients, dsink, dbias = transforms.backward(BACKWARD, *arguments)
     else:
-        # With create_graph=True, traced records a node for the second derivative.
+        # With create_graph=True, BACKWARD.traced records a node for the second derivative.
         *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
     of_captured = functions.unpack(dbias, extras, options)
     dsink = None if extras.sink is None else dsink

@@ -49,7 +49,7 @@ class CacheTensors(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """The arguments of attention over a cache that are not tensors, with exactly the declared types."""
+    """The non-tensor arguments of attention over a cache, with exactly the declared types."""
 
     max_seqlen_q: int | None = None
     seqlen_new: int = 0
@@ -91,7 +91,7 @@ class AppendTensors(NamedTuple):
 
 
 class AppendOptions(NamedTuple):
-    """The arguments of an append that are not tensors, with exactly the declared types."""
+    """The non-tensor arguments of an append, with exactly the declared types."""
 
     max_seqlen_k_new: int | None = None
     max_seqlen_q: int | None = None
@@ -106,7 +106,7 @@ class NoTensors(NamedTuple):
 
 
 class CombineOptions(NamedTuple):
-    """The arguments of a combination of partial results that are not tensors."""
+    """The non-tensor arguments of a combination of partial results."""
 
     out_dtype: torch.dtype
     backend: str | None = None
@@ -120,7 +120,7 @@ class CopyTensors(NamedTuple):
 
 
 class CopyOptions(NamedTuple):
-    """The arguments of a copy of blocks that are not tensors."""
+    """The non-tensor arguments of a copy of blocks."""
 
     backend: str | None = None
     debug_checks: bool = False
@@ -172,7 +172,7 @@ class DecodeProblem(Results):
     tma_obstacle: str | None = None  # why Hopper's TMA cannot address q or the caches
     softmax_max: float | None = None  # subtracted from scores; None: their maximum
     softmax_max_by_head: bool = False  # a tensor holds one softmax_max per head instead
-    qv: bool = False  # scores include queries for the values
+    qv: bool = False  # scores include the products of qv and v
 
     @classmethod
     def from_tensors(

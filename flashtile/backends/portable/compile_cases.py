@@ -124,7 +124,7 @@ _Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LIST
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the rows of the table that serve ``arch``, each for all variants, and the other kernels."""
+    """Yield the portable kernels of attention and weights, all variants with the tile sizes of ``arch``."""
     capability = divmod(architecture(arch).capability, 10)
     yield from _plain_cases(capability)
     for head_dim in (64, 128):

@@ -268,8 +268,11 @@ def row_list(C: gl.constexpr, work, pointers):
 
 @gluon.jit
 def in_order(C: gl.constexpr, ranges, listed):
-    """Return the :class:`RowBlocks` of a work tile: from its :func:`row_list` if there is a block mask, else
-    from ``ranges``, its :func:`own_row_blocks`."""
+    """Return the :class:`RowBlocks` of a work tile: the blocks of rows that it visits, and their order.
+
+    With a block mask they come from ``listed``, the work tile's :func:`row_list`. Otherwise they come from
+    ``ranges``, which :func:`own_row_blocks` returned for the work tile.
+    """
     if C.LISTED:
         masked = listed.masked_count
         return RowBlocks(0, listed.count, masked, listed.count, masked, masked, listed)

@@ -35,7 +35,7 @@ def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constex
 
 @gluon.jit
 def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
-    """Return the :class:`OwnBlocks` of warpgroup W among the n_blocks [n_begin, n_end) of a part.
+    """Return the n_blocks in [n_begin, n_end) that the rows of warpgroup W see, as :class:`OwnBlocks`.
 
     A warpgroup without valid rows gets one masked n_block, so it needs no special case.
     """

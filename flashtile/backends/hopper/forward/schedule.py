@@ -359,7 +359,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # other variants get a new counter in each launch; resetting it would cost spills
+        if C.HAS_MODS:  # Without functions each launch has a new counter: to reset it would cost spills.
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

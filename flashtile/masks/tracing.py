@@ -456,7 +456,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, constants as FlexAttention makes them."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``: FlexAttention makes constants so."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():

@@ -324,7 +324,7 @@ def dq_order(C: gl.constexpr, work, m, schedule):
 
 @gluon.jit
 def head_of_batch(C: gl.constexpr, work, g, num_heads):
-    """Return query head ``g`` of the work tile's key head, numbered through a dense batch."""
+    """Return query head ``g`` of the work tile's key head, counted over all sequences of a dense batch."""
     head = work.head * C.GROUP + g
     if not C.VARLEN:
         head += work.sequence * (num_heads * C.GROUP)

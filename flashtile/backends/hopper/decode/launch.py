@@ -89,7 +89,7 @@ def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """Return the number of keys per TMA load, which are contiguous in memory: a power of two.
 
-    It is BLOCK_N if keys are copied one by one.
+    A kernel that gathers keys one by one, without TMA, gets BLOCK_N.
     """
     if gathers(problem):
         return config.tile.BLOCK_N

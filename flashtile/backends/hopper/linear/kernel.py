@@ -1,17 +1,16 @@
 """Flat products for Hopper, y [M, N] = x [M, K] W [N, K]^T with up to 16 rows of x (FlashDecoding++, Hong et
 al. 2023, arXiv:2311.01282, section 4). Reading W takes most of the time, so memory should never be idle:
 
-* All programs read equally many rows of W (to within one place), divided into tiles of equal size. Within a
-  tile, each warp multiplies a part of K. The sums of the warps are added at the end of the tile, in a fixed
-  order.
+* All programs read equally many rows of W, divided into tiles of equal size. Their numbers of rows differ by
+  at most one *place*: an output column, or a pair of them (``common.linear_epilogue``). Within a tile, each
+  warp multiplies a part of K. The sums of the warps are added at the end of the tile, in a fixed order.
 * A ring of asynchronous copies continues across the boundaries of tiles.
 * Under programmatic dependent launch the kernel loads its first weights before it waits for the previous
   kernel.
 
 Rows of W are the first operand of the tensor cores, and rows of x the second. So M is padded only to 8 or 16.
 
-A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one. *Places* are output
-columns or pairs of them (``common.linear_epilogue``).
+A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one.
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Modifiers(NamedTuple):
-    """Modifiers of a warpgroup's tile, for the device steps; 0 for a modifier that a call does not have."""
+    """Modifiers of a warpgroup's tile, as a kernel's functions take them. 0 stands for an absent modifier."""
 
     bias: Any
     """The channel that brings tiles of the bias, as :class:`~flashtile.backends.hopper.channels.Channel`."""

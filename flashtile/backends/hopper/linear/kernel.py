@@ -74,7 +74,10 @@ class FlatRing(NamedTuple):
 
 
 class FlatTiles(NamedTuple):
-    """A program's ``places`` places from ``begin`` on, in ``count`` tiles whose sizes differ by at most 1."""
+    """The output columns or pairs of columns (*places*) of a program: ``places`` of them, from ``begin`` on.
+
+    They are divided into ``count`` tiles, whose sizes differ by at most 1.
+    """
 
     begin: Any
     places: Any
@@ -271,7 +274,7 @@ def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.con
 def flat_kernel(
     pointers, depth, eps, places, strides, cache_strides, sizes, C: gl.constexpr, E: gl.constexpr
 ):
-    """Flat product. Grid: as many programs as run at a time, at most one per place.
+    """Compute y = x W^T for few rows of x. Grid: as many programs as run at a time, at most one per place.
 
     The counter ``arrived`` is 0 before and after the kernel.
     """
@@ -283,8 +286,8 @@ def flat_kernel(
     K, M = depth.K, sizes.M
     x_type: gl.constexpr = pointers.x.dtype.element_ty
     w_type: gl.constexpr = pointers.w.dtype.element_ty
-    # K and the strides are multiples of a vector (``LinearProblem.aligned``). From the products below, the
-    # compiler knows it.
+    # K and the strides are multiples of a vector (``LinearProblem.aligned``). The expressions
+    # ``n // vector * vector`` below tell the compiler.
     of_x: gl.constexpr = vector_of(x_type)
     of_w: gl.constexpr = vector_of(w_type)
     depth = ProductDepth(K // of_w * of_w, depth.x_stride // of_x * of_x, depth.w_stride // of_w * of_w)

@@ -1,8 +1,8 @@
 """Device steps that change the scores or probabilities of a tile: an additive bias, dropout, score and mask
 functions, the lists of a block mask.
 
-The forward and the backward call them where their variant says that a call has them
-(``config.ModifierFlags``). Steps that are absent are not compiled.
+The forward and the backward kernel have the steps that the flags of their variant name
+(``config.ModifierFlags``). Other steps are not compiled.
 """
 
 from typing import Any, NamedTuple

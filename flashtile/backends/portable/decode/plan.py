@@ -28,7 +28,8 @@ COMBINE_TILE = 4096
 """Elements of partial results that four warps of a combining program load at a time. The program waits on a
 multiprocessor for two attention programs to end, so its registers must fit next to theirs."""
 MIN_SPLITS = 8
-"""Fewest splits that a combining program loads at a time: with unequal lengths, some work tiles have many."""
+"""Fewest splits that a combining program loads at a time. The average may be lower than what one work tile
+has."""
 MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
 """Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""
@@ -56,8 +57,8 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
     """View the caches in the dtype that the kernel is compiled for.
 
     FP8 caches are viewed as pairs of elements if rows consist of pairs and tiles are NARROW. The products of
-    these tiles take operands from registers. Products of taller tiles take operands from shared memory, to
-    which converted elements are written anyway.
+    these tiles take operands from registers. Products of taller tiles take them from shared memory. There
+    pairs gain nothing, because converted elements must be written to shared memory in any case.
     """
     if k_cache.dtype != FP8:
         return k_cache, v_cache
@@ -282,7 +283,7 @@ def combine_variant(
 
 
 def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether tiles of k and v may differ in width, because Triton loads them asynchronously."""
+    """Whether k and v are aligned for asynchronous loads. Only then may their tiles differ in width."""
     return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
 
 

@@ -195,9 +195,9 @@ def attend_n_blocks(
     Returns (acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M], row_sum [BLOCK_M]). Sums are NaN if ``faults`` of
     :func:`find_faults` are not 0, or if a page is not in the cache.
 
-    ``dtype``: dtype of the call's queries, to which values scaled by their pages are rounded. ``shift``, if
-    given, is subtracted from scores instead of their maximum. ``qv`` [BLOCK_M, BLOCK_DV]: queries for the
-    values, if C.HAS_QV.
+    ``dtype`` is the dtype of the call's queries. Values times the scales of their pages are rounded to it. If
+    ``shift`` is given, it is subtracted from scores instead of their maximum. ``qv`` [BLOCK_M, BLOCK_DV]:
+    queries for the values, if C.HAS_QV.
     """
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     BLOCK_M: tl.constexpr = C.BLOCK_M

@@ -1,8 +1,8 @@
 """Choice of the product for a problem: from the measured table if it has the shape, else by rules.
 
 A row of the table names a kernel, its tile and its time for some numbers of rows of x. Tiles hold for the
-card that was measured. Another card takes the kind of product from the nearest row and its tile from
-:data:`DEFAULTS`.
+card that was measured. Another card takes the kind of product from the nearest shape in the table, and the
+tile from :data:`DEFAULTS`.
 
 A *place* is an output column of the product, or a pair of columns that the epilogue joins: gate and up, or
 two columns that rotary embedding rotates.

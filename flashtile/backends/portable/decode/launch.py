@@ -144,7 +144,10 @@ class DecodeLaunch:
             return None
         left, right = plan.effective_window(problem)
         capacity = problem.capacity if problem.num_blocks else 0
-        lengths = scalars.lengths._replace(capacity=capacity, window_left=left, window_right=right)
+        lengths = scalars.lengths._replace(
+            capacity=capacity, window_left=left, window_right=right,
+            attention_chunk=plan.effective_chunk(problem),
+        )  # fmt: skip
         strides, outer = plan.strides_of(q, *caches), plan.outer_strides_of(tensors)
         scalars = scalars._replace(strides=strides, outer=outer, lengths=lengths)
         attend = attend.with_scalars(scalars)

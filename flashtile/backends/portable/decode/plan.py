@@ -170,15 +170,28 @@ def lengths_of(problem: DecodeProblem, config: DecodeConfig) -> DecodeLengths:
         capacity=problem.capacity if problem.num_blocks else 0,
         window_left=left,
         window_right=right,
+        attention_chunk=effective_chunk(problem),
     )
 
 
 def effective_window(problem: DecodeProblem) -> tuple[int, int]:
-    """Return (left, right); a side that hides no key is unlimited (-1)."""
+    """Return (left, right); a side that hides no key is unlimited (-1). A chunk limits both sides."""
+    left, right, chunk = problem.window_left, problem.window_right, effective_chunk(problem)
+    if chunk is not None:
+        left, right = (chunk - 1 if side == UNLIMITED else min(side, chunk - 1) for side in (left, right))
+        return left, UNLIMITED if problem.seqlen_q == 1 else right
     return (
-        UNLIMITED if problem.window_left >= problem.capacity - 1 else problem.window_left,
-        UNLIMITED if problem.window_right >= problem.seqlen_q - 1 else problem.window_right,
+        UNLIMITED if left >= problem.capacity - 1 else left,
+        UNLIMITED if right >= problem.seqlen_q - 1 else right,
     )
+
+
+def effective_chunk(problem: DecodeProblem) -> int | None:
+    """Return the chunk, at most the capacity; None if chunks hide no key that the window shows."""
+    capacity = max(problem.capacity, 1)
+    # A query before the first key has a chunk without keys, so it must not see later keys.
+    one_chunk = problem.attention_chunk >= capacity and (problem.window_right == 0 or problem.seqlen_q == 1)
+    return None if problem.attention_chunk == 0 or one_chunk else min(problem.attention_chunk, capacity)
 
 
 def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:

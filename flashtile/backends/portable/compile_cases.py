@@ -31,9 +31,8 @@ from flashtile.backends.portable.config import (
 )
 from flashtile.backends.portable.flash1 import Flash1Launch, config_of
 from flashtile.backends.portable.weights.launch import WeightsLaunch, of_forward
-from flashtile.masks.block_mask import LISTS
 from flashtile.problems.attention import OptionalTensors, Problem, WeightsProblem
-from flashtile.problems.masks import Mods
+from flashtile.problems.masks import LISTS, Mods
 
 PLAIN = Problem(
     batch=2,

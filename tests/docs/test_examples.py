@@ -14,7 +14,7 @@ import torch
 import flashtile
 import flashtile.algorithms
 import flashtile.api.padding
-import flashtile.integrations.sdpa
+import flashtile.integrations.torch
 import flashtile.integrations.transformers
 import flashtile.operators.gradients
 
@@ -62,7 +62,7 @@ PUBLIC["flashtile.compat.install_as_flash_attn"] = flashtile.compat.install_as_f
 PUBLIC["flashtile.nn.MultiheadAttention"] = flashtile.nn.MultiheadAttention
 PUBLIC["flashtile.api.padding.unpad"] = flashtile.api.padding.unpad
 PUBLIC["flashtile.operators.gradients.attention_backward"] = flashtile.operators.gradients.attention_backward
-PUBLIC["flashtile.integrations.sdpa.register"] = flashtile.integrations.sdpa.register
+PUBLIC["flashtile.integrations.torch.register"] = flashtile.integrations.torch.register
 if importlib.util.find_spec("transformers") is not None:
     PUBLIC["flashtile.integrations.transformers.register"] = flashtile.integrations.transformers.register
 for module in MODULES:

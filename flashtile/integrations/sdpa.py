@@ -88,7 +88,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         if self._replaced is not None:
             raise RuntimeError("this flashtile.sdpa is already enabled")
         self._replaced = getattr(F, FUNCTION)
-        setattr(F, FUNCTION, self._attend)
+        setattr(F, FUNCTION, self.attend)
 
     def disable(self) -> None:
         """Restore the replaced function.
@@ -96,7 +96,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         Raises:
             RuntimeError: this object has not replaced the function, or other code has replaced it since.
         """
-        if self._replaced is None or getattr(F, FUNCTION) != self._attend:
+        if self._replaced is None or getattr(F, FUNCTION) != self.attend:
             raise RuntimeError(f"torch.nn.functional.{FUNCTION} must be this flashtile.sdpa to disable it")
         setattr(F, FUNCTION, self._replaced)
         self._replaced = self._last = None
@@ -108,7 +108,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     def __exit__(self, *exception: object) -> None:
         self.disable()
 
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -119,6 +119,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Compute one call of ``scaled_dot_product_attention``, also where the function is not replaced."""
         try:
             out = self._serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except ERRORS as error:
@@ -137,13 +138,15 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
 
         Tensor subclasses look the function up by name, so torch's function is restored during their call.
         """
+        if self._replaced is None:
+            return getattr(F, FUNCTION)(*arguments, **named)
         if not has_torch_function([a for a in arguments if isinstance(a, Tensor)]):
             return self._replaced(*arguments, **named)
         setattr(F, FUNCTION, self._replaced)
         try:
             return self._replaced(*arguments, **named)
         finally:
-            setattr(F, FUNCTION, self._attend)
+            setattr(F, FUNCTION, self.attend)
 
     def _serve(
         self,

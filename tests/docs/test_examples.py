@@ -14,6 +14,7 @@ import torch
 import flashtile
 import flashtile.algorithms
 import flashtile.api.padding
+import flashtile.integrations.diffusers
 import flashtile.integrations.torch
 import flashtile.integrations.transformers
 import flashtile.operators.gradients
@@ -63,8 +64,10 @@ PUBLIC["flashtile.nn.MultiheadAttention"] = flashtile.nn.MultiheadAttention
 PUBLIC["flashtile.api.padding.unpad"] = flashtile.api.padding.unpad
 PUBLIC["flashtile.operators.gradients.attention_backward"] = flashtile.operators.gradients.attention_backward
 PUBLIC["flashtile.integrations.torch.register"] = flashtile.integrations.torch.register
-if importlib.util.find_spec("transformers") is not None:
-    PUBLIC["flashtile.integrations.transformers.register"] = flashtile.integrations.transformers.register
+for library in ("transformers", "diffusers"):
+    if importlib.util.find_spec(library) is not None:
+        name = f"flashtile.integrations.{library}.register"
+        PUBLIC[name] = getattr(flashtile.integrations, library).register
 for module in MODULES:
     PUBLIC.update(public(module))
 for algorithm in pkgutil.iter_modules(flashtile.learn.algorithms.__path__, "flashtile.algorithms."):

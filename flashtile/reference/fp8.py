@@ -163,13 +163,13 @@ def dequantize(
     rows = tuple(
         x.dequantize(dtype, transformed=transformed)
         if isinstance(x, Quantized)
-        else _descaled(x.to(dtype), descale, arguments[f"cu_seqlens_{side}"])
+        else descaled(x.to(dtype), descale, arguments[f"cu_seqlens_{side}"])
         for x, descale, side in zip((q, k, v), scales, "qkk", strict=True)
     )
     return rows, arguments
 
 
-def _descaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def descaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Multiply x (batch, seqlen, heads, head_dim), or packed, by its scales (batch, heads or heads_kv)."""
     if descale is None:
         return x

@@ -1,4 +1,4 @@
-"""Calls of the FP8 functions: bad arguments, explain, gradients, compilation, kept launches."""
+"""Calls of the FP8 functions: bad arguments, explain, compilation, kept launches."""
 
 from __future__ import annotations
 
@@ -131,8 +131,6 @@ BAD = [
       for value, error, words in (([0, 5], TypeError, "torch.Tensor"), (None, ValueError, "must be given"),
                                   (torch.tensor([0, 4, 9]).short(), TypeError, "int32"),
                                   (int32(0, 9), ValueError, "entries"))),
-    *((fp8.attention, ATTEND, {name: x_of().requires_grad_()}, NotImplementedError,
-       (f"{name} must not require a gradient",)) for name in "kv"),
     (flashtile.flash_attn_func, E4M3_CALL, {"dropout_p": 0.1}, NotImplementedError, ("dropout_p",)),
 ]  # fmt: skip
 
@@ -148,26 +146,6 @@ def test_bad_calls_name_what_is_wrong(function, good, change, error, says, monke
         function(**(good | change))
     for words in says:
         assert words in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_gradients_are_refused(name: str) -> None:
-    """Not silently left out; under no_grad nobody wants them."""
-    wanted = ATTEND | {name: ATTEND[name].clone().requires_grad_()}
-    with pytest.raises(NotImplementedError, match=name):
-        fp8.attention(**wanted)
-    with torch.no_grad():
-        fp8.attention(**wanted)
-    with pytest.raises(NotImplementedError, match="x"):
-        fp8.quantize(wanted[name], name)
-
-
-def test_gradients_are_refused_inside_a_compiled_function() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda q, k, v: fp8.attention(q, k, v), backend="eager")
-    wanted = ATTEND | {"q": ATTEND["q"].clone().requires_grad_()}
-    with pytest.raises(NotImplementedError, match="q"):
-        compiled(**wanted)
 
 
 def quantized(**arguments: Any) -> dict[str, fp8.Quantized]:

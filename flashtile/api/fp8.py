@@ -37,6 +37,7 @@ def quantize(
     method: str = "block",
     hadamard: bool = True,
     seed: int = 0,
+    scale: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     seqused: Tensor | None = None,
@@ -48,9 +49,10 @@ def quantize(
 ) -> Quantized:
     """Quantise one of q, k and v to e4m3 (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3).
 
-    x is read once with method "block", and twice with the others. Quantised keys and values can be used in
-    any number of calls. For gradients, quantising counts as the identity (straight-through estimator): x gets
-    the gradient of what attention reads, rotated back if there is a rotary embedding.
+    x is read once with method "block", and twice with the others. Tokens that share a scale depend on each
+    other also under a causal mask, unless ``scale`` is given. Quantised keys and values can be used in any
+    number of calls. For gradients, quantising counts as the identity (straight-through estimator): x gets the
+    gradient of what attention reads, rotated back if there is a rotary embedding.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``; float16 or
@@ -66,6 +68,10 @@ def quantize(
             ``seed``. Values are not transformed.
         seed: seed of the matrix's random signs, from 0 to 2**31 - 1. A seed gives the same signs on every
             device and in every run.
+        scale: the scales to use with method "head" or "tensor": float32, above 0, (batch, heads), (1, heads)
+            or (1, 1); such as ``scales`` of an earlier result. None computes them. With given scales no row
+            changes how another is stored, and x is read once. Numbers beyond 448 times the scale, after the
+            transform, become that largest number.
         cu_seqlens, max_seqlen: (batch + 1,) int32 offsets of the sequences, and the length of the longest (or
             more).
         seqused: (batch,) int32: the number of rows in use in each sequence; the others become 0.
@@ -96,7 +102,7 @@ def quantize(
     used_seed = as_int("seed", seed) if hadamard and role != "v" else None
     return _quantize(
         x, role, method, used_seed, as_offsets(cu_seqlens), max_seqlen, seqused, rotary_cos, rotary_sin,
-        rotary_offset, rotary_interleaved, backend,
+        rotary_offset, rotary_interleaved, backend, scale=scale,
     )  # fmt: skip
 
 
@@ -114,16 +120,17 @@ def _quantize(
     rotary_interleaved: bool,
     backend: str | None,
     names: dict[str, str] | None = None,
+    scale: Tensor | None = None,
 ) -> Quantized:
     """Quantise as :func:`quantize`, with ``names`` for its arguments in errors."""
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
-    tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets)
+    tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets, scale)
     options = QuantizeOptions(role, method, seed, max_seqlen, offset, rotary_interleaved, backend)
     try:
         check_dense("x", x)
         learns = x.requires_grad and torch.is_grad_enabled() and not transforming()
-        for name in ("rotary_cos", "rotary_sin"):
+        for name in ("rotary_cos", "rotary_sin", "scale"):
             if isinstance(getattr(tensors, name), Tensor):
                 refuse_gradient(name, getattr(tensors, name))
         values, scales = QUANTIZE((x.detach() if learns else x,), tensors, options)

@@ -135,7 +135,7 @@ class StraightThrough(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx):
         tensors = QuantizeTensors(*ctx.saved_tensors)
-        cu_seqlens, seqused, cos, sin, offsets = tensors
+        cu_seqlens, seqused, cos, sin, offsets, _ = tensors
         if seqused is None and cos is None:
             return dx, None, None
         rows = dx.shape[0] if cu_seqlens is not None else dx.shape[1]

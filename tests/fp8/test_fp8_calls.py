@@ -32,6 +32,7 @@ def int32(*values: int) -> Tensor:
 
 
 QUANTIZE: dict[str, Any] = {"x": x_of(), "role": "k"}
+HEAD = QUANTIZE | {"method": "head"}
 ROTARY = QUANTIZE | {"rotary_cos": torch.ones(SK, 4), "rotary_sin": torch.zeros(SK, 4)}
 VARLEN = QUANTIZE | {"x": x_of()[0], "cu_seqlens": int32(0, 4, 9), "max_seqlen": 5}
 ATTEND = {"q": x_of(SQ, H), "k": x_of(), "v": x_of()}
@@ -76,6 +77,13 @@ BAD = [
     (fp8.quantize, ROTARY, {"rotary_offset": int32(1)}, ValueError, ("rotary_offset", "(2,)", "(1,)")),
     (fp8.quantize, ROTARY, {"rotary_interleaved": None}, TypeError, ("rotary_interleaved must be True or",)),
     (fp8.quantize, QUANTIZE, {"rotary_offset": 3}, ValueError, ("rotary_offset must be 0 without",)),
+    (fp8.quantize, QUANTIZE, {"scale": torch.ones(1, 1)}, ValueError, ("scale must be None with", "block")),
+    (fp8.quantize, HEAD, {"scale": 1.0}, TypeError, ("scale must be a torch.Tensor", "float")),
+    (fp8.quantize, HEAD, {"scale": torch.ones(B, 3)}, ValueError, ("scale must have", "(2, 2)", "(2, 3)")),
+    (fp8.quantize, HEAD, {"scale": torch.ones(1, 1).half()}, TypeError, ("scale must be float32", "float16")),
+    (fp8.quantize, HEAD, {"scale": torch.zeros(1, HKV)}, ValueError, ("scale must be finite and above 0",)),
+    (fp8.quantize, HEAD, {"scale": torch.ones(1, 1, requires_grad=True)}, NotImplementedError,
+     ("scale must not require a gradient",)),
     (fp8.attention, ATTEND, {"q": 1}, TypeError, ("q must be a torch.Tensor", "int")),
     (fp8.attention, ATTEND, {"q": ATTEND["q"].float()}, TypeError, ("q must be float16 or", "quantize")),
     (fp8.attention, ATTEND, {"k": x_of(dtype=FP16)}, TypeError, ("k has dtype torch.float16", "bfloat16")),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +28,9 @@ NAMES = [
     "tiny-d59-causal", "tiny-d40-8-causal", "tiny-packed-causal", "medium-causal", "medium-varlen-everything",
     "medium-bf16-everything",
 ]  # fmt: skip
-CPU_ONLY = pytest.mark.skipif(INTERPRETING, reason="Triton's interpreter does not compute bfloat16")
+CPU_ONLY = pytest.mark.skipif(
+    INTERPRETING, reason="Triton's interpreter is slow, and does not compute bfloat16"
+)
 METHODS = [("block", True), ("head", False), ("tensor", True)]
 
 
@@ -284,3 +288,53 @@ def test_float16_and_autocast() -> None:
         with context:
             fp8.attention(*tensors).sum().backward()
         assert all(x.grad.dtype == dtype for x in tensors)
+
+
+def quantizer(target: Target) -> str | None:
+    """The backend that quantises: Hopper has none of its own."""
+    return None if target.backend == "hopper" else target.backend
+
+
+def outputs_and_gradients(target: Target, inputs: list[Tensor], upto: int, **how: Any) -> tuple[Tensor, ...]:
+    """Return out and the gradients of q, k and v before row ``upto``, for a loss of these rows of out."""
+    tensors = learning(*inputs)
+    scales = how.pop("scales", (None,) * 3)
+    parts = [
+        fp8.quantize(x, role, scale=scale, backend=quantizer(target), **how)
+        for x, role, scale in zip(tensors, "qkv", scales, strict=True)
+    ]
+    out = fp8.attention(*parts, causal=True, deterministic=True, backend=target.backend)[:, :upto]
+    gradients = torch.autograd.grad(out.float().square().sum(), tensors)
+    assert not any(dx[:, upto:].any() for dx in gradients)
+    return out, *(dx[:, :upto] for dx in gradients)
+
+
+@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "transformed"])
+@pytest.mark.parametrize(
+    ("method", "given", "upto", "leaks"),
+    [
+        ("head", True, 37, False),
+        ("tensor", True, 37, False),
+        pytest.param("tensor", True, 130, False, marks=CPU_ONLY),
+        pytest.param("block", False, 128, False, marks=CPU_ONLY),  # a block of keys ends there
+        pytest.param("block", False, 127, True, marks=CPU_ONLY),
+        pytest.param("head", False, 128, True, marks=CPU_ONLY),
+        pytest.param("tensor", False, 128, True, marks=CPU_ONLY),
+    ],
+)
+def test_what_later_tokens_change(
+    target: Target, method: str, given: bool, upto: int, leaks: bool, hadamard: bool
+) -> None:
+    """Scales that the caller gives let no later token change an output or a gradient by a bit.
+
+    Scales computed from tokens do, up to the end of a block (TransformerEngine's issue 3248).
+    """
+    seqlen = upto + 9
+    before = [random(1, seqlen, 2, 16, dtype=FP16, seed=i).to(target.device) for i in range(3)]
+    after = [torch.cat([x[:, :upto], 50 * x[:, upto:] + 3], 1) for x in before]
+    how: dict[str, Any] = {"method": method, "hadamard": hadamard}
+    if given:
+        shapes = ((1, 2), (1, 2), (1, 1)) if method == "head" else ((1, 1),) * 3
+        how["scales"] = [torch.full(shape, 4 / 448, device=target.device) for shape in shapes]
+    found = [outputs_and_gradients(target, tensors, upto, **how) for tensors in (before, after)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) is not leaks

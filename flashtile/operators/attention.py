@@ -229,7 +229,7 @@ class FlashAttention(torch.autograd.Function):
         return (None, None, *_gradients(ctx, dout, dlse, 6))
 
 
-def _batched(gradient: Tensor | None) -> bool:
+def batched(gradient: Tensor | None) -> bool:
     """Whether the gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
@@ -267,7 +267,7 @@ def _gradients(ctx, dout, dlse, bias):
     bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
-    if plain and not _batched(dout) and not _batched(dlse):
+    if plain and not batched(dout) and not batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):

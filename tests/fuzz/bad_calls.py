@@ -66,8 +66,9 @@ GOOD: dict[str, dict[str, str]] = {
         "query": "rand(2, 4, 5, 16)", "key": "rand(2, 2, 7, 16)", "value": "rand(2, 2, 7, 16)", "score_mod": "masks.softcap(1.0)", "scale": "0.3",
         "enable_gqa": "True", "return_lse": "True", "kernel_options": "{}",
     },
-    "flashtile.fp8.attention": {**HALF, "method": "'head'", "hadamard": "True", "seed": "3", **MASKING, **EXTRAS, "return_lse": "True"},
+    "flashtile.fp8.attention": {**HALF, "method": "'head'", "hadamard": "True", "seed": "3", **MASKING, **EXTRAS, "return_lse": "True", "deterministic": "True"},
     "flashtile.fp8.quantize": {"x": HALF["k"], "role": "'k'", "method": "'block'", "hadamard": "True", "seed": "3", "seqused": "ints(3, 5)", "rotary_offset": "1", **ROTARY},
+    "flashtile.fp8.quantize ": {"x": HALF["k"], "role": "'v'", "method": "'head'", "scale": "rand(2, 2).abs() + 0.01", "backend": "'cpu'"},
     "flashtile.linear.linear": {**LINEAR, "residual": "rand(3, 3)", "activation": "'silu_and_mul'", "prefetch": "True"},
     "flashtile.linear.linear_before_norm": {**LINEAR, "next_norm_weight": "rand(6)", "next_norm_eps": "1e-6"},
     "flashtile.linear.linear_qkv": {

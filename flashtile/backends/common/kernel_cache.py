@@ -39,7 +39,7 @@ ANNOUNCED_AFTER = 2.0
 """Seconds of compilation after which a line says what is compiled."""
 
 QUIET = "FLASHTILE_QUIET"
-"""Environment variable that hides that line if it is 1."""
+"""Environment variable: 1 hides the line that says what is compiled."""
 
 
 class _Kept:

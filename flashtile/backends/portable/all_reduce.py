@@ -25,7 +25,7 @@ PROGRAMS = 128
 SUM, FIRST, JOIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Results of a call: the sum of the parts, a copy of the first rank's part, or all parts concatenated."""
 WARPS = 4, 16
-"""Fewest and most warps of a program. Each thread holds one word of a block, so threads exchange nothing."""
+"""Fewest and most warps of a program. A block has one word per thread, so threads exchange nothing."""
 
 
 @dataclass(frozen=True)

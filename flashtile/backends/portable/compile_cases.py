@@ -108,7 +108,7 @@ _FUNCTION_SPILLS: dict[tuple[str, str, int, str], int] = {
     ("ampere", "fp32", 64, "dkdv"): 4,
     ("ampere", "fp32", 64, "forward"): 44,
 }
-"""Bytes of spills with score or mask functions, the maximum over Triton 3.6 and 3.7. Not timed."""
+"""Bytes of spills with score or mask functions, the maximum over Triton 3.6 and 3.7. These were not timed."""
 _WEIGHT_SPILLS = {
     ("hopper", 64, "modified top 8"): 24,
     ("ampere", 64, "full"): 440,

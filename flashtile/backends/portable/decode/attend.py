@@ -295,7 +295,7 @@ def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits
         prefetch_first(program, call, C)
     if C.PDL:
         # The kernel may reach this point before its predecessor has ended. Until then it reads data only to
-        # guess what to prefetch. Its dependents must not start before it, because they read lengths at once.
+        # guess what to prefetch. Dependents are launched after this wait, because they read lengths at once.
         tl.extra.cuda.gdc_wait()
         if C.PREFETCH == 0:
             tl.extra.cuda.gdc_launch_dependents()

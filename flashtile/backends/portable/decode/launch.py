@@ -123,7 +123,7 @@ class DecodeLaunch:
 
     @property
     def takes_addresses(self) -> bool:
-        """Whether the launch is compiled and, given ``out``, uses only addresses of q and the caches."""
+        """Whether the kernel is compiled and, with ``out``, needs only the addresses of q and the caches."""
         return self._attend is not None and not self._varlen
 
     def with_cache_length(

@@ -258,10 +258,10 @@ def locate_m_block(m_block, pointers, lengths, C: tl.constexpr):
 
 @triton.jit
 def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths, C: tl.constexpr):
-    """Continue the search for the m_block that holds ``position`` with ``m_blocks`` [SCAN_BLOCK].
+    """Search the next ``m_blocks`` [SCAN_BLOCK] for the one that holds ``position``.
 
-    ``n_blocks``: their numbers of n_blocks; ``counted``: the number before them. Returns the number of the
-    m_block, and the position of its first n_block, as far as they are known.
+    ``n_blocks``: the m_blocks' numbers of n_blocks; ``counted``: the n_blocks before them. Returns the number
+    of the m_block, and the position of its first n_block, as far as they are known.
     """
     ends = counted + tl.cumsum(n_blocks, 0)
     before = (ends <= position) & (m_blocks < lengths.m_blocks)

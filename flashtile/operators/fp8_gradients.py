@@ -89,8 +89,8 @@ class Fp8Attention(torch.autograd.Function):
             )
         if dout is None and dlse is None:
             return (None,) * 7
-        values, scales, (out, lse) = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], ctx.saved_tensors[6:8]
-        extras = OptionalTensors(*ctx.saved_tensors[8:])
+        saved = ctx.saved_tensors  # read once, as checkpointing requires
+        values, scales, (out, lse), extras = saved[:3], saved[3:6], saved[6:8], OptionalTensors(*saved[8:])
         offsets = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k
         sink = extras.sink
         if sink is not None:

@@ -36,7 +36,7 @@ class QuantizeTensors(NamedTuple):
 
 
 class QuantizeOptions(NamedTuple):
-    """The arguments of a quantisation that are not tensors, hashable because they are part of a cache key."""
+    """The non-tensor arguments of a quantisation, hashable because they are part of a cache key."""
 
     role: str
     method: str

@@ -159,7 +159,7 @@ def dequantize(
         arguments["softmax_scale"] = q.shape[-1] ** -0.5
     if arguments.get("sink") is not None:
         arguments["sink"] = arguments["sink"].float()
-    # Products are over all transformed columns: they may be more than head_dim, and each is rounded.
+    # Products are over all columns of the transform, perhaps more than head_dim: each column was rounded.
     transformed = isinstance(q, Quantized) and isinstance(k, Quantized)
     rows = tuple(
         x.dequantize(dtype, transformed=transformed)

@@ -47,7 +47,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.attention_weights": {"q": Q, "k": K, "lse": "rand(2, 4, 5)", "form": "'full'", **MASKING},
     "flashtile.flash_attn_with_kvcache": {
         **CACHE, **TABLE, **MASKING, **EXTRAS, "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **ROTARY, "rotary_seqlens": "ints(3, 5)",
-        "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True",
+        "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True", "attention_chunk": "3",
     },
     "flashtile.append_kvcache": {
         "k_cache": CACHE["k_cache"], "v_cache": CACHE["v_cache"], "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **TABLE, **ROTARY,
@@ -154,7 +154,7 @@ GOOD: dict[str, dict[str, str]] = {
     },
     "flash_attn_interface.flash_attn_qkvpacked_func": {"qkv": "rand(2, 7, 8, 16)", "num_heads_q": "4", "deterministic": "True", "return_attn_probs": "True"},
     "flash_attn_interface.flash_attn_func": {"q": Q, "k": K, "v": V, **MASKING, "attention_chunk": "3"},
-    "flash_attn_interface.flash_attn_with_kvcache": {**CACHE, "page_table": TABLE["block_table"], "cache_seqlens": TABLE["cache_seqlens"], **MASKING},
+    "flash_attn_interface.flash_attn_with_kvcache": {**CACHE, "page_table": TABLE["block_table"], "cache_seqlens": TABLE["cache_seqlens"], **MASKING, "attention_chunk": "3"},
     "nn.MultiheadAttention(8, 2, batch_first=True)": {
         "query": "rand(2, 5, 8)", "key": "rand(2, 5, 8)", "value": "rand(2, 5, 8)", "attn_mask": "torch.zeros(5, 5).bool()",
         "key_padding_mask": "torch.zeros(2, 5).bool()", "need_weights": "True", "average_attn_weights": "True", "is_causal": "False",

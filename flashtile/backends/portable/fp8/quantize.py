@@ -292,11 +292,11 @@ def store_block(
 def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr):
     """Grid: (heads * blocks * batch,), heads fastest, because they are adjacent in memory.
 
-    x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN. ``quantized`` is like x with
-    STORED_HEAD_DIM columns, or TRANSPOSED [batch, num_heads, HEAD_DIM, columns], in e4m3, or in its bits
-    unless NATIVE. ``scale_strides`` are the strides of scales and largest. In ONE_PASS a head has contiguous
-    scales, one per block; when VARLEN, blocks are numbered as in ``fp8_layout``. seqused, cos, sin
-    [rotary_rows, ROTARY_DIM / 2] and rotary_offsets [batch] may be None.
+    x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN. ``quantized`` is like x, with
+    STORED_HEAD_DIM columns. If TRANSPOSED it is [batch, num_heads, HEAD_DIM, columns]. If NATIVE its dtype is
+    e4m3, else uint8, with the bits of e4m3. ``scale_strides`` are the strides of scales and largest. In
+    ONE_PASS a head has contiguous scales, one per block; when VARLEN, blocks are numbered as in
+    ``fp8_layout``. seqused, cos, sin [rotary_rows, ROTARY_DIM / 2] and rotary_offsets [batch] may be None.
     """
     num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
     pid = tl.program_id(0)

@@ -31,7 +31,7 @@ REGISTERS = 64
 """Registers per thread: enough for ELEMENTS_PER_THREAD elements, and few enough for two to four programs per
 multiprocessor, so that one loads while another computes."""
 ROTARY_REGISTERS = 128
-"""Registers per thread with rotary embedding, whose angles need some, unless :func:`rotates_halves`."""
+"""Registers per thread if rotary embedding, without :func:`rotates_halves`, needs more for its angles."""
 MAX_WARPS = 16
 """Maximum warps of a program for which each thread can have ROTARY_REGISTERS registers."""
 

@@ -65,6 +65,12 @@ def test_dense_calls_keep_the_error_rule(on_cpu, function, causal, seqlen_q):
     check(function, dense(seqlen_q=seqlen_q), causal=causal, softmax_scale=0.3)
 
 
+def test_values_may_have_another_head_size(on_cpu):
+    """As in multi-head latent attention, for which torchtitan calls ``varlen_attn`` so."""
+    q, k, v = dense()
+    check(through_flash, (q, k, v[..., :8]), causal=True)
+
+
 def test_16_bit_inputs_keep_the_error_rule(on_cpu):
     check(through_sdpa, dense(dtype=torch.bfloat16), causal=True)
 

@@ -81,12 +81,12 @@ def unregister() -> None:
 
 
 def _registry() -> Any:
-    try:
-        from torch.nn.attention import _registry as registry
-    except ImportError:
+    import torch.nn.attention as attention
+
+    if not hasattr(attention, "restore_flash_attention_impl"):
         text = f"torch must be 2.11 or newer for register(), got {torch.__version__}: use flashtile.sdpa"
-        raise NotImplementedError(text) from None
-    return registry
+        raise NotImplementedError(text)
+    return attention._registry
 
 
 class _Activation:

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import vllm_stand_in
@@ -310,6 +311,16 @@ def test_the_metadata_of_a_step_are_views_and_numbers(backend):
     given = {value.data_ptr() for value in vars(step.common).values() if isinstance(value, torch.Tensor)}
     for value in vars(metadata(backend, step)).values():
         assert value.data_ptr() in given if isinstance(value, torch.Tensor) else type(value) in (int, bool)
+
+
+def test_numbers_may_be_numpys(newest):
+    """vLLM's chunked-local layers cut the batch with numpy."""
+    step = Step(newest, (1, 17), (4, 0))
+    for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
+        setattr(step.common, name, np.int32(getattr(step.common, name)))
+    made = metadata(newest, step)
+    assert {type(value) for value in vars(made).values()} == {torch.Tensor, int, bool}
+    assert made.max_query_len == 32
 
 
 def test_launches_are_shared_by_steps_of_similar_lengths(newest):

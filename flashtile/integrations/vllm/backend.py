@@ -114,9 +114,9 @@ class Backend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
     ) -> str | None:
         """Return why vLLM's choices cannot be combined, or None."""
-        if kv_cache_dtype in (None, "auto", DTYPES.get(dtype), *FP8_DTYPES):
+        if kv_cache_dtype not in DTYPES.values() or kv_cache_dtype == DTYPES.get(dtype):
             return None
-        return f"a cache that is not FP8 has the model's dtype, {dtype}, not {kv_cache_dtype}"
+        return f"a cache that is not FP8 must have the model's dtype {dtype}, got {kv_cache_dtype}"
 
 
 @dataclass
@@ -165,20 +165,22 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             NotImplementedError: only some sequences are causal.
         """
         common = common_attn_metadata
-        num_reqs, num_tokens, queries = common.num_reqs, common.num_actual_tokens, common.max_query_len
-        if not isinstance(common.causal, bool):
+        # Chunked-local layers pass numpy's integers.
+        num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)
+        if isinstance(common.causal, Tensor):
             raise NotImplementedError("causal must be one bool for all sequences, got a tensor")
-        queries = max(1 << max(queries - 1, 0).bit_length(), self.min_queries)
+        queries = 1 << max(int(common.max_query_len) - 1, 0).bit_length()
+        queries = max(queries, self.min_queries)
         return Metadata(
             num_actual_tokens=num_tokens,
             max_query_len=queries,
             max_encoder_len=max(queries, self.min_encoder_len),
             query_start_loc=common.query_start_loc[: num_reqs + 1],
-            max_seq_len=common.max_seq_len,
+            max_seq_len=int(common.max_seq_len),
             seq_lens=common.seq_lens[:num_reqs],
             block_table=common.block_table_tensor[:num_reqs],
             slot_mapping=common.slot_mapping,
-            causal=common.causal,
+            causal=bool(common.causal),
             is_one_query_each=queries == 1 and num_tokens == num_reqs,
         )
 

@@ -346,9 +346,15 @@ def test_batch_invariance(invariant):
         (made.max_query_len, made.max_encoder_len) == (one.max_query_len, one.max_encoder_len) == (128, 512)
     )
     assert not one.is_one_query_each
-    assert impl.num_splits == 1
-    assert impl.gpu_backend is None
-    assert invariant.Impl(1, 256, 1.0).gpu_backend == "portable"
+    for options in (impl.options, impl.causal_options):
+        assert (options.num_splits, options.backend) == (1, None)
+
+
+def test_batch_invariance_of_wide_heads(invariant, monkeypatch):
+    """Of their tiles, Hopper's kernel rescales all rows together."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = [invariant.Impl(1, head_dim, 1.0).options.backend for head_dim in (64, 128, 256)]
+    assert chosen == [None, None, "portable"]
 
 
 REFUSED = {

@@ -241,7 +241,7 @@ def _fits(memory: PromptMemory, card: Card) -> str:
 
 
 def about_copied_totals(model: Model, dtype: str) -> str:
-    """Explain why the often copied table of models' memory cannot come from attention alone."""
+    """Compare a model's entry in ``COPIED_TOTALS`` with what its weights and scores take, in one sentence."""
     standard, flash = COPIED_TOTALS[model.name]
     weights = model.weight_bytes(dtype) * 1e-9
     copied = f"{flash} GB with flash attention" + ("" if standard is None else f", {standard} with standard")

@@ -339,3 +339,17 @@ def test_torch_s_flash_backend_is_flashtile(head_dim, is_causal, gqa, monkeypatc
     assert calls
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(gradients, wanted, atol=6e-2, rtol=6e-2)
+
+
+def test_torchscript_calls_torch() -> None:
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    (x,) = tensors((1, 2, 5, 8))
+    with flashtile.sdpa() as door:
+        scripted = torch.jit.script(attend)
+        torch.jit.script(torch.nn.TransformerEncoderLayer(8, 2))
+        out = scripted(x)
+        assert door.served == 0
+        torch.testing.assert_close(attend(x), out)
+    assert torch.jit._builtins._find_builtin(door._function) is None

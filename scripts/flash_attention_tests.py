@@ -24,6 +24,15 @@ from typing import Any
 import original_tests
 
 FILES = {2: "tests/test_flash_attn.py", 3: "hopper/test_flash_attn.py", 4: "tests/cute/test_flash_attn.py"}
+_LENGTHS_ON_DEVICE = (
+    "flashtile reads lengths on the device and writes NaN for such a sequence, without an error"
+)
+OTHER_SUBJECTS = {
+    "test_flash_attn_kvcache_paged_block_table_bounds": _LENGTHS_ON_DEVICE,
+    "test_flash_attn_generator_arg_must_be_none": "calls FlashAttention's C++ extension",
+    "test_flash3_bw_compatibility": "compares the schemas of FlashAttention's own torch operators",
+}
+"""Test functions that cannot pass, with reasons."""
 
 
 def pytest_configure() -> None:
@@ -56,13 +65,15 @@ def map_cuda_to_cpu() -> None:
         return on_cpu
 
     for function in _device_constructors():
-        if getattr(torch, function.__name__, None) is function:
+        if function is not None and getattr(torch, function.__name__, None) is function:
             setattr(torch, function.__name__, mapped(function))
     torch.Tensor.to = mapped(torch.Tensor.to)  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(total_memory=141 * 10**9)
-    torch.cuda.empty_cache = torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(  # type: ignore[assignment]
+        total_memory=141 * 10**9
+    )
+    torch.cuda.empty_cache = torch.cuda.synchronize = lambda *_: None
 
 
 def suite(checkout: Path, number: int) -> original_tests.Suite:
@@ -75,6 +86,7 @@ def suite(checkout: Path, number: int) -> original_tests.Suite:
         (file,),
         "flash_attention_tests",
         ("--noconftest",),
+        other_subjects=OTHER_SUBJECTS,
     )
 
 

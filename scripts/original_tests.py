@@ -32,8 +32,9 @@ SCRIPTS = Path(__file__).parent
 OUTCOMES = ("passed", "failed", "refused", "skipped", "not run")
 """Outcomes of a case.
 
-``refused``: flashtile raised a ValueError, TypeError or NotImplementedError. ``skipped``: the file skipped
-the case itself. ``not run``: the case took too long, needed too much memory, or its process died.
+``refused``: flashtile raised a ValueError, TypeError or NotImplementedError. ``skipped``: the file skips the
+case itself, or the case tests another subject than flashtile. ``not run``: the case took too long, needed too
+much memory, or its process died.
 """
 UNFINISHED = 3
 """Exit code of a run that was out of time."""
@@ -53,6 +54,7 @@ class Suite:
         plugin: module in ``scripts`` that is a pytest plugin and prepares each process, or "" for none.
         arguments: further arguments of pytest, for example ``-k EXPRESSION``.
         environment: further environment variables of each process.
+        other_subjects: test functions that cannot say anything about flashtile, by name, with reasons.
     """
 
     folder: Path
@@ -60,6 +62,7 @@ class Suite:
     plugin: str = ""
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    other_subjects: dict[str, str] = field(default_factory=dict)
 
     def start(self, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
         """Start pytest with this module and ``plugin`` as plugins; its output goes to a file."""
@@ -90,19 +93,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cases-to"):
+        config.pluginmanager.register(_Collector(config), "original-tests-collector")
     if config.getoption("--cases-from"):
         config.pluginmanager.register(_Runner(config), "original-tests-runner")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    to, source = config.getoption("--cases-to"), config.getoption("--cases-from")
-    if to:
-        Path(to).write_text("".join(f"{item.nodeid}\n" for item in items), "utf-8")
+CASE = "case"
+"""Attribute of an item with another name of the case than its id, which a plugin may set."""
+
+
+def case_of(item: pytest.Item) -> str:
+    """Return the name of a case."""
+    return getattr(item, CASE, item.nodeid)
+
+
+class Refused(Exception):  # noqa: N818 - it is no error
+    """Raised in a case by a plugin, because flashtile does not support one of the case's calls."""
+
+
+class _Collector:
+    """Writes the ids of all cases.
+
+    pytest needs minutes to make the items of a file with hundreds of thousands of cases. Unless ``-k`` or
+    ``-m`` must see each item, only the first case of a parametrised function becomes an item.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._to = Path(config.getoption("--cases-to"))
+        self._needs_items = bool(config.option.keyword or config.option.markexpr)
+        self._cases: dict[str, None] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if not self._needs_items:
+            self._cases |= dict.fromkeys(
+                f"{metafunc.definition.nodeid}[{call.id}]" for call in metafunc._calls
+            )
+            del metafunc._calls[1:]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self._cases |= dict.fromkeys(map(case_of, items))
+        self._to.write_text("\n".join(self._cases), "utf-8")
         items.clear()
-    elif source:
-        order = {case: number for number, case in enumerate(Path(source).read_text("utf-8").splitlines())}
-        items[:] = sorted((item for item in items if item.nodeid in order), key=lambda i: order[i.nodeid])
 
 
 class _TooLongError(BaseException):
@@ -110,13 +144,26 @@ class _TooLongError(BaseException):
 
 
 class _Runner:
-    """Writes the result of each case as soon as it is known."""
+    """Runs the cases of a file in its order, and writes the result of each as soon as it is known."""
 
     def __init__(self, config: pytest.Config) -> None:
+        cases = Path(config.getoption("--cases-from")).read_text("utf-8").splitlines()
+        self._order = {case: number for number, case in enumerate(cases)}
         self._results = Path(config.getoption("--results-to"))
         self._stop_at: float = config.getoption("--stop-at")
         self._limit: int = config.getoption("--limit")
         self._result: dict[str, Any] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if calls := metafunc._calls:
+            name = metafunc.definition.nodeid
+            calls[:] = [call for call in calls if f"{name}[{call.id}]" in self._order] or calls[:1]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        wanted = (item for item in items if case_of(item) in self._order)
+        items[:] = sorted(wanted, key=lambda item: self._order[case_of(item)])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -124,8 +171,8 @@ class _Runner:
             item.session.shouldstop = "out of time"
         if item.session.shouldstop:
             return (yield)
-        self._result, start = {"case": item.nodeid, "outcome": "passed", "reason": ""}, time.monotonic()
-        self._write({"begun": item.nodeid})
+        self._result, start = {"case": case_of(item), "outcome": "passed", "reason": ""}, time.monotonic()
+        self._write({"begun": case_of(item)})
         done = yield
         self._write(self._result | {"seconds": round(time.monotonic() - start, 2)})
         return done
@@ -167,7 +214,7 @@ def _judged(failure: pytest.ExceptionInfo[BaseException], report: Any) -> tuple[
     if NO_MEMORY.search(f"{failure.typename} {first_line}"):
         return "not run", "out of memory"
     last = failure.traceback[-1]
-    if failure.typename in REFUSALS and _is_ours(Path(last.path)):
+    if failure.errisinstance(Refused) or (failure.typename in REFUSALS and _is_ours(Path(last.path))):
         return "refused", first_line
     if failure.errisinstance(AssertionError):
         return "failed", str(last.statement).strip().splitlines()[0]
@@ -320,6 +367,8 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--sample", type=int, help="number of cases; without it, all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample and of the order")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose id contains it")
+    parser.add_argument("--without", metavar="REGEX", help="leave out cases whose id contains it")
     parser.add_argument(
         "--shard",
         type=_shard,
@@ -351,7 +400,8 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
         return int(any(result["outcome"] == "failed" for result in results))
     tests = suite()
     key = {"files": list(tests.files), "arguments": list(tests.arguments), "sample": options.sample}
-    key |= {"seed": options.seed, "shard": list(options.shard)}
+    key |= {"seed": options.seed, "shard": list(options.shard), "only": options.only}
+    key["without"] = options.without
     chosen, results = _read(options.out) if options.out and options.out.exists() else ({}, [])
     if chosen:
         if (of := {name: chosen[name] for name in key}) != key:
@@ -359,7 +409,10 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
         cases = chosen["cases"]
     else:
         number, shards = options.shard
-        cases = sample(collect(tests), options.sample, options.seed)[number - 1 :: shards]
+        cases = [case for case in collect(tests) if re.search(options.only, case)]
+        if options.without:
+            cases = [case for case in cases if not re.search(options.without, case)]
+        cases = sample(cases, options.sample, options.seed)[number - 1 :: shards]
         _append(options.out, key | {"cases": cases})
     known = {result["case"] for result in results}
 
@@ -370,6 +423,10 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
             print(f"{result['outcome']}: {result['case']}\n    {result['reason']}", flush=True)
 
     left = [case for case in cases if case not in known]
+    for case in left:
+        if reason := tests.other_subjects.get(function_of(case)):
+            found({"case": case, "outcome": "skipped", "reason": reason, "seconds": 0})
+    left = [case for case in left if function_of(case) not in tests.other_subjects]
     run(tests, left, options.jobs, options.seconds, options.limit, found)
     print(table(results))
     if len(results) < len(cases):

@@ -64,6 +64,9 @@ def test_equal(causal):
 
 def test_refused():
     flash_attn_func(*tensors(3))
+
+def test_flash3_bw_compatibility():
+    assert False
 """
 
 
@@ -123,6 +126,8 @@ def test_cases_are_run_counted_and_continued(run, tmp_path):
     lines = record.read_text("utf-8")
     assert run("--out", record, suite=suite) == (1, table)
     assert record.read_text("utf-8") == lines
+    code, out = run("--only", "passes|wrong", "--without", "wrong|2]", suite=suite)
+    assert (code, out) == (0, "| test | passed |\n|---|---:|\n| `test_passes` | 2 |\n| `all` | 2 |\n")
     with pytest.raises(SystemExit, match="expected a record of"):
         run("--out", record, "--seed", 1, suite=suite)
 
@@ -132,7 +137,8 @@ def test_flash_attention_s_files_import_flashtile(run, tmp_path):
     record = tmp_path / "record.jsonl"
     code, out = run("--checkout", tmp_path, "--suite", 2, "--out", record)
     assert code == 0
-    assert "| `all` | 2 | 1 |" in out
+    assert "| `all` | 2 | 1 | 1 |" in out
+    assert results_of(record)["test_flash3_bw_compatibility"][0] == "skipped"
     outcome, reason = results_of(record)["test_refused"]
     assert (outcome, "heads" in reason) == ("refused", True)
     with pytest.raises(SystemExit, match="expected a checkout of flash-attention with hopper"):

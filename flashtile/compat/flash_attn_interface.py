@@ -179,7 +179,10 @@ def flash_attn_with_kvcache(
             in the dense cache.
         q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also with
             ``page_table``. None: 1.
+        rotary_seqlens: ignored without ``rotary_cos``, as by FlashAttention-3.
     """
+    if rotary_cos is None and rotary_sin is None:
+        rotary_seqlens = None
     if attention_chunk:
         raise NotImplementedError(f"attention_chunk must be 0, got {attention_chunk!r:.60}")
     k_descale, v_descale = _of_sequences(k_descale, v_descale)

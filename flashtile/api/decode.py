@@ -27,7 +27,7 @@ from flashtile.checks.conversions import (
     with_unit_stride,
 )
 from flashtile.checks.decode import check_combine, check_combined_into, check_copy
-from flashtile.checks.e4m3 import widen
+from flashtile.checks.e4m3 import widen, widen_tables
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import (
     FP8,
@@ -191,6 +191,7 @@ def flash_attn_with_kvcache(
     if q_descale is not None or getattr(q, "dtype", None) is FP8:
         scaled = (q_descale, k_descale, v_descale)
         q, k, v, descales, new_descales = widen(q, k_cache, v_cache, k, v, scaled, block_table, cu_seqlens_q)
+        rotary_cos, rotary_sin = widen_tables(rotary_cos, rotary_sin)
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)

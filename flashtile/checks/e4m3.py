@@ -1,4 +1,4 @@
-"""Converts queries and new keys of float8_e4m3fn to bfloat16, for calls over an FP8 cache.
+"""Converts queries, new keys and rotary tables of float8_e4m3fn to bfloat16, for calls over an FP8 cache.
 
 FlashAttention-3's interface accepts such calls. bfloat16 represents every e4m3 number exactly. The scales of
 q are multiplied into those of the keys in float32.
@@ -32,6 +32,15 @@ class Widened(NamedTuple):
     v: Any
     descales: tuple[Tensor | None, Tensor | None]
     new_descales: tuple[Tensor | None, Tensor | None]
+
+
+def widen_tables(rotary_cos: Any, rotary_sin: Any) -> tuple[Any, Any]:
+    """Convert e4m3 tables, which have the dtype of e4m3 queries, and return others unchanged."""
+    cos, sin = (
+        t.to(torch.bfloat16) if isinstance(t, Tensor) and t.dtype == FP8 else t
+        for t in (rotary_cos, rotary_sin)
+    )
+    return cos, sin
 
 
 def widen(

@@ -179,7 +179,10 @@ def flash_attn_with_kvcache(
             in the dense cache.
         q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also with
             ``page_table``. None: 1.
+        rotary_seqlens: ignored without ``rotary_cos``, as by FlashAttention-3.
     """
+    if rotary_cos is None and rotary_sin is None:
+        rotary_seqlens = None
     k_descale, v_descale = _of_sequences(k_descale, v_descale)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = _chosen_rows(page_table, cache_batch_idx), None

@@ -57,9 +57,9 @@ _launches = launch_cache()
 def serving(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the attention function for Transformers.
 
-    It calls ``original`` in compiled models and over pages. It takes query, key and value (batch,
-    heads, seqlen, head_dim). It returns out (batch, seqlen, heads, head_dim) and weights (batch, heads,
-    seqlen, keys) or None.
+    It calls ``original`` in compiled models, and if keys and values are in pages. It takes query, key and
+    value (batch, heads, seqlen, head_dim). It returns out (batch, seqlen, heads, head_dim) and weights
+    (batch, heads, seqlen, keys) or None.
     """
 
     @functools.wraps(original)

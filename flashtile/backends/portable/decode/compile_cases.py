@@ -114,7 +114,7 @@ _TYPES = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the decoding kernels: attention with each tile for ``arch``, some with more features, and others."""
+    """Yield the decoding kernels: attention with each tile of ``arch``, some with more features; others."""
     capability = architecture(arch).capability
     table_family = family_of_capability(*divmod(capability, 10))
     for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashtile.op.operation import any_learns
 from flashtile.op.refusals import refuse_tangents, refuse_transformed_gradients, transforming
 from flashtile.operators.attention import BACKWARD, batched
 from flashtile.operators.fp8 import ATTEND, NO_GRADIENT, refuse_gradient
@@ -39,7 +38,7 @@ def attend(
     """
     sources = tuple(x.source if isinstance(x, Quantized) else x for x in operands)
     refuse_tangents("qkv", sources)
-    if torch.is_grad_enabled() and any_learns(filter(_is_tensor, (*sources, tensors.sink))):
+    if torch.is_grad_enabled() and _learns((*sources, tensors.sink)):
         if transforming():
             refuse_transformed_gradients(NO_GRADIENT, (*"qkv", "sink"), (*sources, tensors.sink))
         for name, tensor in tensors._asdict().items():
@@ -50,8 +49,8 @@ def attend(
     return ATTEND(tuple(map(_values_of, operands)), tensors, options)
 
 
-def _is_tensor(x: Any) -> bool:
-    return isinstance(x, Tensor)
+def _learns(sources: tuple) -> bool:
+    return any(isinstance(x, Tensor) and x.requires_grad for x in sources)
 
 
 def _values_of(operand: Operand) -> Tensor:
@@ -89,8 +88,8 @@ class Fp8Attention(torch.autograd.Function):
             )
         if dout is None and dlse is None:
             return (None,) * 7
-        values, scales, (out, lse) = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], ctx.saved_tensors[6:8]
-        extras = OptionalTensors(*ctx.saved_tensors[8:])
+        saved = ctx.saved_tensors  # read once, as checkpointing requires
+        values, scales, (out, lse), extras = saved[:3], saved[3:6], saved[6:8], OptionalTensors(*saved[8:])
         offsets = extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cu_seqlens_k
         sink = extras.sink
         if sink is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import flashtile
 from cases import BF16, CASES, FP16
@@ -258,6 +259,15 @@ def test_derivatives_that_do_not_exist_are_refused_by_name() -> None:
     stored[0].requires_grad_()
     with pytest.raises(NotImplementedError, match="k_descale must not require"):
         flashtile.attention(*stored, k_descale=torch.ones(2, 2, requires_grad=True))
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    q, k, v = qkv(40)
+    (expected,) = torch.autograd.grad(fp8.attention(q, k, v).sum(), k)
+    checkpoint(fp8.attention, q, k, v, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(k.grad, expected)
 
 
 @CPU_ONLY

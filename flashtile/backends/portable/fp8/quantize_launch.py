@@ -104,7 +104,7 @@ class QuantizeLaunch:
             self._kernels = self._prepare(x, tensors)
         stored = values if self._native else values.view(torch.uint8)
         if tensors.scale is not None:
-            largest = problem.largest_of(tensors.scale)
+            largest: Tensor | None = problem.largest_of(tensors.scale)
         else:
             largest = None if problem.method == "block" else torch.zeros_like(scales)
         for kernel in self._kernels:

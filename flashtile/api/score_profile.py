@@ -46,7 +46,7 @@ _BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}
 """(below, above) by the dtype of probabilities: exp(score - phi) must lie in [2^-below, 2^above]."""
 _BITS_OTHERWISE = (32.0, 120.0)
 _SLACK = 16.0
-"""Largest margin, in nats, left in the range below the lowest mean of a part."""
+"""At most this many nats of the allowed range are left free below the lowest mean score of a part."""
 
 
 @dataclass(frozen=True)

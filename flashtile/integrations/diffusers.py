@@ -31,7 +31,7 @@ def register() -> sdpa:
 
     Raises:
         ModuleNotFoundError: Diffusers is not installed.
-        NotImplementedError: Diffusers is older than 0.35.
+        NotImplementedError: Diffusers is older than 0.37.
 
     Examples:
         >>> from diffusers import SD3Transformer2DModel
@@ -136,9 +136,9 @@ def _modules() -> tuple[Any, Any]:
     except ModuleNotFoundError:
         text = "flashtile.integrations.diffusers needs diffusers: pip install 'flashtile[diffusers]'"
         raise ModuleNotFoundError(text) from None
-    try:
-        from diffusers.models import attention_dispatch, attention_processor
-    except ImportError:
-        text = f"diffusers must be 0.35 or newer, got {diffusers.__version__}"
-        raise NotImplementedError(text) from None
+    version = tuple(int(number) for number in diffusers.__version__.split(".")[:2])
+    if version < (0, 37):
+        raise NotImplementedError(f"diffusers must be 0.37 or newer, got {diffusers.__version__}")
+    from diffusers.models import attention_dispatch, attention_processor
+
     return attention_dispatch, attention_processor

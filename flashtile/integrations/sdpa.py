@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.jit import _builtins
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
@@ -42,9 +43,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     ``nn.MultiheadAttention`` also calls the replaced function, except on torch's inference fast path
     (``torch.backends.mha.set_fastpath_enabled(False)`` disables this path).
 
-    Two kinds of calls are not replaced: calls of a name imported before (``from torch.nn.functional import
-    scaled_dot_product_attention``), and calls that ``torch.compile`` has compiled before. The backward pass
-    may run after the block, except for checkpointed modules, which compute the forward pass again.
+    Three kinds of calls are not replaced: calls of a name imported before (``from torch.nn.functional import
+    scaled_dot_product_attention``), calls that ``torch.compile`` has compiled before, and calls in
+    TorchScript. The backward pass may run after the block, except for checkpointed modules, which compute the
+    forward pass again.
 
     Args:
         fallback: pass calls that flashtile does not support (head sizes above 576, for example) to torch.
@@ -77,6 +79,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         self.served = 0
         self.passed: Counter[str] = Counter()
         self._replaced: Any = None
+        self._function = self.attend  # TorchScript's table has the id of this object
         self._last: _Looked | None = None
 
     def enable(self) -> None:
@@ -88,7 +91,8 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         if self._replaced is not None:
             raise RuntimeError("this flashtile.sdpa is already enabled")
         self._replaced = getattr(F, FUNCTION)
-        setattr(F, FUNCTION, self.attend)
+        setattr(F, FUNCTION, self._function)
+        _builtins._get_builtin_table()[id(self._function)] = f"aten::{FUNCTION}"
 
     def disable(self) -> None:
         """Restore the replaced function.
@@ -96,9 +100,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         Raises:
             RuntimeError: this object has not replaced the function, or other code has replaced it since.
         """
-        if self._replaced is None or getattr(F, FUNCTION) != self.attend:
+        if self._replaced is None or getattr(F, FUNCTION) is not self._function:
             raise RuntimeError(f"torch.nn.functional.{FUNCTION} must be this flashtile.sdpa to disable it")
         setattr(F, FUNCTION, self._replaced)
+        del _builtins._get_builtin_table()[id(self._function)]
         self._replaced = self._last = None
 
     def __enter__(self) -> sdpa:
@@ -146,7 +151,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         try:
             return self._replaced(*arguments, **named)
         finally:
-            setattr(F, FUNCTION, self.attend)
+            setattr(F, FUNCTION, self._function)
 
     def _serve(
         self,

@@ -81,12 +81,12 @@ def unregister() -> None:
 
 
 def _registry() -> Any:
-    try:
-        from torch.nn.attention import _registry as registry
-    except ImportError:
+    import torch.nn.attention as attention
+
+    if not hasattr(attention, "restore_flash_attention_impl"):
         text = f"torch must be 2.11 or newer for register(), got {torch.__version__}: use flashtile.sdpa"
-        raise NotImplementedError(text) from None
-    return registry
+        raise NotImplementedError(text)
+    return attention._registry
 
 
 class _Activation:
@@ -336,8 +336,11 @@ def _states(query: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _like(given: Tensor, result: Tensor) -> Tensor:
-    """Return ``result`` with the strides of ``torch.empty_like(given)``, which torch's compiler relies on."""
-    if result.stride() == given.stride():
+    """Return ``result`` with the strides of ``torch.empty_like(given)``, which torch's compiler relies on.
+
+    A result of another shape, which values of another head size have, is returned unchanged.
+    """
+    if result.shape != given.shape or result.stride() == given.stride():
         return result
     expected = torch.empty_like(given, dtype=result.dtype)
     return result if result.stride() == expected.stride() else expected.copy_(result)

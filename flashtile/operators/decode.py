@@ -332,7 +332,7 @@ def append(
 def copy_blocks(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Copy blocks, in place, of caches that have a leading dimension of layers."""
+    """Copy blocks within caches that have a leading dimension of layers."""
     _write(COPY, (k_cache, v_cache, block_pairs), tensors, options)
 
 

@@ -64,7 +64,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.sdpa": {"fallback": "False", "backend": "'cpu'"},
     "flashtile.flex_attention": {
         "query": "rand(2, 4, 5, 16)", "key": "rand(2, 2, 7, 16)", "value": "rand(2, 2, 7, 16)", "score_mod": "masks.softcap(1.0)", "scale": "0.3",
-        "enable_gqa": "True", "return_lse": "True", "kernel_options": "{}",
+        "enable_gqa": "True", "return_lse": "True", "kernel_options": "{}", "return_aux": "None",
     },
     "flashtile.fp8.attention": {**HALF, "method": "'head'", "hadamard": "True", "seed": "3", **MASKING, **EXTRAS, "return_lse": "True", "deterministic": "True"},
     "flashtile.fp8.quantize": {"x": HALF["k"], "role": "'k'", "method": "'block'", "hadamard": "True", "seed": "3", "seqused": "ints(3, 5)", "rotary_offset": "1", **ROTARY},

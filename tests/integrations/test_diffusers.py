@@ -135,3 +135,9 @@ def test_registration_is_idempotent_and_undone():
     assert list(names) == before
     assert not hasattr(names, "FLASHTILE")
     assert attention_processor.F is torch.nn.functional
+
+
+def test_an_older_release_is_named(monkeypatch):
+    monkeypatch.setattr(diffusers, "__version__", "0.36.0")
+    with pytest.raises(NotImplementedError, match=r"^diffusers must be 0\.37 or newer, got 0\.36\.0"):
+        register()

@@ -244,3 +244,17 @@ def test_multihead_attention_comes_this_way_and_compiles():
         out = attend(q, k, v)
     assert door.served == 2
     torch.testing.assert_close(out, torch_attention(q, k, v, is_causal=True), atol=2e-6, rtol=1e-5)
+
+
+def test_torchscript_calls_torch() -> None:
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    (x,) = tensors((1, 2, 5, 8))
+    with flashtile.sdpa() as door:
+        scripted = torch.jit.script(attend)
+        torch.jit.script(torch.nn.TransformerEncoderLayer(8, 2))
+        out = scripted(x)
+        assert door.served == 0
+        torch.testing.assert_close(attend(x), out)
+    assert torch.jit._builtins._find_builtin(door._function) is None

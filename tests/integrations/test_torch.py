@@ -65,6 +65,24 @@ def test_dense_calls_keep_the_error_rule(on_cpu, function, causal, seqlen_q):
     check(function, dense(seqlen_q=seqlen_q), causal=causal, softmax_scale=0.3)
 
 
+def test_nested_tensors(on_cpu, monkeypatch):
+    """torch chooses its flash backend for them on a GPU only, so the choice is made here."""
+    inner = pytest.importorskip("torch.nested._internal.sdpa")
+    monkeypatch.setattr(inner, "_select_sdp_backend", lambda *_, **__: SDPBackend.FLASH_ATTENTION)
+    sequences = [[torch.randn(length, 4, 16) for length in (5, 9, 3)] for _ in range(3)]
+    q, k, v = (torch.nested.nested_tensor(t, layout=torch.jagged).transpose(1, 2) for t in sequences)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    for got, *parts in zip(out.unbind(), *sequences, strict=True):
+        expected = flashtile.flash_attn_func(*(t[None] for t in parts), causal=True)[0]
+        torch.testing.assert_close(got.transpose(0, 1), expected)
+
+
+def test_values_may_have_another_head_size(on_cpu):
+    """As in multi-head latent attention, for which torchtitan calls ``varlen_attn`` so."""
+    q, k, v = dense()
+    check(through_flash, (q, k, v[..., :8]), causal=True)
+
+
 def test_16_bit_inputs_keep_the_error_rule(on_cpu):
     check(through_sdpa, dense(dtype=torch.bfloat16), causal=True)
 
@@ -201,6 +219,12 @@ def test_activation_replaces_torch_s_kernels_until_it_is_restored():
     assert kernels() == 0
     assert "flashtile" not in attention.list_flash_attention_impls()
     assert sdpa.register is register
+
+
+def test_an_older_torch_is_named(monkeypatch):
+    monkeypatch.delattr(torch.nn.attention, "restore_flash_attention_impl", raising=False)
+    with pytest.raises(NotImplementedError, match=r"^torch must be 2\.11 or newer for register\(\), got "):
+        register()
 
 
 @registry

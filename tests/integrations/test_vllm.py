@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import vllm_stand_in
@@ -312,6 +313,16 @@ def test_the_metadata_of_a_step_are_views_and_numbers(backend):
         assert value.data_ptr() in given if isinstance(value, torch.Tensor) else type(value) in (int, bool)
 
 
+def test_numbers_may_be_numpys(newest):
+    """vLLM's chunked-local layers cut the batch with numpy."""
+    step = Step(newest, (1, 17), (4, 0))
+    for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
+        setattr(step.common, name, np.int32(getattr(step.common, name)))
+    made = metadata(newest, step)
+    assert {type(value) for value in vars(made).values()} == {torch.Tensor, int, bool}
+    assert made.max_query_len == 32
+
+
 def test_launches_are_shared_by_steps_of_similar_lengths(newest):
     assert [metadata(newest, Step(newest, (n,), (0,))).max_query_len for n in (1, 2, 3, 4, 5, 33)] == [
         1, 2, 4, 4, 8, 64,
@@ -335,9 +346,15 @@ def test_batch_invariance(invariant):
         (made.max_query_len, made.max_encoder_len) == (one.max_query_len, one.max_encoder_len) == (128, 512)
     )
     assert not one.is_one_query_each
-    assert impl.num_splits == 1
-    assert impl.gpu_backend is None
-    assert invariant.Impl(1, 256, 1.0).gpu_backend == "portable"
+    for options in (impl.options, impl.causal_options):
+        assert (options.num_splits, options.backend) == (1, None)
+
+
+def test_batch_invariance_of_wide_heads(invariant, monkeypatch):
+    """Of their tiles, Hopper's kernel rescales all rows together."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = [invariant.Impl(1, head_dim, 1.0).options.backend for head_dim in (64, 128, 256)]
+    assert chosen == [None, None, "portable"]
 
 
 REFUSED = {

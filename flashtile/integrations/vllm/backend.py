@@ -4,6 +4,9 @@ vLLM's ``Attention`` layer calls ``Impl.do_kv_cache_update``, which writes new k
 layer's cache, and then ``Impl.forward``. ``Builder.build`` prepares the lengths once a step for all layers of
 a kind. None of them synchronises with the GPU, and kernels are chosen by shapes, never by lengths: vLLM may
 capture them in CUDA graphs.
+
+A layer calls the operations below ``flash_attn_with_kvcache`` and ``append_kvcache``, because vLLM's
+arguments never vary in type: outside of graphs the host's time counts at every layer.
 """
 
 from __future__ import annotations
@@ -25,15 +28,23 @@ from vllm.v1.attention.backend import (
 )
 
 from flashtile.api.attention import flash_attn_varlen_func
-from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
 from flashtile.integrations.vllm import releases
-from flashtile.problems.decode import FP8, MAX_HEAD_DIM
+from flashtile.operators import decode as operators
+from flashtile.problems.decode import (
+    FP8,
+    MAX_HEAD_DIM,
+    AppendOptions,
+    AppendTensors,
+    CacheTensors,
+    DecodeOptions,
+)
 
 FP8_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's names of caches of float8_e4m3fn."""
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Dtypes of models, with the name that vLLM gives a cache of that dtype."""
 WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+APPEND_OPTIONS = AppendOptions()
 INVARIANT_QUERIES = 128
 """Lower bound of ``max_seqlen_q`` over a cache if results must not depend on the batch: from here on, the
 number of queries no longer changes the tile."""
@@ -114,9 +125,9 @@ class Backend(AttentionBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
     ) -> str | None:
         """Return why vLLM's choices cannot be combined, or None."""
-        if kv_cache_dtype in (None, "auto", DTYPES.get(dtype), *FP8_DTYPES):
+        if kv_cache_dtype not in DTYPES.values() or kv_cache_dtype == DTYPES.get(dtype):
             return None
-        return f"a cache that is not FP8 has the model's dtype, {dtype}, not {kv_cache_dtype}"
+        return f"a cache that is not FP8 must have the model's dtype {dtype}, got {kv_cache_dtype}"
 
 
 @dataclass
@@ -165,20 +176,22 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             NotImplementedError: only some sequences are causal.
         """
         common = common_attn_metadata
-        num_reqs, num_tokens, queries = common.num_reqs, common.num_actual_tokens, common.max_query_len
-        if not isinstance(common.causal, bool):
+        # Chunked-local layers pass numpy's integers.
+        num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)
+        if isinstance(common.causal, Tensor):
             raise NotImplementedError("causal must be one bool for all sequences, got a tensor")
-        queries = max(1 << max(queries - 1, 0).bit_length(), self.min_queries)
+        queries = 1 << max(int(common.max_query_len) - 1, 0).bit_length()
+        queries = max(queries, self.min_queries)
         return Metadata(
             num_actual_tokens=num_tokens,
             max_query_len=queries,
             max_encoder_len=max(queries, self.min_encoder_len),
             query_start_loc=common.query_start_loc[: num_reqs + 1],
-            max_seq_len=common.max_seq_len,
+            max_seq_len=int(common.max_seq_len),
             seq_lens=common.seq_lens[:num_reqs],
             block_table=common.block_table_tensor[:num_reqs],
             slot_mapping=common.slot_mapping,
-            causal=common.causal,
+            causal=bool(common.causal),
             is_one_query_each=queries == 1 and num_tokens == num_reqs,
         )
 
@@ -229,10 +242,20 @@ class Impl(AttentionImpl[Metadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks, self.softcap = sinks, float(logits_soft_cap or 0.0)
         left = -1 if sliding_window is None else sliding_window - 1
-        self.causal_window, self.window = (left, 0 if left >= 0 else -1), (left, left)
+        self.window = left, left
         self.has_cache = attn_type not in WITHOUT_CACHE
-        self.num_splits = 1 if envs.VLLM_BATCH_INVARIANT else 0
-        self.gpu_backend = "portable" if self.num_splits and head_size > MAX_INVARIANT_HEAD else None
+        wide = bool(envs.VLLM_BATCH_INVARIANT) and head_size > MAX_INVARIANT_HEAD
+        options = DecodeOptions(
+            softmax_scale=self.scale,
+            softcap=self.softcap,
+            num_splits=1 if envs.VLLM_BATCH_INVARIANT else 0,
+            return_lse=False,
+            backend="portable" if wide and torch.cuda.is_available() else None,
+        )
+        self.causal_options = options._replace(causal=True, window_left=left, window_right=0)
+        self.options = options._replace(window_left=left, window_right=left)
+        self._options_of: dict[tuple[bool, int], DecodeOptions] = {}
+        """By (causal, max_query_len), which is a power of two: so there are few."""
         self.scales: tuple[Tensor, Tensor] | None = None
         self._filled: tuple[float, float] | None = None
         if kv_cache_dtype in FP8_DTYPES and self.has_cache:
@@ -253,9 +276,8 @@ class Impl(AttentionImpl[Metadata]):
         if tokens < key.shape[0]:
             key, value = key[:tokens], value[:tokens]
         keys, values, k_scale, v_scale = self._cache(layer, kv_cache)
-        append_kvcache(
-            keys, values, key, value, slot_mapping=slot_mapping, k_descale=k_scale, v_descale=v_scale
-        )
+        slots = AppendTensors(slot_mapping=slot_mapping, k_descale=k_scale, v_descale=v_scale)
+        operators.append(keys, values, key, value, slots, APPEND_OPTIONS)
 
     def forward(
         self,
@@ -288,22 +310,27 @@ class Impl(AttentionImpl[Metadata]):
             )  # fmt: skip
             return output
         keys, values, k_scale, v_scale = self._cache(layer, kv_cache)
-        starts: Tensor | None = step.query_start_loc
-        longest: int | None = step.max_query_len
         out = output
         if step.is_one_query_each:  # the kernels for one query need not be told where it is
+            options, starts = self.causal_options if step.causal else self.options, None
             tokens = step.num_actual_tokens
             query, out = query[:tokens].unsqueeze(1), output[:tokens].unsqueeze(1)
-            starts, longest = None, None
-        flash_attn_with_kvcache(
-            query, keys, values, cache_seqlens=step.seq_lens, block_table=step.block_table,
-            softmax_scale=self.scale, causal=step.causal,
-            window_size=self.causal_window if step.causal else self.window, softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes, num_splits=self.num_splits, cu_seqlens_q=starts,
-            max_seqlen_q=longest, sink=self.sinks, k_descale=k_scale, v_descale=v_scale, out=out,
-            backend=self.gpu_backend if query.is_cuda else None,
+        else:
+            options, starts = self._options_for(step.causal, step.max_query_len), step.query_start_loc
+        tensors = CacheTensors(
+            step.seq_lens, None, None, step.block_table, starts, None, self.alibi_slopes, self.sinks,
+            k_scale, v_scale,
         )  # fmt: skip
+        operators.decode((query, keys, values), tensors, options, (out, None))
         return output
+
+    def _options_for(self, causal: bool, max_query_len: int) -> DecodeOptions:
+        options = self._options_of.get((causal, max_query_len))
+        if options is None:
+            options = self.causal_options if causal else self.options
+            options = options._replace(max_seqlen_q=max_query_len)
+            self._options_of[causal, max_query_len] = options
+        return options
 
     def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return views of the layer's keys and values, and the scales of an FP8 cache (heads_kv,).

@@ -48,9 +48,10 @@ def keys_and_values(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
     """Return views (num_blocks, block_size, heads_kv, head_size) of a layer's cache, by its strides."""
     if kv_cache.dim() == 5:
         keys, values = kv_cache.unbind(1)
-        return keys, values
-    tokens = kv_cache.transpose(1, 2)
-    return tokens[..., :head_size], tokens[..., head_size:]
+    else:
+        tokens = kv_cache.transpose(1, 2)
+        keys, values = tokens[..., :head_size], tokens[..., head_size:]
+    return keys, values
 
 
 def graph_support() -> AttentionCGSupport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flashtile.api.attention import (
     attention,
@@ -13,17 +13,19 @@ from flashtile.api.attention import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from flashtile.api.cascade import flash_attn_with_shared_prefix
-from flashtile.api.decode import (
-    append_kvcache,
-    copy_blocks,
-    flash_attn_combine,
-    flash_attn_with_kvcache,
-)
-from flashtile.api.explain import Explanation, explain
-from flashtile.api.merge import merge_states
-from flashtile.api.score_profile import profile_scores
 from flashtile.api.weights import attention_weights
+
+if TYPE_CHECKING:
+    from flashtile.api.cascade import flash_attn_with_shared_prefix
+    from flashtile.api.decode import (
+        append_kvcache,
+        copy_blocks,
+        flash_attn_combine,
+        flash_attn_with_kvcache,
+    )
+    from flashtile.api.explain import Explanation, explain
+    from flashtile.api.merge import merge_states
+    from flashtile.api.score_profile import profile_scores
 
 __version__ = "0.2.0"
 
@@ -60,11 +62,20 @@ __all__ = [
     "warmup",
 ]
 
-_LATER = ("compat", "fp8", "linear", "masks", "nn", "parallel")
+_LATER = ("compat", "dropout", "fp8", "linear", "masks", "nn", "parallel", "reference")
 _IN_MODULES = {
+    "Explanation": "flashtile.api.explain",
+    "append_kvcache": "flashtile.api.decode",
+    "copy_blocks": "flashtile.api.decode",
+    "explain": "flashtile.api.explain",
+    "flash_attn_combine": "flashtile.api.decode",
+    "flash_attn_with_kvcache": "flashtile.api.decode",
+    "flash_attn_with_shared_prefix": "flashtile.api.cascade",
     "flex_attention": "flashtile.compat.flex",
     "LLM": "flashtile.engine",
     "SamplingParams": "flashtile.engine",
+    "merge_states": "flashtile.api.merge",
+    "profile_scores": "flashtile.api.score_profile",
     "record_calls": "flashtile.compilation.calls",
     "sdpa": "flashtile.integrations.sdpa",
     "use_compiled": "flashtile.backends.common.compiled_folder",
@@ -79,7 +90,8 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(f"flashtile.{name}")
     if name in _IN_MODULES:
-        return getattr(importlib.import_module(_IN_MODULES[name]), name)
+        globals()[name] = found = getattr(importlib.import_module(_IN_MODULES[name]), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

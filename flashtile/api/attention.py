@@ -17,10 +17,7 @@ import torch
 from torch import Tensor
 
 from flashtile.api.latent import join_qv
-from flashtile.api.masks import attend as attend_modified
-from flashtile.api.masks import learns_slopes, takes_functions
 from flashtile.api.prefill import attention_over_pages
-from flashtile.api.probabilities import signed_probabilities
 from flashtile.api.weights import check_form, weights_of
 from flashtile.checks.arguments import ERRORS, check_dense, renamed
 from flashtile.checks.conversions import (
@@ -35,8 +32,8 @@ from flashtile.checks.conversions import (
     refuse_unknown,
     with_unit_stride,
 )
-from flashtile.dropout import draw_state
 from flashtile.operators import attention as operators
+from flashtile.operators.functions import learns_slopes
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 
 # Names of these arguments in the packed functions, for error messages.
@@ -152,8 +149,8 @@ def attention(
             ``torch.use_deterministic_algorithms(True)`` has the same effect.
         q_descale, k_descale, v_descale: FlashAttention-3's scales, only for q, k and v of float8_e4m3fn:
             (batch, heads_kv) float32, at least 0, any strides. Each stored number is multiplied by its scale;
-            None means 1. out is then bfloat16, and there is no backward pass. :func:`flashtile.fp8.attention`
-            also quantises 16-bit inputs.
+            None means 1. out is then bfloat16. Autograd rounds gradients of e4m3 tensors to e4m3, so train
+            with :func:`flashtile.fp8.attention`, which also quantises 16-bit inputs.
         qv: shaped as q, but with the head_dim of v; learnable. Scores are then ``q k^T + qv v^T``: multi-head
             latent attention with absorbed projections (DeepSeek-V2, Liu et al. 2024, arXiv:2405.04434,
             section 2.1). ``softmax_scale=None`` then means ``(head_dim + head_dim_v) ** -0.5``, and the two
@@ -231,6 +228,8 @@ def attention(
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
+        from flashtile.api.masks import attend as attend_modified
+
         _check_with_functions(q, descales, buffers)
         attend = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
     if form is not None and isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
@@ -273,9 +272,8 @@ def flash_attn_func(
 
     Returns:
         out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. S_dmask is
-        FlashAttention-2's debugging output of dropout, None without dropout: the (batch, heads_q, seqlen_q,
-        seqlen_k) probabilities before dropout, negative where they were dropped. It needs memory for
-        every probability.
+        FlashAttention-2's debugging output of dropout: all probabilities before dropout, of shape (batch,
+        heads_q, seqlen_q, seqlen_k), negative where dropout dropped them. Without dropout S_dmask is None.
 
     Raises:
         NotImplementedError: as :func:`attention`.
@@ -302,6 +300,8 @@ def flash_attn_func(
     buffers = () if out is lse is None else (out, lse)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     if return_attn_probs and options.dropout_p != 0.0:
+        from flashtile.api.probabilities import signed_probabilities
+
         return out, lse, signed_probabilities(q, k, v, extras, options)
     return _result(out, lse, return_attn_probs, return_lse)
 
@@ -489,6 +489,8 @@ def flash_attn_varlen_func(
         q, k = join_qv(q, k, v, qv, extras, options)
     out, lse = _call(q, k, v, extras, options, (q_descale, k_descale, v_descale), buffers)
     if return_attn_probs and options.dropout_p != 0.0:
+        from flashtile.api.probabilities import signed_probabilities
+
         return out, lse, signed_probabilities(q, k, v, extras, options)
     return _result(out, lse, return_attn_probs, return_lse)
 
@@ -661,8 +663,11 @@ def _attend(
         assert out is not None
         assert lse is not None
         return out, lse
-    if attend is operators.forward and learns_slopes(extras) and takes_functions(extras, options):
-        return attend_modified(q, k, v, extras, options, None, None, None)
+    if attend is operators.forward and learns_slopes(extras):
+        from flashtile.api import masks
+
+        if masks.takes_functions(extras, options):
+            return masks.attend(q, k, v, extras, options, None, None, None)
     return attend(q, k, v, extras, options)
 
 
@@ -688,6 +693,8 @@ def _with_state(
     For an invalid dropout_p nothing is drawn, and a later check raises.
     """
     if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
+        from flashtile.dropout import draw_state
+
         rng_state = draw_state(q)
     return extras if rng_state is None else extras._replace(rng_state=rng_state)
 

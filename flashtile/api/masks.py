@@ -14,7 +14,7 @@ from flashtile.masks.mods import MaskMod, traced
 from flashtile.masks.tracing import Trace
 from flashtile.op.refusals import transforming
 from flashtile.operators.attention import forward_with_functions
-from flashtile.operators.functions import Functions, SignedExtras
+from flashtile.operators.functions import Functions, SignedExtras, learns_slopes
 from flashtile.problems.attention import NO_EXTRAS, OPTIONS_OF_ALL, OptionalTensors, Options
 from flashtile.problems.mask_program import alibi, composed, parse
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
@@ -73,12 +73,6 @@ def check_tokens(mask_mod: Any, q: Any, k: Any) -> None:
         mask_mod.check_lengths(q.shape[1], k.shape[1])
 
 
-def learns_slopes(extras: OptionalTensors) -> bool:
-    """Whether the ALiBi slopes need a gradient, which only kernels with a ``score_mod`` compute."""
-    slopes = extras.alibi_slopes
-    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
-
-
 def takes_functions(extras: OptionalTensors, options: Options) -> bool:
     """Whether a ``score_mod`` could be added to a call with these arguments."""
     if transforming():
@@ -125,7 +119,7 @@ def check_with_functions(extras: OptionalTensors, options: Options) -> None:
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()
-"""Functions of each block mask, cached without a score_mod.
+"""The traced functions of each block mask. A call's score_mod is not part of the entry.
 
 A call whose score_mod captures tensors does not use the cache.
 """

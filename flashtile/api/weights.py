@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from flashtile.api.masks import check_tokens, check_with_functions, functions
 from flashtile.checks.arguments import check_dense
 from flashtile.checks.conversions import (
     apply_autocast,
@@ -51,7 +50,7 @@ class TopWeights(NamedTuple):
     indices: Tensor
 
 
-WeightsOptions: Any = extended("WeightsOptions", Options, {"form": str, "top": int})
+WeightsOptions: Any = extended("WeightsOptions", Options, {"form": "str", "top": "int"})
 ModifiedWeightsOptions: Any = extended(
     "ModifiedWeightsOptions", WeightsOptions, FURTHER_OPTIONS, FURTHER_DEFAULTS
 )
@@ -179,9 +178,11 @@ def weights_of(
     options = options._replace(dropout_p=0.0, deterministic=False)
     own: Any = WeightsOptions(*options, *form)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
-        check_with_functions(extras, options)
-        check_tokens(mask_mod, q, k)
-        given = functions(score_mod, mask_mod, block_mask)
+        from flashtile.api import masks
+
+        masks.check_with_functions(extras, options)
+        masks.check_tokens(mask_mod, q, k)
+        given = masks.functions(score_mod, mask_mod, block_mask)
         with torch.no_grad():  # captured tensors get no gradient here
             own = ModifiedWeightsOptions(*own, *of_functions.further_options(given))
         extras = of_functions.with_functions(extras, given)

@@ -74,7 +74,8 @@ def widen(
     check_floats("q_descale", q_descale, shapes, "(heads_kv,) or (batch, heads_kv)", q, any_strides=True)
 
     new_descales = k_descale, v_descale
-    if isinstance(k, Tensor) and isinstance(v, Tensor) and FP8 in (k.dtype, v.dtype):  # stored unchanged
+    if isinstance(k, Tensor) and isinstance(v, Tensor) and FP8 in (k.dtype, v.dtype):
+        # New e4m3 keys and values are stored as they are: bfloat16 holds them exactly, and no scale applies.
         check_same_dtype("v", v, "k", k)
         k, v, new_descales = k.to(torch.bfloat16), v.to(torch.bfloat16), (None, None)
     if q_descale is None:

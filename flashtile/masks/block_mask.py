@@ -22,16 +22,10 @@ from flashtile.masks.evaluate import evaluate
 from flashtile.masks.mods import mask_mod as as_mask_mod
 from flashtile.masks.mods import traced
 from flashtile.problems.common import MAX_LENGTH
+from flashtile.problems.masks import LISTS
 
 ELEMENTS_AT_ONCE = 2**24
 """Approximate number of a mask's elements that are evaluated at once to find its blocks."""
-
-LISTS = (
-    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
-)  # fmt: skip
-BACKWARD_LISTS = 4
-"""Number of lists at the end of ``LISTS`` that only the backward pass reads."""
 
 
 @dataclass(frozen=True, eq=False)

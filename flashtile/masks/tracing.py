@@ -292,7 +292,7 @@ class _Recorder(TorchFunctionMode):
         if name is not None:
             return name
         if isinstance(value, (bool, int, float)):
-            # Dynamo makes a guarded constant of a number that is a dict key, even if it varies between calls.
+            # Dynamo may have made the number symbolic. As the key of a dict it becomes a guarded constant.
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
             check_dense("a captured tensor", value)
@@ -494,7 +494,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, as FlexAttention makes constants."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``: FlexAttention makes constants so."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():

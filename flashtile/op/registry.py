@@ -7,23 +7,20 @@ up the current implementation of an operator.
 
 from __future__ import annotations
 
-import types
-import typing
 from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _TYPES = {
-    Tensor: "Tensor",
-    int: "SymInt",
-    float: "float",
-    bool: "bool",
-    str: "str",
-    torch.dtype: "ScalarType",
+    "Tensor": "Tensor",
+    "int": "SymInt",
+    "float": "float",
+    "bool": "bool",
+    "str": "str",
+    "torch.dtype": "ScalarType",
 }
 
 
@@ -41,13 +38,13 @@ def schema(
     The further fields of the types in ``extended_to`` come last, with defaults.
     """
     kinds = {n.rstrip("?"): "Tensor?" if n.endswith("?") else "Tensor" for n in tensors}
-    kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(optional).items()}
+    kinds |= {n: _schema_type(kind) for n, kind in optional.__annotations__.items()}
     for i, written in enumerate(mutates):
         kinds[written] = kinds[written].replace("Tensor", f"Tensor({chr(ord('a') + i)}!)")
-    kinds |= {n: _schema_type(kind) for n, kind in typing.get_type_hints(options).items()}
+    kinds |= {n: _schema_type(kind) for n, kind in options.__annotations__.items()}
     arguments = [f"{kind} {n}" for n, kind in kinds.items()]
     for fields in extended_to:
-        for n, kind in typing.get_type_hints(fields).items():
+        for n, kind in fields.__annotations__.items():
             if n not in kinds:
                 arguments.append(f"{_schema_type(kind)} {n}={fields._field_defaults[n]!r}".replace("'", '"'))
     returned = ", ".join(["Tensor"] * results)
@@ -55,16 +52,18 @@ def schema(
 
 
 def _schema_type(annotation: Any) -> str:
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        (kind,) = (t for t in typing.get_args(annotation) if t is not types.NoneType)
-        return f"{_TYPES[kind]}?"
-    return _TYPES[annotation]
+    """Return the schema's name of a type that is written as text, because evaluating the text is slow."""
+    kind, *none = str(getattr(annotation, "__forward_arg__", annotation)).split(" | ")
+    return _TYPES[kind] + "?" * len(none)
 
 
-def extended(name: str, base: Any, more: dict[str, Any], defaults: tuple[Any, ...] = ()) -> Any:
-    """Return a NamedTuple with the fields of ``base`` and ``more``; the last fields have ``defaults``."""
+def extended(name: str, base: Any, more: dict[str, str], defaults: tuple[Any, ...] = ()) -> Any:
+    """Return a NamedTuple with the fields of ``base`` and ``more``; the last fields have ``defaults``.
+
+    ``more`` maps the name of a field to its type as text.
+    """
     made: Any = namedtuple(name, (*base._fields, *more), defaults=defaults)  # type: ignore[misc]
-    made.__annotations__ = typing.get_type_hints(base) | more
+    made.__annotations__ = base.__annotations__ | more
     return made
 
 
@@ -122,7 +121,11 @@ def _library() -> Any:
 
 
 def _serve(operator: str, purpose: str, function: Callable[..., Any], register: Callable[..., Any]) -> None:
-    """Make ``function`` the current implementation; the first call registers a function that looks it up."""
+    """Make ``function`` the implementation that an operator uses for a purpose, in place of an earlier one.
+
+    torch can register an implementation only once. So the first call registers a function that looks up the
+    current one.
+    """
     key = operator, purpose
     if key not in _serving:
         register(_looked_up(key))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from flashtile.op.observers import backward_flops, count_scores, forward_flops, 
 from flashtile.op.operation import Operation, is_plain, signatures
 from flashtile.op.refusals import carries_tangents, refuse_tangents, transforming
 from flashtile.op.registry import register_autograd
-from flashtile.operators import derivatives, functions, transforms
+from flashtile.operators import functions
 from flashtile.operators.functions import (
     CAPTURED,
     Functions,
@@ -180,6 +179,8 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
     """Compute (out, lse) of a call that is not plain."""
     if carries_tangents((*tensors, *extras)):
         FORWARD.check(*tensors, extras, options)
+        from flashtile.operators import derivatives
+
         refuse_tangents(OptionalTensors._fields, extras._replace(sink=None, bias=None))
         return derivatives.plain(*tensors, extras, options)
     if not transforming():
@@ -190,6 +191,8 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
             "tangents: call flashtile.attention without them, or outside of the transform"
         )
     FORWARD.check(*tensors, extras, options)
+    from flashtile.operators import transforms
+
     for operation in (FORWARD, BACKWARD):
         tell_observers(operation, (*tensors, *extras))
     return transforms.Forward.apply(BACKWARD, *tensors, *extras, *options)
@@ -226,7 +229,7 @@ class FlashAttention(torch.autograd.Function):
         return (None, None, *_gradients(ctx, dout, dlse, 6))
 
 
-def _batched(gradient: Tensor | None) -> bool:
+def batched(gradient: Tensor | None) -> bool:
     """Whether the gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
@@ -264,21 +267,33 @@ def _gradients(ctx, dout, dlse, bias):
     bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
-    if plain and not _batched(dout) and not _batched(dlse):
+    if plain and not batched(dout) and not batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
+        from flashtile.operators import transforms
+
         arguments = BACKWARD.flat(given, extras, options)
         *gradients, dsink, dbias = transforms.backward(BACKWARD, *arguments)
     else:
-        # With create_graph=True, traced records a node for the second derivative.
+        # With create_graph=True, BACKWARD.traced records a node for the second derivative.
         *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
     of_captured = functions.unpack(dbias, extras, options)
     dsink = None if extras.sink is None else dsink
     return *gradients, dsink, dbias if bias_grad else None, *map(of_captured.get, CAPTURED)
 
 
+def _second_derivative(ctx, *cotangents):
+    from flashtile.operators import transforms
+
+    return transforms.second_derivative(BACKWARD, ctx, *cotangents)
+
+
+def _save_for_second(ctx, inputs, output):
+    from flashtile.operators import transforms
+
+    transforms.save_for_second(BACKWARD, ctx, inputs, output)
+
+
 register_autograd("forward", _operator_backward, _setup_context)
-register_autograd(
-    "backward", partial(transforms.second_derivative, BACKWARD), partial(transforms.save_for_second, BACKWARD)
-)
+register_autograd("backward", _second_derivative, _save_for_second)

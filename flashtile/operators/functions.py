@@ -8,34 +8,32 @@ for them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flashtile.checks.attention import check_call, check_types
 from flashtile.checks.values import check_block_lists, check_lengths
-from flashtile.masks.block_mask import BACKWARD_LISTS, LISTS
-from flashtile.masks.evaluate import evaluate
-from flashtile.masks.tracing import Trace
 from flashtile.op.operation import PLAIN_TYPES, signatures
 from flashtile.op.registry import extended
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options, Problem
-from flashtile.problems.mask_program import parse
-from flashtile.problems.mask_ranges import positions_of
-from flashtile.problems.masks import MAX_CAPTURED, Mods
+from flashtile.problems.masks import BACKWARD_LISTS, LISTS, MAX_CAPTURED, Mods
+
+if TYPE_CHECKING:  # `import flashtile` does not import masks, because few programs use them
+    from flashtile.masks.tracing import Trace
 
 CAPTURED = tuple(f"captured_{i}" for i in range(MAX_CAPTURED))
 
-_FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), Tensor | None)
+_FURTHER_TENSORS = dict.fromkeys((*CAPTURED, *LISTS), "Tensor | None")
 ModifiedExtras: Any = extended(
     "ModifiedExtras", OptionalTensors, _FURTHER_TENSORS, (None,) * len(_FURTHER_TENSORS)
 )
 """All tensors of a call except q, k and v: attention's extras, captured tensors, a block mask's lists."""
 
 FURTHER_OPTIONS = {
-    "score_mod": str, "mask_mod": str, "learned": int, "block_q": int, "block_kv": int,
-    "mask_seqlen_q": int, "mask_seqlen_k": int,
+    "score_mod": "str", "mask_mod": "str", "learned": "int", "block_q": "int", "block_kv": "int",
+    "mask_seqlen_q": "int", "mask_seqlen_k": "int",
 }  # fmt: skip
 """Options that only calls with score or mask functions have.
 
@@ -109,6 +107,12 @@ def extras_of(tensors: Sequence[Tensor | None]) -> Any:
     if not tensors:
         return NO_EXTRAS
     return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
+
+
+def learns_slopes(extras: OptionalTensors) -> bool:
+    """Whether the ALiBi slopes need a gradient, which only kernels with a ``score_mod`` compute."""
+    slopes = extras.alibi_slopes
+    return isinstance(slopes, Tensor) and slopes.requires_grad and torch.is_grad_enabled()
 
 
 def learned_of(options: Any) -> tuple[int, ...]:
@@ -223,6 +227,9 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
                 )
     if not q.is_cuda:
         return
+    from flashtile.masks.evaluate import evaluate
+    from flashtile.problems.mask_program import parse
+
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     batch, heads, rows, keys = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     for kind, text in (("score_mod", options.score_mod), ("mask_mod", options.mask_mod)):
@@ -242,6 +249,8 @@ def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
 def mods_of(q: Tensor, k: Tensor, extras: Any, options: Any) -> Mods | None:
     if not isinstance(extras, ModifiedExtras):
         return None
+    from flashtile.problems.mask_ranges import positions_of
+
     captured = [tensor for tensor in captured_of(extras) if tensor is not None]
     return Mods(
         options.score_mod,

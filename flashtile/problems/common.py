@@ -24,6 +24,8 @@ DEVICE_TYPES = ("cuda", "cpu")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_LENGTH = 2**31 - 1
 """Largest length and window, because kernels hold them in int32."""
+POSITIONS = 2**24
+"""Bound of positions for which kernels with functions are compiled: all lengths up to it share a kernel."""
 
 PREFERENCE = ("hopper", "portable", "cpu")
 """Backends in the order in which they are tried. An explicit ``backend=`` never falls back to another."""

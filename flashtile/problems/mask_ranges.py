@@ -2,7 +2,7 @@
 
 torch computes ints in 64 bits. Kernels compute them in 32 bits where that suffices. Bounds are propagated
 from line to line (Moore, *Interval Analysis*, 1966). Positions are bounded by the call's lengths. Batch and
-head indices, and elements of captured int32 tensors, are assumed to be at most :data:`POSITIONS`.
+head indices, and elements of captured int32 tensors, are assumed to be at most ``POSITIONS``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flashtile.problems.common import POSITIONS
 from flashtile.problems.mask_operations import kind_of_number
 from flashtile.problems.mask_program import INPUTS, LOAD, Line, Name, Program
 
-POSITIONS = 2**24
-"""Bound of positions for which kernels are compiled: all lengths up to this bound share a kernel."""
 _INT32 = (-(2**31), 2**31 - 1)
 _INT64 = (-(2**63), 2**63 - 1)
 
@@ -22,7 +21,7 @@ Range = tuple[int, int]
 
 
 def positions_of(seqlen_q: int, seqlen_k: int) -> int:
-    """Return :data:`POSITIONS`, or for longer sequences the next power of two."""
+    """Return ``POSITIONS``, or for longer sequences the next power of two."""
     return max(POSITIONS, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from flashtile.problems.mask_program import Program, parse, renumbered, variables
-from flashtile.problems.mask_ranges import POSITIONS
+from flashtile.problems.common import POSITIONS
+
+if TYPE_CHECKING:  # imported by calls with functions only, to keep `import flashtile` cheap
+    from flashtile.problems.mask_program import Program
 
 MAX_CAPTURED = 8
 """Maximum number of tensors that the functions of a call may read."""
@@ -19,6 +22,14 @@ MAX_SIZES = 16
 
 Kernels have this many int arguments: the tensors' sizes and, in the remaining ones, numbers of the programs.
 """
+
+LISTS = (
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+    "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
+)  # fmt: skip
+"""Names of a block mask's lists."""
+BACKWARD_LISTS = 4
+"""Number of lists at the end of ``LISTS`` that only the backward pass reads."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +53,11 @@ class Mods:
 
     @property
     def score_program(self) -> Program | None:
-        return parse(self.score_mod) if self.score_mod else None
+        return _program(self.score_mod)
 
     @property
     def mask_program(self) -> Program | None:
-        return parse(self.mask_mod) if self.mask_mod else None
+        return _program(self.mask_mod)
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -55,6 +66,8 @@ class Mods:
         They are the first ``MAX_SIZES - sum(ranks)`` distinct ints that :func:`variables` yields for
         score_mod and then mask_mod.
         """
+        from flashtile.problems.mask_program import variables
+
         programs = (program for program in (self.score_program, self.mask_program) if program is not None)
         found = dict.fromkeys(number for program in programs for number in variables(program))
         return tuple(found)[: MAX_SIZES - sum(self.ranks)]
@@ -70,7 +83,15 @@ class Mods:
         return "score_mod" if self.score_mod else "block_mask" if self.block_size else "mask_mod"
 
 
+def _program(text: str) -> Program | None:
+    from flashtile.problems.mask_program import parse
+
+    return parse(text) if text else None
+
+
 @functools.lru_cache(maxsize=1024)
 def behind(text: str, first: int) -> str:
     """Return the text of the program with its captured tensors numbered from ``first``."""
+    from flashtile.problems.mask_program import parse, renumbered
+
     return str(renumbered(parse(text), {i: first + i for i in range(MAX_CAPTURED)}))

@@ -66,7 +66,7 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
 
     Args:
         layers: heads of the layers.
-        features: also dropout, soft caps, ALiBi, windows, biases and ready masks.
+        features: also dropout, soft caps, ALiBi, windows, biases and the predefined masks.
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
@@ -98,7 +98,7 @@ def serving_calls(config: ModelConfig, max_model_len: int | None = None, fp8: bo
     """Return the calls of an engine's steps: chunks of prompts, and one token of each of many sequences.
 
     Args:
-        config: the model. Layers that differ in their window alone count once.
+        config: the model. One layer for each of its windows is enough, since layers differ only in them.
         max_model_len: longest sequence in tokens. Default: the model's.
         fp8: weights and KV cache are rounded to e4m3.
     """

@@ -7,6 +7,7 @@ import torch
 
 import flashtile
 import flashtile.testing
+from flashtile.api import merge
 from flashtile.operators.attention import BACKWARD, FORWARD
 from flashtile.problems.attention import NO_EXTRAS, OptionalTensors, Options
 from targets import Target
@@ -77,7 +78,7 @@ def test_merging_in_place_is_merging(empty, start, rows, kernel, dtype):
     others = torch.zeros_like(out), torch.full_like(lse, -torch.inf)
     others[0][:, start : start + rows], others[1][:, :, start : start + rows] = more, more_lse
     right_out, right_lse = flashtile.merge_states(out, lse, *others)
-    merge_into = flashtile.api.merge.merge_into
+    merge_into = merge.merge_into
     if kernel:
         from flashtile.backends.portable.merging import merge as merge_into
     found = merge_into(out, lse, more, more_lse, start, dtype)

@@ -310,6 +310,12 @@ def test_flash_attention_3_s_cache(installed):
     )
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
+    out = fa3.flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=lengths, page_table=table[:2], causal=True, attention_chunk=4
+    )
+    second_chunk = {"cache_seqlens": lengths - 4, "block_table": table[:2, 1:]}
+    expected = flashtile.flash_attn_with_kvcache(q, *pages, causal=True, **second_chunk)
+    torch.testing.assert_close(out, expected)
     with pytest.raises(ValueError, match=r"k_descale must have shape \(batch, heads_kv\)"):
         fa3.flash_attn_with_kvcache(q, *pages, page_table=table[:2], k_descale=torch.ones(2))
     with pytest.raises(ValueError, match="page_table"):

@@ -1,4 +1,4 @@
-"""The papers' algorithms by their public name: :mod:`flashtile.learn.algorithms`.
+"""Public name of the papers' algorithms, which are in :mod:`flashtile.learn.algorithms`.
 
 ``import flashtile.algorithms.MODULE`` finds its modules as well.
 """

@@ -12,8 +12,9 @@ class BoundedCache(dict[Any, Any]):
     """A dict whose values take at most ``limit_bytes`` of host memory, by the sizes that callers state.
 
     Reads are those of ``dict``; :meth:`store` adds entries. When a new entry does not fit, others chosen at
-    random are dropped, one at a time, until it does. A loop over one key more than fits therefore misses
-    about twice per round. If the oldest entry or all entries were dropped, it would miss nearly always.
+    random are dropped, one at a time, until it does. If the cache holds n entries, a loop over n + 1 keys
+    therefore misses about twice per round. If the oldest entry or all entries were dropped, it would miss
+    nearly always.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -61,7 +62,7 @@ class BoundedCache(dict[Any, Any]):
     def _drop_one_but(self, kept: Hashable) -> Any:
         keys = self._keys
         place = int(self._random.random() * len(keys))
-        if keys[place] == kept:  # the new entry fits, so there is another to drop
+        if keys[place] == kept:  # another entry exists: alone, the new one would fit
             place = place - 1 if place else 1
         key = keys[place]
         keys[place] = keys[-1]

@@ -1,4 +1,4 @@
-"""The demonstration's models by their public name: :mod:`flashtile.tools.demo`.
+"""Public name of the demonstration's modules, which are in :mod:`flashtile.tools.demo`.
 
 ``import flashtile.demo.MODULE`` finds its modules as well; ``huggingface`` is a former name of ``llama``.
 """

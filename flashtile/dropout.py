@@ -16,9 +16,9 @@ to keys j + 8, j, j + 9 and j + 1.
 
 Each probability has a number: the low seven bits of its byte. The probability is dropped if this number is
 below dropout_p * 128, rounded. If that rounding would change dropout_p or 1 - dropout_p by more than 2 %, the
-number gets eight more bits below the seven. They are a byte of two more words, made by Philox-2x32 with the
-same key and with bit 31 of the counter's second word inverted. In these words the bytes of keys j and j + 8
-are exchanged, and those of j + 1 and j + 9.
+number gets eight more bits below the seven. These bits come from a second pair of words. Philox-2x32 makes
+the pair with the same key, and with bit 31 of the counter's second word inverted. The pair is laid out like
+the first, but the bytes of keys j and j + 8 are exchanged, and so are those of keys j + 1 and j + 9.
 
 In a product on the tensor cores, one thread holds the eight probabilities of a group. In the transposed
 product four threads hold two each; a warp then computes the same words and transposes them as 8 x 8 matrices

@@ -1,6 +1,6 @@
 """Attention in FP8 (e4m3): quantisation with scales by block, head or tensor, and incoherent processing.
 
-Shah et al. 2024, FlashAttention-3 (arXiv:2407.08608), section 3.3. Forward only.
+Shah et al. 2024, FlashAttention-3 (arXiv:2407.08608), section 3.3. Gradients are computed in 16 bits.
 Pickles of version 0.1 need the module ``flashtile.fp8.quantized``.
 """
 

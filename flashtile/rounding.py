@@ -31,7 +31,7 @@ def product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return the magnitudes of the finite values. Rows of a tensor outside the call may hold NaN."""
+    """Return the magnitudes of the finite values. Rows that a call does not use may hold NaN."""
     sizes = values.detach().double().abs()
     return sizes[sizes.isfinite()]
 

@@ -149,8 +149,8 @@ def attention(
             ``torch.use_deterministic_algorithms(True)`` has the same effect.
         q_descale, k_descale, v_descale: FlashAttention-3's scales, only for q, k and v of float8_e4m3fn:
             (batch, heads_kv) float32, at least 0, any strides. Each stored number is multiplied by its scale;
-            None means 1. out is then bfloat16, and there is no backward pass. :func:`flashtile.fp8.attention`
-            also quantises 16-bit inputs.
+            None means 1. out is then bfloat16. Autograd rounds gradients of e4m3 tensors to e4m3, so train
+            with :func:`flashtile.fp8.attention`, which also quantises 16-bit inputs.
         qv: shaped as q, but with the head_dim of v; learnable. Scores are then ``q k^T + qv v^T``: multi-head
             latent attention with absorbed projections (DeepSeek-V2, Liu et al. 2024, arXiv:2405.04434,
             section 2.1). ``softmax_scale=None`` then means ``(head_dim + head_dim_v) ** -0.5``, and the two
@@ -201,16 +201,8 @@ def attention(
     )  # fmt: skip
     extras = NO_EXTRAS
     if not (
-        cu_seqlens_q
-        is cu_seqlens_k
-        is seqused_k
-        is alibi_slopes
-        is sink
-        is mask
-        is key_padding_mask
-        is bias
-        is seqused_q
-        is None
+        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
+        is seqused_q is None
     ):
         cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
         if mask is not None or bias is not None:
@@ -280,9 +272,8 @@ def flash_attn_func(
 
     Returns:
         out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. S_dmask is
-        FlashAttention-2's debugging output of dropout, None without dropout: the (batch, heads_q, seqlen_q,
-        seqlen_k) probabilities before dropout, negative where they were dropped. It needs memory for
-        every probability.
+        FlashAttention-2's debugging output of dropout: all probabilities before dropout, of shape (batch,
+        heads_q, seqlen_q, seqlen_k), negative where dropout dropped them. Without dropout S_dmask is None.
 
     Raises:
         NotImplementedError: as :func:`attention`.

@@ -27,7 +27,7 @@ from flashtile.checks.conversions import (
     with_unit_stride,
 )
 from flashtile.checks.decode import check_combine, check_combined_into, check_copy
-from flashtile.checks.e4m3 import widen
+from flashtile.checks.e4m3 import widen, widen_tables
 from flashtile.operators import decode as operators
 from flashtile.problems.decode import (
     FP8,
@@ -76,6 +76,7 @@ def flash_attn_with_kvcache(
     split_size: int | None = None,
     softmax_max: float | Tensor | None = None,
     qv: Tensor | None = None,
+    attention_chunk: int = 0,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     backend: str | None = None,
@@ -89,8 +90,8 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), or (total_q, heads_q, head_dim) with ``cu_seqlens_q``;
             float16, bfloat16, float32 or (CPU) float64. Any number of queries; the kernels are made for few.
-            Over a cache of float8_e4m3fn q may also be float8_e4m3fn; it is computed as bfloat16, and the
-            result is bfloat16.
+            If the cache is float8_e4m3fn, q may be float8_e4m3fn as well. It is then converted to bfloat16,
+            and so the result is bfloat16.
         k_cache: (batch_cache, seqlen_cache, heads_kv, head_dim), or with ``block_table``
             (num_blocks, page_size, heads_kv, head_dim) with page_size at least 1. The dtype of q, or
             float8_e4m3fn. heads_q must be a multiple of heads_kv.
@@ -99,8 +100,8 @@ def flash_attn_with_kvcache(
             ``cu_seqlens_k_new``: written into the caches **in place** from position ``cache_seqlens`` on.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32, only with k. Rotary
             embedding of the new keys, from position ``cache_seqlens`` on, and of the queries: each at its own
-            position if causal or windowed, otherwise all at ``cache_seqlens``. rotary_dim is even and at most
-            head_dim; the other columns of a head are not rotated.
+            position if causal, windowed or in chunks, otherwise all at ``cache_seqlens``. rotary_dim is even
+            and at most head_dim; the other columns of a head are not rotated.
         cache_seqlens: tokens in the cache before k is appended, as an int or (batch,) int32; None: the whole
             capacity.
         cache_batch_idx: (batch,) int32, the row of a dense cache that holds each sequence; None: row b holds
@@ -144,8 +145,11 @@ def flash_attn_with_kvcache(
             2024, arXiv:2405.04434, section 2.1), where v_cache holds the latent vectors and k_cache their
             rotated part. ``softmax_scale=None`` then means ``(head_dim + head_dim_v) ** -0.5``, as in
             FlashAttention-3. Not supported over a cache of float8_e4m3fn.
-        out, lse: tensors that receive the results, as for :func:`flashtile.attention`. A given lse is also
-            written without ``return_softmax_lse``.
+        attention_chunk: if > 0, positions are divided into chunks of this size, and a query sees only keys of
+            its own chunk (Llama 4). The first chunk begins after ``cache_leftpad``, as in FlashAttention-3.
+            Cannot be combined with ``tree_mask``.
+        out, lse: tensors that receive the results, as for :func:`flashtile.attention`. If ``lse`` is
+            given, it is written even without ``return_softmax_lse``.
         backend: the backend to require, as for :func:`flashtile.attention`.
         debug_checks: also check lengths, block table and write positions on a GPU, which synchronises
             (``FLASHTILE_DEBUG=1`` does the same). On the CPU they are always checked.
@@ -171,7 +175,10 @@ def flash_attn_with_kvcache(
         (torch.Size([3, 1, 8, 64]), True)
         >>> cache_seqlens += 1  # the call does not change the lengths
     """
-    masking = make_options(max_seqlen_q, None, softmax_scale, causal, window_size, softcap, False, backend)
+    masking = make_options(
+        max_seqlen_q, None, softmax_scale, causal, window_size, softcap, False, backend,
+        attention_chunk=attention_chunk,
+    )  # fmt: skip
     check_flag("rotary_interleaved", rotary_interleaved)
     check_flag("debug_checks", debug_checks)
     check_flag("return_softmax_lse", return_softmax_lse)
@@ -184,6 +191,7 @@ def flash_attn_with_kvcache(
     if q_descale is not None or getattr(q, "dtype", None) is FP8:
         scaled = (q_descale, k_descale, v_descale)
         q, k, v, descales, new_descales = widen(q, k_cache, v_cache, k, v, scaled, block_table, cu_seqlens_q)
+        rotary_cos, rotary_sin = widen_tables(rotary_cos, rotary_sin)
     num_splits, split_keys = split_arguments(num_splits, split_size)
     if type(cache_seqlens) is int or (cache_seqlens is not None and not isinstance(cache_seqlens, Tensor)):
         cache_seqlens = lengths_tensor(cache_seqlens, "q", q, "cu_seqlens_q", cu_seqlens_q)
@@ -198,7 +206,7 @@ def flash_attn_with_kvcache(
     options = DecodeOptions(
         masking.max_seqlen_q, 0, masking.softmax_scale, masking.causal, masking.window_left,
         masking.window_right, masking.softcap, num_splits, split_keys, False,
-        return_softmax_lse or lse is not None, phi, backend, debug_checks,
+        return_softmax_lse or lse is not None, phi, backend, debug_checks, masking.attention_chunk,
     )  # fmt: skip
     buffers = () if out is lse is None else (out, lse)
     if k is None and v is None:
@@ -223,6 +231,7 @@ def flash_attn_with_kvcache(
     if rotary_cos is not None and tree_mask is not None:
         raise ValueError("rotary_cos must be None with tree_mask: rotate by each node's depth beforehand")
     by_token = masking.causal or masking.window_left >= 0 or masking.window_right >= 0
+    by_token = by_token or masking.attention_chunk > 0
     appended = AppendTensors(
         cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
         rotary_seqlens, *new_descales,

@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def details(self) -> str:
-        """Backend, configuration, reasons against the other backends and problem of every operation."""
+        """The backend, configuration and problem of every operation, and why not other backends."""
         if len(self.choices) == 1:
             return str(self.choices[0])
         return "\n\n".join(f"{choice.operation}\n{choice}" for choice in self.choices)

@@ -18,7 +18,9 @@ from flashtile.checks.conversions import (
     refuse_beyond,
 )
 from flashtile.checks.fp8 import check_inputs, check_sequences
-from flashtile.operators.fp8 import ATTEND, QUANTIZE, refuse_gradient
+from flashtile.op.refusals import transforming
+from flashtile.operators.fp8 import QUANTIZE, refuse_gradient
+from flashtile.operators.fp8_gradients import StraightThrough, attend
 from flashtile.problems.attention import EXTRAS_OF_ALL, OPTIONS_OF_ALL, OptionalTensors, Options
 from flashtile.problems.fp8 import AttendOptions, AttendTensors, QuantizeOptions, QuantizeTensors
 from flashtile.problems.fp8_layout import METHODS, ROLES
@@ -35,6 +37,7 @@ def quantize(
     method: str = "block",
     hadamard: bool = True,
     seed: int = 0,
+    scale: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     seqused: Tensor | None = None,
@@ -46,8 +49,10 @@ def quantize(
 ) -> Quantized:
     """Quantise one of q, k and v to e4m3 (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3).
 
-    x is read once with method "block", and twice with the others. Quantised keys and values can be used in
-    any number of calls. There is no gradient.
+    x is read once with method "block", and twice with the others. Tokens that share a scale depend on each
+    other also under a causal mask, unless ``scale`` is given. Quantised keys and values can be used in any
+    number of calls. For gradients, quantising counts as the identity (straight-through estimator): x gets the
+    gradient of what attention reads, rotated back if there is a rotary embedding.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``; float16 or
@@ -63,6 +68,10 @@ def quantize(
             ``seed``. Values are not transformed.
         seed: seed of the matrix's random signs, from 0 to 2**31 - 1. A seed gives the same signs on every
             device and in every run.
+        scale: the scales to use with method "head" or "tensor": float32, above 0, (batch, heads), (1, heads)
+            or (1, 1); such as ``scales`` of an earlier result. None computes them. With given scales no row
+            changes how another is stored, and x is read once. Numbers beyond 448 times the scale, after the
+            transform, become that largest number.
         cu_seqlens, max_seqlen: (batch + 1,) int32 offsets of the sequences, and the length of the longest (or
             more).
         seqused: (batch,) int32: the number of rows in use in each sequence; the others become 0.
@@ -93,7 +102,7 @@ def quantize(
     used_seed = as_int("seed", seed) if hadamard and role != "v" else None
     return _quantize(
         x, role, method, used_seed, as_offsets(cu_seqlens), max_seqlen, seqused, rotary_cos, rotary_sin,
-        rotary_offset, rotary_interleaved, backend,
+        rotary_offset, rotary_interleaved, backend, scale=scale,
     )  # fmt: skip
 
 
@@ -111,21 +120,26 @@ def _quantize(
     rotary_interleaved: bool,
     backend: str | None,
     names: dict[str, str] | None = None,
+    scale: Tensor | None = None,
 ) -> Quantized:
     """Quantise as :func:`quantize`, with ``names`` for its arguments in errors."""
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
-    tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets)
+    tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets, scale)
     options = QuantizeOptions(role, method, seed, max_seqlen, offset, rotary_interleaved, backend)
     try:
         check_dense("x", x)
-        refuse_gradient("x", x)
-        values, scales = QUANTIZE((x,), tensors, options)
+        learns = x.requires_grad and torch.is_grad_enabled() and not transforming()
+        for name in ("rotary_cos", "rotary_sin", "scale"):
+            if isinstance(getattr(tensors, name), Tensor):
+                refuse_gradient(name, getattr(tensors, name))
+        values, scales = QUANTIZE((x.detach() if learns else x,), tensors, options)
     except ERRORS as error:
         raise (renamed(error, names) if names else error) from None
     return Quantized(
-        values, scales, role, method, seed, tuple(x.shape), x.dtype, cu_seqlens, max_seqlen, seqused
-    )
+        values, scales, role, method, seed, tuple(x.shape), x.dtype, cu_seqlens, max_seqlen, seqused,
+        StraightThrough.apply(x, tensors, options) if learns else None,
+    )  # fmt: skip
 
 
 def _names(role: str) -> dict[str, str]:
@@ -162,12 +176,18 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sink: Tensor | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
     backend: str | None = None,
 ) -> Tensor | Any:
-    """Compute attention with e4m3 operands; forward only.
+    """Compute attention with e4m3 operands, and its gradients in 16 bits.
 
     Scores and sums are float32; probabilities, at most 1, are multiplied by 2**8 and rounded to e4m3. The
     result approximates exact attention: ``docs/guides/fp8.md`` states the error and when not to use FP8.
+
+    q, k, v and sink have gradients. The forward pass keeps the quantised tensors, out and lse. The backward
+    pass dequantises the tensors to the dtype of q, calls the backward pass of :func:`flashtile.attention`,
+    and passes the gradients to the tensors before quantisation. Gradients have no derivative, and
+    alibi_slopes and the rotary tables no gradient.
 
     Args:
         q, k, v: as for :func:`flashtile.attention`, float16 or bfloat16, or results of :func:`quantize`.
@@ -178,7 +198,7 @@ def attention(
             masks are.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
             :func:`flashtile.attention`. None means the values with which a tensor was quantised.
-        softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, backend: as for
+        softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, deterministic, backend: as for
             :func:`flashtile.attention`.
         sink: (heads_q,), float16, bfloat16 or float32.
 
@@ -187,15 +207,17 @@ def attention(
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
-        NotImplementedError: also if q, k or v requires a gradient.
 
     Examples:
-        >>> q = torch.randn(1, 256, 8, 64, dtype=torch.bfloat16)
+        >>> q = torch.randn(1, 256, 8, 64, dtype=torch.bfloat16, requires_grad=True)
         >>> k, v = torch.randn(2, 1, 256, 2, 64, dtype=torch.bfloat16).unbind()
         >>> keys = flashtile.fp8.quantize(k, "k")  # once, for many calls
         >>> values = flashtile.fp8.quantize(v, "v")
         >>> out, lse = flashtile.fp8.attention(q, keys, values, causal=True, return_lse=True)
         >>> out.shape, out.dtype
+        (torch.Size([1, 256, 8, 64]), torch.bfloat16)
+        >>> out.sum().backward()
+        >>> q.grad.shape, q.grad.dtype
         (torch.Size([1, 256, 8, 64]), torch.bfloat16)
     """
     if torch._C._is_any_autocast_enabled():
@@ -209,7 +231,7 @@ def attention(
     check_sequences(q, cu_seqlens_q, cu_seqlens_k, seqused_k)
     check_flag("return_lse", return_lse)
     options = make_options(
-        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, False, backend
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, deterministic, backend
     )
     own_backend = backend if backend in QUANTIZING else None
     if isinstance(q, Tensor):
@@ -236,7 +258,7 @@ def attention(
     of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], q.dtype, q.shape[-1], True, method == "block")
     stored = AttendOptions(*of_all)
     try:
-        out, lse = ATTEND((q.values, k.values, v.values), tensors, stored)
+        out, lse = attend((q, k, v), tensors, stored)
     except ERRORS as error:
         raise renamed(error, {f"{name}_descale": f"{name}.scales" for name in "qkv"}) from None
     return (out, lse) if return_lse else out
@@ -254,15 +276,15 @@ def attend_descaled(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's scales (batch, heads_kv).
 
-    out is bfloat16.
+    out is bfloat16. Gradients are those of the stored numbers; autograd rounds them to e4m3, unless
+    ``grad_dtype`` of the tensor is another dtype.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
-        refuse_gradient(name, x)
     refuse_beyond(extras, options, "for q, k and v of float8_e4m3fn")
     tensors = AttendTensors(q_descale, k_descale, v_descale, *extras[:EXTRAS_OF_ALL])
     of_all: tuple[Any, ...] = (*options[:OPTIONS_OF_ALL], torch.bfloat16, q.shape[-1])
-    return ATTEND((q, k, v), tensors, AttendOptions(*of_all))
+    return attend((q, k, v), tensors, AttendOptions(*of_all))
 
 
 def shared_method(

@@ -119,7 +119,7 @@ def check_with_functions(extras: OptionalTensors, options: Options) -> None:
 
 
 _kept: weakref.WeakKeyDictionary[BlockMask, Functions] = weakref.WeakKeyDictionary()
-"""Functions of each block mask, cached without a score_mod.
+"""The traced functions of each block mask. A call's score_mod is not part of the entry.
 
 A call whose score_mod captures tensors does not use the cache.
 """

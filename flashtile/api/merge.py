@@ -52,7 +52,7 @@ def merge_states(
     # All weights of an empty row are 0; a sum of 1 keeps its values and gradients finite.
     total = sum(weights[1:], weights[0]).masked_fill(empty, 1.0)
     lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
-    # Out is the first factor of each product, which gives the result out's memory layout.
+    # The first factor gives a product its memory layout, so the result has that of ``out``.
     parts = [
         out.masked_fill(_over_heads(part == -torch.inf), 0.0) * _over_heads(weight / total)
         for out, part, weight in zip(outs, lses, weights, strict=True)

@@ -41,12 +41,12 @@ from flashtile.reference.decode import sequence
 PART = 64
 """Keys per part of a row: the smallest number of keys whose range a kernel checks together."""
 PAYS = 0.02
-"""Largest useful share of parts out of range. Each such part is computed twice."""
+"""A fixed maximum saves time if at most this share of parts is out of range and so computed twice."""
 _BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}
 """(below, above) by the dtype of probabilities: exp(score - phi) must lie in [2^-below, 2^above]."""
 _BITS_OTHERWISE = (32.0, 120.0)
 _SLACK = 16.0
-"""Largest margin, in nats, left in the range below the lowest mean of a part."""
+"""At most this many nats of the allowed range are left free below the lowest mean score of a part."""
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ def looks_transposed(q: Tensor, k: Tensor) -> bool:
 
     The sizes of dimension 2, which should be the numbers of heads, must be equal and larger than q's
     dimension 1. In addition, they must exceed ``MAX_HEADS``, or q's dimension 1 must be a multiple of k's, as
-    the number of query heads is of the number of key heads.
+    numbers of heads are.
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():

@@ -257,7 +257,7 @@ def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None
 
 
 def contiguous_qv(qv: Tensor | None) -> Tensor | None:
-    """Return ``qv``, copied if it is not contiguous, which operations over a cache require."""
+    """Return a contiguous ``qv``, a copy if needed. Operations over a cache need it contiguous."""
     if qv is None:
         return None
     check_dense("qv", qv)

@@ -275,6 +275,7 @@ def _check_options(options: DecodeOptions) -> None:
         raise ValueError(
             f"softmax_max must be from {-MAX_SOFTMAX_MAX} to {MAX_SOFTMAX_MAX}, got {options.phi}"
         )
+    check_int("attention_chunk", options.attention_chunk, 0, MAX_LENGTH, "0 (off)")
     check_int("num_splits", options.num_splits, 0, MAX_SPLITS)
     check_int("split_size", options.split_size, 0, MAX_LENGTH)
     if options.num_splits > 0 and options.split_size > 0:
@@ -304,6 +305,8 @@ def _check_tree(
     if options.causal or window != (UNLIMITED, UNLIMITED):
         given = "causal=True" if options.causal else f"window_size={window}"
         raise ValueError(f"tree_mask cannot be combined with causal or window_size, got {given}")
+    if options.attention_chunk:
+        raise ValueError(f"attention_chunk must be 0 with tree_mask, got {options.attention_chunk}")
     if tensors.alibi_slopes is not None:
         raise ValueError(
             "alibi_slopes must be None with tree_mask, because a node's position in the cache is not its "

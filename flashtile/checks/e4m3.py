@@ -1,4 +1,4 @@
-"""Converts queries and new keys of float8_e4m3fn to bfloat16, for calls over an FP8 cache.
+"""Converts queries, new keys and rotary tables of float8_e4m3fn to bfloat16, for calls over an FP8 cache.
 
 FlashAttention-3's interface accepts such calls. bfloat16 represents every e4m3 number exactly. The scales of
 q are multiplied into those of the keys in float32.
@@ -34,6 +34,15 @@ class Widened(NamedTuple):
     new_descales: tuple[Tensor | None, Tensor | None]
 
 
+def widen_tables(rotary_cos: Any, rotary_sin: Any) -> tuple[Any, Any]:
+    """Convert e4m3 tables, which have the dtype of e4m3 queries, and return others unchanged."""
+    cos, sin = (
+        t.to(torch.bfloat16) if isinstance(t, Tensor) and t.dtype == FP8 else t
+        for t in (rotary_cos, rotary_sin)
+    )
+    return cos, sin
+
+
 def widen(
     q: Tensor,
     k_cache: Tensor,
@@ -65,7 +74,8 @@ def widen(
     check_floats("q_descale", q_descale, shapes, "(heads_kv,) or (batch, heads_kv)", q, any_strides=True)
 
     new_descales = k_descale, v_descale
-    if isinstance(k, Tensor) and isinstance(v, Tensor) and FP8 in (k.dtype, v.dtype):  # stored unchanged
+    if isinstance(k, Tensor) and isinstance(v, Tensor) and FP8 in (k.dtype, v.dtype):
+        # New e4m3 keys and values are stored as they are: bfloat16 holds them exactly, and no scale applies.
         check_same_dtype("v", v, "k", k)
         k, v, new_descales = k.to(torch.bfloat16), v.to(torch.bfloat16), (None, None)
     if q_descale is None:

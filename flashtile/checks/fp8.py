@@ -65,6 +65,13 @@ def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions
     if options.seed is not None:
         check_int("seed", options.seed, 0, MAX_SEED)
     _check_rotary(x, batch, tensors, options)
+    if tensors.scale is not None:
+        heads = x.shape[-2]
+        if options.method == "block":
+            raise ValueError("scale must be None with method 'block', got a tensor: use 'head' or 'tensor'")
+        of_heads = ((batch, heads), (1, heads)) if options.method == "head" else ()
+        named = "(batch, heads), (1, heads) or (1, 1)" if of_heads else "(1, 1)"
+        check_floats("scale", tensors.scale, (*of_heads, (1, 1)), named, x, any_strides=True)
 
 
 def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
@@ -174,7 +181,9 @@ def _blocks(rows: Tensor, block: int, batch: int, packed: bool) -> int:
 
 
 def check_quantize_values(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
-    """Raise ValueError for values of ``cu_seqlens`` or ``seqused`` that do not fit x."""
+    """Raise ValueError for values of ``cu_seqlens`` or ``seqused`` that do not fit x, or a bad scale."""
+    if tensors.scale is not None and not bool(((tensors.scale > 0) & tensors.scale.isfinite()).all()):
+        raise ValueError(f"scale must be finite and above 0, got {tensors.scale.flatten().tolist()[:8]}")
     lengths = [x.shape[1]] * x.shape[0] if tensors.cu_seqlens is None else []
     if tensors.cu_seqlens is not None:
         assert options.max_seqlen is not None

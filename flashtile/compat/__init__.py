@@ -36,7 +36,7 @@ def install_as_flash_attn() -> None:
         >>> flashtile.compat.install_as_flash_attn()
         >>> from flash_attn import flash_attn_func
         >>> from flash_attn.bert_padding import unpad_input
-        >>> flash_attn_func is flashtile.flash_attn_func
+        >>> flash_attn_func.__wrapped__ is flashtile.flash_attn_func
         True
         >>> flashtile.compat.uninstall_as_flash_attn()
     """

@@ -179,9 +179,10 @@ def flash_attn_with_kvcache(
             in the dense cache.
         q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also with
             ``page_table``. None: 1.
+        rotary_seqlens: ignored without ``rotary_cos``, as by FlashAttention-3.
     """
-    if attention_chunk:
-        raise NotImplementedError(f"attention_chunk must be 0, got {attention_chunk!r:.60}")
+    if rotary_cos is None and rotary_sin is None:
+        rotary_seqlens = None
     k_descale, v_descale = _of_sequences(k_descale, v_descale)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = _chosen_rows(page_table, cache_batch_idx), None
@@ -191,7 +192,7 @@ def flash_attn_with_kvcache(
             page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits,
             return_softmax_lse, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
             cu_seqlens_k_new=cu_seqlens_k_new, rotary_seqlens=rotary_seqlens, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale, qv=qv,
+            k_descale=k_descale, v_descale=v_descale, qv=qv, attention_chunk=attention_chunk,
         )  # fmt: skip
     except ERRORS as error:
         raise renamed(error, {"block_table": "page_table"}) from None

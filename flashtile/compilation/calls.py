@@ -17,7 +17,7 @@ from flashtile.op.operation import OPERATIONS, Remembered, remembering
 from flashtile.operators import attention, decode, fp8, linear
 
 REGISTERED = attention, decode, fp8, linear
-"""Modules whose import declares the operations that calls name."""
+"""Modules that declare, when they are imported, all operations that a recorded call can name."""
 
 
 @dataclass(frozen=True)

@@ -504,7 +504,8 @@ def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: 
     if model.embedding.device.type == "cpu":
         return 0
     positions = max(0, min(length, blocks * block_size))
-    return positions * (4 * model.config.head_dim + 4 * seqs // block_size)
+    rows = seqs + 1  # the runner's spare row
+    return 4 * (positions * model.config.head_dim + rows * -(-positions // block_size))
 
 
 def _cache_dtype(name: Any, dtype: torch.dtype) -> torch.dtype:

@@ -99,7 +99,7 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     """Return the calls of the steps of an engine.
 
     Args:
-        config: the model. Layers that differ in their window alone count once.
+        config: the model. One layer for each of its windows is enough, since layers differ only in them.
         limits: the engine's settings.
         drafts: the model drafts tokens for another model.
     """

@@ -24,7 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_TEMPLATE = 2**20
 STEPS, CHARACTERS = 2**17, 2**24
 STEPS_EACH, CHARACTERS_EACH = 4, 256
-"""Additional budget for each character of the variables: templates that append to a text copy it often."""
+"""Additional budget for each character of the variables. It is more than 1, because a template that appends
+to a text copies the whole text each time."""
 ACCOUNT = " account"
 """The variable that holds the :class:`Account`. Its name has a space, so that no template can use it."""
 

@@ -260,7 +260,7 @@ class _FastStream(TextStream):
 
     CONTEXT = 5
     UNFINISHED = "\ufffd"
-    MAX_WAITING = 16  # most tokens without a text of their own: each step decodes all of them
+    MAX_WAITING = 16  # limit of tokens that wait for text, since each step decodes all of them
 
     def __init__(self, tokenizer: FastTokenizer, before: Sequence[int], skip_special_tokens: bool):
         self.tokenizer, self.skip = tokenizer, skip_special_tokens

@@ -157,7 +157,7 @@ def peak_allocated(function: Function, device: torch.device) -> int:
 def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) -> float:
     """Measure the TFLOP/s of a square matrix product in ``dtype``, an upper bound for attention's products.
 
-    The fastest of ``rounds`` medians counts, each over about ``rep`` milliseconds.
+    Takes the fastest of ``rounds`` medians. Each median is over about ``rep`` milliseconds of products.
     """
     size = CEILING_SIZE[device.type]
     made_in = torch.bfloat16 if dtype == FP8 else getattr(torch, dtype)

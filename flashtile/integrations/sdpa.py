@@ -1,8 +1,8 @@
-"""Two ways to compute ``torch.nn.functional.scaled_dot_product_attention`` by flashtile.
+"""flashtile in the place of ``torch.nn.functional.scaled_dot_product_attention``.
 
 :class:`sdpa` replaces the function in ``torch.nn.functional``, for every call in the process that looks it up
-there. :func:`register` adds flashtile to torch's registry of flash attention implementations. An activated
-implementation replaces the kernels of torch's flash backend, below autograd.
+there. :func:`flashtile.integrations.torch.register`, which is also importable from here, replaces the kernels
+of torch's flash backend instead, below autograd.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.jit import _builtins
 from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import has_torch_function
@@ -19,11 +20,11 @@ from torch.overrides import has_torch_function
 from flashtile.api.attention import attention
 from flashtile.api.padding import MaskPattern, as_booleans, as_mask_or_bias, attend, can_look, recognise
 from flashtile.checks.arguments import ERRORS, check_backend, check_dense, renamed
-from flashtile.dropout import draw_state
-from flashtile.operators.gradients import attention_backward
+from flashtile.integrations.torch import register
+
+__all__ = ["register", "sdpa"]
 
 FUNCTION = "scaled_dot_product_attention"
-NAME = "flashtile"
 _OF_SDPA = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
 
@@ -42,9 +43,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     ``nn.MultiheadAttention`` also calls the replaced function, except on torch's inference fast path
     (``torch.backends.mha.set_fastpath_enabled(False)`` disables this path).
 
-    Two kinds of calls are not replaced: calls of a name imported before (``from torch.nn.functional import
-    scaled_dot_product_attention``), and calls that ``torch.compile`` has compiled before. The backward pass
-    may run after the block, except for checkpointed modules, which compute the forward pass again.
+    Three kinds of calls are not replaced: calls of a name imported before (``from torch.nn.functional import
+    scaled_dot_product_attention``), calls that ``torch.compile`` has compiled before, and calls in
+    TorchScript. The backward pass may run after the block, except for checkpointed modules, which compute the
+    forward pass again.
 
     Args:
         fallback: pass calls that flashtile does not support (head sizes above 576, for example) to torch.
@@ -77,6 +79,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         self.served = 0
         self.passed: Counter[str] = Counter()
         self._replaced: Any = None
+        self._function = self.attend  # TorchScript's table has the id of this object
         self._last: _Looked | None = None
 
     def enable(self) -> None:
@@ -88,7 +91,8 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         if self._replaced is not None:
             raise RuntimeError("this flashtile.sdpa is already enabled")
         self._replaced = getattr(F, FUNCTION)
-        setattr(F, FUNCTION, self._attend)
+        setattr(F, FUNCTION, self._function)
+        _builtins._get_builtin_table()[id(self._function)] = f"aten::{FUNCTION}"
 
     def disable(self) -> None:
         """Restore the replaced function.
@@ -96,9 +100,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         Raises:
             RuntimeError: this object has not replaced the function, or other code has replaced it since.
         """
-        if self._replaced is None or getattr(F, FUNCTION) != self._attend:
+        if self._replaced is None or getattr(F, FUNCTION) is not self._function:
             raise RuntimeError(f"torch.nn.functional.{FUNCTION} must be this flashtile.sdpa to disable it")
         setattr(F, FUNCTION, self._replaced)
+        del _builtins._get_builtin_table()[id(self._function)]
         self._replaced = self._last = None
 
     def __enter__(self) -> sdpa:
@@ -108,7 +113,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     def __exit__(self, *exception: object) -> None:
         self.disable()
 
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -119,6 +124,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """Compute one call of ``scaled_dot_product_attention``, also where the function is not replaced."""
         try:
             out = self._serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except ERRORS as error:
@@ -137,13 +143,15 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
 
         Tensor subclasses look the function up by name, so torch's function is restored during their call.
         """
+        if self._replaced is None:
+            return getattr(F, FUNCTION)(*arguments, **named)
         if not has_torch_function([a for a in arguments if isinstance(a, Tensor)]):
             return self._replaced(*arguments, **named)
         setattr(F, FUNCTION, self._replaced)
         try:
             return self._replaced(*arguments, **named)
         finally:
-            setattr(F, FUNCTION, self._attend)
+            setattr(F, FUNCTION, self._function)
 
     def _serve(
         self,
@@ -261,106 +269,3 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
     if beyond > 0:
         return k, v, {"window_size": (-1, beyond)}
     return k[:, : q.shape[1]], v[:, : q.shape[1]], {"causal": True}
-
-
-def register() -> None:
-    """Add flashtile to torch's registry of flash attention implementations, under the name "flashtile".
-
-    After ``torch.nn.attention.activate_flash_attention_impl("flashtile")``,
-    ``F.scaled_dot_product_attention`` uses it wherever torch chooses its flash backend: for fp16 and bf16 on
-    a GPU, without a mask. ``torch.nn.attention.restore_flash_attention_impl()`` undoes that.
-
-    Raises:
-        NotImplementedError: torch is older than 2.11. :class:`flashtile.sdpa` works with older releases.
-
-    Examples:
-        >>> import torch.nn.attention
-        >>> from flashtile.integrations import sdpa
-        >>> if hasattr(torch.nn.attention, "restore_flash_attention_impl"):  # torch 2.11 and newer
-        ...     sdpa.register()
-        ...     assert "flashtile" in torch.nn.attention.list_flash_attention_impls()
-    """
-    import torch.nn.attention as registry
-
-    if not hasattr(registry, "restore_flash_attention_impl"):
-        text = f"torch must be 2.11 or newer for register(), got {torch.__version__}: use flashtile.sdpa"
-        raise NotImplementedError(text)
-    registry.register_flash_attention_impl(NAME, register_fn=_Registration)
-
-
-class _Registration:
-    """Replaces two ``aten`` kernels by flashtile's until :meth:`remove`."""
-
-    def __init__(self) -> None:
-        self._library: Any = torch.library.Library("aten", "IMPL", "CUDA")
-        self._library.impl("_scaled_dot_product_flash_attention", forward, "CUDA")
-        self._library.impl("_scaled_dot_product_flash_attention_backward", backward, "CUDA")
-
-    def remove(self) -> None:
-        self._library = None
-
-
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple:
-    """Implement ``aten._scaled_dot_product_flash_attention``."""
-    if return_debug_mask:
-        raise NotImplementedError(
-            "return_debug_mask must be False while flashtile is the flash attention implementation: "
-            "torch.nn.attention.restore_flash_attention_impl() restores torch's own"
-        )
-    rng_state = draw_state(query) if dropout_p > 0 else query.new_zeros(2, dtype=torch.int64)
-    q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    with torch.no_grad():  # torch handles autograd above this function
-        k, v, masking = _masked(q, k, v, is_causal)
-        out, lse = attention(
-            q, k, v, dropout_p=dropout_p, rng_state=rng_state, softmax_scale=scale, return_lse=True, **masking
-        )
-    unused = query.new_empty(0)
-    states = rng_state.view(torch.uint64), query.new_empty((), dtype=torch.uint64)
-    return _as(query, out), lse, None, None, query.shape[2], key.shape[2], *states, unused
-
-
-def backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement ``aten._scaled_dot_product_flash_attention_backward``."""
-    dout, q, k, v, o = (t.transpose(1, 2) for t in (grad_out, query, key, value, out))
-    k, v, masking = _masked(q, k, v, is_causal)
-    dropping: dict[str, Any] = {"dropout_p": dropout_p, "rng_state": philox_seed.view(torch.int64)}
-    dq, dk, dv, _ = attention_backward(
-        dout, q, k, v, o, logsumexp, softmax_scale=scale, **dropping, **masking
-    )  # fmt: skip
-    hidden = key.shape[2] - k.shape[1]
-    if hidden:
-        dk, dv = (F.pad(t, (0, 0, 0, 0, 0, hidden)) for t in (dk, dv))
-    return _as(query, dq), _as(key, dk), _as(value, dv)
-
-
-def _as(given: Tensor, result: Tensor) -> Tensor:
-    """Return ``result`` (batch, seqlen, heads, head_dim) in the shape and strides of ``given``."""
-    result = result.transpose(1, 2)
-    expected = torch.empty_like(given)
-    return result if result.stride() == expected.stride() else expected.copy_(result)

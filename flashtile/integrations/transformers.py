@@ -150,7 +150,8 @@ def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Cal
 dense = _under_transformers_names(flash_attn_func)
 varlen = _under_transformers_names(flash_attn_varlen_func)
 with_kvcache = _under_transformers_names(flash_attn_with_kvcache, "max_seqlen_q")
-"""The signature has no ``max_seqlen_q``: continuous batching decodes one query per sequence over pages."""
+"""``max_seqlen_q`` is hidden, so that Transformers does not pass it: its continuous batching decodes one
+query per sequence."""
 
 
 class _Loader:
@@ -205,7 +206,7 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
 
 
 def _lend(module: Any) -> None:
-    """Define ``_flash_attention_forward`` in the module of a model with a class for each implementation.
+    """Define ``_flash_attention_forward`` in a model's module that has one class for each implementation.
 
     Such a module imports that function only if FlashAttention's package is installed.
     """

@@ -57,9 +57,9 @@ _launches = launch_cache()
 def serving(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the attention function for Transformers.
 
-    It calls ``original`` in compiled models and over pages. It takes query, key and value (batch,
-    heads, seqlen, head_dim). It returns out (batch, seqlen, heads, head_dim) and weights (batch, heads,
-    seqlen, keys) or None.
+    It calls ``original`` in compiled models, and if keys and values are in pages. It takes query, key and
+    value (batch, heads, seqlen, head_dim). It returns out (batch, seqlen, heads, head_dim) and weights
+    (batch, heads, seqlen, keys) or None.
     """
 
     @functools.wraps(original)
@@ -241,8 +241,8 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, mod
     """Compute attention under a padding mask (batch, seqlen_k) that is True for keys that are not padding.
 
     The mask may be shorter than a static cache, whose later keys are not written yet. Queries are the last
-    tokens. If queries and keys are equal in number, and the call has causality or a window, it is
-    self-attention, so queries have the padding of the keys. In cross-attention the padding may differ.
+    tokens. A call that is causal or has a window, with as many queries as keys, is self-attention: its
+    queries have the padding of its keys. In cross-attention the padding of queries may differ.
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]

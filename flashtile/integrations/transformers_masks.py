@@ -215,9 +215,10 @@ def _says_more(
 ) -> bool:
     """Whether a mask has other rules than causality, windows and packed sequences.
 
-    A model adds such rules as a mask function (``use_vmap``) or as blocks (``or_masks``). If the model's
-    config has ``use_bidirectional_attention``, its attention modules are not causal. A mask function that
-    makes the mask bidirectional then adds no rule. Without such a function the mask is causal, which is one.
+    A model adds such rules as a mask function of its own (``use_vmap`` is then set), or as blocks of tokens
+    that see each other (``or_masks``). If the model's config has ``use_bidirectional_attention``, its
+    attention modules are not causal. A mask function that makes the mask bidirectional then adds no rule.
+    Without such a function the mask is causal, and causality is a rule that the module does not have.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:

@@ -6,7 +6,7 @@ is forked, copied on the first write to a shared block, and released one by one.
 caller moves the bytes, or :class:`flashtile.kv_cache.PagedKVCache` does.
 
 A block may be written to only while its reference count is 1. A fork and the prefix cache each add a
-reference, so neither ever sees another sequence's tokens.
+reference, so no sequence overwrites a block that another uses.
 
 Nothing here needs a GPU, and nothing is thread-safe. An operation that raises has changed nothing.
 """
@@ -268,7 +268,7 @@ class BlockManager:
                 self._require_written(row)
         room = lengths.neg() % size  # free slots of the last block
         last = self.block_table.take(batch.starts + ((lengths - 1) // size).clamp_(0))
-        shared = self.pool.refs_tensor.index_select(0, last) > 1  # a full block needs work in any case
+        shared = self.pool.refs_tensor.index_select(0, last) > 1  # room is 0 for a full block
         work = ((room < counts) | shared) & (ends > lengths)
         copies: Copies = []
         chosen = work.nonzero().flatten()
@@ -360,7 +360,7 @@ class BlockManager:
             raise OutOfBlocksError("reserving for", len(reservations), needed, available, total)
 
     def _passed_blocks(self, row: int, length: int) -> list[int]:
-        """Return the blocks of a row that no query from position ``length`` on sees."""
+        """Return the blocks of a row that queries at position ``length`` and later do not see."""
         if self.window_left < 0:
             return []
         count = max(0, length - self.window_left) // self.block_size
@@ -464,7 +464,7 @@ class BlockManager:
         return self._swap(*self.table.resolve(sequences, True), self.host_pool, self.pool, "swapping in")
 
     def move(self, copies: Copies, source: BlockPool, target: BlockPool) -> None:
-        """Copy blocks between or within pools. This class copies nothing; its caller does."""
+        """Do nothing. A subclass that has the tensors copies blocks between or within pools here."""
 
     def _swap(
         self, sequences: Iterable[int], rows: list[int], source: BlockPool, target: BlockPool, what: str

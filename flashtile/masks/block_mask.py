@@ -215,9 +215,11 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
 
     A :class:`BlockMask` is returned unchanged.
 
+    Lists of the backward pass that it does not have (``compute_q_blocks=False``) are made from those of the
+    forward pass.
+
     Raises:
         TypeError: the argument is not a block mask.
-        ValueError: the block mask has no lists for the backward pass.
     """
     if isinstance(block_mask, BlockMask):
         return block_mask
@@ -232,13 +234,16 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
     known = _of_flex.get(block_mask) if keeps else None
     if known is not None and all(map(operator.is_, known[0], attributes)):
         return known[1]
-    if block_mask.q_indices is None:
-        raise ValueError("block_mask must have lists for the backward pass (q_indices), got None")
     lists = {name: getattr(block_mask, name) for name in LISTS}
-    for name in ("kv", "q"):
+    has_q_lists = lists["q_indices"] is not None
+    for name in ("kv", "q") if has_q_lists else ("kv",):
         if lists[f"full_{name}_num_blocks"] is None:
             lists[f"full_{name}_num_blocks"] = torch.zeros_like(lists[f"{name}_num_blocks"])
             lists[f"full_{name}_indices"] = lists[f"{name}_indices"]
+    if not has_q_lists:
+        for full in ("", "full_"):
+            blocks = listed(lists[f"{full}kv_num_blocks"], lists[f"{full}kv_indices"])
+            lists[f"{full}q_num_blocks"], lists[f"{full}q_indices"] = _lists(blocks.mT)
     contiguous = {name: tensor.contiguous() for name, tensor in lists.items()}
     made = BlockMask(
         tuple(block_mask.seq_lengths),
@@ -246,7 +251,7 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
         BLOCK_SIZE=tuple(block_mask.BLOCK_SIZE),
         mask_mod=as_mask_mod(block_mask.mask_mod),
     )
-    # A result with copied lists is not cached, because it would miss later writes to the originals.
-    if keeps and all(contiguous[name] is tensor for name, tensor in lists.items()):
+    # A result with other lists is not cached, because it would miss later writes to the originals.
+    if keeps and has_q_lists and all(contiguous[name] is tensor for name, tensor in lists.items()):
         _of_flex[block_mask] = attributes, made
     return made

@@ -292,7 +292,7 @@ class _Recorder(TorchFunctionMode):
         if name is not None:
             return name
         if isinstance(value, (bool, int, float)):
-            # Dynamo makes a guarded constant of a number that is a dict key, even if it varies between calls.
+            # Dynamo may have made the number symbolic. As the key of a dict it becomes a guarded constant.
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
             check_dense("a captured tensor", value)
@@ -308,17 +308,18 @@ class _Recorder(TorchFunctionMode):
                 f"a tensor of shape {tuple(value.shape)} is not a number: index it with batch, head, q_idx "
                 "or kv_idx"
             )
+        if isinstance(value, _PartlyRead):
+            raise _wrong_count(value.tensor, value.indices)
         raise TypeError(f"{type(value).__name__} is not a number, tensor or value made of the arguments")
 
     def load(self, tensor: Any, index: Any) -> Any:
         if not isinstance(tensor, Tensor) or self.name_of(tensor) is not None:
             raise TypeError(f"a {_KIND_OF_SYMBOL} is one number, which cannot be indexed")
         indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) < tensor.dim() and not self.compiling:
+            return _PartlyRead(self, tensor, indices)
         if len(indices) != tensor.dim():
-            raise TypeError(
-                f"a tensor of {tensor.dim()} dimensions must be read with {tensor.dim()} indices, "
-                f"got {len(indices)}"
-            )
+            raise _wrong_count(tensor, indices)
         operands = [self.operand(value) for value in indices]
         for operand in operands:
             if self.builder.kind(operand) != "int":
@@ -352,6 +353,35 @@ class _Recorder(TorchFunctionMode):
         a, b = (self.emit("int", v) if k == "bool" != kinds[1 - i] else v
                 for i, (v, k) in enumerate(zip((a, b), kinds, strict=True)))  # fmt: skip
         return self.emit(operation, a, b)
+
+
+class _PartlyRead:
+    """A captured tensor with indices of its first dimensions, as in ``bias[batch][q_idx, kv_idx]``."""
+
+    __slots__ = ("indices", "recorder", "tensor")
+    __iter__ = None  # Python would iterate by __getitem__, without end
+
+    def __init__(self, recorder: _Recorder, tensor: Tensor, indices: tuple) -> None:
+        self.recorder, self.tensor, self.indices = recorder, tensor, indices
+
+    def __getitem__(self, index: Any) -> Any:
+        more = index if isinstance(index, tuple) else (index,)
+        return self.recorder.load(self.tensor, self.indices + more)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _wrong_count(self.tensor, self.indices)
+
+    def refuse(self, *others: Any) -> Any:
+        """Raise the error of an operation on the rest of the tensor."""
+        raise _wrong_count(self.tensor, self.indices)
+
+
+def _wrong_count(tensor: Tensor, indices: tuple) -> TypeError:
+    return TypeError(
+        f"a tensor of {tensor.dim()} dimensions must be read with {tensor.dim()} indices, got {len(indices)}"
+    )
 
 
 _KIND_OF_SYMBOL = "value that is known only when a kernel runs"
@@ -423,6 +453,14 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
     return recorder.emit("where", is_whole, power, 0.0)
 
 
+def _tan(recorder: _Recorder, x: Any) -> Any:
+    return recorder.arithmetic("div", *(recorder.emit(name, recorder.as_float(x)) for name in ("sin", "cos")))
+
+
+def _silu(recorder: _Recorder, x: Any, inplace: bool = False) -> Any:
+    return recorder.arithmetic("mul", x, recorder.emit("sigmoid", recorder.as_float(x)))
+
+
 def _clamp(recorder: _Recorder, x: Any, min: Any = None, max: Any = None) -> Any:
     if min is not None:
         x = recorder.arithmetic("maximum", x, min)
@@ -456,7 +494,7 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``, as FlexAttention makes constants."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``: FlexAttention makes constants so."""
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():
@@ -526,6 +564,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "square": lambda recorder, x: _pow(recorder, x, 2),
     "pos": lambda recorder, x: x,
     "positive": lambda recorder, x: x,
+    "masked_fill": lambda recorder, x, mask, value: _where(recorder, mask, value, x),
+    "tan": _tan,
+    "silu": _silu,
     "relu": lambda recorder, x, inplace=False: recorder.arithmetic("maximum", x, 0),
 }
 """torch's functions and tensor methods that can be traced, without underscores around their names."""
@@ -548,6 +589,7 @@ class Symbol:
 
     device = None
     """Always None, because the device of the call is unknown when the function is traced."""
+    shape = torch.Size()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
@@ -593,6 +635,7 @@ for _name in (
     "le", "gt", "ge", "neg", "pos", "abs", "invert",
 ):  # fmt: skip
     setattr(Symbol, f"__{_name}__", _operator(_name))
+    setattr(_PartlyRead, f"__{_name}__", _PartlyRead.refuse)
 
 
 def _as_run(function: Any) -> Any:

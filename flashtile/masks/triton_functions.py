@@ -70,7 +70,10 @@ STAND_INS = (_language, Pointer, *_LANGUAGE.values())
 
 
 def in_torch(function: Any) -> Callable[..., Any]:
-    """Return a ``@triton.jit`` function as a Python function of symbols or torch's tensors."""
+    """Return a Python function that computes with torch what a ``@triton.jit`` function computes.
+
+    Its arguments are tensors, or the symbols of a trace.
+    """
     python = function.fn
     names = {
         name: _translated(value)

@@ -41,7 +41,7 @@ def leave_graph_of_gradients() -> None:
 
 
 def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether forward mode needs the derivative with respect to one of ``tensors``, at any level."""
+    """Whether one of ``tensors`` carries a tangent of forward-mode differentiation, at any of its levels."""
     if forward_ad._current_level < 0 or torch.compiler.is_dynamo_compiling():
         return False
     return _first(_carries_tangent, [("", t) for t in tensors]) is not None

@@ -121,7 +121,11 @@ def _library() -> Any:
 
 
 def _serve(operator: str, purpose: str, function: Callable[..., Any], register: Callable[..., Any]) -> None:
-    """Make ``function`` the current implementation; the first call registers a function that looks it up."""
+    """Make ``function`` the implementation that an operator uses for a purpose, in place of an earlier one.
+
+    torch can register an implementation only once. So the first call registers a function that looks up the
+    current one.
+    """
     key = operator, purpose
     if key not in _serving:
         register(_looked_up(key))

@@ -229,7 +229,7 @@ class FlashAttention(torch.autograd.Function):
         return (None, None, *_gradients(ctx, dout, dlse, 6))
 
 
-def _batched(gradient: Tensor | None) -> bool:
+def batched(gradient: Tensor | None) -> bool:
     """Whether the gradient stands for several vector-Jacobian products (``is_grads_batched=True``)."""
     return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
@@ -267,7 +267,7 @@ def _gradients(ctx, dout, dlse, bias):
     bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()
-    if plain and not _batched(dout) and not _batched(dlse):
+    if plain and not batched(dout) and not batched(dlse):
         return BACKWARD.launch((dout, dlse, *saved), extras, options)
     given = (dout, dlse, *saved)
     if transforming() or carries_tangents((dout, dlse)):
@@ -276,7 +276,7 @@ def _gradients(ctx, dout, dlse, bias):
         arguments = BACKWARD.flat(given, extras, options)
         *gradients, dsink, dbias = transforms.backward(BACKWARD, *arguments)
     else:
-        # With create_graph=True, traced records a node for the second derivative.
+        # With create_graph=True, BACKWARD.traced records a node for the second derivative.
         *gradients, dsink, dbias = BACKWARD.traced(given, extras, options)
     of_captured = functions.unpack(dbias, extras, options)
     dsink = None if extras.sink is None else dsink

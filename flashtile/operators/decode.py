@@ -199,7 +199,7 @@ COPY = _Writing(
 )
 
 _append_and_decode = launch_cache()
-"""Launches of (append, attention) by one look-up: a decoding step is mostly limited by host time."""
+"""Pairs of launches (append, attention). One look-up finds both: host time limits most decoding steps."""
 _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
 """Names of all tensors of :func:`append_and_decode` that might require a gradient."""
 
@@ -332,7 +332,7 @@ def append(
 def copy_blocks(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Copy blocks, in place, of caches that have a leading dimension of layers."""
+    """Copy blocks within caches that have a leading dimension of layers."""
     _write(COPY, (k_cache, v_cache, block_pairs), tensors, options)
 
 

@@ -41,9 +41,10 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
 
 
 def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
-    """Return (:func:`plain` as a function of q, k, v and ``learned``, the tensors ``learned`` by name).
+    """Return (attend, learned) of a call.
 
-    ``learned`` are sink, bias and the captured tensors that need a gradient, as far as they are given.
+    ``learned`` is a dict of the call's sink, bias and captured tensors, as far as they are given and can need
+    a gradient. ``attend`` is :func:`plain` as a function of q, k, v and these tensors.
     """
     names = (*LEARNED, *(CAPTURED[i] for i in learned_of(options)))
     learned = {name: getattr(extras, name) for name in names if getattr(extras, name) is not None}

@@ -1,4 +1,7 @@
-"""FP8 as operations: quantisation, and attention over quantised tensors. Neither has a backward pass."""
+"""FP8 as operations: quantisation, and attention over quantised tensors.
+
+Neither has a derivative. :mod:`flashtile.operators.fp8_gradients` gives them one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ from flashtile.problems.fp8 import (
 from flashtile.problems.fp8_layout import E4M3
 
 NO_GRADIENT = (
-    "attention in FP8 has no backward pass (call it under torch.no_grad(), or train with flashtile.attention)"
+    "FP8 has only gradients of q, k, v and sink, by .backward() of flashtile.fp8.attention (call it under "
+    "torch.no_grad(), or use flashtile.attention)"
 )
 
 

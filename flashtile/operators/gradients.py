@@ -38,8 +38,8 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (dq, dk, dv, dsink) of a call ``attention(q, k, v, ..., return_lse=True)``.
 
-    ``out`` and ``lse`` may also cover more keys than k and v hold: the gradients are then the contribution of
-    these keys, which ring attention sums over devices. Nothing is recorded for autograd.
+    ``out`` and ``lse`` may cover more keys than k and v hold. The gradients are then the contribution of the
+    keys in k and v. Ring attention sums such contributions over devices. Nothing is recorded for autograd.
 
     Args:
         dout: the gradient of out, in its shape.

@@ -154,7 +154,8 @@ def _one_by_one(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Compute the samples in a loop: for score or mask functions, or a tensor without a batch dimension.
 
-    A sink has one gradient for a call's whole batch, and a mask may be shared by the whole batch.
+    Such samples cannot become one larger batch, because a sink gets one gradient per call, and one mask may
+    serve a whole batch.
     """
     given = list(zip(arguments, in_dims, strict=True))
     if samples == 0:  # empty results, in the shapes of a sample's results

@@ -129,8 +129,8 @@ class State:
         scores: options of the calls.
         sink: (heads_q,) or None. With a sink, lse of a row starts at the sink instead of -inf.
 
-    The latest partial result is merged only when the next one arrives, so that the last merge can also round
-    out to q's dtype.
+    A partial result is merged only when the next one arrives. So the last merge can also convert ``out`` to
+    q's dtype.
     """
 
     def __init__(self, q: Tensor, head_dim_v: int, scores: Scores, sink: Tensor | None) -> None:
@@ -171,7 +171,7 @@ def attend_once(
 ) -> tuple[Tensor, Tensor]:
     """Attend to only the keys of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
 
-    If there are no partial results to merge, the kernel itself rounds out to q's dtype.
+    If there are no partial results to merge, the kernel itself converts ``out`` to q's dtype.
     """
     if not pair.disjoint:
         state = State(q, v.shape[-1], scores, sink)

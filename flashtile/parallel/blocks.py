@@ -1,8 +1,8 @@
 """Blocks of visible scores between the queries of one rank and the keys of another.
 
-A block is a rectangle around the visible band of scores, in rows and keys of the two ranks' own tensors. Each
-block is one call of attention. Keys outside of all blocks are not sent, and scores outside are not computed.
-Everything here is integer arithmetic on the host.
+A block is a rectangle around the visible band of scores. Its rows and keys are indices into the two ranks'
+own tensors. Each block is one call of attention. Keys outside of all blocks are not sent, and scores outside
+are not computed. Everything here is integer arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """The calls of one rank's queries with another rank's keys.
+    """The calls of attention from one rank's queries to another rank's keys.
 
     Only ``ranges`` of those keys are needed. Key indices in the calls refer to these ranges, concatenated.
     """
@@ -281,7 +281,7 @@ def _counted_through(ranges: Ranges, block: Block) -> Block:
 
 
 def _packed(blocks: list[Block], tokens_q: int, tokens_k: int) -> Iterator[Block | Packed]:
-    """Group blocks of documents into calls. Blocks of a call have equal windows and ascend in both tokens."""
+    """Group blocks of documents into calls, whose blocks have equal windows, ascending queries and keys."""
     waiting = sorted(blocks, key=lambda block: (block.q_start, block.k_start))
     while waiting:
         taken: list[Block] = []

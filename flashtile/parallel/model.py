@@ -182,10 +182,10 @@ def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[Para
         >>> from flashtile.parallel import LINKS, Sharing, estimates
         >>> causal = Sharing(1, 131072, 32, 8, 128, 128, right=0)
         >>> for row in estimates(causal, 8, find_card("h200"), LINKS["nvlink"]):
-        ...     print(f"{row.method}: {row.seconds * 1e3:.1f} ms, {row.efficiency:.0%} of it products")
-        ring: 116.3 ms, 100% of it products
-        ulysses: 118.3 ms, 98% of it products
-        allgather: 122.1 ms, 95% of it products
+        ...     print(f"{row.method}: {row.seconds * 1e3:.1f} ms, {row.efficiency:.0%} in products")
+        ring: 116.3 ms, 100% in products
+        ulysses: 118.3 ms, 98% in products
+        allgather: 122.1 ms, 95% in products
     """
     for name, value, kind in (("sharing", sharing, Sharing), ("card", card, Card), ("link", link, Link)):
         if not isinstance(value, kind):
@@ -216,8 +216,8 @@ def two_dimensions(
         >>> from flashtile.parallel import LINKS, Sharing, two_dimensions
         >>> causal = Sharing(1, 1048576, 32, 8, 128, 128, right=0)
         >>> row = two_dimensions(causal, 128, 8, find_card("h200"), LINKS["infiniband"], LINKS["nvlink"])
-        >>> f"{row.ranks} ranks, {row.seconds * 1e3:.0f} ms, {row.efficiency:.0%} of it products"
-        '1024 ranks, 63 ms, 92% of it products'
+        >>> f"{row.ranks} ranks, {row.seconds * 1e3:.0f} ms, {row.efficiency:.0%} in products"
+        '1024 ranks, 63 ms, 92% in products'
     """
     ring, ulysses = as_int_within("ring", ring, 1, MAX_RANKS), as_int_within("ulysses", ulysses, 1, MAX_RANKS)
     of_group = replace(
@@ -391,7 +391,7 @@ def _estimate(
     method: str, sharing: Sharing, ranks: int, card: Card, link: Link, pairs: float,
     sizes: Mapping[str, Sequence[float]], extra: float,
 ) -> ParallelEstimate:  # fmt: skip
-    """Return the cost of a method whose messages, of ``sizes`` bytes in each pass, do not overlap."""
+    """Return the cost of a method without overlap of products and messages, whose ``sizes`` are in bytes."""
     computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
     messages = [size for which in sharing.passes for size in sizes[which]]
     waited = sum(map(link.seconds, messages))

@@ -24,7 +24,7 @@ TIMEOUT = 600.0
 """Default time that a rank waits for the others, in seconds."""
 
 AGREEMENTS = 256
-"""Number of agreed calls that a group of GPUs remembers."""
+"""Number of calls that a group of GPUs remembers because its ranks have compared their arguments."""
 
 
 class Message(NamedTuple):

@@ -41,7 +41,7 @@ class Ring:
         shards, ranks = self.shards, self.shards.ranks
         if ranks.size == 1:
             pair = shards.pair(0, 0)
-            keys, values = (_at(pair.ranges, x) for x in (k, v))  # the keys that calls index
+            keys, values = (_at(pair.ranges, x) for x in (k, v))  # calls hold indices into these keys
             out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
             return Forward(out, lse, (q, k, v, out, lse))
         state = State(q, v.shape[-1], shards.scores, sink)
@@ -74,8 +74,8 @@ class Ring:
         return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
     def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:
-        """Exchange gradients of step ``t``: send those of the keys of rank - t, and receive those of this
-        rank's keys from rank + t."""
+        """Exchange gradients of step ``t``. Send those of the keys of rank number ``rank - t``, and receive
+        those of this rank's keys from rank number ``rank + t``."""
         shards, ranks = self.shards, self.shards.ranks
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)
@@ -99,7 +99,7 @@ class _Returning(NamedTuple):
 def _travel(
     shards: Shards, k: Tensor, v: Tensor, steps: Sequence[int]
 ) -> Iterator[tuple[int, Pair, Tensor, Tensor]]:
-    """Yield (t, pair, keys, values) of each step; in step t the keys are those of rank - t.
+    """Yield (t, pair, keys, values) of each step. Step t has the keys of rank number ``rank - t``.
 
     The next step's keys and values are in transit while the caller computes.
     """
@@ -147,7 +147,7 @@ def _at(ranges: Ranges, x: Tensor) -> Tensor:
 
 
 def _add(ranges: Ranges, parts: list[Tensor], dk: Total, dv: Total) -> None:
-    """Add gradients of the tokens of ``ranges``, which are concatenated in ``parts``."""
+    """Add ``parts``, the gradients (of keys, of values) at the tokens of ``ranges``, to dk and dv."""
     for part, total in zip(parts, (dk, dv), strict=True):
         at = 0
         for start, stop in ranges:

@@ -29,8 +29,8 @@ def query_heads(heads: int, size: int, rank: int) -> range:
 def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
     """Return the key heads that a rank's query heads attend to.
 
-    If the rank has different numbers of query heads for its key heads, each query head gets its own copy of a
-    key head. Key heads are then listed several times.
+    Usually each key head is listed once, because an equal number of the rank's query heads attends to it. If
+    these numbers differ, the list has one key head for each query head, and so repeats key heads.
     """
     group = heads_q // heads_kv
     own = query_heads(heads_q, size, rank)

@@ -13,7 +13,7 @@ from flashtile.problems.masks import Mods
 
 
 class Options(NamedTuple):
-    """The arguments of a call that are not tensors, hashable because they are part of a launch's cache key.
+    """The non-tensor arguments of a call, hashable because they are part of a launch's cache key.
 
     :func:`flashtile.checks.conversions.make_options` ensures that the fields have exactly the declared types.
     """

@@ -49,7 +49,7 @@ class CacheTensors(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """The arguments of attention over a cache that are not tensors, with exactly the declared types."""
+    """The non-tensor arguments of attention over a cache, with exactly the declared types."""
 
     max_seqlen_q: int | None = None
     seqlen_new: int = 0
@@ -68,6 +68,8 @@ class DecodeOptions(NamedTuple):
     """``softmax_max`` if it is a number."""
     backend: str | None = None
     debug_checks: bool = False
+    attention_chunk: int = 0
+    """Positions of a chunk: a query sees only keys of its own chunk. 0: no chunks."""
 
 
 class AppendTensors(NamedTuple):
@@ -91,7 +93,7 @@ class AppendTensors(NamedTuple):
 
 
 class AppendOptions(NamedTuple):
-    """The arguments of an append that are not tensors, with exactly the declared types."""
+    """The non-tensor arguments of an append, with exactly the declared types."""
 
     max_seqlen_k_new: int | None = None
     max_seqlen_q: int | None = None
@@ -106,7 +108,7 @@ class NoTensors(NamedTuple):
 
 
 class CombineOptions(NamedTuple):
-    """The arguments of a combination of partial results that are not tensors."""
+    """The non-tensor arguments of a combination of partial results."""
 
     out_dtype: torch.dtype
     backend: str | None = None
@@ -120,7 +122,7 @@ class CopyTensors(NamedTuple):
 
 
 class CopyOptions(NamedTuple):
-    """The arguments of a copy of blocks that are not tensors."""
+    """The non-tensor arguments of a copy of blocks."""
 
     backend: str | None = None
     debug_checks: bool = False
@@ -135,6 +137,7 @@ class DecodeProblem(Results):
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
     ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``,
     from which windows and ALiBi count. A window side of -1 is unlimited; causal is ``window_right = 0``.
+    Chunks of ``attention_chunk`` positions (0: none) begin at position ``cache_leftpad[b]``.
     """
 
     batch: int
@@ -172,7 +175,8 @@ class DecodeProblem(Results):
     tma_obstacle: str | None = None  # why Hopper's TMA cannot address q or the caches
     softmax_max: float | None = None  # subtracted from scores; None: their maximum
     softmax_max_by_head: bool = False  # a tensor holds one softmax_max per head instead
-    qv: bool = False  # scores include queries for the values
+    qv: bool = False  # scores include the products of qv and v
+    attention_chunk: int = 0
 
     @classmethod
     def from_tensors(
@@ -225,6 +229,7 @@ class DecodeProblem(Results):
             softmax_max=options.phi,
             softmax_max_by_head=tensors.softmax_max is not None,
             qv=tensors.qv is not None,
+            attention_chunk=options.attention_chunk,
         )
 
 

@@ -32,10 +32,11 @@ class QuantizeTensors(NamedTuple):
     rotary_cos: Tensor | None = None
     rotary_sin: Tensor | None = None
     rotary_offsets: Tensor | None = None
+    scale: Tensor | None = None
 
 
 class QuantizeOptions(NamedTuple):
-    """The arguments of a quantisation that are not tensors, hashable because they are part of a cache key."""
+    """The non-tensor arguments of a quantisation, hashable because they are part of a cache key."""
 
     role: str
     method: str
@@ -115,11 +116,21 @@ class QuantizeProblem:
     rotary_dim: int = 0
     rotary_interleaved: bool = False
     rotary_offset: int = 0
+    scale_given: bool = False
 
     @property
     def transformed(self) -> bool:
         """Whether the Hadamard transform is applied, with signs from ``seed``."""
         return self.seed is not None
+
+    @property
+    def normalizer(self) -> float:
+        """Factor that makes the Hadamard transform orthogonal; 1 without it."""
+        return layout.hadamard_normalizer(self.stored_head_dim) if self.transformed else 1.0
+
+    def largest_of(self, scale: Tensor) -> Tensor:
+        """Return the magnitudes, before the normalizer, that ``scale`` maps to the largest e4m3 number."""
+        return (scale * (layout.E4M3_MAX / self.normalizer)).expand(self.scales_shape).contiguous()
 
     @property
     def rows(self) -> int:
@@ -168,7 +179,7 @@ class QuantizeProblem:
     @classmethod
     def from_tensors(cls, x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> QuantizeProblem:
         """Describe a call that :func:`flashtile.checks.fp8.check_quantize` has passed."""
-        cu_seqlens, seqused, cos, _, _ = tensors
+        cu_seqlens, seqused, cos, *_ = tensors
         varlen = cu_seqlens is not None
         if cu_seqlens is not None:
             assert options.max_seqlen is not None
@@ -191,6 +202,7 @@ class QuantizeProblem:
             rotary_dim=0 if cos is None else 2 * cos.shape[1],
             rotary_interleaved=options.rotary_interleaved,
             rotary_offset=options.rotary_offset,
+            scale_given=tensors.scale is not None,
         )
 
 

@@ -28,7 +28,7 @@ KEY_GROUP = 32
 SMALLEST_LARGEST = 2.0**-100
 """Lower bound for the largest magnitude of a block, so that scales are positive and inverses finite."""
 LARGEST_RATIO = 2.0**64
-"""The accumulator's unit is a block's scale of v, but at least the largest scale so far divided by this.
+"""The accumulator is in units of a block's scale of v, but of at least the largest earlier scale over this.
 
 P is scaled down for a block whose scale is smaller.
 """

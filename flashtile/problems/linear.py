@@ -32,7 +32,7 @@ class LinearTensors(NamedTuple):
 
 
 class LinearOptions(NamedTuple):
-    """The arguments that are not tensors, hashable because they are part of a launch's cache key."""
+    """The non-tensor arguments of a product, hashable because they are part of a launch's cache key."""
 
     activation: str | None = None
     norm_eps: float = 1e-6
@@ -52,7 +52,7 @@ class BeforeNormTensors(NamedTuple):
 
 
 class BeforeNormOptions(NamedTuple):
-    """The arguments of a product before a norm that are not tensors."""
+    """The non-tensor arguments of a product that precedes a norm."""
 
     norm_eps: float = 1e-6
     next_norm_eps: float = 1e-6
@@ -75,7 +75,7 @@ class QkvTensors(NamedTuple):
 
 
 class QkvOptions(NamedTuple):
-    """The arguments of a QKV product that are not tensors."""
+    """The non-tensor arguments of a QKV product."""
 
     rotary_interleaved: bool = False
     norm_eps: float = 1e-6

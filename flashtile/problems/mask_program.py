@@ -207,8 +207,8 @@ def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tupl
     """Return (program, loads), where the new program also computes derivatives.
 
     The first results of the new program are the original result and its derivative with respect to the score.
-    For each load from one of ``tensors``, the derivative with respect to the element and the element's
-    indices follow.
+    Then follow, for each load from one of ``tensors``, the derivative with respect to the loaded element, and
+    the indices of this element.
     """
     builder = Builder(program.lines)
     (result,) = program.results
@@ -303,7 +303,7 @@ def depends_on(program: Program) -> dict[Operand, frozenset[str]]:
 
 
 def renumbered(program: Program, tensors: dict[int, int]) -> Program:
-    """Return the program with each number of a captured tensor replaced by its value in ``tensors``."""
+    """Return the program with captured tensor ``i`` renamed to captured tensor ``tensors[i]``."""
     lines = (
         line._replace(operands=(tensors[line.operands[0]], *line.operands[1:]))
         if line.operation == LOAD

@@ -27,6 +27,8 @@ class Quantized:
         shape: shape of the tensor before quantisation.
         dtype: dtype of the tensor before quantisation, which is also that of attention's results.
         cu_seqlens, max_seqlen, seqused: as given to :func:`flashtile.fp8.quantize`.
+        source: the tensor that gets the gradient of attention, in the shape and dtype before quantisation;
+            None if it required no gradient.
 
     Examples:
         >>> k = torch.randn(1, 256, 2, 64, dtype=torch.bfloat16)
@@ -45,6 +47,7 @@ class Quantized:
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
     seqused: Tensor | None = None
+    source: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -63,6 +66,7 @@ class Quantized:
             scales=self.scales.to(device),
             cu_seqlens=None if self.cu_seqlens is None else self.cu_seqlens.to(device),
             seqused=None if self.seqused is None else self.seqused.to(device),
+            source=None if self.source is None else self.source.to(device),
         )
 
     def dequantize(self, dtype: torch.dtype = torch.float32, *, transformed: bool = False) -> Tensor:

@@ -246,9 +246,10 @@ def masked(
 
 
 def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the part of a tensor, which broadcasts to all scores, for the scores of sequence ``b``.
+    """Return the part of ``cells`` for the scores of sequence ``b``, or of all sequences if ``b`` is None.
 
-    The part has ``seqlen_q`` rows and ``seqlen_k`` columns. None: of all sequences.
+    ``cells`` broadcasts to the scores of the whole batch. The part has at most ``seqlen_q`` rows and
+    ``seqlen_k`` columns.
     """
     if b is not None and cells.shape[0] > 1:
         cells = cells[b : b + 1]

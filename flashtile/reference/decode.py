@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashtile.problems.addresses import descales_of, destinations, locate, new_tokens
 from flashtile.problems.decode import FP8, FP8_MAX, AppendOptions, AppendTensors, CacheTensors
-from flashtile.reference.attention import masked, visible
+from flashtile.reference.attention import masked, same_chunk, visible
 
 
 def attention_with_kvcache(
@@ -44,6 +44,7 @@ def attention_with_kvcache(
     v_descale: Tensor | None = None,
     tree_mask: Tensor | None = None,
     qv: Tensor | None = None,
+    attention_chunk: int = 0,
     upcast: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies with k and v appended.
@@ -65,10 +66,10 @@ def attention_with_kvcache(
             cache_seqlens, None, cache_batch_idx, block_table, cu_seqlens_k_new, rotary_cos, rotary_sin,
             rotary_seqlens, k_descale, v_descale, q, cu_seqlens_q,
         )  # fmt: skip
-        options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, left >= 0 or right >= 0)
+        by_token = left >= 0 or right >= 0 or attention_chunk > 0
+        options = AppendOptions(max_seqlen_k_new, None, rotary_interleaved, by_token)
         k_cache, v_cache = append(k_cache, v_cache, k, v, tensors, options)
         if rotary_cos is not None:
-            by_token = options.rotate_q_by_token
             rotated = rotate_appended(q, cu_seqlens_q, tensors, rotary_interleaved, by_token)
             q_rows = q.flatten(0, -3).clone()
             q_rows[: len(rotated)] = rotated
@@ -101,8 +102,10 @@ def attention_with_kvcache(
             mask = tree_mask if tree_mask.dim() == 2 else tree_mask[min(b, tree_mask.shape[0] - 1)]
             tree = min(seqlen_q, seqlen_k)
             seen[:, seqlen_k - tree :] = mask[:seqlen_q, seqlen_q - tree : seqlen_q]
-        if cache_leftpad is not None:
-            seen[:, : int(cache_leftpad[b])] = False
+        leftpad = 0 if cache_leftpad is None else min(int(cache_leftpad[b]), seqlen_k)
+        seen[:, :leftpad] = False
+        if attention_chunk > 0:
+            seen[:, leftpad:] &= same_chunk(seqlen_q, seqlen_k - leftpad, attention_chunk, q.device)
         slopes = alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[b]
         out[start:end], lse[:, start:end] = masked(
             rows[start:end].to(compute), k_b, v_b, scale, seen, lse_dtype, slopes=slopes, softcap=softcap,

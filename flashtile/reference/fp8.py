@@ -44,24 +44,25 @@ def quantize(problem: QuantizeProblem, x: Tensor, tensors: QuantizeTensors) -> t
     values = x.new_zeros(problem.values_shape, dtype=E4M3)
     scales = x.new_zeros(problem.scales_shape, dtype=torch.float32)
     sequences = [_prepare(problem, rows, b, start, tensors) for b, start, rows in _rows(x, tensors)]
-    normalizer = layout.hadamard_normalizer(problem.stored_head_dim) if problem.transformed else 1.0
     if problem.method == "block":
         for one in sequences:
             largest = one.largest.clamp_min(SMALLEST_LARGEST)
             own = scales if problem.varlen else scales[one.b]
             first = layout.first_block(one.start, one.b, problem.rows) if problem.varlen else 0
-            own[:, first : first + largest.shape[1]] = largest / E4M3_MAX * normalizer
+            own[:, first : first + largest.shape[1]] = largest / E4M3_MAX * problem.normalizer
             _write(problem, values, one, largest)
         return values, scales
-    for one in sequences:
-        if one.length:
+    if tensors.scale is not None:
+        scales = problem.largest_of(tensors.scale)
+    else:
+        for one in (one for one in sequences if one.length):
             own = scales[one.b] if problem.method == "head" else scales[0]
             largest = one.largest.amax(1)
             own.copy_(torch.maximum(own, largest if problem.method == "head" else largest.max()))
     largest = scales.clamp_min(SMALLEST_LARGEST).expand(problem.batch, problem.num_heads)
     for one in sequences:
         _write(problem, values, one, largest[one.b][:, None])
-    return values, scales.clamp_min_(SMALLEST_LARGEST).div_(E4M3_MAX).mul_(normalizer)
+    return values, scales.clamp_min_(SMALLEST_LARGEST).div_(E4M3_MAX).mul_(problem.normalizer)
 
 
 def _rows(x: Tensor, tensors: QuantizeTensors) -> Iterator[tuple[int, int, Tensor]]:
@@ -97,7 +98,7 @@ def _write(problem: QuantizeProblem, values: Tensor, one: _Sequence, largest: Te
     """Write the e4m3 values of one sequence, given each block's largest magnitude (heads, blocks or 1)."""
     # A tensor as numerator, because torch computes number / tensor as a product with the reciprocal.
     inverse = torch.full_like(largest, E4M3_MAX) / largest
-    scaled = one.blocks * inverse[..., None, None]
+    scaled = (one.blocks * inverse[..., None, None]).clamp(-E4M3_MAX, E4M3_MAX)
     scaled = scaled.masked_fill(~one.blocks.isfinite(), torch.nan).to(E4M3)  # e4m3 has no infinity
     if problem.role == "v":
         order = layout.key_order(problem.rows)
@@ -158,18 +159,18 @@ def dequantize(
         arguments["softmax_scale"] = q.shape[-1] ** -0.5
     if arguments.get("sink") is not None:
         arguments["sink"] = arguments["sink"].float()
-    # Products are over all transformed columns: they may be more than head_dim, and each is rounded.
+    # Products are over all columns of the transform, perhaps more than head_dim: each column was rounded.
     transformed = isinstance(q, Quantized) and isinstance(k, Quantized)
     rows = tuple(
         x.dequantize(dtype, transformed=transformed)
         if isinstance(x, Quantized)
-        else _descaled(x.to(dtype), descale, arguments[f"cu_seqlens_{side}"])
+        else descaled(x.to(dtype), descale, arguments[f"cu_seqlens_{side}"])
         for x, descale, side in zip((q, k, v), scales, "qkk", strict=True)
     )
     return rows, arguments
 
 
-def _descaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def descaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """Multiply x (batch, seqlen, heads, head_dim), or packed, by its scales (batch, heads or heads_kv)."""
     if descale is None:
         return x

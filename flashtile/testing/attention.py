@@ -6,8 +6,8 @@
 
 The rule is FlashAttention's: the error of an implementation may exceed that of plain PyTorch in the same
 dtype by at most a small factor. Errors are differences from standard attention in float64. The rule applies
-to the largest error. It also applies to the root mean square, because a few large rows can hide a wrong
-remainder.
+to the largest error. It also applies to the root mean square: a few rows with large values could hide errors
+in all others.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Report:
     Examples:
         >>> from flashtile import testing
         >>> q, k, v = (testing.random_tensor((1, 50, 4, 32), torch.float32, "cpu", seed=i) for i in range(3))
-        >>> testing.check(q, k, v, causal=True).holds  # an AssertionError where it does not
+        >>> testing.check(q, k, v, causal=True).holds  # otherwise check raises an AssertionError
         True
     """
     return measure(q, k, v, **arguments).require()

@@ -56,7 +56,7 @@ def check(
     plain_lse = reference.attention_with_kvcache(*call, upcast=lse.dtype, **defining)[1]
     noise = score_noise(q, exact[2], arguments.get("softmax_scale"), largest)
     noise += LSE_UNITS * torch.finfo(q.dtype).eps
-    # A value that cancels to almost 0 keeps the rounding of its sum, while plain PyTorch may be exact there.
+    # Where terms cancel to almost 0, the error is that of the larger terms, but plain PyTorch may be exact.
     sums = torch.finfo(lse.dtype).eps * largest(finite(exact[3]))
     if arguments.get("v_descale") is not None:
         sums *= largest(finite(arguments["v_descale"]))

@@ -55,7 +55,7 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
 
     Args:
         layers: heads of the layers.
-        features: also dropout, soft caps, ALiBi, windows, biases and ready masks.
+        features: also dropout, soft caps, ALiBi, windows, biases and the predefined masks.
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/guides/fp8.md from benchmarks/results/2026-11-21-fp8-accuracy.json.
+"""Write the tables of docs/guides/fp8.md from the measurements of errors and gradients that it links to.
 
     python scripts/docs/fp8_tables.py
 
@@ -21,9 +21,9 @@ PAGE = ROOT / "docs" / "guides" / "fp8.md"
 DATA = ("normal", "outliers", "small GPT")
 
 
-def measurement(text: str) -> dict[str, Any]:
-    """Return the document that the page links to."""
-    path = re.search(r"\]\(([^)]*fp8-accuracy\.json)\)", text)
+def measurement(text: str, kind: str) -> dict[str, Any]:
+    """Return the document ``DATE-fp8-<kind>.json`` that the page links to."""
+    path = re.search(rf"\]\(([^)]*fp8-{kind}\.json)\)", text)
     assert path is not None
     return json.loads((PAGE.parent / path[1]).read_text())
 
@@ -51,9 +51,37 @@ def loss_table(losses: list[dict[str, Any]]) -> str:
     return of_rows(["attention", "bits per byte"], rows, [False, True])
 
 
-def tables(document: dict[str, Any]) -> dict[str, str]:
-    """Return each table by its name in the page."""
+def gradients_table(errors: list[dict[str, Any]]) -> str:
+    """Return a table of relative errors in % and of cosines, of each method and kind of data."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for error in errors:
+        found.setdefault((error["data"], error["method"]), {})[error["result"]] = error
+    names = ("out", "dq", "dk", "dv")
+    rows = [
+        [data, method]
+        + [f"{100 * cells[name]['relative']:.1f}" for name in names]
+        + [f"{cells[name]['cosine']:.4f}" for name in names[1:]]
+        for (data, method), cells in found.items()
+    ]
+    heads = [*(f"{name}, %" for name in names), *(f"{name}, cosine" for name in names[1:])]
+    return of_rows(["data", "method", *heads], rows, [False, False, *[True] * 7])
+
+
+def training_table(losses: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(loss["attention"] for loss in losses))
+    found = {(loss["loss"], loss["attention"]): f"{loss['bits_per_byte']:.3f}" for loss in losses}
+    rows = [
+        [of, *(found[of, name] for name in names)] for of in dict.fromkeys(loss["loss"] for loss in losses)
+    ]
+    return of_rows(["loss, bits per byte", *names], rows, [False, *[True] * len(names)])
+
+
+def tables(text: str) -> dict[str, str]:
+    """Return each table of the page ``text`` by its name there."""
+    document, gradients = measurement(text, "accuracy"), measurement(text, "gradients")
     return {
+        "gradients": gradients_table(gradients["errors"]),
+        "training": training_table(gradients["training"]),
         "errors": errors_table(document["errors"], "method"),
         "ingredients": errors_table(document["one_ingredient_alone"], "rounded to e4m3 alone"),
         "loss": loss_table(document["loss_of_the_small_gpt"]),
@@ -61,8 +89,8 @@ def tables(document: dict[str, Any]) -> dict[str, str]:
 
 
 def with_tables(text: str) -> str:
-    """Return the page with its tables made from the measurement."""
-    for name, table in tables(measurement(text)).items():
+    """Return the page with its tables made from the measurements."""
+    for name, table in tables(text).items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, between = text.split(begin)
         _, after = between.split(end)

@@ -389,7 +389,7 @@ DECODE = {
 }  # fmt: skip
 TELLING_DECODE = (
     "page-size-1", "window-left", "leftpad-paged", "batch-idx", "ragged-queries", "tree-by-batch",
-    "more-splits-than-keys", "fp8-by-head",
+    "more-splits-than-keys", "fp8-by-head", "chunk-leftpad",
 )  # fmt: skip
 
 
@@ -414,6 +414,13 @@ def test_decode(name: str) -> None:
 def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[str, int]) -> None:
     tensors, arguments = paged([300, 5, 700], (8, 2), page_size=page_size, seqlen_q=seqlen_q, device="cpu")
     check_decode(tensors, arguments, causal=True, **splits)
+
+
+@pytest.mark.parametrize("chunk", [150, pytest.param(64, marks=exhaustive)])
+def test_decode_of_several_blocks_in_chunks(chunk: int) -> None:
+    """Rows of one tile lie in several chunks, which begin within blocks and at their edges."""
+    tensors, arguments = paged([300, 5, 700], (8, 2), seqlen_q=40, device="cpu")
+    check_decode(tensors, arguments, attention_chunk=chunk)
 
 
 def test_decode_of_pages_with_padding_of_several_blocks() -> None:

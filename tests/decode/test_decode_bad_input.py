@@ -150,6 +150,9 @@ CALLS = [
      ("tree_mask", "(3, 3)", "(1, 2, 3)")),
     (TREE, {"causal": True}, ValueError, ("tree_mask", "combined with causal", "causal=True")),
     (TREE, {"window_size": (3, -1)}, ValueError, ("tree_mask", "window_size=(3, -1)")),
+    (TREE, {"attention_chunk": 2}, ValueError, ("attention_chunk must be 0 with tree_mask", "got 2")),
+    (DENSE, {"attention_chunk": -1}, ValueError, ("attention_chunk must be", "0 (off)", "-1")),
+    (DENSE, {"attention_chunk": 2.5}, TypeError, ("attention_chunk", "2.5")),
     (TREE, {"alibi_slopes": rand(H)}, ValueError, ("alibi_slopes must be None with tree_mask",)),
     (ROTARY, {"tree_mask": torch.ones(SQ, SQ, dtype=torch.bool)}, ValueError, ("rotary_cos", "tree_mask")),
     # appending

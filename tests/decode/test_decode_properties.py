@@ -47,6 +47,7 @@ def calls(draw: st.DrawFn) -> DecodeCase:
     if tree is None:
         side = st.just(-1) | st.integers(0, 70)
         arguments |= {"causal": draw(st.booleans()), "window_size": (draw(side), draw(side))}
+        arguments["attention_chunk"] = draw(st.just(0) | st.integers(1, 70))
     if rotary:
         arguments["rotary_interleaved"] = draw(st.booleans())
     rows = draw(st.permutations(range(batch + 2)))[:batch] if page_size is None else None

@@ -59,6 +59,7 @@ def kernels(monkeypatch, fresh_launches):
         ((32, 8), 64, 1, {}, True),
         ((32, 8), 64, 1, {"cache_leftpad": torch.zeros(2, dtype=torch.int32)}, True),
         ((8, 2), 128, 2, {"window_size": (100, 0), "softcap": 20.0}, True),
+        ((8, 2), 128, 2, {"attention_chunk": 100, "causal": True}, True),
         ((6, 3), 40, 1, {"sink": torch.zeros(6)}, None),  # strides of 16 or not, by length
         ((8, 2), 64, 1, {"split_size": 128}, False),
         ((8, 2), 64, 1, {"num_splits": 3}, True),

@@ -10,10 +10,11 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def _restore_transformers() -> Iterator[None]:
+def _restore_libraries() -> Iterator[None]:
     """Undo ``register()`` of the pages and docstrings, so that tests after them can register otherwise."""
     yield
-    integration = sys.modules.get("flashtile.integrations.transformers")
-    if integration is not None and "transformers" in sys.modules:
-        with contextlib.suppress(NotImplementedError):  # a release of Transformers that register() refuses
-            integration.unregister()
+    for library in ("torch", "transformers", "diffusers"):
+        integration = sys.modules.get(f"flashtile.integrations.{library}")
+        if integration is not None and library in sys.modules:
+            with contextlib.suppress(NotImplementedError):  # a release of the library that register() refuses
+                integration.unregister()

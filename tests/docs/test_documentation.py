@@ -32,8 +32,8 @@ ORIGINALS = [
 NEEDS_GPU = "# needs a GPU\n"
 """First line of a Python block that the CPU cannot run."""
 
-NEEDS_TRANSFORMERS = "# needs transformers\n"
-"""Likewise, of one that needs the extra of that name."""
+NEEDS_PACKAGE = re.compile(r"# needs (\w+)\n")
+"""Likewise, of one that needs the package of that name."""
 NEEDS_MODEL = "# needs a model\n"
 """Likewise, of one that reads ``flashtile-demo/model``; a small one stands there in the tests. None runs on
 a GPU, whose memory an engine takes and other tests share."""
@@ -74,7 +74,8 @@ def run_python(document: Path, *, gpu: bool) -> None:
         compiled = compile("\n" * (line - 1) + code, str(document), "exec")
         if code.startswith(NEEDS_SERVER):
             continue
-        if code.startswith(NEEDS_TRANSFORMERS) and find_spec("transformers") is None:
+        package = NEEDS_PACKAGE.match(code)
+        if package and find_spec(package[1]) is None:
             continue
         if code.startswith(NEEDS_MODEL) and (gpu or not wrote_model(Path("flashtile-demo/model"))):
             continue

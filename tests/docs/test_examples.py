@@ -14,7 +14,8 @@ import torch
 import flashtile
 import flashtile.algorithms
 import flashtile.api.padding
-import flashtile.integrations.sdpa
+import flashtile.integrations.diffusers
+import flashtile.integrations.torch
 import flashtile.integrations.transformers
 import flashtile.operators.gradients
 
@@ -62,9 +63,11 @@ PUBLIC["flashtile.compat.install_as_flash_attn"] = flashtile.compat.install_as_f
 PUBLIC["flashtile.nn.MultiheadAttention"] = flashtile.nn.MultiheadAttention
 PUBLIC["flashtile.api.padding.unpad"] = flashtile.api.padding.unpad
 PUBLIC["flashtile.operators.gradients.attention_backward"] = flashtile.operators.gradients.attention_backward
-PUBLIC["flashtile.integrations.sdpa.register"] = flashtile.integrations.sdpa.register
-if importlib.util.find_spec("transformers") is not None:
-    PUBLIC["flashtile.integrations.transformers.register"] = flashtile.integrations.transformers.register
+PUBLIC["flashtile.integrations.torch.register"] = flashtile.integrations.torch.register
+for library in ("transformers", "diffusers"):
+    if importlib.util.find_spec(library) is not None:
+        name = f"flashtile.integrations.{library}.register"
+        PUBLIC[name] = getattr(flashtile.integrations, library).register
 for module in MODULES:
     PUBLIC.update(public(module))
 for algorithm in pkgutil.iter_modules(flashtile.learn.algorithms.__path__, "flashtile.algorithms."):

@@ -304,3 +304,28 @@ def test_a_container_is_what_it_says() -> None:
     assert quantized.nbytes == 129 * 2 * 64 + 4 * 2 * 2
     assert quantized.to("cpu").scales.equal(quantized.scales)
     assert fp8.quantize(x, "v").seed is None
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+@pytest.mark.parametrize("role", ["k", "v"])
+def test_a_given_scale_is_used_and_larger_numbers_saturate(target: Target, role: str, varlen: bool) -> None:
+    """Infinities and NaNs are NaN as ever; the scales of an earlier result give it again."""
+    x = random(1, 70, 2, 16).to(target.device)
+    lengths: dict[str, Any] = {}
+    if varlen:
+        cu_seqlens = torch.tensor([0, 70], dtype=torch.int32, device=target.device)
+        x, lengths = x[0], {"cu_seqlens": cu_seqlens, "max_seqlen": 70}
+    call = {"method": "head", "backend": target.backend if target.backend != "hopper" else None, **lengths}
+    first = fp8.quantize(x, role, **call)
+    again = fp8.quantize(x, role, scale=first.scales, **call)
+    torch.testing.assert_close(again.scales, first.scales, rtol=2**-22, atol=0)
+    assert (again.dequantize() - first.dequantize()).abs().max() <= 2**-3 * x.abs().max()
+    small = torch.full((1, 1), 2.0**-10, device=target.device)  # 448 times it is 0.4375
+    plain = fp8.quantize(x, role, hadamard=False, scale=small, **call)
+    assert torch.equal(plain.scales, small.expand(1, 2))
+    clamped = x.float().clamp(-0.4375, 0.4375)
+    assert ((plain.dequantize() - clamped).abs() <= 2**-4 * clamped.abs() + 2**-20).all()
+    x[..., 3, :, 5], x[..., 4, :, 5] = torch.inf, torch.nan
+    odd = fp8.quantize(x, role, hadamard=False, scale=small, **call).dequantize()
+    assert odd[..., 3:5, :, 5].isnan().all()
+    assert odd.isnan().sum() == 4

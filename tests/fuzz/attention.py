@@ -58,6 +58,10 @@ def masking(rng: Random) -> list[str]:
     return [text for share, text in drawn if rng.random() < share]
 
 
+def chunked(rng: Random) -> list[str]:
+    return [f"attention_chunk={rng.choice([1, 3, 16])}"] if rng.random() < 0.1 else []
+
+
 def lengths(rng: Random, count: int, most: int) -> list[int]:
     return [rng.choice([0, 1, rng.randint(1, most), most]) for _ in range(count)]
 
@@ -103,8 +107,7 @@ def extras(rng: Random, sizes: dict[str, int], varlen: bool, of_k: list[int] | N
     if rng.random() < 0.15 and not varlen:
         tensors["_there"] = f"rand(batch, seqlen_k, device=device, seed=25) > {rng.choice([-1.0, 0.0])}"
         options.append("key_padding_mask=_there")
-    if rng.random() < 0.1:
-        options.append(f"attention_chunk={rng.choice([1, 3, 16])}")
+    options += chunked(rng)
     if rng.random() < 0.1:
         tensors["qv"] = (
             f"rand({'total_q' if varlen else 'batch, seqlen_q'}, heads, head_dim_v, dtype=dtype, device=device, seed=26)"

@@ -47,7 +47,7 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.attention_weights": {"q": Q, "k": K, "lse": "rand(2, 4, 5)", "form": "'full'", **MASKING},
     "flashtile.flash_attn_with_kvcache": {
         **CACHE, **TABLE, **MASKING, **EXTRAS, "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **ROTARY, "rotary_seqlens": "ints(3, 5)",
-        "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True",
+        "num_splits": "2", "return_softmax_lse": "True", "softmax_max": "1.0", "debug_checks": "True", "attention_chunk": "3",
     },
     "flashtile.append_kvcache": {
         "k_cache": CACHE["k_cache"], "v_cache": CACHE["v_cache"], "k": "rand(2, 1, 2, 16)", "v": "rand(2, 1, 2, 16)", **TABLE, **ROTARY,
@@ -64,10 +64,11 @@ GOOD: dict[str, dict[str, str]] = {
     "flashtile.sdpa": {"fallback": "False", "backend": "'cpu'"},
     "flashtile.flex_attention": {
         "query": "rand(2, 4, 5, 16)", "key": "rand(2, 2, 7, 16)", "value": "rand(2, 2, 7, 16)", "score_mod": "masks.softcap(1.0)", "scale": "0.3",
-        "enable_gqa": "True", "return_lse": "True", "kernel_options": "{}",
+        "enable_gqa": "True", "return_lse": "True", "kernel_options": "{}", "return_aux": "None",
     },
-    "flashtile.fp8.attention": {**HALF, "method": "'head'", "hadamard": "True", "seed": "3", **MASKING, **EXTRAS, "return_lse": "True"},
+    "flashtile.fp8.attention": {**HALF, "method": "'head'", "hadamard": "True", "seed": "3", **MASKING, **EXTRAS, "return_lse": "True", "deterministic": "True"},
     "flashtile.fp8.quantize": {"x": HALF["k"], "role": "'k'", "method": "'block'", "hadamard": "True", "seed": "3", "seqused": "ints(3, 5)", "rotary_offset": "1", **ROTARY},
+    "flashtile.fp8.quantize ": {"x": HALF["k"], "role": "'v'", "method": "'head'", "scale": "rand(2, 2).abs() + 0.01", "backend": "'cpu'"},
     "flashtile.linear.linear": {**LINEAR, "residual": "rand(3, 3)", "activation": "'silu_and_mul'", "prefetch": "True"},
     "flashtile.linear.linear_before_norm": {**LINEAR, "next_norm_weight": "rand(6)", "next_norm_eps": "1e-6"},
     "flashtile.linear.linear_qkv": {
@@ -153,7 +154,7 @@ GOOD: dict[str, dict[str, str]] = {
     },
     "flash_attn_interface.flash_attn_qkvpacked_func": {"qkv": "rand(2, 7, 8, 16)", "num_heads_q": "4", "deterministic": "True", "return_attn_probs": "True"},
     "flash_attn_interface.flash_attn_func": {"q": Q, "k": K, "v": V, **MASKING, "attention_chunk": "3"},
-    "flash_attn_interface.flash_attn_with_kvcache": {**CACHE, "page_table": TABLE["block_table"], "cache_seqlens": TABLE["cache_seqlens"], **MASKING},
+    "flash_attn_interface.flash_attn_with_kvcache": {**CACHE, "page_table": TABLE["block_table"], "cache_seqlens": TABLE["cache_seqlens"], **MASKING, "attention_chunk": "3"},
     "nn.MultiheadAttention(8, 2, batch_first=True)": {
         "query": "rand(2, 5, 8)", "key": "rand(2, 5, 8)", "value": "rand(2, 5, 8)", "attn_mask": "torch.zeros(5, 5).bool()",
         "key_padding_mask": "torch.zeros(2, 5).bool()", "need_weights": "True", "average_attn_weights": "True", "is_causal": "False",

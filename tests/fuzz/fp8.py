@@ -26,6 +26,8 @@ def draw(rng: Random, device: str = "cpu") -> Call:
     if rng.random() < 0.3:
         tensors["_sink"] = "rand(heads, device=device, seed=22)"
         options.append("sink=_sink")
+    if rng.random() < 0.2:
+        options.append("deterministic=True")
     more = f"method={method!r}, hadamard={rng.random() < 0.5}, seed={rng.randrange(99)}"
     last = "scores_at=torch.float8_e4m3fn, gradients=False, GIVEN)"
     if form == "attention":

@@ -45,8 +45,8 @@ def wide(x):
     return _off(x, _errors["wide"])
 
 
-def seen_by(sq, sk, causal=False, window_size=(-1, -1), attention_chunk=0, device=None):
-    """Return (sq, sk) bool, True for visible scores; masks are aligned to the bottom right."""
+def seen_by(sq, sk, causal=False, window_size=(-1, -1), attention_chunk=0, device=None, leftpad=0):
+    """Return (sq, sk) bool, True for visible scores; masks are aligned to the bottom right, chunks to ``leftpad``."""
     i = torch.arange(sq, device=device)[:, None] + sk - sq
     j = torch.arange(sk, device=device)
     left, right = window_size
@@ -57,7 +57,7 @@ def seen_by(sq, sk, causal=False, window_size=(-1, -1), attention_chunk=0, devic
     if right >= 0:
         seen &= j <= i + right
     if attention_chunk:
-        seen &= i.div(attention_chunk, rounding_mode="floor") == j.div(attention_chunk, rounding_mode="floor")
+        seen &= (i - leftpad) // attention_chunk == (j - leftpad) // attention_chunk
     return seen
 
 
@@ -98,7 +98,7 @@ def one(
         s = wide(s - slopes[:, None, None] * (i + sk - sq - j).abs())
     if bias is not None:
         s = wide(s + _of(b, bias)[:, :sq, :sk].to(q.dtype))
-    seen = seen_by(sq, sk, causal, window_size, attention_chunk, q.device) & (j >= leftpad)
+    seen = seen_by(sq, sk, causal, window_size, attention_chunk, q.device, leftpad) & (j >= leftpad)
     if own is not None:  # a tree: the last sq keys are the queries' own
         seen = seen & torch.cat(
             [torch.ones(sq, sk - sq, dtype=torch.bool, device=q.device), own[:sq, :sq]], 1
@@ -226,6 +226,7 @@ def with_kvcache(
         at = at if block_table is None else at % size
         query, angle = q[b], n if rotary_seqlens is None else int(rotary_seqlens[b])
         by_token = options.get("causal") or max(options.get("window_size", (-1, -1))) >= 0
+        by_token = by_token or options.get("attention_chunk")
         if k is not None:
             fresh = k[b]
             if rotary_cos is not None:

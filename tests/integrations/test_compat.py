@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pickle
 import sys
 import types
 
@@ -36,7 +38,7 @@ def test_the_names_are_lent_and_given_back():
     import flash_attn.bert_padding
     import flash_attn_interface
 
-    assert flash_attn.flash_attn_varlen_func is flashtile.flash_attn_varlen_func
+    assert inspect.unwrap(flash_attn.flash_attn_varlen_func) is flashtile.flash_attn_varlen_func
     assert flash_attn.bert_padding.pad_input.__module__ == "flashtile.compat.flash_attn.bert_padding"
     assert tuple(int(n) for n in flash_attn.__version__.split(".")) >= (2, 8)
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.losses"):
@@ -117,6 +119,64 @@ def test_dropout_below_autograd(installed, packed):
     buffers, dout = [torch.full_like(t, torch.nan) for t in (q, k, v)], torch.randn(out.shape)
     backward(dout, q, k, v, out, lse, *buffers, *lengths, 0.4, None, True, rng_state=state)
     assert all(map(torch.equal, buffers, torch.autograd.grad(expected, (q, k, v), dout)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_s_dmask_is_not_normalised_as_flash_attention_2_s(installed, packed):
+    """FlashAttention-2's tests split the keys into blocks and multiply by exp(maximum of the block - lse)."""
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+    from flash_attn.flash_attn_interface import USE_TRITON_ROCM, _flash_attn_forward, _get_block_size_n
+
+    q, k, v = tensors((2, 5, 4, 8), (2, 7, 4, 8), (2, 7, 4, 8))
+    named = {"causal": True, "window_size": (4, 0), "return_attn_probs": True}
+    torch.manual_seed(0)
+    if packed:
+        offsets = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (5, 7)]
+        tokens = [t.flatten(0, 1) for t in (q, k, v)]
+        out, lse, s_dmask = flash_attn_varlen_func(*tokens, *offsets, 5, 7, 0.5, **named)
+        out, lse = out.view(2, 5, 4, 8), lse.view(4, 2, 5).transpose(0, 1)
+    else:
+        out, lse, s_dmask = flash_attn_func(q, k, v, 0.5, **named)
+    assert _get_block_size_n(q.device, 8, True, True) >= k.shape[1]
+    assert not USE_TRITON_ROCM
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / 8**0.5
+    distance = torch.arange(7) - 2 - torch.arange(5)[:, None]
+    scores.masked_fill_((distance > 0) | (distance < -4), -torch.inf)
+    found = s_dmask.abs() * (scores.amax(-1) - lse)[..., None].exp()
+    torch.testing.assert_close(found, scores.softmax(-1))
+    kept = torch.where(s_dmask >= 0, found, 0) / 0.5
+    torch.testing.assert_close(out, torch.einsum("bhqk,bkhd->bqhd", kept, v))
+    if not packed:
+        torch.manual_seed(0)
+        signed = _flash_attn_forward(q, k, v, 0.5, None, True, 4, 0, return_softmax=True)[2]
+        assert torch.equal(signed, s_dmask)
+        assert (flashtile.flash_attn_func(q, k, v, 0.5, **named)[2].abs().sum(-1) < 1.001).all()
+
+
+def test_s_dmask_of_rows_without_keys_is_zero(installed):
+    from flash_attn import flash_attn_func
+
+    q, k, v = tensors((1, 3, 1, 8), (1, 1, 1, 8), (1, 1, 1, 8))
+    assert flash_attn_func(q, k, v, 0.5, causal=True, return_attn_probs=True)[2].abs().tolist() == [
+        [[[0], [0], [1]]]
+    ]
+    assert flash_attn_func(q, k[:, :0], v[:, :0], 0.5, return_attn_probs=True)[2].shape == (1, 1, 3, 0)
+    assert flash_attn_func(q, k, v, return_attn_probs=True)[2] is None
+    assert len(flash_attn_func(q, k, v, return_lse=True)) == 2
+    assert pickle.loads(pickle.dumps(flash_attn_func)) is flash_attn_func
+
+
+def test_splits_below_autograd_are_refused_as_by_flash_attention_2(installed):
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+    q, pages = torch.randn(2, 2, 8), torch.randn(2, 4, 2, 2, 8).unbind()
+    offsets, table = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([[1], [3]], dtype=torch.int32)
+    arguments = (q, *pages, offsets, 2 * offsets, 1, 2, 0.0, None, False)
+    named = {"block_table": table, "seqused_k": torch.tensor([2, 2], dtype=torch.int32)}
+    out = _flash_attn_varlen_forward(*arguments, **named)[0]
+    assert torch.equal(_flash_attn_varlen_forward(*arguments, **named, num_splits=0)[0], out)
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        _flash_attn_varlen_forward(*arguments, **named, num_splits=2)
 
 
 def test_bert_padding(installed):
@@ -250,6 +310,12 @@ def test_flash_attention_3_s_cache(installed):
     )
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])
+    out = fa3.flash_attn_with_kvcache(
+        q, *pages, cache_seqlens=lengths, page_table=table[:2], causal=True, attention_chunk=4
+    )
+    second_chunk = {"cache_seqlens": lengths - 4, "block_table": table[:2, 1:]}
+    expected = flashtile.flash_attn_with_kvcache(q, *pages, causal=True, **second_chunk)
+    torch.testing.assert_close(out, expected)
     with pytest.raises(ValueError, match=r"k_descale must have shape \(batch, heads_kv\)"):
         fa3.flash_attn_with_kvcache(q, *pages, page_table=table[:2], k_descale=torch.ones(2))
     with pytest.raises(ValueError, match="page_table"):
@@ -289,6 +355,54 @@ def test_flash_attention_3_s_e4m3_over_pages(installed, scaled, appended):
             scaled_back.append(x * scales[name][b][:, None] if name in scales else x)
         expected = flashtile.attention(q_b[None], *(x[None] for x in scaled_back), causal=True)[0]
         torch.testing.assert_close(got[b].float(), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_flash_attention_3_s_e4m3_is_rotated_by_e4m3_tables(installed, interleaved):
+    """FlashAttention-3 requires tables in the dtype of q."""
+    import flash_attn_interface as fa3
+    from flash_attn.layers.rotary import apply_rotary_emb
+
+    generator = torch.Generator().manual_seed(0)
+
+    def e4m3(*shape):
+        return torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+
+    q, k, v = e4m3(2, 3, 4, 32), e4m3(2, 3, 2, 32), e4m3(2, 3, 2, 32)
+    caches = [e4m3(2, 9, 2, 32) for _ in "kv"]
+    cos, sin = e4m3(20, 8), e4m3(20, 8)
+    lengths, first = torch.tensor([4, 6], dtype=torch.int32), torch.tensor([2, 11], dtype=torch.int32)
+    named = {"cache_seqlens": lengths, "causal": True, "rotary_interleaved": interleaved}
+    got = fa3.flash_attn_with_kvcache(
+        q, *caches, k, v, rotary_cos=cos, rotary_sin=sin, rotary_seqlens=first, **named
+    )
+    rotated = [
+        apply_rotary_emb(t.float(), cos.float(), sin.float(), interleaved, False, first) for t in (q, k)
+    ]
+    for b, length in enumerate(lengths.tolist()):
+        stored = caches[0][b, length : length + 3].float()
+        torch.testing.assert_close(stored, rotated[1][b], rtol=2**-4, atol=2**-9)
+        assert torch.equal(caches[1][b, length : length + 3].float(), v[b].float())
+        k_b, v_b = (cache[b : b + 1, : length + 3].float() for cache in caches)
+        expected = flashtile.attention(rotated[0][b : b + 1], k_b, v_b, causal=True)[0]
+        torch.testing.assert_close(got[b].float(), expected, rtol=2**-5, atol=2**-5)
+    with pytest.raises(TypeError, match="rotary_cos"):
+        fa3.flash_attn_with_kvcache(
+            q, *caches, k, v, rotary_cos=cos.to(torch.float8_e5m2), rotary_sin=sin, **named
+        )
+
+
+def test_flash_attention_3_ignores_rotary_seqlens_without_tables(installed):
+    import flash_attn_interface as fa3
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 1, 2, 8, generator=generator) for _ in range(3))
+    lengths = torch.tensor([4, 6], dtype=torch.int32)
+    for new in ((None, None), (k, v)):
+        caches = torch.randn(2, 2, 9, 2, 8, generator=generator).unbind()
+        expected = fa3.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths)
+        found = fa3.flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=lengths, rotary_seqlens=lengths)
+        assert torch.equal(found, expected)
 
 
 def test_flash_attention_3_s_packed_e4m3(installed):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashtile
-from flashtile.integrations import sdpa as door_module
 
 torch_attention = F.scaled_dot_product_attention
 
@@ -249,93 +246,15 @@ def test_multihead_attention_comes_this_way_and_compiles():
     torch.testing.assert_close(out, torch_attention(q, k, v, is_causal=True), atol=2e-6, rtol=1e-5)
 
 
-def test_the_dispatcher_leaves_out_what_is_as_by_default():
-    q, k, v = tensors(*[(2, 3, 7, 8)] * 3)
-    out = door_module.forward(q, k, v)[0]
-    torch.testing.assert_close(out, torch_attention(q, k, v), atol=2e-6, rtol=1e-5)
+def test_torchscript_calls_torch() -> None:
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_the_kernels_that_torch_s_registry_gets(is_causal):
-    """Below autograd, on either layout, with the strides that torch promises to its compiler."""
-    for q, k, v in (
-        tensors(*[(2, 3, 7, 8)] * 3),
-        [t.transpose(1, 2) for t in tensors(*[(2, 7, 3, 8)] * 3)],
-        tensors((2, 3, 7, 8), *[(2, 3, 10, 8)] * 2),  # causal: the last keys are seen by none
-        tensors((2, 3, 10, 8), *[(2, 3, 7, 8)] * 2),
-    ):
-        out, lse, _, _, *others = door_module.forward(q, k, v, 0.0, is_causal, scale=0.3)
-        dout = torch.randn(out.shape)
-        saved = q, k, v, out, lse, None, None, *others[:2], 0.0, is_causal, *others[2:4]
-        gradients = door_module.backward(dout, *saved, scale=0.3)
-        expected = torch_attention(q, k, v, is_causal=is_causal, scale=0.3)
-        torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
-        torch.testing.assert_close(
-            gradients, torch.autograd.grad(expected, (q, k, v), dout), atol=1e-5, rtol=1e-4
-        )
-        assert not out.requires_grad
-        for result, given in zip((out, *gradients), (q, q, k, v), strict=True):
-            assert result.stride() == torch.empty_like(given).stride()
-    with pytest.raises(NotImplementedError, match=r"return_debug_mask.*restore_flash_attention_impl"):
-        door_module.forward(q, k, v, 0.1, return_debug_mask=True)
-
-
-registry = pytest.mark.skipif(
-    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="torch has no registry"
-)
-
-
-@registry
-def test_the_registry_puts_flashtile_in_and_takes_it_out():
-    import torch.nn.attention as attention
-
-    def kernels() -> list[str]:
-        names = ("", "_backward")
-        dump = [torch._C._dispatch_dump(f"aten::_scaled_dot_product_flash_attention{n}") for n in names]
-        return [line for text in dump for line in text.splitlines() if "CUDA" in line and "sdpa.py" in line]
-
-    door_module.register()
-    assert kernels() == []
-    attention.activate_flash_attention_impl("flashtile")
-    try:
-        assert attention.current_flash_attention_impl() == "flashtile"
-        assert len(kernels()) == 2
-    finally:
-        attention.restore_flash_attention_impl()
-    assert kernels() == []
-
-
-@registry
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("head_dim", "is_causal", "gqa"), list(itertools.product([64, 72], [False, True], [False, True]))
-)
-def test_torch_s_flash_backend_is_flashtile(head_dim, is_causal, gqa, monkeypatch):
-    import torch.nn.attention as attention
-
-    heads = 2 if gqa else 4
-    q, k, v = tensors(
-        (2, 4, 96, head_dim), *[(2, heads, 96, head_dim)] * 2, device="cuda", dtype=torch.bfloat16
-    )
-    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    calls = []
-    original = door_module.forward
-    monkeypatch.setattr(door_module, "forward", lambda *a, **o: calls.append(1) or original(*a, **o))
-    options = {"is_causal": is_causal, "enable_gqa": gqa}
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = torch_attention(q.float(), k.float(), v.float(), **options)
-    grad = torch.randn_like(q)
-    wanted = torch.autograd.grad(expected, (q, k, v), grad.float())
-    door_module.register()
-    attention.activate_flash_attention_impl("flashtile")
-    try:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = torch_attention(q, k, v, **options)
-            gradients = torch.autograd.grad(out, (q, k, v), grad)
-            attend = torch.compile(lambda *t: torch_attention(*t, **options) * 2)
-            torch.testing.assert_close(attend(q, k, v), out * 2)
-    finally:
-        attention.restore_flash_attention_impl()
-    assert calls
-    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(gradients, wanted, atol=6e-2, rtol=6e-2)
+    (x,) = tensors((1, 2, 5, 8))
+    with flashtile.sdpa() as door:
+        scripted = torch.jit.script(attend)
+        torch.jit.script(torch.nn.TransformerEncoderLayer(8, 2))
+        out = scripted(x)
+        assert door.served == 0
+        torch.testing.assert_close(attend(x), out)
+    assert torch.jit._builtins._find_builtin(door._function) is None

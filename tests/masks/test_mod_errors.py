@@ -149,6 +149,7 @@ def call(**arguments):
 
 CAUSAL = masks.causal()
 DTYPES = torch.float32, torch.float16, torch.float32
+AUX = SimpleNamespace(lse=True, max_scores=True)
 BLOCKS = masks.create_block_mask(CAUSAL, None, None, 32, 32)
 NINE = [torch.ones(2) for _ in range(9)]
 BAD_CALLS = {
@@ -256,9 +257,26 @@ BAD_CALLS = {
         "^mask must be None with score_mod, mask_mod or block_mask",
     ),
     "options": (
-        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), kernel_options={"BLOCK_M": 64}),
+        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), kernel_options={"BLOCK_K": 64}),
         NotImplementedError,
-        "kernel_options must be None",
+        "kernel_options must be options of FlexAttention, got 'BLOCK_K'",
+    ),
+    "max-scores": (
+        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), return_aux=AUX),
+        NotImplementedError,
+        "return_aux must not request max_scores",
+    ),
+    "aux": (
+        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), return_aux=True),
+        TypeError,
+        "return_aux must be an AuxRequest of FlexAttention or None, got bool True",
+    ),
+    "aux-and-lse": (
+        lambda: flashtile.flex_attention(
+            *torch.ones(3, 1, 2, 4, 8), return_lse=True, return_aux=AUX
+        ),
+        ValueError,
+        "return_lse must be False with return_aux",
     ),
     "kind": (lambda: masks.from_triton(np.ones(2), None), ValueError, "kind must be one of 'score_mod', 'm"),
     "kernel": (lambda: masks.natten(4, 4, 2), ValueError, "kernel_size must be odd and from 1 to 4, got 2"),

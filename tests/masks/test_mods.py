@@ -246,6 +246,41 @@ def test_flex_attention_and_its_block_mask() -> None:
         torch.testing.assert_close(lse, expected[1])
 
 
+def test_keys_that_all_sequences_share() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    query, key, value = (torch.randn(batch, 2, 40, 8, requires_grad=True) for batch in (3, 1, 1))
+    block_mask = create_block_mask(masks.causal(), 3, None, 40, 40, device="cpu", BLOCK_SIZE=16)
+    out = flashtile.flex_attention(query, key, value, block_mask=block_mask)
+    expected = flex_attention(query.detach(), key.detach(), value.detach(), block_mask=block_mask)
+    torch.testing.assert_close(out, expected)
+    whole = [t.detach().expand(3, -1, -1, -1).requires_grad_() for t in (query, key, value)]
+    flashtile.flex_attention(*whole, block_mask=block_mask).sum().backward()
+    out.sum().backward()
+    torch.testing.assert_close(value.grad, whole[2].grad.sum(0, keepdim=True))
+
+
+def test_flex_attention_without_the_options_of_its_kernels() -> None:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, _create_empty_block_mask
+
+    query, key, value = torch.randn(3, 1, 2, 20, 8).unbind()
+    out, lse = flashtile.flex_attention(query, key, value, return_lse=True)
+    options = {"BLOCK_M": 64, "fwd_num_stages": 1, "bwd_BLOCK_N1": 32, "BACKEND": "TRITON"}
+    again, aux = flashtile.flex_attention(
+        query,
+        key,
+        value,
+        block_mask=_create_empty_block_mask(query, key),
+        kernel_options=options,
+        return_aux=AuxRequest(lse=True),
+    )
+    assert isinstance(aux, AuxOutput)
+    assert torch.equal(again, out)
+    assert torch.equal(aux.lse, lse)
+    assert aux.max_scores is None
+    assert flashtile.flex_attention(query, key, value, return_aux=AuxRequest())[1].lse is None
+
+
 def test_a_mask_that_flex_attention_does_not_write_down_hides_nothing() -> None:
     from torch.nn.attention.flex_attention import create_block_mask, noop_mask
 
@@ -266,6 +301,23 @@ def test_a_block_mask_of_flex_attention_without_full_blocks() -> None:
     q, k, v = torch.randn(3, 1, 64, 2, 8).unbind()
     out = flashtile.attention(q, k, v, block_mask=block_mask)
     torch.testing.assert_close(out, flashtile.attention(q, k, v, causal=True))
+
+
+def test_lists_of_the_backward_pass_follow_from_those_of_the_forward_pass() -> None:
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+    mask_mod = masks.window(20, 0)
+    theirs = create_block_mask(mask_mod, None, None, 64, 48, device="cpu", BLOCK_SIZE=16)
+    lists = theirs.kv_num_blocks, theirs.kv_indices, theirs.full_kv_num_blocks, theirs.full_kv_indices
+    forward_only = BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=16, mask_mod=mask_mod, seq_lengths=(64, 48), compute_q_blocks=False
+    )
+    q, k, v = torch.randn(1, 64, 2, 8), *torch.randn(2, 1, 48, 2, 8).unbind()
+    grads = []
+    for block_mask in (theirs, forward_only):
+        inputs = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+        grads.append(torch.autograd.grad(flashtile.attention(*inputs, block_mask=block_mask).sum(), inputs))
+    assert all(map(torch.equal, *grads))
 
 
 def test_a_soft_cap_is_recognised() -> None:

@@ -364,6 +364,8 @@ WRITTEN = {
     "ints stay ints": lambda s, b, h, q, kv: s + (kv + 2**24) * q**0 % 4 + s.type_as(q) % 4,
     "type_as": lambda s, b, h, q, kv: s + kv.type_as(s) * 2.0**30 + (kv - 2).type_as(kv > q) * 3.0,
     "signs": lambda s, b, h, q, kv: s.abs() * s.sign() - (-s) + torch.relu(s),
+    "silu": lambda s, b, h, q, kv: torch.nn.functional.silu(s) + torch.tan(s) + torch.tan(q / 7),
+    "masked_fill": lambda s, b, h, q, kv: s.masked_fill(q < kv, b.new_ones(b.shape)).masked_fill(kv == 0, 2),
 }
 """Functions that mean the same on tensors."""
 
@@ -378,3 +380,19 @@ def test_a_program_computes_what_its_function_does_on_tensors(name) -> None:
     inputs = {"score": score, "b": b, "h": h, "q": q, "kv": kv}
     (found,) = evaluate(program, inputs, [], kind="score_mod")
     torch.testing.assert_close(found, WRITTEN[name](score, b, h, q, kv).float())
+
+
+def test_a_tensor_may_be_indexed_in_steps() -> None:
+    table = torch.ones(2, 3, 4, 5)
+    both = (lambda s, b, h, q, kv: s + table[b][h, q][kv]), (lambda s, b, h, q, kv: s + table[b, h, q, kv])
+    in_steps, at_once = (traced("score_mod", function).text for function in both)
+    assert in_steps == at_once
+    for function, error in (
+        (lambda s, b, h, q, kv: s + table[b][h], "of 4 dimensions must be read with 4 indices, got 2"),
+        (lambda s, b, h, q, kv: s + table[b][h, q, kv, 0], "must be read with 4 indices, got 5"),
+        (lambda s, b, h, q, kv: s + (table[b, h, q] - table[b, h, kv]), "with 4 indices, got 3"),
+        (lambda s, b, h, q, kv: s + table[b, h, q].sum(), "with 4 indices, got 3"),
+        (lambda s, b, h, q, kv: s + sum(table[b, h, q]), "not iterable"),
+    ):
+        with pytest.raises(TypeError, match=error):
+            traced("score_mod", function)

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
 
 import flashtile
 from flashtile import parallel
+from flashtile.integrations.torch import Kernels
 from flashtile.reference import attention as reference
 
 
@@ -180,8 +182,6 @@ def through_layers(
 
 def distributed(group: Any, *, shape: tuple[int, int], placements: tuple[int, int], public: bool) -> float:
     """Largest error of DTensors on a mesh of two dimensions; ``public``: of flashtile.attention."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     torch.manual_seed(3)
     mesh = _mesh(shape)
     whole = [torch.randn(2, 12, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
@@ -199,6 +199,76 @@ def distributed(group: Any, *, shape: tuple[int, int], placements: tuple[int, in
     out.backward(given.redistribute(mesh, out.placements))
     found = [out, *(t.grad for t in placed)]
     return max(_error(a.full_tensor(), b) for a, b in zip(found, (right, *gradients), strict=True))
+
+
+def through_torch(group: Any, *, of: str) -> list[float]:
+    """Largest errors of torch's own parallelism on flashtile's kernels: "heads", "ring" or "fsdp"."""
+    kernels = Kernels("CPU")
+    try:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        return {"heads": _heads_of_torch, "ring": _ring_of_torch, "fsdp": _fsdp_of_torch}[of](mesh)
+    finally:
+        kernels.remove()
+
+
+def _small_call() -> tuple[list[Tensor], Tensor, list[Tensor]]:
+    """Return q, k, v, the gradient of out, and [out, dq, dk, dv] of one causal call on one device."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 16, 8, requires_grad=True) for _ in range(3))
+    dout = torch.randn(2, 4, 16, 8)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return [t.detach() for t in (q, k, v)], dout, [out, *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+def _heads_of_torch(mesh: Any) -> list[float]:
+    tensors, dout, expected = _small_call()
+    q, k, v = (distribute_tensor(t, mesh, [Shard(1)]).requires_grad_() for t in tensors)
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+    got = [out, *torch.autograd.grad(out, (q, k, v), distribute_tensor(dout, mesh, [Shard(1)]))]
+    return [_error(t.full_tensor(), right) for t, right in zip(got, expected, strict=True)]
+
+
+def _ring_of_torch(mesh: Any) -> list[float]:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    tensors, dout, expected = _small_call()
+    chunks, rank, size = torch.arange(16).chunk(2 * mesh.size()), mesh.get_local_rank(), mesh.size()
+    own = torch.cat([chunks[rank], chunks[2 * size - 1 - rank]])  # its load balancing
+    *qkv, dout = (t[:, :, own].contiguous() for t in (*tensors, dout))
+    out, lse, *rest = ring._scaled_dot_product_ring_flash_attention(mesh, *qkv, 0.0, True)
+    saved = out, lse, *rest[:4], 0.0, True, *rest[4:6]
+    got = [out, *ring._scaled_dot_product_ring_flash_attention_backward(mesh, dout, *qkv, *saved)]
+    return [_error(t, right[:, :, own]) for t, right in zip(got[:4], expected, strict=True)]
+
+
+class _Packed(torch.nn.Module):
+    """A layer of packed sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        q, k, v = self.qkv(x).view(-1, 3, 4, 8).unbind(1)
+        return self.out(varlen_attn(q, k, v, offsets, offsets, 9, 9).flatten(1))
+
+
+def _fsdp_of_torch(mesh: Any) -> list[float]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    sharded, whole = _Packed(), _Packed()
+    whole.load_state_dict(sharded.state_dict())
+    fully_shard(sharded, mesh=mesh)
+    offsets, batches = torch.tensor([0, 9, 14], dtype=torch.int32), torch.randn(mesh.size(), 14, 32)
+    compiled = torch.compile(sharded, backend="aot_eager")
+    compiled(batches[mesh.get_local_rank()], offsets).square().sum().backward()
+    for batch in batches:
+        (whole(batch, offsets).square().sum() / mesh.size()).backward()
+    pairs = zip(sharded.parameters(), whole.parameters(), strict=True)
+    return [_error(ours.grad.full_tensor(), right.grad) for ours, right in pairs]
 
 
 def compiled(group: Any, method: str = "ring") -> tuple[int, float]:

@@ -101,6 +101,16 @@ def test_it_is_exact(ranks, name):
         assert all(error < 1e-9 for error in errors.values()), f"rank {rank}: {errors}"
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"), reason="torch is older than 2.11"
+)
+@pytest.mark.parametrize("of", ["heads", "ring", "fsdp"])
+def test_torch_s_own_parallelism_on_our_kernels(ranks, of):
+    for rank, errors in enumerate(ranks.run(parallel_tasks.through_torch, 2, of=of)):
+        assert isinstance(errors, list), f"rank {rank}: {errors!r}"
+        assert max(errors) < 1e-5, f"rank {rank}: {errors}"
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -37,7 +37,7 @@ TYPE_NAMES = {
 }
 """Triton's names of dtypes."""
 _NOT_COMPILED = ("enable_fp_fusion", "launch_pdl")
-"""Options that a case leaves out: fusion is the default, and launch_pdl does not change the code."""
+"""Launch options that a compile case does not have: fusion is the default, launch_pdl changes no code."""
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

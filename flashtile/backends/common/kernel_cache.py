@@ -39,7 +39,7 @@ ANNOUNCED_AFTER = 2.0
 """Seconds of compilation after which a line says what is compiled."""
 
 QUIET = "FLASHTILE_QUIET"
-"""Environment variable that hides that line if it is 1."""
+"""Environment variable: 1 hides the line that says what is compiled."""
 
 
 class _Kept:
@@ -52,9 +52,9 @@ class _Kept:
     def cache_key(self) -> str:
         """A digest of the source of the kernel and of all functions it calls, and of the constants they use.
 
-        Triton's own digest also depends on the order in which a process first compiles its kernels. Triton
-        copies the constants of a called function before it has looked for them, and sorts constants of equal
-        names by address. So a process could miss a kernel that another process had compiled.
+        Triton's own digest also depends on the order in which a process first compiles its kernels. A kernel
+        that is hashed before the functions that it calls lacks their constants, and constants of equal names
+        are sorted by address. So a process could miss a kernel that another process had compiled.
         """
         key = self.__dict__.get("_key")
         if key is None:

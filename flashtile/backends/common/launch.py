@@ -61,7 +61,7 @@ def padded(head_dim: int, least: int = 16) -> int:
 
 
 def has_score_mod(problem: Problem) -> bool:
-    """Whether the scores are more than raw products times a positive scale (which keeps their maximum)."""
+    """Whether scores are more than raw products times a positive scale, so that their order may differ."""
     return problem.softcap > 0 or problem.alibi or problem.bias or problem.softmax_scale <= 0
 
 
@@ -89,5 +89,5 @@ def allocator(
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Return the largest divisor of ``number`` (at least 1) that is at most ``most``, or 1."""
+    """Return the largest divisor of ``number`` >= 1 that is at most ``most``; 1 if ``most`` is below 1."""
     return next(size for size in range(max(min(most, number), 1), 0, -1) if number % size == 0)

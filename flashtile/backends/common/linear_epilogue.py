@@ -42,7 +42,7 @@ class ProductPointers(NamedTuple):
     """Tensors of a product and of its epilogue; None for each that a call does not use."""
 
     x: Any
-    """The input. If torch.mm computes the product and a kernel only the epilogue, the product."""
+    """The input; or the product, if torch.mm has computed it and the kernel only applies the epilogue."""
     w: Any
     y: Any
     norm_weight: Any

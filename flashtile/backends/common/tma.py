@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashtile.backends.common.launch import RAGGED_ROWS
 
 MAX_EXTENT = 2**31 - 2**16
-"""Extent of dimensions without a bound, less than 2^31."""
+"""Extent, below 2^31, that a descriptor states for a dimension whose end TMA need not check."""
 GLUON_DTYPES = {
     torch.float32: gl.float32,
     torch.float16: gl.float16,

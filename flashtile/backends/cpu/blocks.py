@@ -60,3 +60,9 @@ def chunks_of(rows: range, offset: int, attention_chunk: int) -> tuple[int, int]
     """Return the first and the end position of the chunks of ``attention_chunk`` keys that hold ``rows``."""
     first, last = (row + offset for row in (rows.start, rows.stop - 1))
     return first // attention_chunk * attention_chunk, (last // attention_chunk + 1) * attention_chunk
+
+
+def same_chunk(rows: range, keys: range, offset: int, attention_chunk: int) -> Tensor:
+    """Return (rows, keys) bool: whether row and key are in one chunk of ``attention_chunk`` positions."""
+    own = torch.arange(rows.start + offset, rows.stop + offset) // attention_chunk
+    return own[:, None] == torch.arange(keys.start, keys.stop) // attention_chunk

@@ -15,7 +15,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import chunks_of, hidden_keys, sees_all, split, visible_keys, visible_rows
+from flashtile.backends.cpu.blocks import (
+    chunks_of,
+    hidden_keys,
+    same_chunk,
+    sees_all,
+    split,
+    visible_keys,
+    visible_rows,
+)
 from flashtile.backends.cpu.config import Tiled
 from flashtile.backends.cpu.optional_inputs import OptionalInputs
 from flashtile.problems.attention import Problem
@@ -266,8 +274,7 @@ class Chunk:
         """Return the visible scores of a tile as bool, broadcast to :meth:`by_heads`; None without masks."""
         parts = [self.broadcast(mask, rows, keys) for mask in self.optional.masks]
         if self.attention_chunk > 0:
-            own = torch.arange(rows.start + self.offset, rows.stop + self.offset) // self.attention_chunk
-            parts.append(own[:, None] == torch.arange(keys.start, keys.stop) // self.attention_chunk)
+            parts.append(same_chunk(rows, keys, self.offset, self.attention_chunk))
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def kept(self, rows: range, keys: range) -> Tensor | None:

@@ -87,7 +87,7 @@ def _blocks(
 def _keep(
     problem: WeightsProblem, blocks: Iterable[_Rows], weights: Tensor, indices: Tensor | None = None
 ) -> None:
-    """Write the requested form into ``weights`` (batch, heads, ...), given as zeros, and ``indices``."""
+    """Write the requested form into ``weights`` (batch, heads, ...), given as zeros, and into ``indices``."""
     for block in blocks:
         place = (block.batch, block.heads, slice(block.rows.start, block.rows.stop))
         if indices is not None:

@@ -121,7 +121,7 @@ def columns_of(tile, sums, n: gl.constexpr):
 
 @gluon.jit
 def add_product(sums, n: gl.constexpr, a, b):
-    """Return accumulator ``n`` of ``sums`` + a b (:func:`add_products`), left in flight."""
+    """Start the product a b that is added to accumulator ``n`` of ``sums``, and return this accumulator."""
     operand: gl.constexpr = left_operand_layout(sums[n].type.layout)
     return warpgroup_mma(gl.convert_layout(a, operand), columns_of(b, sums, n), sums[n], is_async=True)
 

@@ -60,7 +60,7 @@ def to_fp32(x):
 
 @gluon.jit
 def pin_16_bit(p):
-    """:func:`pin` for p >= 0 in 16 bits, of which each thread holds at least 16 numbers."""
+    """Do what :func:`pin` does for 16-bit p >= 0. Each thread must hold at least 16 elements of p."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred never;

@@ -84,8 +84,8 @@ def reason_against_mods_backward(problem: Problem) -> str | None:
     if problem.deterministic:
         return "it takes no block_mask when deterministic"
     if mods.list_heads > 1 and problem.group_size > 1:
-        return "it takes no block_mask that tells query heads apart which share a key head"
+        return "it takes no block_mask that differs between query heads of one key head"
     size_q, _ = mods.block_size
     if size_q > ROW_PAD and problem.seqlen_q % size_q:
-        return f"blocks of block_mask of more than {ROW_PAD} queries must fill seqlen_q, they have {size_q}"
+        return f"seqlen_q must be a multiple of block_mask's BLOCK_SIZE {size_q}, if over {ROW_PAD}"
     return None

@@ -25,7 +25,7 @@ PROGRAMS = 128
 SUM, FIRST, JOIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 """Results of a call: the sum of the parts, a copy of the first rank's part, or all parts concatenated."""
 WARPS = 4, 16
-"""Fewest and most warps of a program. Each thread holds one word of a block, so threads exchange nothing."""
+"""Fewest and most warps of a program. A block has one word per thread, so threads exchange nothing."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ def all_reduce_kernel(
     memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of a
     graph.
 
-    Calls alternate between two slots. A rank reuses a slot only after its next call has ended. By then the
-    other ranks have begun that call, so they have read the slot. This holds as long as calls run one after
-    another and each sends something.
+    Calls alternate between two slots: call n + 2 writes the slot of call n. On a rank it starts after call
+    n + 1 has ended there. By then all other ranks have begun call n + 1, so they have read what call n wrote.
+    This holds as long as calls run one after another and each sends something.
     """
     pid = tl.program_id(0)
     source = tl.arange(0, C.SOURCES)[:, None]

@@ -108,7 +108,7 @@ _FUNCTION_SPILLS: dict[tuple[str, str, int, str], int] = {
     ("ampere", "fp32", 64, "dkdv"): 4,
     ("ampere", "fp32", 64, "forward"): 44,
 }
-"""Bytes of spills with score or mask functions, the maximum over Triton 3.6 and 3.7. Not timed."""
+"""Bytes of spills with score or mask functions, the maximum over Triton 3.6 and 3.7. These were not timed."""
 _WEIGHT_SPILLS = {
     ("hopper", 64, "modified top 8"): 24,
     ("ampere", 64, "full"): 440,
@@ -123,7 +123,7 @@ _Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LIST
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the rows of the table that serve ``arch``, each for all variants, and the other kernels."""
+    """Yield the portable kernels of attention and weights, all variants with the tile sizes of ``arch``."""
     capability = divmod(architecture(arch).capability, 10)
     yield from _plain_cases(capability)
     for head_dim in (64, 128):

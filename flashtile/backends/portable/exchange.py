@@ -53,10 +53,10 @@ def exchange_kernel(
     keys. result like out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
     the ranks' memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory.
 
-    The count selects one of two slots and is the value of the flags, also in replays of a graph. With two
-    slots one wait per call is enough. A rank reuses a slot only after all ranks have flagged the call in
-    between, and they flag it only after they have read the slot. Program i has the same rows on all ranks and
-    in all calls, so it waits only for the programs i of the other ranks.
+    The count selects one of two slots, and flags are set to it. It is in memory, so it also advances in
+    replays of a graph. With two slots one wait per call is enough. A rank reuses a slot only after all ranks
+    have flagged the call in between, and they flag it only after they have read the slot. Program i has the
+    same rows on all ranks and in all calls, so it waits only for the programs i of the other ranks.
     """
     pid = tl.program_id(0)
     call = tl.load(calls + pid) + 1

@@ -2,31 +2,30 @@
 
 ring-flash-attention and other libraries for context parallelism call the functions without autograd. The lse
 of a row without keys is -inf, as in FlashAttention-3.
+
+S_dmask is exp(score - maximum of the row) with the sign of dropout, as in FlashAttention-2, whose tests
+normalise it. The functions of ``flashtile`` return normalised probabilities instead. FlashAttention-2
+subtracts the maximum of a part of the row; here :func:`_get_block_size_n` says that a part is the whole row.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashtile.api.attention import (
-    attention,
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
+from flashtile.api import attention as functions
 from flashtile.api.decode import flash_attn_with_kvcache
 from flashtile.api.probabilities import signed_probabilities
 from flashtile.checks.arguments import check_dense
-from flashtile.checks.conversions import as_offset_pair, make_options
+from flashtile.checks.conversions import as_int, as_offset_pair, make_options
 from flashtile.dropout import draw_state
 from flashtile.operators.gradients import attention_backward
 from flashtile.problems.attention import OptionalTensors
+from flashtile.problems.common import MAX_LENGTH
 
 __all__ = [
     "flash_attn_func",
@@ -37,6 +36,42 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+USE_TRITON_ROCM = False
+"""Whether FlashAttention-2 would call its Triton kernels for AMD's GPUs."""
+
+
+def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Return the number of keys that share a maximum in S_dmask: more than a row can have."""
+    return MAX_LENGTH
+
+
+def _unnormalised(signed: Tensor) -> Tensor:
+    """Divide signed probabilities by the largest of their row: exp(score - maximum of the row)."""
+    largest = signed.abs().amax(-1, keepdim=True) if signed.shape[-1] else signed
+    return torch.where(largest > 0, signed / largest, 0.0)
+
+
+def _with_unnormalised(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ``function`` and converts its S_dmask, if there is one."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        results = function(*arguments, **named)
+        if isinstance(results, tuple) and len(results) == 3 and results[2] is not None:
+            return *results[:2], _unnormalised(results[2])
+        return results
+
+    call.__module__ = __name__
+    return call
+
+
+flash_attn_func = _with_unnormalised(functions.flash_attn_func)
+flash_attn_kvpacked_func = _with_unnormalised(functions.flash_attn_kvpacked_func)
+flash_attn_qkvpacked_func = _with_unnormalised(functions.flash_attn_qkvpacked_func)
+flash_attn_varlen_func = _with_unnormalised(functions.flash_attn_varlen_func)
+flash_attn_varlen_kvpacked_func = _with_unnormalised(functions.flash_attn_varlen_kvpacked_func)
+flash_attn_varlen_qkvpacked_func = _with_unnormalised(functions.flash_attn_varlen_qkvpacked_func)
 
 Results = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """(out, softmax_lse, S_dmask, rng_state). S_dmask and rng_state are None without dropout.
@@ -84,7 +119,15 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
+    num_splits: int = 0,
 ) -> Results:
+    """Attend over packed sequences, or over pages with ``block_table``.
+
+    Raises:
+        RuntimeError: ``num_splits`` is above 1, which FlashAttention-2 refuses with this error.
+    """
+    if as_int("num_splits", num_splits) > 1:
+        raise RuntimeError(f"num_splits > 1 is not supported: expected 0 or 1, got {num_splits}")
     if leftpad_k is not None:
         raise NotImplementedError(
             "leftpad_k must be None, got a tensor: use cache_leftpad of flash_attn_with_kvcache"
@@ -112,7 +155,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any
     With dropout the results include its random state, and S_dmask if ``return_softmax`` is True.
     """
     rng_state = draw_state(q) if named["dropout_p"] else None
-    out, lse = attention(q, k, v, **named, rng_state=rng_state, return_lse=True)
+    out, lse = functions.attention(q, k, v, **named, rng_state=rng_state, return_lse=True)
     if not return_softmax or rng_state is None:
         return out, lse, None, rng_state
     options = make_options(
@@ -121,7 +164,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any
     )  # fmt: skip
     offsets = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
     extras = OptionalTensors(*offsets, named.get("seqused_k"), named["alibi_slopes"], rng_state=rng_state)
-    return out, lse, signed_probabilities(q, k, v, extras, options), rng_state
+    return out, lse, _unnormalised(signed_probabilities(q, k, v, extras, options)), rng_state
 
 
 def _flash_attn_backward(

@@ -34,7 +34,7 @@ ASSETS = files("flashtile.engine.server") / "assets"
 
 MAX_SEQUENCES = 64
 MAX_BLOCKS = 4096
-"""Largest numbers of sequences and blocks that the page shows. Its totals count all of them."""
+"""Most sequences and most blocks that the page shows. Its totals count all of them."""
 
 
 def make_app(service: Service, listener: Listener) -> web.Application:

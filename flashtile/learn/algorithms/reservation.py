@@ -58,7 +58,7 @@ def random_requests(
 
 
 class Room(Protocol):
-    """Interface of both kinds of memory for the tokens of sequences.
+    """Interface of memory for the tokens of sequences: contiguous, or in pages.
 
     Attributes:
         slots: capacity in tokens.

@@ -119,7 +119,7 @@ class Estimate:
 
 
 def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
-    """Return the estimates of all algorithms that serve the call, and last the least that any could need.
+    """Return the estimates of all algorithms that serve the call. The last is the least that any could need.
 
     Raises:
         ValueError: ``which`` is not a pass, or is "backward" for a call over a cache. Also if the card has no

@@ -131,7 +131,7 @@ def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int =
 
 
 def longest_prompt(model: Model, batch: int, card: Card, dtype: str = "float16", *, standard: bool) -> int:
-    """Longest prompt, in tokens, of which ``model`` can read ``batch`` at once on ``card``; 0 if none.
+    """Longest prompt, in tokens, so that ``model`` can read ``batch`` of them at once on ``card``; 0 if none.
 
     Examples:
         >>> from flashtile.io_model import find_card, find_model

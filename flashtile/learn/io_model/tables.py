@@ -75,7 +75,8 @@ def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
             str(row.programs) if row.programs else "",
         )
     table.caption = (
-        "flashtile, least possible: what misses L2. The papers' algorithms: their own count, without L2."
+        "Bytes of flashtile and of the least possible are those that miss L2. Those of the papers' "
+        "algorithms are counted as in the papers, without L2."
     )
     slow = why_flash1_is_slower(found)
     if slow:
@@ -108,7 +109,7 @@ def memory_table(call: Call, card: Card, training: bool) -> Table:
     what = "training" if training else "inference"
     title = f"memory of one layer's attention, {what}: batch {call.batch}, {call.num_heads_q} heads"
     table = new_table(
-        f"{title}, {call.dtype}", ("tokens", "q, k, v, out", "standard, beyond", "flash, beyond")
+        f"{title}, {call.dtype}", ("tokens", "q, k, v, out", "standard, further", "flash, further")
     )
     for seqlen in SEQLENS:
         row = attention_memory(at_length(call, seqlen), training)
@@ -224,7 +225,7 @@ def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, ca
     notes = [
         f"{card.name} takes prompts of {longest[0]:,} tokens with standard attention, of {longest[1]:,} with "
         "flash. Attention is that of one layer, because layers run one after the other.",
-        "floors are the model's, without L2 for either: no measurements (`flashtile bench` measures).",
+        "Floors are estimates without L2 for both algorithms, not measurements (see `flashtile bench`).",
     ]
     if reasons[0] is not None:
         notes.append(reasons[0])
@@ -241,7 +242,7 @@ def _fits(memory: PromptMemory, card: Card) -> str:
 
 
 def about_copied_totals(model: Model, dtype: str) -> str:
-    """Explain why the often copied table of models' memory cannot come from attention alone."""
+    """Compare a model's entry in ``COPIED_TOTALS`` with what its weights and scores take, in one sentence."""
     standard, flash = COPIED_TOTALS[model.name]
     weights = model.weight_bytes(dtype) * 1e-9
     copied = f"{flash} GB with flash attention" + ("" if standard is None else f", {standard} with standard")

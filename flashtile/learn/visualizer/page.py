@@ -36,7 +36,7 @@ STYLES = ("style.css", "stories.css")
 LANGUAGES = ("en", "zh")
 DTYPE = "float16"
 FEW = 16
-"""Number of recordings from which on a process for each core makes them; fewer are made in this process."""
+"""With at least this many recordings, one process per core makes them. Otherwise this process does."""
 
 MAX_WORKERS = 8
 

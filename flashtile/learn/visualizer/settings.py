@@ -36,13 +36,12 @@ class Setting:
     """Algorithm and sizes of one run.
 
     Args:
-        algorithm: a key of :data:`flashtile.learn.visualizer.recording.RUNNERS`.
-        seqlen: number of tokens; number of keys if there is one query.
-        head_dim: head size of queries, keys and values.
-        queries: "all" for a query per token, or "one" for a decoding step.
-        mask: "full", "causal", or "window": causal, over the last quarter of the sequence.
-        block: "64x64" for blocks of 64 queries and 64 keys, or "auto".
-        sram_bytes: size of SRAM for "auto"; None if blocks are given, because such a run is the same on every
+        algorithm: a key of :data:`flashtile.learn.visualizer.recording.RUNNERS`. seqlen: number of tokens;
+        number of keys if there is one query. head_dim: head size of queries, keys and values. queries: "all"
+        for a query per token, or "one" for a decoding step. mask: "full", "causal", or "window": causal, and
+        a query sees only its nearest keys, a quarter of seqlen. block: "64x64" for blocks of 64 queries and
+        64 keys, or "auto". sram_bytes: size of SRAM for "auto"; None if blocks are given, because such a run
+        is the same on every
             SRAM that it fits into.
         num_splits, page_size: options of the algorithms that have them.
     """
@@ -144,7 +143,8 @@ BLOCKS = {
 }
 TILED = ("flash1", "flash2", "flash3")
 FLASH3_BLOCKS = {256: ("16x16", "32x32", "64x64"), 1024: ("64x64",), LONG: ("64x64",)}
-"""Blocks by length: two warpgroups have a tile of everything each, so larger ones fit no SRAM here."""
+"""Blocks by length. Each of two warpgroups has tiles of its own, so larger blocks exceed all SRAM sizes of
+the page."""
 
 
 def _prefill() -> Iterator[Setting]:

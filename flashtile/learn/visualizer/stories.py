@@ -160,7 +160,7 @@ FP8_CASES: dict[str, dict[str, Any]] = {
     "rotated": {"block_scales": True, "incoherent": True},
 }
 FP8_HUGE = 200_000.0
-"""An outlier large enough that other numbers lose bits: e4m3 has an exponent, so smaller ones do no harm."""
+"""An outlier so large that other numbers lose bits. Smaller outliers do no harm: e4m3 has an exponent."""
 
 FP8_LOUD = 0.25
 """Rounding error above this does not occur for ordinary numbers around 1."""

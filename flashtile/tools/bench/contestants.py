@@ -155,7 +155,7 @@ class Decoding(Flashtile):
 
 
 class SharedPrefix(Decoding):
-    """flashtile's decoding with the length of the prefix that all sequences share as an argument."""
+    """flashtile's decoding with one more argument, the length of the prefix that all sequences share."""
 
     label = "flashtile-prefix"
 

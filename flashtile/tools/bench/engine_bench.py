@@ -264,7 +264,8 @@ def compare(results: dict[str, Any]) -> None:
 
 
 def floor_bytes(workload: EngineWorkload) -> float:
-    """Return the bytes that a decoding step must read in bf16: weights except the embedding, keys and values.
+    """Return the bytes that a decoding step must read in bf16: keys, values, and weights except the
+    embedding.
 
     0 for workloads of requests and for the small model.
     """
@@ -277,7 +278,7 @@ def floor_bytes(workload: EngineWorkload) -> float:
 
 
 def table(document: dict[str, Any]) -> Table:
-    """Return a table of milliseconds per step, with the ratio to the time of reading, or of new tokens/s."""
+    """Return a table of milliseconds per step, with the ratio to the time of reading, or tokens/s."""
 
     def text_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
         if "ms" not in result:
@@ -285,4 +286,5 @@ def table(document: dict[str, Any]) -> Table:
         floor = cell.get("floor_ms")
         return f"{result['ms']:.4g}" + (f" ({result['ms'] / floor:.2f})" if floor else "")
 
-    return cells_table("ms a step (times that of reading), or new tokens/s", document, text_of)
+    title = "ms per step (in multiples of the time to read all bytes), or new tokens/s"
+    return cells_table(title, document, text_of)

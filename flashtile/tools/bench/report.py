@@ -98,7 +98,7 @@ def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit:
         ]
         table.add_row(*row, "" if share is None else f"{100 * share:.0f}", *map(_ratio, ratios))
     if memory:
-        table.caption = "memory: peak over what q, k, v, out, their gradients and lse take together"
+        table.caption = "memory: peak, in multiples of q, k, v, out, their gradients and lse together"
     return table
 
 

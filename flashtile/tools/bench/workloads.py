@@ -267,7 +267,7 @@ def select(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     chosen = [w for w in WORKLOADS if not set(names).isdisjoint((w.name, w.series, *w.tags))]
     if dtype == FP8 and any(w.cache for w in chosen):
-        raise ValueError(f"dtype must be that of q in decoding, got {dtype!r}; decode-fp8 has such caches")
+        raise ValueError(f"dtype must be that of q in decoding, got {dtype!r}; decode-fp8 has FP8 caches")
     if head_dims and not any(w.head_dim in head_dims for w in chosen):
         have = ", ".join(map(str, sorted({w.head_dim for w in chosen})))
         raise ValueError(
@@ -360,7 +360,7 @@ def _square(*lengths: int) -> list[tuple[int, int]]:
 
 
 def _ragged() -> list[Workload]:
-    """Return workloads of log-uniform and of equal lengths, with about as many tokens and visible pairs."""
+    """Return workloads of log-uniform and equal lengths, with similar numbers of tokens and visible pairs."""
     lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
     batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
     return [

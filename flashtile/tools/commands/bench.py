@@ -90,7 +90,7 @@ def bench(
     ] = None,
     json_path: Annotated[
         Path | None,
-        typer.Option("--json", callback=output_file(), help="File of all numbers, after every cell."),
+        typer.Option("--json", callback=output_file(), help="File of numbers, written after every cell."),
     ] = None,
     plot_path: Annotated[
         Path | None,

@@ -133,7 +133,7 @@ def explain(
     """Say which kernels a call would get here or on a named card, why, and which backends were refused.
 
     This prints three lines. --verbose adds every field, and --card the costs: bytes, FLOPs and time floors.
-    Only --card here runs kernels, which measure this machine. The tensors take no memory.
+    Kernels run only with --card here, to measure this machine. The tensors take no memory.
     """
     place = parse_device(device)
     if model_name is not None or seqlens is not None:

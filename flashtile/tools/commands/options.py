@@ -83,7 +83,7 @@ def bad_models() -> Iterator[None]:
 
 
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
-    """Return the command line that sets the command's arguments and options, replaced by ``changed``."""
+    """Return the command line that repeats this command's parameters, some replaced by ``changed``."""
     values, found = {**context.params, **changed}, []
     for parameter in context.command.params:
         value = values.get(parameter.name or "")

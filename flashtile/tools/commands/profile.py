@@ -49,7 +49,7 @@ def profile(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, max=64, help="Number of processes that compile.")] = 4,
 ) -> None:
-    """Measure GEMV, flat products and the vendor's library by number of rows, and store the fastest.
+    """Measure GEMV, products for few rows and the vendor's library, and store the fastest by number of rows.
 
     This takes a minute or two for a model. ``flashtile.linear`` reads the table when it first needs it;
     nothing is measured at run time.

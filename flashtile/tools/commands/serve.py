@@ -38,7 +38,7 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help=f"A key that calls must send; repeatable. ${KEY} hides it from other users."),
+        typer.Option(help=f"A key that calls must send; repeatable. In ${KEY} other users cannot see it."),
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of another tokenizer.")] = None,
     skip_tokenizer_init: Annotated[

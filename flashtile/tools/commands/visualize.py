@@ -41,7 +41,7 @@ def visualize(
     ] = None,
     mask: Annotated[str | None, typer.Option(help=f"Mask of your run: {', '.join(MASKS)}.")] = None,
     num_splits: Annotated[int | None, typer.Option(min=1, help="Splits of the keys in decoding.")] = None,
-    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a page in paged.")] = None,
+    page_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a page (paged).")] = None,
     film: Annotated[
         Path | None,
         typer.Option(

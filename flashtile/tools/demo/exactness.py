@@ -96,7 +96,7 @@ def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator
 def table(measured: Sequence[Exactness]) -> Table:
     """Return a table with a row per case: errors of out and of the worst gradient in each dtype.
 
-    Each cell has flashtile's error above that of plain PyTorch.
+    Each cell has two lines: flashtile's error, and below it that of plain PyTorch.
     """
     dtypes = list(dict.fromkeys(one.dtype for one in measured))
     headings = [f"{dtype}\n{result}" for dtype in dtypes for result in ("out", "worst gradient")]

@@ -26,12 +26,12 @@ SCORE_MATRICES = 3
 """Score-sized matrices of standard attention's backward pass: P, its gradient, and the scores' gradient."""
 
 CPU_MEMORY_CAP = 4 * 2**30
-"""Limit of standard attention's memory on a CPU, in addition to half of the free memory."""
+"""Largest memory of standard attention on a CPU. A second limit is half of the free memory."""
 
 GPU_MEMORY_SHARE = 0.9
 
 LONGEST_PASS_SECONDS = 20.0
-"""Expected time from which on a pass is left out; twice the length takes four times as long."""
+"""A pass is left out if it would take longer. Twice the length is expected to take four times as long."""
 
 
 @dataclass(frozen=True)

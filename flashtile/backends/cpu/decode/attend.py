@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flashtile.backends.cpu.blocks import hidden_keys, split, visible_keys
+from flashtile.backends.cpu.blocks import chunks_of, hidden_keys, same_chunk, split, visible_keys
 from flashtile.backends.cpu.decode.cache import lengths_of, pages_of, tokens_of_pages, tokens_of_row
 from flashtile.problems.decode import CacheTensors, CombineProblem, DecodeProblem
 
@@ -159,6 +159,10 @@ class _Sequence:
         """Yield (masked scores (heads_kv, group * rows, keys), keys) by blocks of keys that a row sees."""
         window = self.problem.window_left, self.problem.window_right
         seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
+        if self.problem.attention_chunk > 0:
+            chunks = chunks_of(rows, self.offset - self.first_key, self.problem.attention_chunk)
+            start, end = (position + self.first_key for position in chunks)
+            seen = range(max(seen.start, start), min(seen.stop, end))
         seen = range(max(seen.start, self.first_key), seen.stop)
         for keys in split(seen, max(256, TILE_ELEMENTS // (q.shape[0] * q.shape[1]))):
             k = self._gather(self.k_cache, self.k_descale, keys)
@@ -216,6 +220,11 @@ class _Sequence:
             hidden = self._hidden_by_tree(rows, keys)
         if hidden is not None:
             by_head.masked_fill_(hidden, -torch.inf)
+        if problem.attention_chunk > 0:
+            first = self.first_key
+            from_first = range(keys.start - first, keys.stop - first)
+            own_chunk = same_chunk(rows, from_first, self.offset - first, problem.attention_chunk)
+            by_head.masked_fill_(~own_chunk, -torch.inf)
         return scores
 
     def _hidden_by_tree(self, rows: range, keys: range) -> Tensor | None:

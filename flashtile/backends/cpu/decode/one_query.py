@@ -175,7 +175,10 @@ def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterat
             stop += 1
         length, leftpad = bounds[first]
         seen = visible_keys(range(1), length, length - 1, problem.window_left, problem.window_right)
-        yield range(first, stop), range(max(seen.start, leftpad), max(seen.stop, leftpad))
+        start = max(seen.start, leftpad)
+        if problem.attention_chunk > 0:
+            start = max(start, length - 1 - (length - 1 - leftpad) % problem.attention_chunk)
+        yield range(first, stop), range(start, max(seen.stop, leftpad))
         first = stop
 
 

@@ -131,7 +131,7 @@ def number_of_rows(C: gl.constexpr, W: gl.constexpr, numbers, slot, layout: gl.c
 
 @gluon.jit
 def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr):
-    """Return dS, summed over all rounds, with 0 for keys that a row does not see."""
+    """Return ``ds``, the sum over a work tile's rounds, with 0 for keys that a row does not see."""
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
     positions = rows + (tile.row + W * WARPGROUP_ROWS + sizes.offset - tile.key)

@@ -113,7 +113,7 @@ def signal(counter, LATER: gl.constexpr):
 
 @gluon.jit
 def load_acquire(counter):
-    """Load a counter with acquire semantics: writes before the counted signals are visible afterwards."""
+    """Load a counter with acquire semantics: writes that precede a counted signal are visible afterwards."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -186,7 +186,7 @@ def tiles_of_part(C: gl.constexpr, work, blocks):
 
 @gluon.jit
 def accum_of_tile(C: gl.constexpr, t, work, blocks, key_head, accum):
-    """Return the offset of tile ``t`` of a part in ``dq_accum``, in units of 64 rows by 8 columns."""
+    """Return where tile ``t`` (:func:`tile_of_part`) begins in dq_accum, in units of 64 x 8 elements."""
     g, row = tile_of_part(t, work, blocks)
     return accum_row(C, work, key_head, g, row, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
 

@@ -1,5 +1,8 @@
-"""The launch of the Hopper backward, prepared once per signature: its kernels are preprocess, the five
-products and, if programs share blocks of keys, the sum of parts."""
+"""The launch of the Hopper backward, prepared once per signature.
+
+Its kernels are the preprocess, the main kernel with all five matrix products, and a sum of parts if several
+programs share a block of keys.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +52,9 @@ from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED
 
 SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
-"""Bytes of the L2 cache (50 MB) that tensors of interleaved heads may take; programs work on twice as many
-heads. More is faster if blocks of keys cost the same. Less is faster under a causal mask, where heads
-complete later."""
+"""Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
+two groups at a time. More is faster if all blocks of keys cost the same. Less is faster under a causal mask,
+where heads complete later."""
 SMALLEST_SCALE = 1e-6
 """Below this softmax_scale, lse in units of raw products would lose precision or overflow."""
 

@@ -131,9 +131,9 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     """Return the :class:`WorkTile` of an index: from the table of packed sequences, or by arithmetic.
 
     The first blocks of a head come first: under a causal mask they are the longest. With DETERMINISTIC the
-    last blocks come first, and later work tiles wait for earlier ones. Under a causal mask, the first row
-    that sees block n is BLOCK_N rows after the first one that sees block n - 1. Block n also starts earlier.
-    It therefore reaches the rows that both visit before block n - 1 does, and waits are short.
+    last blocks come first, and later work tiles wait for earlier ones. Such waits are short under a causal
+    mask. There the first row that sees block n is BLOCK_N rows after the first one that sees block n - 1. So
+    the program of block n starts first, and begins with rows that block n - 1 visits later.
     """
     head, block = head_and_block(C, tile_index, blocks_of_head(C, pointers, schedule), schedule)
     work, blocks = sequence_of(C, head, block, pointers, schedule)
@@ -160,7 +160,7 @@ def blocks_of_head(C: gl.constexpr, pointers, schedule):
 def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
     """Return (work tile of block ``block`` of a key head, number of blocks of its sequence).
 
-    Both include keys that ``seqused_k`` excludes.
+    The work tile's seqlen_k and the number of blocks still include keys that ``seqused_k`` excludes.
     """
     if C.VARLEN:
         row = pointers.table + (1 + block) * TABLE_WIDTH
@@ -230,7 +230,7 @@ def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
 def gradient_head(C: gl.constexpr, tile_index, work):
     """Return the head of dK and dV that a work tile writes.
 
-    Work tiles with the same keys write different heads, which are parts of the gradients.
+    Work tiles that share keys write their partial sums as different heads, which ``sum_parts`` adds up.
     """
     return work.head * C.ROW_SPLITS + tile_index % C.ROW_SPLITS
 
@@ -268,8 +268,11 @@ def row_list(C: gl.constexpr, work, pointers):
 
 @gluon.jit
 def in_order(C: gl.constexpr, ranges, listed):
-    """Return the :class:`RowBlocks` of a work tile: from its :func:`row_list` if there is a block mask, else
-    from ``ranges``, its :func:`own_row_blocks`."""
+    """Return the :class:`RowBlocks` of a work tile: the blocks of rows that it visits, and their order.
+
+    With a block mask they come from ``listed``, the work tile's :func:`row_list`. Otherwise they come from
+    ``ranges``, which :func:`own_row_blocks` returned for the work tile.
+    """
     if C.LISTED:
         masked = listed.masked_count
         return RowBlocks(0, listed.count, masked, listed.count, masked, masked, listed)
@@ -321,7 +324,7 @@ def dq_order(C: gl.constexpr, work, m, schedule):
 
 @gluon.jit
 def head_of_batch(C: gl.constexpr, work, g, num_heads):
-    """Return query head ``g`` of the work tile's key head, numbered through a dense batch."""
+    """Return query head ``g`` of the work tile's key head, counted over all sequences of a dense batch."""
     head = work.head * C.GROUP + g
     if not C.VARLEN:
         head += work.sequence * (num_heads * C.GROUP)

@@ -104,8 +104,8 @@ def apply_score_mod(
 ):  # fmt: skip
     """Return (scores in log2 units, their derivative by the scaled products) of raw products.
 
-    The scores have a soft-cap and ALiBi, or SCORE_MOD. The latter takes scores in natural units, to which
-    ``numbers.scale_log2`` then scales.
+    The scores have a soft-cap and ALiBi, or SCORE_MOD. For SCORE_MOD, ``numbers.scale_log2`` scales raw
+    products to scores in natural units, which it takes.
     """
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.LISTED:

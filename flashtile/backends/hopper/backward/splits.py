@@ -38,7 +38,7 @@ SUM_SECONDS = 12e-6
 BYTES_PER_SECOND = 4.4e12
 """Memory bandwidth for writing and for reading parts."""
 ALTERNATING = 1.15
-"""Correction of the estimate without splits if the blocks of the last heads alternate. Measurements were 11
+"""Factor on the estimated time without splits if the last heads' blocks are interleaved. Measurements were 11
 and 12 % above the estimate (H200, 12 query heads on 2 key heads and 28 on 4, S = 4096); the rest is a
 margin."""
 WORTHWHILE = 0.9
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     divides_rows: bool
     """Whether query rows may be divided; heads always may."""
     last_alternate: bool
-    """Whether blocks of the last heads alternate, as under a causal mask."""
+    """Whether the last heads' blocks of keys are interleaved, head by head, as under a causal mask."""
     programs: int
     """Programs that the card runs at a time."""
 
@@ -137,9 +137,9 @@ def best_splits(work: Work) -> Splits:
 def candidates(work: Work) -> Iterator[Splits]:
     """Yield all splits of two or more parts within MAX_PARTS and MAX_BYTES. Heads are divided evenly.
 
-    When deterministic, programs add to a row of dQ in a fixed order. Under a mask, the shares of neighbouring
-    blocks of keys have different rows, so a program would wait for most of another's work. In that case only
-    heads are divided.
+    When deterministic, programs add to a row of dQ in a fixed order. Suppose that programs also divide the
+    rows of a block of keys, under a mask. The first program of one block then has other rows than the first
+    program of the next, and waits for most of another's work. So in this case only heads are divided.
     """
     heads = [count for count in range(1, work.group + 1) if work.group % count == 0]
     for splits in itertools.starmap(Splits, itertools.product(heads, ROW_SPLITS)):

@@ -48,8 +48,8 @@ def in_register_order(x):
     """Reorder an accumulator [64, N] to [N / 4, 256]: each row has one pair of registers of every thread.
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
-    (w, r, t). In the new order, a store needs one address per thread and has no bank conflicts. ``dq_accum``
-    reads this order.
+    (w, r, t). In the new order, a store needs one address per thread and has no bank conflicts. The
+    functions of ``dq_accum`` read this order.
     """
     N: gl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))

@@ -70,7 +70,7 @@ def variant_of(problem: Problem, parts: int) -> SumVariant:
 
 
 class SumParts:
-    """Memory for the parts of dK and dV of one signature, and the launch that adds them up."""
+    """The launch that adds up the parts of dK and dV, and their memory, for calls of one signature."""
 
     def __init__(self, problem: Problem, parts: int) -> None:
         self._parts = parts

@@ -72,7 +72,7 @@ class DkvPointers(NamedTuple):
 
 
 class DkvTiles(NamedTuple):
-    """Shared memory of a program: channels, and a number for each row in the slots of q and dO."""
+    """Shared memory of a program: channels, and two numbers for each row of q and dO, -lse and -delta."""
 
     q: Any
     do: Any

@@ -233,7 +233,7 @@ def dq_kernel(
 
     Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
     """
-    # Use 2 j + W of the channels of q and dO has warpgroup W's rows of the program's block number j.
+    # The channels of q and dO bring, as tile number 2 j + W, warpgroup W's rows of the program's j-th block.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)

@@ -87,8 +87,8 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
 def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, call, numbers):
     """Compute and store the 64 rows of warpgroup W of a part of a work tile (:func:`store_part`).
 
-    ``i`` counts the n_blocks that the program has consumed, ``j`` its parts of work tiles; they index the
-    uses of the channels of k and v, and of q. Returns the new ``i``.
+    ``i`` counts the n_blocks that the program has consumed, and so the uses of the channels of k and v. ``j``
+    counts its parts of work tiles, and so the uses of the channel of q. Returns the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)

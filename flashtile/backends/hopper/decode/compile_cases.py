@@ -68,16 +68,20 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "page 256": {"page_size": 256},
     "dense": {"page_size": 0, "batch_idx": True},
     "tree": {"window_right": -1, "tree": True},
+    "chunk": {"attention_chunk": 8192},
     "e4m3 by head": {"descale": "head"},
     "e4m3 by sequence": {"descale": "sequence"},
     "e4m3 by block, page 1": {"descale": "block", "page_size": 1},
 }
 _E4M3 = ("e4m3 by head", "e4m3 by sequence", "e4m3 by block, page 1")
-_FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense")
+_FEW, _MANY = ("padded", "tree"), ("page 1", "page 256", "dense", "chunk")
 """Variants compiled with at most 64 query rows per sequence and key head, and with more."""
 
 
-_STRUCTURES = {"lengths": types_of(DecodeLengths, "i32"), "splits": types_of(Splits, "i32")}
+_STRUCTURES = {
+    "lengths": types_of(DecodeLengths, "i32", attention_chunk=None),
+    "splits": types_of(Splits, "i32"),
+}
 _COMBINED = {
     "pointers": types_of(
         CombinePointers, None, partial="*fp32", out="*bf16", lse="*fp32", cache_seqlens="*i32"
@@ -184,6 +188,7 @@ def _case(problem: DecodeProblem, config: HopperDecodeConfig, name: str) -> Comp
             "pointers": pointers,
             "strides": types_of(CacheStrides, "i32"),
             **_STRUCTURES,
+            **({"lengths": types_of(DecodeLengths, "i32")} if problem.attention_chunk else {}),
             "cache": types_of(CacheRows, "i32"),
             "outer": types_of(OuterStrides, "i32"),
             "numbers": types_of(Numbers, "fp32"),

@@ -27,8 +27,8 @@ DIVIDED_M_BLOCKS = 8
 """The queue divides no work tiles if a sequence may have this many m_blocks or more. A long sequence then has
 many work tiles without division, and the code for partial results would cost 4 to 6 %."""
 DIVIDED_SLOTS = 2
-"""Slots for parts of divided work tiles, per program. Parts whose limit is at least a program's mean load
-never need more."""
+"""Slots for parts of divided work tiles, per program. Two suffice, because a part may be at least as long as
+a program's mean load."""
 
 
 @dataclass(frozen=True)

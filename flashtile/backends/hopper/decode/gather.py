@@ -73,7 +73,7 @@ def gather_n_block(
     row = in_cache(pages, cache.num_blocks).to(gl.int64) * source.page + within.to(gl.int64) * source.token
     offsets.store(gl.where(is_seen(C, position, keys), row, -1))
 
-    COPY: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements of 16 bytes
+    COPY: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements in 16 bytes
     wide: gl.constexpr = gl.BlockedLayout([1, COPY], [32 * COPY // WIDTH, WIDTH // COPY], [2, 1], [1, 0])
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, wide))
     base = source.base + gl.multiple_of(head.to(gl.int64) * source.head, COPY)

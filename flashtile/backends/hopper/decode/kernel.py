@@ -182,9 +182,10 @@ def load_queries(C: gl.constexpr, work, j, queries, call):
 
 @gluon.jit
 def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, queries, keys, call):
-    """Load the share of loader PART in each n_block of a part, of k or (if V) of v. Returns the new ``i``.
-    The first loader of k also loads queries and looks for invalid pages. ``i`` and ``j`` are those of
-    :func:`attend_part`.
+    """Load k, or v if V, for each n_block of a part of a work tile. Returns the new ``i``.
+
+    Several loaders share an n_block; this is loader number PART. The first loader of k also loads queries and
+    looks for invalid pages. ``i`` and ``j`` are those of :func:`attend_part`.
     """
     FIRST: gl.constexpr = not V and PART == 0
     work, n_begin, n_end, _, _ = part

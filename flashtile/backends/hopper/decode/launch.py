@@ -60,7 +60,7 @@ FAR = 2**30
 """A left window that hides no key."""
 COMBINE_TILES = {4: 2048, 8: 8192}
 """Warps of a combining program -> elements of partial results that it loads at a time. If work tiles have few
-parts there are many programs; with small ones, more fit a multiprocessor."""
+parts, there are many programs. Small programs are then faster, because more of them fit a multiprocessor."""
 COMBINING_PROGRAMS = 4
 """Programs per multiprocessor that combine the work tiles that a table divides."""
 MANY_PARTS = 16
@@ -89,7 +89,7 @@ def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """Return the number of keys per TMA load, which are contiguous in memory: a power of two.
 
-    It is BLOCK_N if keys are copied one by one.
+    A kernel that gathers keys one by one, without TMA, gets BLOCK_N.
     """
     if gathers(problem):
         return config.tile.BLOCK_N
@@ -308,7 +308,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_splits(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """Return the launch of the portable combining kernel; splits depend on their own work tile only."""
+        """Return the launch of the portable combining kernel: each work tile has its own number of splits."""
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
         work_tiles = lengths.m_blocks * problem.num_heads_kv

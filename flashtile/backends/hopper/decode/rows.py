@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from flashtile.backends.hopper.constants import WARPGROUP_ROWS
 from flashtile.backends.hopper.forward.rows import Rows, Tree
 from flashtile.backends.hopper.forward.schedule import OwnBlocks, own_blocks
-from flashtile.backends.portable.decode.schedule import sequence_of
+from flashtile.backends.portable.decode.schedule import sequence_of, window_at
 
 
 class OwnRows(NamedTuple):
@@ -35,7 +35,7 @@ def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constex
 
 @gluon.jit
 def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
-    """Return the :class:`OwnBlocks` of warpgroup W among the n_blocks [n_begin, n_end) of a part.
+    """Return the n_blocks in [n_begin, n_end) that the rows of warpgroup W see, as :class:`OwnBlocks`.
 
     A warpgroup without valid rows gets one masked n_block, so it needs no special case.
     """
@@ -52,6 +52,12 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
     if C.HAS_LEFTPAD:
         padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
         full_begin = min(max(full_begin, padded), full_end)
+    if lengths.attention_chunk is not None:  # own_blocks knows windows only, within which a chunk may begin
+        offset = sequence.len_k - sequence.len_q
+        left, _ = window_at(last + offset, sequence.leftpad, lengths)
+        _, right = window_at(first + offset, sequence.leftpad, lengths)
+        full_end = min(full_end, max((first + offset + right + 1) // C.BLOCK_N, begin))
+        full_begin = min(max(full_begin, (last + offset - left + C.BLOCK_N - 1) // C.BLOCK_N), full_end)
     if C.HAS_TREE:  # the tree mask applies from the first new token on
         full_end = min(full_end, max(max(sequence.len_k - sequence.len_q, 0) // C.BLOCK_N, begin))
         full_begin = min(full_begin, full_end)
@@ -68,16 +74,17 @@ def mask_rows(C: gl.constexpr, work, own, slope, call):
     sequence, lengths = work.sequence, call.lengths
     offset = sequence.len_k - sequence.len_q
     in_keys = own.token + offset
+    left, right = window_at(in_keys, sequence.leftpad, lengths)
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, in_keys.type.layout) + sequence.len_k - 1
     if C.HAS_RIGHT:
-        last_key = gl.minimum(in_keys + lengths.window_right, last_key)
+        last_key = gl.minimum(in_keys + right, last_key)
     tree = 0
     if C.HAS_TREE:
         b, _ = sequence_of(work.m_block, lengths, C)
         row = gl.where(own.exists, own.token * lengths.seqlen_q, -1)
         mask_of_sequence = call.pointers.tree_mask + b.to(gl.int64) * call.outer.tree_stride
         tree = Tree(mask_of_sequence, row, offset, sequence.len_q)  # type: ignore[assignment]
-    first_key = in_keys - lengths.window_left
+    first_key = in_keys - left
     if C.HAS_LEFTPAD:
         first_key = gl.maximum(first_key, sequence.leftpad)
     return Rows(in_keys, first_key, last_key, slope, tree, 0)

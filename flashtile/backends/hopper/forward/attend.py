@@ -249,8 +249,8 @@ def first_state(C: gl.constexpr, head, pointers):
 def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, work, block, i, j, call):
     """Compute and store out and lse of warpgroup W's 64 rows of block ``block`` of ``work``.
 
-    ``i`` counts the program's blocks of keys, ``j`` its blocks of queries: the uses of their channels.
-    Returns the new ``i``.
+    ``i`` counts the program's blocks of keys, and so the uses of the channels of k and v. ``j`` counts its
+    blocks of queries, and so the uses of the channel of q. Returns the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)

@@ -259,8 +259,8 @@ PARTS_OF = {96: 3, 160: 5, 192: 3}
 """Number of tiles into which columns are divided if their number is not a power of two."""
 _FEWER_COLUMNS = (32, *PARTS_OF)
 BETTER_FILLED = 1.15
-"""Blocks of 64 keys replace blocks of 128 keys if the share of them that a sequence fills is larger by this
-factor."""
+"""Blocks of 64 keys replace blocks of 128 keys if they are fuller by this factor: the keys of a sequence
+divided by the columns of its blocks."""
 
 
 # (columns of q and k, of v) -> (keys, config), for masks with both edges. Searched before _TABLE.

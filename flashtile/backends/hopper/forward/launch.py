@@ -109,8 +109,8 @@ def variant_of(
     """Return the variant that the forward kernel is compiled for.
 
     ``has_queue`` is False for kernels that share its steps but have no work queue (FP8, dQ for head sizes
-    over 128). They compute packed sequences in pairs, pad tiles to 64, 128 or 256 columns, and scale modified
-    scores to log2 units before the softmax.
+    over 128). For packed sequences these kernels visit blocks of rows in pairs. They pad tiles to 64, 128 or
+    256 columns, and scale modified scores to log2 units before the softmax.
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)

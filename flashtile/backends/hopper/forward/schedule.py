@@ -73,7 +73,7 @@ class ForwardCall(NamedTuple):
 
 
 class OwnBlocks(NamedTuple):
-    """Blocks of keys that a warpgroup's rows see, numbered through the sequence."""
+    """Blocks of keys that a warpgroup's rows see, counted from the beginning of the sequence."""
 
     begin: Any
     end: Any
@@ -103,8 +103,8 @@ class ForwardNumbers(NamedTuple):
     softcap_rate: Any
     softcap_log2: Any
     scale: Any = None
-    """Factor to scores in natural units: softmax_scale for raw products, softcap for the tanh of a
-    soft-cap."""
+    """Factor that gives scores in natural units. With a soft-cap it is softcap, for its tanh; else it is
+    softmax_scale, for raw products."""
     keep_scale: Any = None
     """Factor of dropout, 1 / (1 - dropout_p), with dropout_p rounded to the bits of the random numbers."""
 
@@ -294,8 +294,9 @@ def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, argume
     """Call STEP for each block of query rows of a work tile. In the producer STEP loads the block, in a
     consumer it computes the block.
 
-    ``i`` counts the program's blocks of keys, ``j`` its blocks of query rows: the uses of their channels.
-    STEP returns the new ``i``. This function returns the new ``i`` and ``j``.
+    ``i`` counts the program's blocks of keys, and so the uses of the channels of k and v. ``j`` counts its
+    blocks of query rows, and so the uses of the channel of q. STEP returns the new ``i``. This function
+    returns the new ``i`` and ``j``.
     """
     work = find_work_tile(C, tile_index, call.pointers, call.schedule)
     num_blocks = query_blocks(C, work, call.schedule)
@@ -359,7 +360,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # other variants get a new counter in each launch; resetting it would cost spills
+        if C.HAS_MODS:  # Without functions each launch has a new counter: to reset it would cost spills.
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

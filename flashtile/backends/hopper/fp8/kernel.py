@@ -6,8 +6,8 @@ kernel adds:
 * e4m3 products at twice the rate (``fp8.attend``);
 * scales (``fp8.scales``);
 * P in e4m3 (``fp8.softmax``);
-* V with contiguous keys, which e4m3 products require. Either memory holds V^T, keys in the order of P's
-  registers, or the producer transposes each tile (``fp8.transpose``).
+* V with contiguous keys, which e4m3 products require. Memory may hold V^T, with its keys in the order of P's
+  registers. Otherwise the producer transposes each tile (``fp8.transpose``).
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """Flat products: 1 to 16 rows of x, with a ring of asynchronous copies.
 
-If the measured table has another kernel for a shape, this backend serves the shape only if the caller names
-it.
+If the measured table assigns a shape to another kernel, this backend serves the shape only when the caller
+names ``backend="hopper"``.
 """
 
 from __future__ import annotations

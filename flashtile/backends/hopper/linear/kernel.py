@@ -1,17 +1,16 @@
 """Flat products for Hopper, y [M, N] = x [M, K] W [N, K]^T with up to 16 rows of x (FlashDecoding++, Hong et
 al. 2023, arXiv:2311.01282, section 4). Reading W takes most of the time, so memory should never be idle:
 
-* All programs read equally many rows of W (to within one place), divided into tiles of equal size. Within a
-  tile, each warp multiplies a part of K. The sums of the warps are added at the end of the tile, in a fixed
-  order.
+* All programs read equally many rows of W, divided into tiles of equal size. Their numbers of rows differ by
+  at most one *place*: an output column, or a pair of them (``common.linear_epilogue``). Within a tile, each
+  warp multiplies a part of K. The sums of the warps are added at the end of the tile, in a fixed order.
 * A ring of asynchronous copies continues across the boundaries of tiles.
 * Under programmatic dependent launch the kernel loads its first weights before it waits for the previous
   kernel.
 
 Rows of W are the first operand of the tensor cores, and rows of x the second. So M is padded only to 8 or 16.
 
-A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one. *Places* are output
-columns or pairs of them (``common.linear_epilogue``).
+A *chunk* is a range of WARPS * BLOCK_K columns of K; a slot of the ring holds one.
 """
 
 from dataclasses import dataclass
@@ -75,7 +74,10 @@ class FlatRing(NamedTuple):
 
 
 class FlatTiles(NamedTuple):
-    """A program's ``places`` places from ``begin`` on, in ``count`` tiles whose sizes differ by at most 1."""
+    """The output columns or pairs of columns (*places*) of a program: ``places`` of them, from ``begin`` on.
+
+    They are divided into ``count`` tiles, whose sizes differ by at most 1.
+    """
 
     begin: Any
     places: Any
@@ -272,7 +274,7 @@ def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.con
 def flat_kernel(
     pointers, depth, eps, places, strides, cache_strides, sizes, C: gl.constexpr, E: gl.constexpr
 ):
-    """Flat product. Grid: as many programs as run at a time, at most one per place.
+    """Compute y = x W^T for few rows of x. Grid: as many programs as run at a time, at most one per place.
 
     The counter ``arrived`` is 0 before and after the kernel.
     """
@@ -284,8 +286,8 @@ def flat_kernel(
     K, M = depth.K, sizes.M
     x_type: gl.constexpr = pointers.x.dtype.element_ty
     w_type: gl.constexpr = pointers.w.dtype.element_ty
-    # K and the strides are multiples of a vector (``LinearProblem.aligned``). From the products below, the
-    # compiler knows it.
+    # K and the strides are multiples of a vector (``LinearProblem.aligned``). The expressions
+    # ``n // vector * vector`` below tell the compiler.
     of_x: gl.constexpr = vector_of(x_type)
     of_w: gl.constexpr = vector_of(w_type)
     depth = ProductDepth(K // of_w * of_w, depth.x_stride // of_x * of_x, depth.w_stride // of_w * of_w)

@@ -1,4 +1,4 @@
-"""The launch of the flat product: tensors to kernel arguments, prepared once for each signature."""
+"""The launch of the flat product (few rows of x). Its arguments are prepared once for each signature."""
 
 from __future__ import annotations
 

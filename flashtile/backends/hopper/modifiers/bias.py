@@ -31,7 +31,7 @@ def make_row_tiles(C: gl.constexpr, desc):
 
 @gluon.jit
 def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
-    """Producer of the forward: load the tiles of block ``n`` of keys for all warpgroups, as use ``i``."""
+    """Load, in the forward's producer, the bias of key block ``n`` for all warpgroups, as use ``i``."""
     slot = bias.acquire(i)
     barrier = bias.full.index(slot)
     mbarrier.expect(barrier, C.WARPGROUPS * desc.block_type.nbytes)
@@ -45,7 +45,7 @@ def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
 
 @gluon.jit
 def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Consumer W of the forward: load the bias of its rows for the first WIDTH keys, use ``i``, in 16 bits.
+    """Return, in the forward's consumer W, its rows' part of bias tile ``i``: the first WIDTH keys, 16 bits.
 
     :func:`release_rows` waits until these loads from shared memory are complete.
     """
@@ -113,7 +113,7 @@ def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
 
 @gluon.jit
 def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
-    """Consumer W of the backward: load the bias of its keys, of use ``i``: [64 keys, BLOCK_M] in 16 bits."""
+    """Return, in the backward's consumer, its keys' part of bias tile ``i``: [64 keys, BLOCK_M], 16 bits."""
     slot = bias.wait(i)
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)

@@ -2,8 +2,8 @@
 
 Each partition that needs the lists of the block mask (``flashtile.masks.block_mask``) reads them on the
 device. An *entry* of a list is a block of the block mask, which is TILES_PER_MASK_BLOCK adjacent blocks of
-the kernel. Partial entries, which need the mask, come first, like blocks at an edge of the mask in
-the kernels' pipelines. Full entries follow.
+the kernel. Partial entries, whose blocks need masking, come first, and full entries follow. Without a block
+mask the kernels have the same order: first the blocks at the edges of causality or a window, then the others.
 
 The kernels' functions on integers can be called from Python through ``.fn``.
 """

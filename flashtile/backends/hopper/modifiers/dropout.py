@@ -25,12 +25,13 @@ DROP = gl.constexpr(
 at (row, column) (0, 0), (8, 0), (0, 8) and (8, 8), a random word for each pair, and the limit.
 
 15-bit integers are ordered like the fp16 numbers with the same bits, so one fp16x2 instruction compares two
-of them. ``abs`` clears the 16th bit. As an fp16 number, the limit is at most infinity. For column 8, the
-bytes of each half are exchanged. The table 0x30 of ``lop3`` is a & ~b."""
+of them. ``abs`` clears the 16th bit. As an fp16 number, the limit is at most infinity. A pair at column 8
+uses the other byte of each half of its random word, so the bytes are exchanged first. The table 0x30 of
+``lop3`` is a & ~b."""
 DROP_KEYS_FIRST = gl.constexpr(
     DROP.value.replace("x2, $12", "x2, $10").replace("a1, $10", "a1, x2").replace("a2, x2", "a2, $12")
 )
-"""DROP for a transposed tile, in which the bytes are exchanged for row 8 instead of column 8."""
+"""DROP for a transposed tile, in which a pair at row 8, instead of column 8, uses the other bytes."""
 DROP_CONSTRAINTS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 20)
 BARRIER_PACK = gl.constexpr(32)
 
@@ -119,7 +120,7 @@ def random_bits(
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
     # A pair is two queries, a four is four keys. Their numbers within a tile have no bits in common with the
-    # numbers at its start, so XOR adds them. Terms that more words share are combined first. With keys as
+    # numbers at its start, so XOR adds them. Terms that are equal for many words come first. With keys as
     # rows, each thread computes the same words as with queries as rows; they are transposed at the end.
     if KEYS_FIRST:
         pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)

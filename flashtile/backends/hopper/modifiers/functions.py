@@ -60,7 +60,7 @@ def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
 
 @gluon.jit
 def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
-    """Return, as bits, which of the first WIDTH keys of block ``n`` MASK_MOD shows: [rows, COLUMNS] int32.
+    """Return bits, [rows, COLUMNS] int32: which of block ``n``'s first WIDTH keys each row sees by MASK_MOD.
 
     Bit a of column c is for key a * COLUMNS + c. If the block ``is_full``, all bits are set. If the list of
     the block mask is empty, no bit is set.

@@ -62,7 +62,7 @@ def is_shared(problem: Problem, bias: Tensor | None) -> bool:
 
 
 class FunctionTensors:
-    """Prepares the tensors that the functions of a call and its block mask read, as kernel arguments.
+    """Turns the tensors of a call's score and mask functions, and of its block mask, into kernel arguments.
 
     One object serves the calls of one signature. ``by_keys``: each block of keys has a list; else each block
     of query rows has one.

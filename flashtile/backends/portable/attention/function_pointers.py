@@ -27,7 +27,8 @@ Captured: Any = namedtuple(  # type: ignore[misc]
 )
 """Contiguous tensors that functions read, their fp32 gradients, and the sizes of all their dimensions.
 
-The last sizes hold integer constants of the programs. Unused tensors are None, unused sizes 0."""
+The last fields of sizes hold integer constants of the traced functions. Unused tensors are None, unused
+sizes 0."""
 
 
 class Lists(NamedTuple):

@@ -306,7 +306,7 @@ class PortableBackwardLaunch:
         problem, sink = self._problem, extras.sink
         no_rows = problem.batch * problem.seqlen_q == 0
         no_keys = problem.batch * problem.seqlen_k == 0
-        # No program writes tokens outside all sequences or unused ones, nor results without rows or keys.
+        # No program writes unused tokens, or tokens outside all sequences. Without rows or keys none writes.
         some_unwritten = problem.varlen or problem.seqused_q or problem.seqused_k or no_rows or no_keys
         allocate = partial(q.new_zeros if some_unwritten else q.new_empty, dtype=problem.out_dtype)
         dq, dk, dv = allocate(q.shape), allocate(k.shape), allocate(v.shape)

@@ -31,7 +31,7 @@ def score_indices(block, rows, keys, KEYS_FIRST: tl.constexpr):
 def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
     """Turn raw products into modified scores, and return (scores, derivative).
 
-    The scores are in log2 units. The derivative is that of scores in natural units by scaled products.
+    The scores are in log2 units. The derivative is d score / d (product * softmax_scale), in natural units.
     ``at``: the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; None loads it here. All
     kernels of the forward and backward pass modify their scores here and nowhere else.
     """

@@ -24,7 +24,7 @@ class DecodeVariant(Layout):
     HAS_QV: bool
     """Whether scores include the products of ``qv`` with the values. Not with a cache in e4m3."""
     HAS_SCORE_MOD: bool
-    """Whether scores are more than raw products times a positive scale (which keeps their maximum)."""
+    """Whether scores are more than raw products times a positive scale, so that their order may differ."""
     SOFTMAX_MAX: str
     """Kind of unified maximum (:mod:`unified_max`): "none", "number" (one for all heads) or "head" (one for
     each query head)."""

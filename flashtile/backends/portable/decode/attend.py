@@ -31,6 +31,7 @@ from flashtile.backends.portable.decode.schedule import (
     sequence_of,
     share_start,
     stream_k_start,
+    window_at,
     work_tile_at,
 )
 from flashtile.backends.portable.decode.steps import NextWork, ScoreRows, as_float16, attend_n_blocks
@@ -155,9 +156,9 @@ def attend_work_tile(
         q, q_scale = as_float16(q)
         k_scale = (k_scale * q_scale)[:, None]
     next_work = NextWork(next_cache, next_first, next_work_tile.keys, more)
-    score_rows = ScoreRows(
-        rows.tokens, sequence.len_k - sequence.len_q, slope, k_scale, tree_rows, sequence.len_q
-    )
+    offset = sequence.len_k - sequence.len_q
+    left, right = window_at((rows.tokens + offset)[:, None], sequence.leftpad, lengths)
+    score_rows = ScoreRows(rows.tokens, offset, slope, k_scale, tree_rows, sequence.len_q, left, right)
     last = first + count
     if C.SOFTMAX_MAX == "none":
         acc, row_max, row_sum = attend_n_blocks(
@@ -294,7 +295,7 @@ def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits
         prefetch_first(program, call, C)
     if C.PDL:
         # The kernel may reach this point before its predecessor has ended. Until then it reads data only to
-        # guess what to prefetch. Its dependents must not start before it, because they read lengths at once.
+        # guess what to prefetch. Dependents are launched after this wait, because they read lengths at once.
         tl.extra.cuda.gdc_wait()
         if C.PREFETCH == 0:
             tl.extra.cuda.gdc_launch_dependents()

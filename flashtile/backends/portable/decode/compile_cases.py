@@ -94,6 +94,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "unified max": {"softmax_max": 0.0},
     "unified max, features": _FEATURES | {"softmax_max_by_head": True},
     "features": _FEATURES,
+    "chunk": {"seqlen_q": 4, "window_right": 0, "attention_chunk": 8192},
 }
 """Variants by name. Every tile is compiled for pages of 16. With 16-bit heads of 128, NARROW tiles are
 compiled for all variants, others for ``_WIDE_VARIANTS``."""
@@ -113,7 +114,7 @@ _TYPES = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the rows of the table that serve ``arch``, variants of some, and the other decoding kernels."""
+    """Yield the decoding kernels: attention with each tile of ``arch``, some with more features; others."""
     capability = architecture(arch).capability
     table_family = family_of_capability(*divmod(capability, 10))
     for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):
@@ -207,7 +208,9 @@ def _attention_case(
             "pointers": pointers,
             "strides": types_of(DecodeStrides, "i32"),
             "outer": types_of(OuterStrides, "i32"),
-            "lengths": types_of(DecodeLengths, "i32"),
+            "lengths": types_of(
+                DecodeLengths, "i32", attention_chunk="i32" if problem.attention_chunk else None
+            ),
             "numbers": types_of(DecodeNumbers, "fp32", softmax_max=softmax_max),
             "num_blocks": "i32",
             "splits": types_of(Splits, "i32"),
@@ -232,7 +235,7 @@ def _combine_case(
             CombinePointers, None, partial="*fp32", out=_TYPES[problem.out_dtype], lse="*fp32",
             cache_seqlens="*i32",
         ),
-        "lengths": types_of(DecodeLengths, "i32"),
+        "lengths": types_of(DecodeLengths, "i32", attention_chunk=None),
         "splits": types_of(Splits, "i32"),
         "teams": "i32",
         "row_blocks": "i32",

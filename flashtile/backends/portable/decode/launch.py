@@ -123,7 +123,7 @@ class DecodeLaunch:
 
     @property
     def takes_addresses(self) -> bool:
-        """Whether the launch is compiled and, given ``out``, uses only addresses of q and the caches."""
+        """Whether the kernel is compiled and, with ``out``, needs only the addresses of q and the caches."""
         return self._attend is not None and not self._varlen
 
     def with_cache_length(
@@ -144,7 +144,10 @@ class DecodeLaunch:
             return None
         left, right = plan.effective_window(problem)
         capacity = problem.capacity if problem.num_blocks else 0
-        lengths = scalars.lengths._replace(capacity=capacity, window_left=left, window_right=right)
+        lengths = scalars.lengths._replace(
+            capacity=capacity, window_left=left, window_right=right,
+            attention_chunk=plan.effective_chunk(problem),
+        )  # fmt: skip
         strides, outer = plan.strides_of(q, *caches), plan.outer_strides_of(tensors)
         scalars = scalars._replace(strides=strides, outer=outer, lengths=lengths)
         attend = attend.with_scalars(scalars)

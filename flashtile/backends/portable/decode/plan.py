@@ -28,7 +28,8 @@ COMBINE_TILE = 4096
 """Elements of partial results that four warps of a combining program load at a time. The program waits on a
 multiprocessor for two attention programs to end, so its registers must fit next to theirs."""
 MIN_SPLITS = 8
-"""Fewest splits that a combining program loads at a time: with unequal lengths, some work tiles have many."""
+"""Fewest splits that a combining program loads at a time. The average may be lower than what one work tile
+has."""
 MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
 """Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""
@@ -56,8 +57,8 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
     """View the caches in the dtype that the kernel is compiled for.
 
     FP8 caches are viewed as pairs of elements if rows consist of pairs and tiles are NARROW. The products of
-    these tiles take operands from registers. Products of taller tiles take operands from shared memory, to
-    which converted elements are written anyway.
+    these tiles take operands from registers. Products of taller tiles take them from shared memory. There
+    pairs gain nothing, because converted elements must be written to shared memory in any case.
     """
     if k_cache.dtype != FP8:
         return k_cache, v_cache
@@ -169,15 +170,28 @@ def lengths_of(problem: DecodeProblem, config: DecodeConfig) -> DecodeLengths:
         capacity=problem.capacity if problem.num_blocks else 0,
         window_left=left,
         window_right=right,
+        attention_chunk=effective_chunk(problem),
     )
 
 
 def effective_window(problem: DecodeProblem) -> tuple[int, int]:
-    """Return (left, right); a side that hides no key is unlimited (-1)."""
+    """Return (left, right); a side that hides no key is unlimited (-1). A chunk limits both sides."""
+    left, right, chunk = problem.window_left, problem.window_right, effective_chunk(problem)
+    if chunk is not None:
+        left, right = (chunk - 1 if side == UNLIMITED else min(side, chunk - 1) for side in (left, right))
+        return left, UNLIMITED if problem.seqlen_q == 1 else right
     return (
-        UNLIMITED if problem.window_left >= problem.capacity - 1 else problem.window_left,
-        UNLIMITED if problem.window_right >= problem.seqlen_q - 1 else problem.window_right,
+        UNLIMITED if left >= problem.capacity - 1 else left,
+        UNLIMITED if right >= problem.seqlen_q - 1 else right,
     )
+
+
+def effective_chunk(problem: DecodeProblem) -> int | None:
+    """Return the chunk, at most the capacity; None if chunks hide no key that the window shows."""
+    capacity = max(problem.capacity, 1)
+    # A query before the first key has a chunk without keys, so it must not see later keys.
+    one_chunk = problem.attention_chunk >= capacity and (problem.window_right == 0 or problem.seqlen_q == 1)
+    return None if problem.attention_chunk == 0 or one_chunk else min(problem.attention_chunk, capacity)
 
 
 def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
@@ -282,7 +296,7 @@ def combine_variant(
 
 
 def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether tiles of k and v may differ in width, because Triton loads them asynchronously."""
+    """Whether k and v are aligned for asynchronous loads. Only then may their tiles differ in width."""
     return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
 
 

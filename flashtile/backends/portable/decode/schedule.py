@@ -46,6 +46,8 @@ class DecodeLengths(NamedTuple):
     """Maximum number of keys of a sequence."""
     window_left: Any
     window_right: Any
+    attention_chunk: Any = None
+    """Positions of a chunk; None: no chunks."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,22 @@ def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.const
 
 
 @triton.jit
+def window_at(position, leftpad, lengths):
+    """Return (left, right), the most keys that a query at ``position`` sees before and after its position.
+
+    Chunks are counted from the first key, at position ``leftpad``.
+    """
+    left = lengths.window_left
+    right = lengths.window_right
+    if lengths.attention_chunk is not None:
+        before = (position - leftpad) % lengths.attention_chunk
+        before = tl.where(before < 0, before + lengths.attention_chunk, before)  # more queries than keys
+        left = tl.minimum(left, before)
+        right = tl.minimum(right, lengths.attention_chunk - 1 - before)
+    return left, right
+
+
+@triton.jit
 def reach_of(m, sequence, lengths, C: tl.constexpr):
     """Return (number of rows, KeyRange that they see, number of n_blocks) of m_block ``m`` of a sequence.
 
@@ -179,10 +197,13 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
     first = sequence.leftpad
     end = sequence.len_k
     if C.HAS_LEFT:
-        first = tl.maximum(first, row // lengths.group_size + offset - lengths.window_left)
+        position = row // lengths.group_size + offset
+        left, _ = window_at(position, sequence.leftpad, lengths)
+        first = tl.maximum(first, position - left)
     if C.HAS_RIGHT:
-        last_token = (row + num_rows - 1) // lengths.group_size
-        end = tl.minimum(end, last_token + offset + lengths.window_right + 1)
+        last_position = (row + num_rows - 1) // lengths.group_size + offset
+        _, right = window_at(last_position, sequence.leftpad, lengths)
+        end = tl.minimum(end, last_position + right + 1)
     first = tl.maximum(first, 0)
     if C.HAS_LEFT or C.HAS_LEFTPAD:
         end = tl.where(first < end, end, 0)  # no page is loaded for an empty range
@@ -237,10 +258,10 @@ def locate_m_block(m_block, pointers, lengths, C: tl.constexpr):
 
 @triton.jit
 def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths, C: tl.constexpr):
-    """Continue the search for the m_block that holds ``position`` with ``m_blocks`` [SCAN_BLOCK].
+    """Search the next ``m_blocks`` [SCAN_BLOCK] for the one that holds ``position``.
 
-    ``n_blocks``: their numbers of n_blocks; ``counted``: the number before them. Returns the number of the
-    m_block, and the position of its first n_block, as far as they are known.
+    ``n_blocks``: the m_blocks' numbers of n_blocks; ``counted``: the n_blocks before them. Returns the number
+    of the m_block, and the position of its first n_block, as far as they are known.
     """
     ends = counted + tl.cumsum(n_blocks, 0)
     before = (ends <= position) & (m_blocks < lengths.m_blocks)

@@ -33,6 +33,9 @@ class ScoreRows(NamedTuple):
     tree_rows: Any
     """Pointers to the tokens' rows of the tree mask."""
     len_q: Any
+    left: Any
+    """Most keys that a token sees before its position, and ``right`` after it: scalars, or [BLOCK_M, 1]."""
+    right: Any
 
 
 class NextWork(NamedTuple):
@@ -109,7 +112,7 @@ def add_values(
 
 
 @triton.jit
-def score_keys(products, positions, seen, rows, lengths, numbers, C: tl.constexpr):
+def score_keys(products, positions, seen, rows, numbers, C: tl.constexpr):
     """Turn raw products [BLOCK_M, BLOCK_N] into scores, -inf where masked; in log2 units if HAS_SCORE_MOD."""
     scores = products
     distance = positions[None, :] - (rows.tokens + rows.offset)[:, None]
@@ -118,7 +121,7 @@ def score_keys(products, positions, seen, rows, lengths, numbers, C: tl.constexp
             scores * rows.k_scale, distance, rows.slope, numbers.softmax_scale, numbers.softcap,
             C.HAS_SOFTCAP, C.HAS_ALIBI,
         )  # fmt: skip
-    allowed = visible(distance, lengths.window_left, lengths.window_right, C.HAS_LEFT, C.HAS_RIGHT)
+    allowed = visible(distance, rows.left, rows.right, C.HAS_LEFT, C.HAS_RIGHT)
     allowed = allowed & seen[None, :]
     if C.HAS_TREE:
         columns = (positions - rows.offset)[None, :]
@@ -195,9 +198,9 @@ def attend_n_blocks(
     Returns (acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M], row_sum [BLOCK_M]). Sums are NaN if ``faults`` of
     :func:`find_faults` are not 0, or if a page is not in the cache.
 
-    ``dtype``: dtype of the call's queries, to which values scaled by their pages are rounded. ``shift``, if
-    given, is subtracted from scores instead of their maximum. ``qv`` [BLOCK_M, BLOCK_DV]: queries for the
-    values, if C.HAS_QV.
+    ``dtype`` is the dtype of the call's queries. Values times the scales of their pages are rounded to it. If
+    ``shift`` is given, it is subtracted from scores instead of their maximum. ``qv`` [BLOCK_M, BLOCK_DV]:
+    queries for the values, if C.HAS_QV.
     """
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -234,7 +237,7 @@ def attend_n_blocks(
         if C.DESCALE == "block":
             k_scale, v_scale = load_page_scales(cache, page, call.outer, C)
             products = products * k_scale
-        scores = score_keys(products, positions, seen, rows, call.lengths, call.numbers, C)
+        scores = score_keys(products, positions, seen, rows, call.numbers, C)
         if shift is not None:
             p = shifted_exponentials(scores, shift, call.numbers.scale_log2, C, dtype)
             if C.sums_late:

@@ -20,7 +20,8 @@ Above 2^16 float16 is infinite, and so are the sums of values."""
 MAX_FLOAT32 = tl.constexpr(2.0**16)
 """Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
 MIN_VALUE = tl.constexpr(2.0**-60)
-"""Least accepted magnitude of the largest sum of values: smaller sums may lack terms flushed to zero."""
+"""A row's output sums need a largest magnitude of at least this: smaller ones may lack terms flushed to
+zero."""
 
 
 @triton.jit
@@ -34,7 +35,7 @@ def load_shift(number, pointer, heads, exists, C: tl.constexpr):
 
 @triton.jit
 def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.constexpr):
-    """Return exp2(scores - shift). Scores are in log2 units, or raw products unless C.HAS_SCORE_MOD."""
+    """Return exp2(scores - shift). Scores are in log2 units if C.HAS_SCORE_MOD, else raw products."""
     if C.SOFTMAX_MAX == "head":
         shift = shift[:, None]
     if not C.HAS_SCORE_MOD:

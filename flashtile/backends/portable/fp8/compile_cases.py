@@ -79,7 +79,7 @@ _ATTENDED: dict[str, tuple[Fp8Problem, tuple[int, ...]]] = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield quantisation of each role, and attention with each row of the table that serves ``arch``."""
+    """Yield the kernels that quantise q, k and v, and those of FP8 attention at several head sizes."""
     capability = divmod(architecture(arch).capability, 10)
     native = capability >= NATIVE_CAPABILITY
     for name, quantized in _QUANTIZED.items():

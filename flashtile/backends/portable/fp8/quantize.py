@@ -27,7 +27,7 @@ HEADROOM = tl.constexpr(2.0**-8)
 
 ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
 """Passes of the kernel. A scale per block takes one pass. A scale for several blocks takes two: one for the
-largest magnitude, one that quantises."""
+largest magnitude, one that quantises. A scale that the caller gives takes the second only."""
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,12 @@ def finite_or_nan(x):
     return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
+@triton.jit
+def saturated(x):
+    """Clamp x to the range of e4m3, as GPUs that convert to e4m3 do. NaN stays NaN."""
+    return tl.where(x > E4M3_MAX, E4M3_MAX, tl.where(x < -E4M3_MAX, -E4M3_MAX, x))
+
+
 class Place(NamedTuple):
     """Where a block lies: its sequence and its index there; the sequence's first row and length."""
 
@@ -265,7 +271,7 @@ def store_block(
             scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
             tl.store(pointers.scales + scale_at + number, scale)
         scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
-        values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(scaled)
+        values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(saturated(scaled))
         if C.TRANSPOSED:
             at = number.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
             first = head64 if C.VARLEN else b64 * lengths.num_heads + head
@@ -286,11 +292,11 @@ def store_block(
 def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr):
     """Grid: (heads * blocks * batch,), heads fastest, because they are adjacent in memory.
 
-    x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN. ``quantized`` is like x with
-    STORED_HEAD_DIM columns, or TRANSPOSED [batch, num_heads, HEAD_DIM, columns], in e4m3, or in its bits
-    unless NATIVE. ``scale_strides`` are the strides of scales and largest. In ONE_PASS a head has contiguous
-    scales, one per block; when VARLEN, blocks are numbered as in ``fp8_layout``. seqused, cos, sin
-    [rotary_rows, ROTARY_DIM / 2] and rotary_offsets [batch] may be None.
+    x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN. ``quantized`` is like x, with
+    STORED_HEAD_DIM columns. If TRANSPOSED it is [batch, num_heads, HEAD_DIM, columns]. If NATIVE its dtype is
+    e4m3, else uint8, with the bits of e4m3. ``scale_strides`` are the strides of scales and largest. In
+    ONE_PASS a head has contiguous scales, one per block; when VARLEN, blocks are numbered as in
+    ``fp8_layout``. seqused, cos, sin [rotary_rows, ROTARY_DIM / 2] and rotary_offsets [batch] may be None.
     """
     num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
     pid = tl.program_id(0)

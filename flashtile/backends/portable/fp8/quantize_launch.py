@@ -23,7 +23,7 @@ from flashtile.backends.portable.fp8.quantize import (
     quantize_kernel,
 )
 from flashtile.problems.fp8 import QuantizeProblem, QuantizeTensors
-from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST, hadamard_normalizer
+from flashtile.problems.fp8_layout import E4M3, E4M3_MAX, SMALLEST_LARGEST
 
 ELEMENTS_PER_THREAD = 32
 """Elements of a tile that a thread holds in registers."""
@@ -31,7 +31,7 @@ REGISTERS = 64
 """Registers per thread: enough for ELEMENTS_PER_THREAD elements, and few enough for two to four programs per
 multiprocessor, so that one loads while another computes."""
 ROTARY_REGISTERS = 128
-"""Registers per thread with rotary embedding, whose angles need some, unless :func:`rotates_halves`."""
+"""Registers per thread if rotary embedding, without :func:`rotates_halves`, needs more for its angles."""
 MAX_WARPS = 16
 """Maximum warps of a program for which each thread can have ROTARY_REGISTERS registers."""
 
@@ -103,9 +103,12 @@ class QuantizeLaunch:
         if not self._kernels:
             self._kernels = self._prepare(x, tensors)
         stored = values if self._native else values.view(torch.uint8)
-        largest = None if problem.method == "block" else torch.zeros_like(scales)
+        if tensors.scale is not None:
+            largest: Tensor | None = problem.largest_of(tensors.scale)
+        else:
+            largest = None if problem.method == "block" else torch.zeros_like(scales)
         for kernel in self._kernels:
-            kernel(x.device, x, stored, scales, largest, *tensors)
+            kernel(x.device, x, stored, scales, largest, *tensors[:-1])
         return values, scales
 
     def _prepare(self, x: Tensor, tensors: QuantizeTensors) -> list[CachedLaunch]:
@@ -122,10 +125,11 @@ class QuantizeLaunch:
             seed=problem.seed or 0,
             rotary_offset=problem.rotary_offset,
             rotary_rows=1 if tensors.rotary_cos is None else tensors.rotary_cos.shape[0],
-            normalizer=hadamard_normalizer(problem.stored_head_dim) if problem.transformed else 1.0,
+            normalizer=problem.normalizer,
         )
         scalars = (strides, lengths, QuantizeScaleStrides(*scale_strides), numbers)
-        passes = (ONE_PASS,) if problem.method == "block" else (LARGEST_ONLY, LARGEST_GIVEN)
+        of_method = (ONE_PASS,) if problem.method == "block" else (LARGEST_ONLY, LARGEST_GIVEN)
+        passes = (LARGEST_GIVEN,) if problem.scale_given else of_method
         return [
             CachedLaunch(
                 quantize_kernel,

@@ -142,4 +142,4 @@ def _case(name: str, problem: LinearProblem, config: LinearConfig) -> CompileCas
 
 
 SPILL_BUDGETS: dict[tuple[str, str], int] = {}
-"""Accepted bytes of spills, by (kind, case), each with the measurement that justifies them."""
+"""Accepted bytes of spills, by (kind, case). A comment at each gives the measurement that justifies it."""

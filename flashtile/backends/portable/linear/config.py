@@ -1,8 +1,8 @@
 """Choice of the product for a problem: from the measured table if it has the shape, else by rules.
 
 A row of the table names a kernel, its tile and its time for some numbers of rows of x. Tiles hold for the
-card that was measured. Another card takes the kind of product from the nearest row and its tile from
-:data:`DEFAULTS`.
+card that was measured. Another card takes the kind of product from the nearest shape in the table, and the
+tile from :data:`DEFAULTS`.
 
 A *place* is an output column of the product, or a pair of columns that the epilogue joins: gate and up, or
 two columns that rotary embedding rotates.
@@ -25,7 +25,7 @@ GEMV_INSTEAD_ROWS = 2
 MAX_FLAT_ROWS = 64
 """Most rows of a flat product: with more, two blocks of rows would read W twice."""
 KERNEL_US = 2.5
-"""Microseconds of an additional kernel next to the library's product, minus the cost of a fused epilogue.
+"""Microseconds of a kernel before or after the library's product, minus the cost of a fused epilogue.
 
 Measured on an H200 with Llama-3-8B: the output projection with a residual at 64 rows, gate and up at 32 and
 64.
@@ -106,7 +106,7 @@ def needs_end(problem: LinearProblem) -> bool:
 
 
 def kernels_around(problem: LinearProblem) -> int:
-    """Return the number of kernels next to the library's product, for steps that a flat kernel fuses.
+    """Return how many kernels the library's product needs for steps that a flat kernel fuses.
 
     A residual that the product adds itself counts as one, because it is copied first.
     """
@@ -120,7 +120,7 @@ def choose(problem: LinearProblem) -> LinearConfig:
     if kind == LIBRARY:
         return LinearConfig(LIBRARY)
     if found is not None and found.row.card == device_name(problem.device):
-        # If the flat product belongs to another backend, which does not serve this call, try GEMV next.
+        # The fastest flat product may be another backend's, which does not serve this call. Then try GEMV.
         for name in (kind, GEMV) if problem.M <= GEMV_INSTEAD_ROWS else (kind,):
             measured = found.row.measured(problem.M, name)
             if measured is not None and measured["backend"] == "portable":

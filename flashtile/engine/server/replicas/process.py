@@ -58,8 +58,8 @@ class Replica:
         restarts: how often it was restarted.
         given_up: whether it failed to start too often and is not restarted any more.
         exit_code: exit code of its last process.
-        printed: maps each line written before a replica served to the replica that wrote it first. Replicas
-            that share this dict print such a line only once.
+        printed: for each line that a replica wrote before it began to serve, the first replica that wrote it.
+            Replicas that share this dict print such a line only once.
     """
 
     def __init__(self, number: int, command: Sequence[str], environment: Mapping[str, str]):
@@ -156,7 +156,7 @@ class Replica:
         self._process = process = await asyncio.create_subprocess_exec(
             *self.command, env={**self.environment, ORPHAN: "1"}, stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, limit=2**20,
-            start_new_session=True,  # keeps the terminal's SIGINT from replicas; the front ends them
+            start_new_session=True,  # the front process stops replicas, not the terminal's SIGINT
         )  # fmt: skip
         if self._stopping.is_set():
             _send(process, signal.SIGTERM)

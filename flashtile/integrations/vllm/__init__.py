@@ -1,0 +1,40 @@
+"""flashtile as attention backend ``CUSTOM`` of vLLM. vLLM itself calls :func:`register`, by an entry point.
+
+:mod:`~flashtile.integrations.vllm.backend` is the backend, which vLLM imports when it is selected, and
+:mod:`~flashtile.integrations.vllm.releases` what differs between vLLM's releases.
+"""
+
+from __future__ import annotations
+
+OLDEST = (0, 25)
+"""The oldest release of vLLM whose interface the backend has."""
+
+
+def register() -> None:
+    """Register flashtile in vLLM as attention backend ``CUSTOM``.
+
+    It is the entry point ``flashtile`` of the group ``vllm.general_plugins``, which vLLM calls in each of its
+    processes. ``vllm serve MODEL --attention-backend CUSTOM`` then selects flashtile. A second call changes
+    nothing. Only a name is registered: neither the backend nor a GPU is touched.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        NotImplementedError: vLLM is older than 0.25. vLLM logs the error and starts without the plug-in.
+
+    Examples:
+        >>> from flashtile.integrations.vllm import register
+        >>> register()  # doctest: +SKIP
+    """
+    try:
+        from vllm import version
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        text = "flashtile.integrations.vllm needs vllm, which is installed by its own instructions"
+        raise ModuleNotFoundError(text) from None
+
+    release = version.__version_tuple__[:2]
+    if (0, 0) < release < OLDEST:  # a checkout without tags is (0, 0)
+        raise NotImplementedError(f"vllm must be 0.25 or newer, got {version.__version__}")
+    register_backend(AttentionBackendEnum.CUSTOM, "flashtile.integrations.vllm.backend.Backend")

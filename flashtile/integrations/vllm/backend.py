@@ -1,0 +1,351 @@
+"""The attention backend that vLLM imports when ``CUSTOM`` is selected. This module needs vLLM.
+
+vLLM's ``Attention`` layer calls ``Impl.do_kv_cache_update``, which writes new keys and values into the
+layer's cache, and then ``Impl.forward``. ``Builder.build`` prepares the lengths once a step for all layers of
+a kind. None of them synchronises with the GPU, and kernels are chosen by shapes, never by lengths: vLLM may
+capture them in CUDA graphs.
+
+A layer calls the operations below ``flash_attn_with_kvcache`` and ``append_kvcache``, because vLLM's
+arguments never vary in type: outside of graphs the host's time counts at every layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import vllm.envs as envs
+from torch import Tensor
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+
+from flashtile.api.attention import flash_attn_varlen_func
+from flashtile.integrations.vllm import releases
+from flashtile.operators import decode as operators
+from flashtile.problems.decode import (
+    FP8,
+    MAX_HEAD_DIM,
+    AppendOptions,
+    AppendTensors,
+    CacheTensors,
+    DecodeOptions,
+)
+
+FP8_DTYPES = ("fp8", "fp8_e4m3")
+"""vLLM's names of caches of float8_e4m3fn."""
+DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+"""Dtypes of models, with the name that vLLM gives a cache of that dtype."""
+WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+APPEND_OPTIONS = AppendOptions()
+INVARIANT_QUERIES = 128
+"""Lower bound of ``max_seqlen_q`` over a cache if results must not depend on the batch: from here on, the
+number of queries no longer changes the tile."""
+MAX_INVARIANT_HEAD = 128
+"""For larger heads, Hopper's kernel rescales all rows of a tile when one row needs it, so a result depends on
+how a prompt is cut into chunks. The portable kernel rescales each row by itself."""
+
+
+class Backend(AttentionBackend):
+    """The class that vLLM selects. It states what is served; vLLM refuses the rest."""
+
+    supported_dtypes: ClassVar = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8_DTYPES]
+    forward_includes_kv_cache_update = False
+    supports_kv_cache_update_bypass = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # the layer looks up AttentionBackendEnum[get_name()]
+
+    @staticmethod
+    def get_impl_cls() -> type[Impl]:
+        return Impl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
+        """Return multiples of 16: the kernels take any size, but smaller ones slowly."""
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return releases.cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        return releases.stride_order(include_num_layers_dimension)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return 1 <= head_size <= MAX_HEAD_DIM
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER, *WITHOUT_CACHE)
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability >= (8, 0)
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
+    ) -> str | None:
+        """Return why vLLM's choices cannot be combined, or None."""
+        if kv_cache_dtype not in DTYPES.values() or kv_cache_dtype == DTYPES.get(dtype):
+            return None
+        return f"a cache that is not FP8 must have the model's dtype {dtype}, got {kv_cache_dtype}"
+
+
+@dataclass
+class Metadata(AttentionMetadata):
+    """A step of the batch, under the names of vLLM's own backends. Tensors are views of vLLM's buffers."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    """Upper bound of the queries of a sequence."""
+    max_encoder_len: int
+    """Upper bound in layers without a cache, equal in all steps if results must not depend on the batch."""
+    query_start_loc: Tensor
+    """(num_reqs + 1,) int32."""
+    max_seq_len: int
+    seq_lens: Tensor
+    """(num_reqs,) int32: keys of each sequence, with those of this step."""
+    block_table: Tensor
+    """(num_reqs, max_blocks) int32."""
+    slot_mapping: Tensor
+    causal: bool
+    is_one_query_each: bool
+    """Whether row i of q is the only query of sequence i."""
+
+
+class Builder(AttentionMetadataBuilder[Metadata]):
+    """Makes :class:`Metadata` on the host, once a step."""
+
+    _cudagraph_support: ClassVar = releases.graph_support()
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.min_queries = self.min_encoder_len = 0
+        if envs.VLLM_BATCH_INVARIANT:
+            self.min_queries = INVARIANT_QUERIES
+            self.min_encoder_len = vllm_config.scheduler_config.max_num_batched_tokens
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """Return the step's metadata.
+
+        ``max_query_len`` is rounded up to a power of two. Steps of different lengths then share launches,
+        and the tile is chosen for at least as many rows.
+
+        Raises:
+            NotImplementedError: only some sequences are causal.
+        """
+        common = common_attn_metadata
+        # Chunked-local layers pass numpy's integers.
+        num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)
+        if isinstance(common.causal, Tensor):
+            raise NotImplementedError("causal must be one bool for all sequences, got a tensor")
+        queries = 1 << max(int(common.max_query_len) - 1, 0).bit_length()
+        queries = max(queries, self.min_queries)
+        return Metadata(
+            num_actual_tokens=num_tokens,
+            max_query_len=queries,
+            max_encoder_len=max(queries, self.min_encoder_len),
+            query_start_loc=common.query_start_loc[: num_reqs + 1],
+            max_seq_len=int(common.max_seq_len),
+            seq_lens=common.seq_lens[:num_reqs],
+            block_table=common.block_table_tensor[:num_reqs],
+            slot_mapping=common.slot_mapping,
+            causal=bool(common.causal),
+            is_one_query_each=queries == 1 and num_tokens == num_reqs,
+        )
+
+    def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
+        """Return the metadata with the pages of another group of layers."""
+        updated = copy.copy(metadata)
+        updated.block_table, updated.slot_mapping = blk_table[: len(metadata.seq_lens)], slot_mapping
+        return updated
+
+    def update_draft_decode_metadata(self, metadata: Metadata) -> None:
+        """Do nothing: the metadata has nothing that is computed from lengths."""
+
+
+class Impl(AttentionImpl[Metadata]):
+    """Attention of one layer."""
+
+    supports_dcp = False
+    supports_pcp = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        if kv_cache_dtype not in Backend.supported_kv_cache_dtypes:
+            allowed = ", ".join(Backend.supported_kv_cache_dtypes)
+            raise NotImplementedError(f"kv_cache_dtype must be one of {allowed}, got {kv_cache_dtype}")
+        for name in ("dcp_world_size", "pcp_world_size"):
+            if getattr(self, name, 1) > 1:
+                raise NotImplementedError(f"{name} must be 1, got {getattr(self, name)}")
+        for name, value in others.items():
+            if value is not None:
+                raise NotImplementedError(f"{name} must be None, got {value!r}")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks, self.softcap = sinks, float(logits_soft_cap or 0.0)
+        left = -1 if sliding_window is None else sliding_window - 1
+        self.window = left, left
+        self.has_cache = attn_type not in WITHOUT_CACHE
+        wide = bool(envs.VLLM_BATCH_INVARIANT) and head_size > MAX_INVARIANT_HEAD
+        options = DecodeOptions(
+            softmax_scale=self.scale,
+            softcap=self.softcap,
+            num_splits=1 if envs.VLLM_BATCH_INVARIANT else 0,
+            return_lse=False,
+            backend="portable" if wide and torch.cuda.is_available() else None,
+        )
+        self.causal_options = options._replace(causal=True, window_left=left, window_right=0)
+        self.options = options._replace(window_left=left, window_right=left)
+        self._options_of: dict[tuple[bool, int], DecodeOptions] = {}
+        """By (causal, max_query_len), which is a power of two: so there are few."""
+        self.scales: tuple[Tensor, Tensor] | None = None
+        self._filled: tuple[float, float] | None = None
+        if kv_cache_dtype in FP8_DTYPES and self.has_cache:
+            k_scale, v_scale = torch.ones(2, self.num_kv_heads, dtype=torch.float32).unbind()
+            self.scales = k_scale, v_scale
+            self._filled = 1.0, 1.0
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write keys and values (tokens, heads_kv, head_size) to their slots; a negative slot is left out.
+
+        ``slot_mapping`` (n,) int64 is of the first n tokens.
+        """
+        if not self.has_cache:
+            return
+        tokens = slot_mapping.shape[0]
+        if tokens < key.shape[0]:
+            key, value = key[:tokens], value[:tokens]
+        keys, values, k_scale, v_scale = self._cache(layer, kv_cache)
+        slots = AppendTensors(slot_mapping=slot_mapping, k_descale=k_scale, v_descale=v_scale)
+        operators.append(keys, values, key, value, slots, APPEND_OPTIONS)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from query (tokens, heads, head_size) into ``output`` of the same shape, and return it.
+
+        Rows after the step's tokens are padding. Without metadata, when vLLM measures memory, ``output`` is
+        filled with 0.
+        """
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale and output_block_scale must be None, got a tensor")
+        step = attn_metadata
+        if step is None:
+            return output.fill_(0)
+        if not self.has_cache:
+            offsets, most = step.query_start_loc, step.max_encoder_len
+            flash_attn_varlen_func(
+                query, key, value, offsets, offsets, most, most, softmax_scale=self.scale,
+                window_size=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes,
+                sink=self.sinks, out=output,
+            )  # fmt: skip
+            return output
+        keys, values, k_scale, v_scale = self._cache(layer, kv_cache)
+        out = output
+        if step.is_one_query_each:  # the kernels for one query need not be told where it is
+            options, starts = self.causal_options if step.causal else self.options, None
+            tokens = step.num_actual_tokens
+            query, out = query[:tokens].unsqueeze(1), output[:tokens].unsqueeze(1)
+        else:
+            options, starts = self._options_for(step.causal, step.max_query_len), step.query_start_loc
+        tensors = CacheTensors(
+            step.seq_lens, None, None, step.block_table, starts, None, self.alibi_slopes, self.sinks,
+            k_scale, v_scale,
+        )  # fmt: skip
+        operators.decode((query, keys, values), tensors, options, (out, None))
+        return output
+
+    def _options_for(self, causal: bool, max_query_len: int) -> DecodeOptions:
+        options = self._options_of.get((causal, max_query_len))
+        if options is None:
+            options = self.causal_options if causal else self.options
+            options = options._replace(max_seqlen_q=max_query_len)
+            self._options_of[causal, max_query_len] = options
+        return options
+
+    def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return views of the layer's keys and values, and the scales of an FP8 cache (heads_kv,).
+
+        vLLM's scales are one for the layer, which is spread over the heads here, or one for each head. The
+        former are compared by their numbers on the host, so a step writes nothing unless they have changed.
+        """
+        if self.scales is None:
+            return *releases.keys_and_values(kv_cache, self.head_size), None, None
+        keys, values = releases.keys_and_values(kv_cache.view(FP8), self.head_size)
+        if layer._k_scale.numel() == self.num_kv_heads:
+            return keys, values, layer._k_scale.view(-1), layer._v_scale.view(-1)
+        given = layer._k_scale_float, layer._v_scale_float
+        if given != self._filled:
+            for scale, number in zip(self.scales, given, strict=True):
+                scale.fill_(number)
+            self._filled = given
+        return keys, values, *self.scales

@@ -1,0 +1,65 @@
+"""Differences between vLLM's releases: the shape of a layer's cache, and what CUDA graphs may replay.
+
+0.25 has (num_blocks, 2, block_size, heads_kv, head_size). 0.26 and later have (num_blocks, heads_kv,
+block_size, 2 * head_size), keys before values. Since 0.33 vLLM makes that shape itself and asks no backend.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from vllm import version
+from vllm.v1.attention.backend import AttentionCGSupport
+
+RELEASE: tuple[int, int] = version.__version_tuple__[:2]
+"""Major and minor number of the installed vLLM; (99, 0) for a checkout without tags, taken for the newest."""
+if RELEASE == (0, 0):
+    RELEASE = (99, 0)
+
+IS_PACKED = RELEASE >= (0, 26)
+"""Whether a token's keys and values are one row of the cache."""
+
+
+def cache_shape(num_blocks: int, block_size: int, heads_kv: int, head_size: int) -> tuple[int, ...]:
+    """Return the shape of a layer's cache, before :func:`stride_order` permutes it in memory."""
+    if IS_PACKED:
+        return num_blocks, heads_kv, block_size, 2 * head_size
+    return num_blocks, 2, block_size, heads_kv, head_size
+
+
+def stride_order(with_layers: bool) -> tuple[int, ...]:
+    """Return the order of the cache's dimensions in memory, for the layout that vLLM's user has chosen.
+
+    Args:
+        with_layers: whether the cache has a leading dimension of layers.
+    """
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+    heads_first = get_kv_cache_layout() == "HND"
+    if IS_PACKED:
+        if with_layers:
+            return (1, 2, 0, 3, 4) if heads_first else (1, 0, 3, 2, 4)
+        return (0, 1, 2, 3) if heads_first else (0, 2, 1, 3)
+    if with_layers:
+        return (1, 4, 0, 2, 3, 5) if heads_first else (1, 0, 2, 3, 4, 5)
+    return (0, 1, 3, 2, 4) if heads_first else (0, 1, 2, 3, 4)
+
+
+def keys_and_values(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
+    """Return views (num_blocks, block_size, heads_kv, head_size) of a layer's cache, by its strides."""
+    if kv_cache.dim() == 5:
+        keys, values = kv_cache.unbind(1)
+    else:
+        tokens = kv_cache.transpose(1, 2)
+        keys, values = tokens[..., :head_size], tokens[..., head_size:]
+    return keys, values
+
+
+def graph_support() -> AttentionCGSupport:
+    """Return which batches a captured CUDA graph of the backend may replay.
+
+    The kernels read all lengths on the device, so one graph serves any lengths up to the number of queries
+    per sequence with which it was captured. Graphs of decoding are captured with the number that they replay.
+    Graphs of mixed batches are so only from 0.33 on: before, Model Runner V2 captures them with one query per
+    sequence and replays them with more.
+    """
+    return AttentionCGSupport.ALWAYS if RELEASE >= (0, 33) else AttentionCGSupport.UNIFORM_BATCH

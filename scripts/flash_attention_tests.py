@@ -1,0 +1,104 @@
+"""Run FlashAttention's own test files on flashtile, unmodified.
+
+    git clone https://github.com/Dao-AILab/flash-attention
+    python scripts/flash_attention_tests.py --checkout flash-attention --suite 2 --sample 300
+    python scripts/flash_attention_tests.py --checkout flash-attention --suite 3 --jobs 8 \
+        --shard 1/4 --seconds 540 --out 1.jsonl    # one part of four; the same command goes on
+    python scripts/flash_attention_tests.py --add 1.jsonl 2.jsonl 3.jsonl 4.jsonl
+
+The files import flashtile under FlashAttention's names (``flashtile.compat.install_as_flash_attn``). They
+need einops. All their tensors are on the device "cuda". Without a GPU this script creates them on the CPU
+instead, and the files see a GPU of compute capability 9.0. The long sequences of many cases take minutes
+there, so give ``--sample`` and ``--limit``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import original_tests
+
+FILES = {2: "tests/test_flash_attn.py", 3: "hopper/test_flash_attn.py", 4: "tests/cute/test_flash_attn.py"}
+_LENGTHS_ON_DEVICE = (
+    "flashtile reads lengths on the device and writes NaN for such a sequence, without an error"
+)
+OTHER_SUBJECTS = {
+    "test_flash_attn_kvcache_paged_block_table_bounds": _LENGTHS_ON_DEVICE,
+    "test_flash_attn_generator_arg_must_be_none": "calls FlashAttention's C++ extension",
+    "test_flash3_bw_compatibility": "compares the schemas of FlashAttention's own torch operators",
+}
+"""Test functions that cannot pass, with reasons."""
+
+
+def pytest_configure() -> None:
+    """Prepare a process that collects or runs the files."""
+    import torch
+
+    from flashtile.compat import install_as_flash_attn
+
+    if not torch.cuda.is_available():
+        map_cuda_to_cpu()
+    install_as_flash_attn()
+
+
+def map_cuda_to_cpu() -> None:
+    """Make this process create tensors of the device "cuda" on the CPU, and show a GPU like an H200."""
+    import torch
+    from torch.utils._device import _device_constructors
+
+    def on_host(value: Any) -> Any:
+        if isinstance(value, str) and value.split(":")[0] == "cuda":
+            return "cpu"
+        return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+    def mapped(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def on_cpu(*arguments: Any, **named: Any) -> Any:
+            arguments = tuple(on_host(argument) for argument in arguments)
+            return function(*arguments, **{name: on_host(value) for name, value in named.items()})
+
+        return on_cpu
+
+    for function in _device_constructors():
+        if function is not None and getattr(torch, function.__name__, None) is function:
+            setattr(torch, function.__name__, mapped(function))
+    torch.Tensor.to = mapped(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(  # type: ignore[assignment]
+        total_memory=141 * 10**9
+    )
+    torch.cuda.empty_cache = torch.cuda.synchronize = lambda *_: None
+
+
+def suite(checkout: Path, number: int) -> original_tests.Suite:
+    """Return the suite of FlashAttention-``number`` in a checkout of Dao-AILab/flash-attention."""
+    file = FILES[number]
+    if not (checkout / file).exists():
+        raise SystemExit(f"--checkout: expected a checkout of flash-attention with {file}, got {checkout}")
+    return original_tests.Suite(
+        checkout.resolve(),
+        (file,),
+        "flash_attention_tests",
+        ("--noconftest",),
+        other_subjects=OTHER_SUBJECTS,
+    )
+
+
+def main() -> int:
+    parser = original_tests.parser(__doc__.splitlines()[0])
+    parser.add_argument("--checkout", type=Path, help="folder of a checkout of Dao-AILab/flash-attention")
+    parser.add_argument("--suite", type=int, choices=tuple(FILES), help="2, 3 or 4: FlashAttention-2, 3 or 4")
+    options = parser.parse_args()
+    if not options.add and not (options.checkout and options.suite):
+        parser.error("expected --checkout and --suite, or --add")
+    return original_tests.main(options, lambda: suite(options.checkout, options.suite))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

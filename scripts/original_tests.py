@@ -1,0 +1,447 @@
+"""Run test files of other projects, unmodified, and count what passes, what fails and what is refused.
+
+:func:`main` is the command line of the scripts that do this for one project, such as
+``flash_attention_tests.py``. This module is also the pytest plugin of the processes that collect and run.
+
+A run has a *record*, a file of JSON lines. Its first line has the chosen cases, and each further line the
+result of one case. A second call with the same record runs the cases that have no result yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parent
+OUTCOMES = ("passed", "failed", "refused", "skipped", "not run")
+"""Outcomes of a case.
+
+``refused``: flashtile raised a ValueError, TypeError or NotImplementedError. ``skipped``: the file skips the
+case itself, or the case tests another subject than flashtile. ``not run``: the case took too long, needed too
+much memory, or its process died.
+"""
+UNFINISHED = 3
+"""Exit code of a run that was out of time."""
+REFUSALS = ("NotImplementedError", "TypeError", "ValueError")
+NO_MEMORY = re.compile(r"out of memory|can't allocate memory|OutOfMemory|MemoryError")
+STICKY = re.compile(r"CUDA error|cudaError|device-side assert")
+"""Errors after which a process cannot use its GPU any longer."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Test files of one project.
+
+    Args:
+        folder: the folder in which pytest runs, for example the checkout.
+        files: arguments of pytest that name the files, relative to ``folder``.
+        plugin: module in ``scripts`` that is a pytest plugin and prepares each process, or "" for none.
+        arguments: further arguments of pytest, for example ``-k EXPRESSION``.
+        environment: further environment variables of each process.
+        other_subjects: test functions that cannot say anything about flashtile, by name, with reasons.
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    plugin: str = ""
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    other_subjects: dict[str, str] = field(default_factory=dict)
+
+    def start(self, output: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start pytest with this module and ``plugin`` as plugins; its output goes to a file."""
+        plugins = [name for name in ("original_tests", self.plugin) if name]
+        command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(self.folder)]
+        command += ["-p", "no:cacheprovider"]
+        command += [part for name in plugins for part in ("-p", name)]
+        command += [*self.arguments, *arguments, *self.files]
+        paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | self.environment
+        with output.open("wb") as file:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=environment, stdout=file, stderr=subprocess.STDOUT
+            )
+
+
+# The processes that collect and run
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("original tests")
+    group.addoption("--cases-to", help="file that gets the ids of all cases, one per line; nothing runs")
+    group.addoption("--cases-from", help="file with the ids of the cases to run, one per line")
+    group.addoption("--results-to", help="file that gets a line of JSON for each case")
+    group.addoption("--stop-at", type=float, default=float("inf"), help="no case begins after this time")
+    group.addoption("--limit", type=int, default=0, help="most seconds of one case, 0: no limit")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cases-to"):
+        config.pluginmanager.register(_Collector(config), "original-tests-collector")
+    if config.getoption("--cases-from"):
+        config.pluginmanager.register(_Runner(config), "original-tests-runner")
+
+
+CASE = "case"
+"""Attribute of an item with another name of the case than its id, which a plugin may set."""
+
+
+def case_of(item: pytest.Item) -> str:
+    """Return the name of a case."""
+    return getattr(item, CASE, item.nodeid)
+
+
+class Refused(Exception):  # noqa: N818 - it is no error
+    """Raised in a case by a plugin, because flashtile does not support one of the case's calls."""
+
+
+class _Collector:
+    """Writes the ids of all cases.
+
+    pytest needs minutes to make the items of a file with hundreds of thousands of cases. Unless ``-k`` or
+    ``-m`` must see each item, only the first case of a parametrised function becomes an item.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._to = Path(config.getoption("--cases-to"))
+        self._needs_items = bool(config.option.keyword or config.option.markexpr)
+        self._cases: dict[str, None] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if not self._needs_items:
+            self._cases |= dict.fromkeys(
+                f"{metafunc.definition.nodeid}[{call.id}]" for call in metafunc._calls
+            )
+            del metafunc._calls[1:]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        self._cases |= dict.fromkeys(map(case_of, items))
+        self._to.write_text("\n".join(self._cases), "utf-8")
+        items.clear()
+
+
+class _TooLongError(BaseException):
+    """Raised in a case that takes more than ``--limit`` seconds; no ``except Exception`` catches it."""
+
+
+class _Runner:
+    """Runs the cases of a file in its order, and writes the result of each as soon as it is known."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        cases = Path(config.getoption("--cases-from")).read_text("utf-8").splitlines()
+        self._order = {case: number for number, case in enumerate(cases)}
+        self._results = Path(config.getoption("--results-to"))
+        self._stop_at: float = config.getoption("--stop-at")
+        self._limit: int = config.getoption("--limit")
+        self._result: dict[str, Any] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if calls := metafunc._calls:
+            name = metafunc.definition.nodeid
+            calls[:] = [call for call in calls if f"{name}[{call.id}]" in self._order] or calls[:1]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        wanted = (item for item in items if case_of(item) in self._order)
+        items[:] = sorted(wanted, key=lambda item: self._order[case_of(item)])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        if time.time() > self._stop_at:
+            item.session.shouldstop = "out of time"
+        if item.session.shouldstop:
+            return (yield)
+        self._result, start = {"case": case_of(item), "outcome": "passed", "reason": ""}, time.monotonic()
+        self._write({"begun": case_of(item)})
+        done = yield
+        self._write(self._result | {"seconds": round(time.monotonic() - start, 2)})
+        return done
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Iterator[None]:
+        def too_long(*_: object) -> None:
+            raise _TooLongError
+
+        signal.signal(signal.SIGALRM, too_long)
+        signal.alarm(self._limit)
+        try:
+            return (yield)
+        finally:
+            signal.alarm(0)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+        report: Any = yield
+        if call.excinfo is not None and self._result["outcome"] == "passed":
+            outcome, reason = _judged(call.excinfo, report)
+            self._result |= {"outcome": outcome, "reason": reason}
+            if STICKY.search(str(call.excinfo.value)):
+                item.session.shouldstop = "the GPU is unusable in this process"
+        return report
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self._results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _judged(failure: pytest.ExceptionInfo[BaseException], report: Any) -> tuple[str, str]:
+    """Return the (outcome, reason) of a case that raised."""
+    first_line = (str(failure.value).strip().splitlines() or [""])[0]
+    if report.skipped:
+        return "skipped", first_line or failure.typename
+    if failure.errisinstance(_TooLongError):
+        return "not run", "too long"
+    if NO_MEMORY.search(f"{failure.typename} {first_line}"):
+        return "not run", "out of memory"
+    last = failure.traceback[-1]
+    if failure.errisinstance(Refused) or (failure.typename in REFUSALS and _is_ours(Path(last.path))):
+        return "refused", first_line
+    if failure.errisinstance(AssertionError):
+        return "failed", str(last.statement).strip().splitlines()[0]
+    return "failed", f"{failure.typename}: {first_line}"
+
+
+def _is_ours(path: Path) -> bool:
+    return (SCRIPTS.parent / "flashtile") in path.parents
+
+
+# The process that chooses cases and counts their results
+
+
+def collect(suite: Suite) -> list[str]:
+    """Return the ids of all cases.
+
+    Raises:
+        RuntimeError: pytest cannot import one of the files. The message has pytest's output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        to, output = Path(folder) / "cases", Path(folder) / "output"
+        code = suite.start(output, "--cases-to", str(to)).wait()
+        if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            raise RuntimeError(f"pytest could not collect the cases:\n{output.read_text('utf-8')[-4000:]}")
+        return to.read_text("utf-8").splitlines()
+
+
+def sample(cases: Iterable[str], count: int | None, seed: int) -> list[str]:
+    """Draw ``count`` cases in random order, as evenly from all test functions as their numbers allow.
+
+    None: all cases in random order. The same cases and seed give the same sample.
+    """
+    draws = random.Random(seed)
+    functions = defaultdict(list)
+    for case in cases:
+        functions[function_of(case)].append(case)
+    for some in functions.values():
+        draws.shuffle(some)
+    rounds = [(turn, number) for number, some in enumerate(functions.values()) for turn in range(len(some))]
+    names = list(functions)
+    chosen = [functions[names[number]][turn] for turn, number in sorted(rounds)[:count]]
+    draws.shuffle(chosen)
+    return chosen
+
+
+def function_of(case: str) -> str:
+    """Return the name of a case's test function, with its class and without the parameters."""
+    return case.split("[")[0].split("::", 1)[-1]
+
+
+def run(
+    suite: Suite, cases: Sequence[str], jobs: int, seconds: float, limit: int, found: Callable[[dict], None]
+) -> None:
+    """Run ``cases`` in ``jobs`` processes and call ``found`` with each result.
+
+    Args:
+        seconds: no case begins after this time.
+        limit: most seconds of one case, 0 for no limit.
+        found: gets {case, outcome, reason, seconds}.
+    """
+    end = time.time() + seconds
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+
+        def work(number: int) -> None:
+            left = list(cases[number::jobs])
+            while left and time.time() < end:
+                done = set()
+                for result in _run_some(suite, left, Path(folder) / str(number), end, limit):
+                    done.add(result["case"])
+                    found(result)
+                left = [case for case in left if case not in done]
+
+        for task in [pool.submit(work, number) for number in range(jobs)]:
+            task.result()
+
+
+def _run_some(suite: Suite, cases: list[str], folder: Path, end: float, limit: int) -> Iterator[dict]:
+    """Run cases in one process until all are done, the time ``end`` comes, or the process dies.
+
+    Yields:
+        The results, as soon as they are known.
+
+    Raises:
+        RuntimeError: the process ended without a result although there was time. The message has its output.
+    """
+    folder.mkdir(exist_ok=True)
+    source, results, output = folder / "cases", folder / "results", folder / "output"
+    source.write_text("\n".join(cases), "utf-8")
+    results.write_text("", "utf-8")
+    arguments = ("--cases-from", source, "--results-to", results, "--stop-at", end, "--limit", limit)
+    process = suite.start(output, *map(str, arguments))
+    last: dict[str, Any] = {}
+    for last in _lines(results, process):
+        if "case" in last:
+            yield last
+    if "begun" in last:
+        reason = f"its process died with exit code {process.returncode}"
+        yield {"case": last["begun"], "outcome": "not run", "reason": reason, "seconds": 0}
+    elif not last and time.time() < end:
+        raise RuntimeError(f"pytest ran no case:\n{output.read_text('utf-8')[-4000:]}")
+
+
+def _lines(path: Path, process: subprocess.Popen[bytes]) -> Iterator[dict]:
+    """Yield the lines of JSON that ``process`` writes to ``path``, until it has ended."""
+    with path.open(encoding="utf-8") as file:
+        rest, running = "", True
+        while running:
+            running = process.poll() is None
+            *lines, rest = (rest + file.read()).split("\n")
+            yield from map(json.loads, lines)
+            if running:
+                time.sleep(0.1)
+
+
+def table(results: Iterable[dict]) -> str:
+    """Return two Markdown tables: outcomes by test function, and reasons of what did not pass."""
+    by_function: dict[str, Counter[str]] = defaultdict(Counter)
+    reasons: Counter[tuple[str, str]] = Counter()
+    for result in results:
+        by_function[function_of(result["case"])][result["outcome"]] += 1
+        if result["outcome"] != "passed":
+            reasons[result["outcome"], general(result["reason"])] += 1
+    total = sum(by_function.values(), Counter())
+    shown = [outcome for outcome in OUTCOMES if total[outcome]]
+    lines = [f"| test | {' | '.join(shown)} |", "|---|" + "---:|" * len(shown)]
+    for name, counts in [*sorted(by_function.items()), ("all", total)]:
+        lines.append(f"| `{name}` | {' | '.join(str(counts[outcome]) for outcome in shown)} |")
+    if reasons:
+        lines += ["", "| outcome | cases | reason |", "|---|---:|---|"]
+        order = sorted(reasons.items(), key=lambda item: (OUTCOMES.index(item[0][0]), -item[1]))
+        lines += [f"| {outcome} | {count} | {reason} |" for (outcome, reason), count in order]
+    return "\n".join(lines)
+
+
+def general(reason: str) -> str:
+    """Replace the numbers and names of types of a reason, so that equal faults are counted together."""
+    reason = re.sub(r"(?<![\w.])\d+(\.\d+)?(e[-+]?\d+)?", "N", reason)
+    return re.sub(r"N(, N)+", "N, ...", reason).replace("|", "\\|")[:160]
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, count = map(int, text.split("/"))
+    if not 1 <= number <= count:
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, got {text}")
+    return number, count
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of the options that all scripts have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--sample", type=int, help="number of cases; without it, all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sample and of the order")
+    parser.add_argument("--only", default="", metavar="REGEX", help="cases whose id contains it")
+    parser.add_argument("--without", metavar="REGEX", help="leave out cases whose id contains it")
+    parser.add_argument(
+        "--shard",
+        type=_shard,
+        default=(1, 1),
+        metavar="I/N",
+        help="every N-th of the chosen cases from the I-th",
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after this time")
+    parser.add_argument("--limit", type=int, default=0, help="most seconds of one case; 0: no limit")
+    parser.add_argument("--out", type=Path, help="record of the run; a second call goes on with it")
+    parser.add_argument("--add", type=Path, nargs="+", help="print what these records have, and run nothing")
+    return parser
+
+
+def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
+    """Choose cases, run them and print their results. Return the exit code.
+
+    Args:
+        options: of :func:`parser`.
+        suite: is called only if something runs.
+
+    Returns:
+        0, or 1 if a case failed, or 3 if the time was up.
+    """
+    if options.add:
+        results = [result for path in options.add for result in _read(path)[1]]
+        print(table(results))
+        return int(any(result["outcome"] == "failed" for result in results))
+    tests = suite()
+    key = {"files": list(tests.files), "arguments": list(tests.arguments), "sample": options.sample}
+    key |= {"seed": options.seed, "shard": list(options.shard), "only": options.only}
+    key["without"] = options.without
+    chosen, results = _read(options.out) if options.out and options.out.exists() else ({}, [])
+    if chosen:
+        if (of := {name: chosen[name] for name in key}) != key:
+            raise SystemExit(f"--out: expected a record of {key}, got one of {of}")
+        cases = chosen["cases"]
+    else:
+        number, shards = options.shard
+        cases = [case for case in collect(tests) if re.search(options.only, case)]
+        if options.without:
+            cases = [case for case in cases if not re.search(options.without, case)]
+        cases = sample(cases, options.sample, options.seed)[number - 1 :: shards]
+        _append(options.out, key | {"cases": cases})
+    known = {result["case"] for result in results}
+
+    def found(result: dict) -> None:
+        results.append(result)
+        _append(options.out, result)
+        if result["outcome"] in ("failed", "refused", "not run"):
+            print(f"{result['outcome']}: {result['case']}\n    {result['reason']}", flush=True)
+
+    left = [case for case in cases if case not in known]
+    for case in left:
+        if reason := tests.other_subjects.get(function_of(case)):
+            found({"case": case, "outcome": "skipped", "reason": reason, "seconds": 0})
+    left = [case for case in left if function_of(case) not in tests.other_subjects]
+    run(tests, left, options.jobs, options.seconds, options.limit, found)
+    print(table(results))
+    if len(results) < len(cases):
+        print(f"out of time: {len(cases) - len(results)} cases are left")
+        return UNFINISHED
+    return int(any(result["outcome"] == "failed" for result in results))
+
+
+def _read(path: Path) -> tuple[dict, list[dict]]:
+    """Return the first line of a record, and its results."""
+    first, *results = map(json.loads, path.read_text("utf-8").splitlines())
+    return first, results
+
+
+def _append(path: Path | None, line: dict) -> None:
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,494 @@
+"""The backend of vLLM: on each recorded interface, and in the installed vLLM if there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import vllm_stand_in
+from vllm_stand_in import PLUGIN, RECORD, modules_of
+
+from flashtile import testing
+from flashtile.integrations.vllm import register
+from flashtile.problems.decode import FP8
+from flashtile.reference.decode import attention_with_kvcache
+
+HEADS, HEADS_KV, HEAD_DIM, PAGE, BLOCKS = 4, 2, 16, 16, 24
+INSTALLED, HAS_VLLM = "installed", importlib.util.find_spec("vllm") is not None
+QUERIES, BEFORE = (1, 5, 17, 1, 0, 3), (40, 0, 30, 7, 20, 1)
+SLOPES = [0.5, 0.25, 0.125, 0.0625]
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
+
+
+@pytest.fixture(params=[*RECORD, *[INSTALLED] * HAS_VLLM])
+def release(request):
+    """A recorded release, or "installed"."""
+    return request.param
+
+
+@pytest.fixture
+def backend(release):
+    """The backend's module."""
+    with vllm_stand_in.plugin({} if release == INSTALLED else modules_of(release)) as module:
+        yield module
+
+
+@pytest.fixture
+def newest():
+    with vllm_stand_in.plugin(modules_of(list(RECORD)[-1])) as module:
+        yield module
+
+
+@pytest.fixture
+def invariant():
+    """The backend in vLLM's batch-invariant mode."""
+    with vllm_stand_in.plugin(modules_of(list(RECORD)[-1], VLLM_BATCH_INVARIANT=True)) as module:
+        yield module
+
+
+def make_cache(backend, order=None, dtype=torch.float64, heads=HEADS_KV):
+    """Return a layer's cache of random numbers, of ``order`` in memory, and views of its keys and values."""
+    shape = backend.releases.cache_shape(BLOCKS, PAGE, heads, HEAD_DIM)
+    order = range(len(shape)) if order is None else order
+    memory = torch.randn([shape[dim] for dim in order], dtype=torch.float64).to(dtype)
+    memory = memory.view(torch.uint8) if dtype == FP8 else memory
+    cache = memory.permute([list(order).index(dim) for dim in range(len(shape))])
+    return cache, backend.releases.keys_and_values(cache.view(dtype), HEAD_DIM)
+
+
+def make_layer(k_scale=1.0, v_scale=1.0):
+    scales = [torch.as_tensor(scale, dtype=torch.float32) for scale in (k_scale, v_scale)]
+    floats = [scale.item() if scale.numel() == 1 else None for scale in scales]
+    return SimpleNamespace(
+        _k_scale=scales[0], _v_scale=scales[1], _k_scale_float=floats[0], _v_scale_float=floats[1]
+    )
+
+
+class Step:
+    """A batch of a step as vLLM describes it: block 0 is no sequence's, and unused entries are stale."""
+
+    def __init__(self, backend, queries=QUERIES, before=BEFORE, padding=4, causal=True, empty=0):
+        lengths = [a + b for a, b in zip(queries, before, strict=True)]
+        self.tokens, pages = sum(queries), iter(range(BLOCKS - 1, 0, -1))
+        table = torch.full((len(queries) + empty, 4), 10**6, dtype=torch.int32)
+        table[len(queries) :] = 0
+        slots = []
+        for row, (length, seen) in enumerate(zip(lengths, before, strict=True)):
+            for column in range(-(-length // PAGE)):
+                table[row, column] = next(pages)
+            slots += [int(table[row, i // PAGE]) * PAGE + i % PAGE for i in range(seen, length)]
+        starts = torch.tensor([0, *queries, *[0] * empty]).cumsum(0).int()
+        self.common = backend_module().CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts,
+            seq_lens=torch.tensor(lengths + [0] * empty, dtype=torch.int32),
+            num_reqs=len(queries) + empty,
+            num_actual_tokens=self.tokens + (padding if empty else 0),
+            max_query_len=max(queries),
+            max_seq_len=4 * PAGE,
+            block_table_tensor=table,
+            slot_mapping=torch.tensor(slots + [-1] * padding),
+            causal=causal,
+        )
+        self.rows = self.tokens + padding
+
+    def tensors(self, dtype=torch.float64, heads_kv=HEADS_KV):
+        sizes = HEADS, heads_kv, heads_kv
+        return [torch.randn(self.rows, n, HEAD_DIM, dtype=torch.float64).to(dtype) for n in sizes]
+
+    def exact(self, q, keys, values, upcast, **options):
+        common = self.common
+        return attention_with_kvcache(
+            q[: self.tokens],
+            keys,
+            values,
+            cache_seqlens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            cu_seqlens_q=common.query_start_loc,
+            max_seqlen_q=common.max_query_len,
+            softmax_scale=HEAD_DIM**-0.5,
+            upcast=upcast,
+            **options,
+        )[0]
+
+
+def backend_module():
+    return importlib.import_module("vllm.v1.attention.backend")
+
+
+def make_impl(backend, **options):
+    positional = HEADS, HEAD_DIM, HEAD_DIM**-0.5, options.pop("num_kv_heads", HEADS_KV)
+    return backend.Impl(*positional, **options)
+
+
+def metadata(backend, step, max_num_batched_tokens=512):
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens))
+    spec = SimpleNamespace(block_size=PAGE, num_kv_heads=HEADS_KV, head_size=HEAD_DIM)
+    return backend.Builder(spec, ["layer"], config, torch.device("cpu")).build(0, step.common)
+
+
+def run(backend, step, impl, layer, cache, q, k, v):
+    """Make the calls of vLLM's ``Attention`` layer, and return the rows that are not padding."""
+    out = torch.full_like(q, torch.nan)
+    impl.do_kv_cache_update(layer, k, v, cache, step.common.slot_mapping)
+    impl.forward(layer, q, k, v, cache, metadata(backend, step), output=out)
+    return out[: step.tokens]
+
+
+def assert_exact(
+    backend, step, exact_options=None, dtype=torch.float64, cache_dtype=None, order=None, **given
+):
+    """Compare a step with the reference by the error rule; new keys must be in the cache."""
+    heads_kv, layer = given.get("num_kv_heads", HEADS_KV), given.pop("layer", make_layer())
+    cache, (keys, values) = make_cache(backend, order, cache_dtype or dtype, heads_kv)
+    q, k, v = step.tensors(dtype, heads_kv)
+    out = run(backend, step, make_impl(backend, **given), layer, cache, q, k, v)
+    slots = step.common.slot_mapping[: step.tokens]
+    options = {"causal": step.common.causal, **(exact_options or {})}
+    if cache_dtype is None:
+        assert torch.equal(keys[slots // PAGE, slots % PAGE], k[: step.tokens])
+        assert torch.equal(values[slots // PAGE, slots % PAGE], v[: step.tokens])
+    else:
+        scales = [scale.expand(heads_kv).contiguous() for scale in (layer._k_scale, layer._v_scale)]
+        options |= {"k_descale": scales[0], "v_descale": scales[1]}
+        new = keys.view(torch.uint8)[slots // PAGE, slots % PAGE].view(FP8).double() * scales[0][:, None]
+        assert (new - k[: step.tokens].double()).abs().max() <= k.abs().max() / 16 + scales[0].max() / 1024
+    exact, plain = (step.exact(q, keys, values, upcast, **options) for upcast in (torch.float64, None))
+    comparison = testing.compare("out", out, exact, plain)
+    assert comparison.holds, comparison
+
+
+CASES = {
+    "plain": ({}, {}),
+    "window": ({"sliding_window": 9}, {"window_size": (8, 0)}),
+    "soft cap": ({"logits_soft_cap": 2.0}, {"softcap": 2.0}),
+    "alibi": ({"alibi_slopes": SLOPES}, {"alibi_slopes": torch.tensor(SLOPES)}),
+    "sinks": ({"sinks": SINKS}, {"sink": SINKS}),
+    "one key head": ({"num_kv_heads": 1}, {}),
+    "cross attention": ({"attn_type": "encoder_decoder"}, {}),
+    "all": (
+        {"sliding_window": 20, "logits_soft_cap": 5.0, "alibi_slopes": SLOPES, "sinks": SINKS},
+        {"window_size": (19, 0), "softcap": 5.0, "alibi_slopes": torch.tensor(SLOPES), "sink": SINKS},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mixed_batch(backend, case):
+    given, options = CASES[case]
+    assert_exact(backend, Step(backend), options, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_dtypes_of_models(backend, dtype):
+    assert_exact(backend, Step(backend), dtype=dtype)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_attention_that_is_not_causal(backend, window):
+    options = {} if window is None else {"window_size": (window - 1, window - 1)}
+    assert_exact(backend, Step(backend, causal=False), options, sliding_window=window)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 0.25), ([0.5, 0.75], [0.25, 1.5])], ids=str)
+def test_fp8_caches_with_a_scale_of_the_layer_or_of_each_head(backend, dtype, scales):
+    layer = make_layer(*scales)
+    assert_exact(backend, Step(backend), dtype=dtype, cache_dtype=FP8, kv_cache_dtype="fp8", layer=layer)
+
+
+def test_a_new_scale_of_the_layer_is_taken(newest):
+    impl = make_impl(newest, kv_cache_dtype="fp8")
+    step = Step(newest)
+    for scale in (0.5, 2.0):
+        cache, (keys, values) = make_cache(newest, dtype=FP8)
+        q, k, v = step.tensors()
+        out = run(newest, step, impl, make_layer(scale, scale), cache, q, k, v)
+        scales = dict.fromkeys(("k_descale", "v_descale"), torch.full((HEADS_KV,), scale))
+        exact = step.exact(q, keys, values, torch.float64, causal=True, **scales)
+        torch.testing.assert_close(out, exact)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_layouts_of_the_cache(backend, heads_first, monkeypatch):
+    """The order in memory is what vLLM is told, with keys and values as views."""
+    utils = importlib.import_module("vllm.v1.attention.backends.utils")
+    layout = "HND" if heads_first else "NHD"
+    monkeypatch.setattr(utils, "get_kv_cache_layout", lambda: layout, raising=False)
+    order = backend.Backend.get_kv_cache_stride_order()
+    with_layers = backend.Backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    shape = backend.Backend.get_kv_cache_shape(BLOCKS, PAGE, HEADS_KV, HEAD_DIM)
+    assert sorted(order) == list(range(len(shape)))
+    assert sorted(with_layers) == list(range(len(shape) + 1))
+    assert with_layers[0] == 1  # blocks come first, so each may be padded
+    _, (keys, values) = make_cache(backend, order)
+    for view in (keys, values):
+        assert view.shape == (BLOCKS, PAGE, HEADS_KV, HEAD_DIM)
+        assert (view.stride(2) > view.stride(1)) == heads_first
+    assert_exact(backend, Step(backend), order=order)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3)], ids=str)
+def test_caches_are_read_by_their_strides(newest, order):
+    """vLLM 0.33 lays them out by itself, also with heads outermost."""
+    assert_exact(newest, Step(newest), order=order)
+
+
+def test_one_query_of_each_sequence_with_padded_sequences(backend):
+    step = Step(backend, (1, 1, 1), (4, 9, 40), padding=2, empty=2)
+    assert metadata(backend, step).is_one_query_each
+    assert_exact(backend, step)
+
+
+def test_speculative_decoding_with_padded_sequences(backend):
+    """The tokens are as many as if all sequences had four, so rows must not be counted from the tokens."""
+    step = Step(backend, (4, 4, 2), (4, 9, 40), padding=6, empty=1)
+    assert not metadata(backend, step).is_one_query_each
+    assert_exact(backend, step)
+
+
+def test_padding_is_not_written(newest):
+    step = Step(newest)
+    cache, (keys, _) = make_cache(newest)
+    before = keys.clone()
+    q, k, v = step.tensors()
+    run(newest, step, make_impl(newest), make_layer(), cache, q, k, v)
+    slots = step.common.slot_mapping[: step.tokens]
+    changed = (keys != before).flatten(2).any(-1)
+    assert changed.sum() == step.tokens
+    assert changed[slots // PAGE, slots % PAGE].all()
+
+
+def test_without_metadata_the_output_is_zero(backend):
+    q = torch.randn(3, HEADS, HEAD_DIM)
+    out = make_impl(backend).forward(None, q, q, q, torch.empty(0), None, output=torch.ones_like(q))
+    assert not out.any()
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
+@pytest.mark.parametrize("window", [None, 4])
+def test_encoders_have_no_cache(backend, kind, window):
+    step = Step(backend, (3, 9, 6), (0, 0, 0), causal=False)
+    q, k, v = step.tensors()
+    impl = make_impl(backend, attn_type=kind, sliding_window=window, kv_cache_dtype="fp8")
+    out = run(backend, step, impl, make_layer(), torch.empty(0), q, k, v)
+    for rows in torch.arange(18).split([3, 9, 6]):
+        side = (-1, -1) if window is None else (window - 1, window - 1)
+        one = [t[rows][None] for t in (q, k, v)]
+        exact = attention_with_kvcache(*one, window_size=side, softmax_scale=HEAD_DIM**-0.5)[0]
+        torch.testing.assert_close(out[rows], exact[0])
+
+
+def test_a_layer_may_read_the_cache_of_another(newest):
+    step = Step(newest)
+    cache, (keys, values) = make_cache(newest)
+    q, *_ = step.tensors()
+    out = torch.empty_like(q)
+    impl = make_impl(newest, kv_sharing_target_layer_name="other")
+    impl.forward(make_layer(), q, None, None, cache, metadata(newest, step), output=out)
+    torch.testing.assert_close(out[: step.tokens], step.exact(q, keys, values, torch.float64, causal=True))
+
+
+def test_pages_of_another_group_of_layers(backend):
+    step = Step(backend)
+    first = metadata(backend, step)
+    table, slots = step.common.block_table_tensor + 1, step.common.slot_mapping + 1
+    builder = object.__new__(backend.Builder)
+    second = builder.update_block_table(first, torch.cat([table, table]), slots)
+    assert torch.equal(second.block_table, table)
+    assert second.slot_mapping is slots
+    assert first.block_table.data_ptr() == step.common.block_table_tensor.data_ptr()
+    assert second.seq_lens is first.seq_lens
+
+
+def test_the_metadata_of_a_step_are_views_and_numbers(backend):
+    """Graphs are replayed without the metadata, so nothing in it may be computed from lengths."""
+    step = Step(backend)
+    given = {value.data_ptr() for value in vars(step.common).values() if isinstance(value, torch.Tensor)}
+    for value in vars(metadata(backend, step)).values():
+        assert value.data_ptr() in given if isinstance(value, torch.Tensor) else type(value) in (int, bool)
+
+
+def test_numbers_may_be_numpys(newest):
+    """vLLM's chunked-local layers cut the batch with numpy."""
+    step = Step(newest, (1, 17), (4, 0))
+    for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
+        setattr(step.common, name, np.int32(getattr(step.common, name)))
+    made = metadata(newest, step)
+    assert {type(value) for value in vars(made).values()} == {torch.Tensor, int, bool}
+    assert made.max_query_len == 32
+
+
+def test_launches_are_shared_by_steps_of_similar_lengths(newest):
+    assert [metadata(newest, Step(newest, (n,), (0,))).max_query_len for n in (1, 2, 3, 4, 5, 33)] == [
+        1, 2, 4, 4, 8, 64,
+    ]  # fmt: skip
+
+
+def test_batch_invariance(invariant):
+    """A sequence gives the same bits alone and among others, by calls that choose the same tiles."""
+    impl, layer = make_impl(invariant), make_layer()
+    cache, _ = make_cache(invariant)
+    step = Step(invariant, (1, 17, 5), (40, 3, 0))
+    q, k, v = step.tensors()
+    together = run(invariant, step, impl, layer, cache, q, k, v)
+    alone = Step(invariant, (1,), (40,), padding=0)
+    alone.common.block_table_tensor[0] = step.common.block_table_tensor[0]
+    made, one = metadata(invariant, step), metadata(invariant, alone)
+    out = torch.empty_like(q[:1])
+    impl.forward(layer, q[:1], None, None, cache, one, output=out)
+    assert torch.equal(out, together[:1])
+    assert (
+        (made.max_query_len, made.max_encoder_len) == (one.max_query_len, one.max_encoder_len) == (128, 512)
+    )
+    assert not one.is_one_query_each
+    for options in (impl.options, impl.causal_options):
+        assert (options.num_splits, options.backend) == (1, None)
+
+
+def test_batch_invariance_of_wide_heads(invariant, monkeypatch):
+    """Of their tiles, Hopper's kernel rescales all rows together."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    chosen = [invariant.Impl(1, head_dim, 1.0).options.backend for head_dim in (64, 128, 256)]
+    assert chosen == [None, None, "portable"]
+
+
+REFUSED = {
+    "kv_cache_dtype": {"kv_cache_dtype": "fp8_e5m2"},
+    "chunk_lookback": {"chunk_lookback": 2},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_layer_is_refused(backend, name):
+    with pytest.raises(NotImplementedError, match=f"{name} must be"):
+        make_impl(backend, **REFUSED[name])
+
+
+@pytest.mark.parametrize("name", ["dcp_world_size", "pcp_world_size"])
+def test_context_parallelism_is_refused(newest, name, monkeypatch):
+    monkeypatch.setattr(newest.Impl, name, 2, raising=False)
+    with pytest.raises(NotImplementedError, match=f"{name} must be 1, got 2"):
+        make_impl(newest)
+    assert not newest.Impl.supports_dcp
+    assert not newest.Impl.supports_pcp
+
+
+def test_calls_that_are_refused(newest):
+    step = Step(newest)
+    step.common.causal = torch.ones(6, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="causal must be one bool"):
+        metadata(newest, step)
+    q = torch.randn(1, HEADS, HEAD_DIM)
+    with pytest.raises(NotImplementedError, match="output_scale"):
+        make_impl(newest).forward(None, q, q, q, q, None, q, output_scale=torch.ones(1))
+
+
+def test_what_the_selector_is_told(backend):
+    chosen = backend.Backend
+    assert [chosen.supports_head_size(n) for n in (0, 1, 80, 512, 513)] == [False, True, True, True, False]
+    kinds = ("decoder", "encoder", "encoder_only", "encoder_decoder", "other")
+    assert [chosen.supports_attn_type(kind) for kind in kinds] == [True] * 4 + [False]
+    assert [chosen.supports_compute_capability(c) for c in ((7, 5), (8, 0), (9, 0))] == [False, True, True]
+    rest = dict.fromkeys(
+        ("block_size", "use_mla", "has_sink", "use_sparse", "use_mm_prefix", "device_capability")
+    )
+    told = {
+        (dtype, name): chosen.supports_combination(64, dtype=dtype, kv_cache_dtype=name, **rest)
+        for dtype in (torch.bfloat16, torch.float16)
+        for name in (None, "auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
+    }
+    refused = {key for key, reason in told.items() if reason is not None}
+    assert refused == {(torch.bfloat16, "float16"), (torch.float16, "bfloat16")}
+    assert "model's dtype" in told[torch.bfloat16, "float16"]
+
+
+GRAPHS = {"0.25.1": "UNIFORM_BATCH", "0.26.0": "UNIFORM_BATCH", "0.33.0": "ALWAYS"}
+
+
+@pytest.mark.parametrize("release", GRAPHS, indirect=True)
+def test_support_of_graphs(backend, release):
+    assert backend.Builder._cudagraph_support.name == GRAPHS[release]
+
+
+def parameters(function):
+    """Return the (name, default) of each parameter, but for ``self`` or ``cls``."""
+    named = [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+    return [pair for pair in named if pair[0] not in ("self", "cls")]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("Backend", "AttentionBackend"), ("Builder", "AttentionMetadataBuilder"), ("Impl", "AttentionImpl")],
+)
+def test_methods_have_the_parameters_that_vllm_passes(backend, ours, theirs):
+    """In their order and with their defaults; what a release lacks is there for another one."""
+    ours, theirs = getattr(backend, ours), getattr(backend_module(), theirs)
+    assert not inspect.isabstract(ours)
+    for name in vars(ours):
+        if name.startswith("_") and name != "__init__":
+            continue
+        if not callable(getattr(ours, name)) or not hasattr(theirs, name):
+            continue
+        given = parameters(getattr(theirs, name))
+        taken = inspect.signature(getattr(ours, name))
+        if any(p.kind is p.VAR_POSITIONAL for p in taken.parameters.values()):
+            taken.bind(*range(len(given) + (name == "__init__")))
+            continue
+        own = parameters(getattr(ours, name))[: len(given)]
+        assert [n for n, _ in own] == [n for n, _ in given], name
+        for (parameter, default), (_, expected) in zip(own, given, strict=True):
+            assert expected is inspect.Parameter.empty or default == expected, (name, parameter)
+
+
+def test_names_that_no_release_has():
+    """What the classes define is in vLLM's interface, so a method that vLLM renames is noticed."""
+    known = {"do_kv_cache_update"}  # called by the layer, but in no class of the interface
+    for interface in RECORD.values():
+        for entry in interface.values():
+            if isinstance(entry, dict):
+                known |= {line.split(":")[0].split(" ")[0] for line in entry["attributes"]}
+                known |= {line.split("def ")[1].split("(")[0] for line in entry["methods"]}
+    with vllm_stand_in.plugin(modules_of(list(RECORD)[-1])) as module:
+        for cls in (module.Backend, module.Builder, module.Impl):
+            public = {name for name in vars(cls) if name[0] != "_"}
+            assert public - known == set(), cls
+
+
+def test_vllm_is_told_the_name(release, monkeypatch):
+    if release == INSTALLED:
+        registry = importlib.import_module("vllm.v1.attention.backends.registry")
+        register()
+        register()
+        assert registry.AttentionBackendEnum.CUSTOM.get_class().__module__ == f"{PLUGIN}.backend"
+        return
+    with vllm_stand_in.plugin(modules_of(release)):
+        registry = importlib.import_module("vllm.v1.attention.backends.registry")
+        register()
+        register()
+        assert registry.registered == {registry.AttentionBackendEnum.CUSTOM: f"{PLUGIN}.backend.Backend"}
+
+
+@pytest.mark.parametrize(
+    ("version", "served"), [((0, 24, 0), False), ((0, 25, 0), True), ((0, 0, "dev"), True)]
+)
+def test_old_releases_are_refused(version, served):
+    modules = modules_of(list(RECORD)[-1])
+    modules["vllm.version"].__version_tuple__ = version
+    modules["vllm.version"].__version__ = "0.24.0"
+    with vllm_stand_in.plugin(modules):
+        if served:
+            register()
+        else:
+            with pytest.raises(NotImplementedError, match=r"vllm must be 0\.25 or newer, got 0\.24\.0"):
+                register()
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vllm is installed")
+def test_without_vllm():
+    with pytest.raises(ModuleNotFoundError, match=r"needs vllm"):
+        register()

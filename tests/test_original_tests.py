@@ -1,0 +1,173 @@
+"""Test files of other projects run unmodified; small checkouts, written here, stand for theirs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "scripts"))
+
+import flash_attention_tests  # noqa: E402
+import original_tests  # noqa: E402
+
+PLAIN = """
+import os, pytest
+import helper  # from the folder of this file
+
+@pytest.mark.parametrize("number", range(3))
+def test_passes(number):
+    assert number < 3
+
+def test_wrong():
+    found = 1
+    assert found == 2
+
+def test_error():
+    [][0]
+
+def test_value():
+    raise ValueError("not from flashtile")
+
+def test_skipped():
+    pytest.skip("not on this GPU")
+
+def test_memory():
+    raise RuntimeError("CUDA out of memory. Tried to allocate 1 GiB")
+
+def test_dies():
+    os._exit(7)
+
+def test_long():
+    while True:
+        pass
+"""
+FLASH = """
+import pytest, torch
+from flash_attn import flash_attn_func
+from flash_attn_interface import flash_attn_func as flash_attn_3_func
+
+assert torch.cuda.get_device_capability("cuda")[0] >= 7
+
+def tensors(heads):
+    return [torch.randn(1, 8, h, 16, device="cuda", dtype=torch.float32) for h in (heads, 2, 2)]
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal(causal):
+    q, k, v = tensors(2)
+    torch.cuda.synchronize()
+    out = flash_attn_3_func(q, k, v, causal=causal).to(torch.device("cuda", 0)).cuda()
+    assert torch.equal(flash_attn_func(q, k, v, causal=causal), out)
+
+def test_refused():
+    flash_attn_func(*tensors(3))
+
+def test_flash3_bw_compatibility():
+    assert False
+"""
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A function that runs a suite, or FlashAttention's with ``--suite``, with command line arguments."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def call(*arguments: object, suite: original_tests.Suite | None = None) -> tuple[int, str]:
+        words = [str(argument) for argument in arguments]
+        if suite is None:
+            monkeypatch.setattr(sys, "argv", ["flash_attention_tests.py", *words])
+            code = flash_attention_tests.main()
+        else:
+            code = original_tests.main(original_tests.parser("").parse_args(words), lambda: suite)
+        return code, capsys.readouterr().out
+
+    return call
+
+
+def write(folder: Path, name: str, text: str) -> original_tests.Suite:
+    path = folder / name
+    path.parent.mkdir(parents=True)
+    path.write_text(text, "utf-8")
+    (path.parent / "helper.py").write_text("", "utf-8")
+    return original_tests.Suite(folder, (name,), arguments=("--noconftest",))
+
+
+def results_of(record: Path) -> dict[str, tuple[str, str]]:
+    results = map(json.loads, record.read_text("utf-8").splitlines()[1:])
+    return {result["case"].split("::")[1]: (result["outcome"], result["reason"]) for result in results}
+
+
+def test_cases_are_run_counted_and_continued(run, tmp_path):
+    suite, record = write(tmp_path, "tests/test_a.py", PLAIN), tmp_path / "record.jsonl"
+    (tmp_path / "tests/conftest.py").write_text("raise SystemExit('is not imported')", "utf-8")
+    code, out = run("--seconds", 0, "--out", record, suite=suite)
+    assert (code, results_of(record)) == (original_tests.UNFINISHED, {})
+    assert "10 cases are left" in out
+    code, out = run("--out", record, "--limit", 1, "--jobs", 2, suite=suite)
+    results = results_of(record)
+    assert [results.pop(f"test_passes[{number}]") for number in range(3)] == [("passed", "")] * 3
+    assert results == {
+        "test_wrong": ("failed", "assert found == 2"),
+        "test_error": ("failed", "IndexError: list index out of range"),
+        "test_value": ("failed", "ValueError: not from flashtile"),
+        "test_skipped": ("skipped", "not on this GPU"),
+        "test_memory": ("not run", "out of memory"),
+        "test_dies": ("not run", "its process died with exit code 7"),
+        "test_long": ("not run", "too long"),
+    }
+    table = out[out.index("| test |") :]
+    assert code == 1
+    assert "| `all` | 3 | 3 | 1 | 3 |" in table
+    assert run("--add", record, suite=suite) == (1, table)
+    lines = record.read_text("utf-8")
+    assert run("--out", record, suite=suite) == (1, table)
+    assert record.read_text("utf-8") == lines
+    code, out = run("--only", "passes|wrong", "--without", "wrong|2]", suite=suite)
+    assert (code, out) == (0, "| test | passed |\n|---|---:|\n| `test_passes` | 2 |\n| `all` | 2 |\n")
+    with pytest.raises(SystemExit, match="expected a record of"):
+        run("--out", record, "--seed", 1, suite=suite)
+
+
+def test_flash_attention_s_files_import_flashtile(run, tmp_path):
+    write(tmp_path, flash_attention_tests.FILES[2], FLASH)
+    record = tmp_path / "record.jsonl"
+    code, out = run("--checkout", tmp_path, "--suite", 2, "--out", record)
+    assert code == 0
+    assert "| `all` | 2 | 1 | 1 |" in out
+    assert results_of(record)["test_flash3_bw_compatibility"][0] == "skipped"
+    outcome, reason = results_of(record)["test_refused"]
+    assert (outcome, "heads" in reason) == ("refused", True)
+    with pytest.raises(SystemExit, match="expected a checkout of flash-attention with hopper"):
+        run("--checkout", tmp_path, "--suite", 3)
+
+
+def test_a_file_that_cannot_be_imported_is_an_error(tmp_path):
+    suite = write(tmp_path, "tests/test_a.py", "import absent_module")
+    with pytest.raises(RuntimeError, match="No module named 'absent_module'"):
+        original_tests.collect(suite)
+
+
+def test_a_sample_has_all_functions():
+    cases = [f"a.py::test_many[{n}]" for n in range(100)] + ["a.py::test_one"] + ["a.py::T::test_two[b-0]"]
+    some = original_tests.sample(cases, 10, seed=0)
+    assert some == original_tests.sample(cases, 10, seed=0)
+    assert some != original_tests.sample(cases, 10, seed=1)
+    assert len(set(some)) == 10
+    assert {original_tests.function_of(case) for case in some} == {"test_many", "test_one", "T::test_two"}
+    assert sorted(original_tests.sample(cases, None, seed=0)) == sorted(cases)
+
+
+def test_equal_faults_have_one_reason():
+    results = [
+        {
+            "case": f"a.py::test[{n}]",
+            "outcome": "refused",
+            "reason": f"q must be ({n}, {n + 1}) | fp8, got 1e-{n}",
+        }
+        for n in range(3)
+    ]
+    assert "| refused | 3 | q must be (N, ...) \\| fp8, got N |" in original_tests.table(results)

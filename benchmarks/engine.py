@@ -323,7 +323,7 @@ def requests(bench: Bench) -> Rows:
 def start(bench: Bench) -> Rows:
     code = (
         "import sys, flashtile; llm = flashtile.LLM(sys.argv[1], load_format='dummy', "
-        "skip_tokenizer_init=True, device=sys.argv[2]); "
+        "skip_tokenizer_init=True, device=sys.argv[2], warmup=False); "
         "llm.generate([[1, 2, 3]], flashtile.SamplingParams(max_tokens=1))"
     )
     bench._loaded = None

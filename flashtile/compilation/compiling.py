@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -21,14 +22,22 @@ from flashtile.op.selection import on_target, select
 
 MAX_WORKERS = 16
 
+Source = Call | Callable[[], list[Any]]
+"""A call, or a picklable function that returns launches as (launch, tensors), for kernels of no operation."""
+
 
 @dataclass(frozen=True)
 class Failure:
     """A call whose kernels were not compiled, and why."""
 
-    call: Call
+    call: Source
     target: str
     reason: str
+
+    @property
+    def operation(self) -> str:
+        """Name of the call's operation."""
+        return self.call.operation if isinstance(self.call, Call) else "sample"
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Compiled:
     failures: tuple[Failure, ...]
 
 
-def launches(call: Call, target: Target) -> list[Any]:
+def launches(call: Source, target: Target) -> list[Any]:
     """Return the launches that a call makes on a GPU, as (launch, tensors). Nothing is launched.
 
     Raises:
@@ -48,6 +57,9 @@ def launches(call: Call, target: Target) -> list[Any]:
     """
     from flashtile.backends.common.cached_launch import recording
 
+    if not isinstance(call, Call):
+        with compiling_for(target):
+            return call()
     tensors, optional, options = call.on_meta()
     operation = OPERATIONS[call.operation]
     problem = on_target(operation.describe(*tensors, optional, options), target)
@@ -57,7 +69,7 @@ def launches(call: Call, target: Target) -> list[Any]:
 
 
 def compile_calls(
-    calls: Iterable[Call],
+    calls: Iterable[Source],
     targets: Iterable[Target],
     folder: Path | None,
     workers: int | None = None,
@@ -97,14 +109,16 @@ def warmup(
 ) -> Compiled:
     """Compile the kernels of calls for this machine's GPU, in parallel processes, before they are needed.
 
-    The kernels are kept in Triton's cache, where the first call of this or a later process finds them.
+    The kernels are kept in Triton's cache, where the first call of this or a later process finds them. A note
+    there says that they have been compiled: the next warm-up with the same calls returns 0 kernels at once.
 
     Args:
         calls: file that :func:`record_calls` wrote, or the calls.
         device: the GPU. Default: torch's current one.
-        workers: see :func:`compile_calls`.
+        workers: processes that compile; by default one for each core, at most 16.
 
     Raises:
+        RuntimeError: the process that compiles failed.
         ValueError: ``device`` is not an NVIDIA GPU of this machine, or the file does not hold calls.
 
     Examples:
@@ -115,8 +129,14 @@ def warmup(
     found = torch.device(device or "cuda")
     if found.type != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         raise ValueError(f"device must be an NVIDIA GPU of this machine, got {found}")
-    name = torch.cuda.get_device_name(found)
-    return compile_calls(given, [Target(name, capability(found), multiprocessors(found))], None, workers)
+    from flashtile.compilation.ahead import compile_in_process
+
+    return compile_in_process(given, target_of(found), workers)
+
+
+def target_of(device: torch.device) -> Target:
+    """Return the description of a GPU of this machine."""
+    return Target(torch.cuda.get_device_name(device), capability(device), multiprocessors(device))
 
 
 def _checked(calls: Any) -> list[Call]:
@@ -147,12 +167,12 @@ def _results(
 class _Task:
     """The launch number ``index`` of a call on a GPU."""
 
-    call: Call
+    call: Source
     target: Target
     index: int
 
 
-def _wanted(calls: list[Call], targets: list[Target]) -> tuple[list[_Task], list[Failure]]:
+def _wanted(calls: list[Source], targets: list[Target]) -> tuple[list[_Task], list[Failure]]:
     """Return a task for each kernel, and the calls that have none."""
     tasks: dict[Any, _Task] = {}
     failures = []
@@ -189,9 +209,18 @@ def _kind(value: Any) -> Any:
 
 def _begin(cache: str) -> None:
     """Prepare a process that compiles. Kernels for a folder have a cache of their own, which is deleted."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["FLASHTILE_QUIET"] = "1"  # the caller shows the progress
     if cache:
         os.environ["TRITON_CACHE_DIR"] = cache
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, even if the parent was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _compile(task: _Task, folder: Path | None) -> dict[str, dict[str, str]]:

@@ -9,6 +9,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from flashtile.engine.runner import Runner
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler
 from flashtile.engine.speculation import DraftModel, make_speculator, read_speculative_config
+from flashtile.engine.step_calls import Limits, warm_up
 from flashtile.engine.tokenizer import Tokenizer, load_tokenizer
 from flashtile.engine.weights import Shard, open_weights, random_weights, with_checkpoint_head
 from flashtile.hardware import machine
@@ -82,6 +84,8 @@ class LLM:
             ``{"method": "draft_model", "model": folder, "num_speculative_tokens": 4, "tree_width": 1}``
             guesses with a small model of the same vocabulary: its ``tree_width`` likeliest tokens at each
             position.
+        warmup: on a GPU, compile the kernels of all steps before the constructor returns, in parallel
+            processes, so that no request waits for the compiler. They are kept in Triton's cache.
         tensor_parallel_size: number of processes that compute the model together, one for each GPU.
             ``torchrun`` starts them, and each runs the same program.
 
@@ -128,9 +132,10 @@ class LLM:
         speculative_config: Mapping[str, Any] | None = None,
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
+        warmup: bool = True,
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
-        _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager)
+        _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager, warmup)
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
         folder = Path(model)
@@ -205,6 +210,8 @@ class LLM:
             config, runner, scheduler, text, max_model_len=length, seed=seed, overlap=overlap,
             speculator=None if speculation is None else make_speculator(speculation),
         )  # fmt: skip
+        if warmup:
+            warm_up(self.device, _steps_of(runner, draft, budget, quantization == "fp8"))
         self._ids = itertools.count()
         self._finished: dict[str, RequestOutput] = {}  # not returned to the caller yet
 
@@ -404,13 +411,14 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     return list(prompts)
 
 
-def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any) -> None:
+def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any, warmup: Any) -> None:
     if not is_choice(quantization, (None, "fp8")):
         raise NotImplementedError(f"quantization must be None or 'fp8', got {quantization!r:.60}")
     if not is_choice(load_format, ("auto", "safetensors", "dummy")):
         raise ValueError(f"load_format must be auto, safetensors or dummy, got {load_format!r:.60}")
     check_flag("enable_prefix_caching", prefix_caching)
     check_flag("enforce_eager", eager)
+    check_flag("warmup", warmup)
 
 
 def _weight_dtype(
@@ -527,6 +535,24 @@ def _common_window(config: ModelConfig, draft: ModelConfig | None) -> int:
     """Return the largest ``window_left`` of all layers of both models, -1 if a layer has no window."""
     windows = [one.common_window for one in (config, draft) if one is not None]
     return max(windows) if min(windows) >= 0 else -1
+
+
+def _steps_of(
+    runner: Runner, draft: Model | None, budget: int, fp8: bool
+) -> list[tuple[ModelConfig, Limits, bool]]:
+    """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner."""
+    manager, model = runner.manager, runner.model
+    limits = Limits(
+        manager.table.max_blocks * manager.block_size, manager.table.max_sequences, budget,
+        manager.block_size, runner.memory.k.shape[1], runner.memory.k.dtype, fp8, runner.capture is not None,
+        runner.max_verified, runner.has_siblings, runner.ranks.world,
+    )  # fmt: skip
+    name = str(model.embedding.dtype).removeprefix("torch.")
+    found = [(replace(model.config, dtype=name), limits, False)]
+    if draft is not None:
+        own = replace(limits, cache_dtype=None, world=1)
+        found.append((replace(draft.config, dtype=name), own, True))
+    return found
 
 
 def _import_kernels(device: torch.device) -> None:

@@ -27,11 +27,10 @@ from flashtile.engine.sampler import Draws, adjust, choose, log_probabilities, n
 from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
+from flashtile.engine.step_calls import LOGITS_ROWS
 from flashtile.kv_cache import BlockManager
 from flashtile.kv_cache.paged import move_blocks
 
-LOGITS_ROWS = 512
-"""Largest number of rows of logits computed together for the log-probabilities of prompt tokens."""
 MAX_CHANGES = 2**18
 """Largest number of changed block table entries that are sent with a step's other inputs."""
 NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to choose"

@@ -287,7 +287,8 @@ def test_from_a_script_to_a_folder(tmp_path):
 def test_calls_of_models_have_kernels():
     from flashtile.compilation.compiling import launches
     from flashtile.engine.config import parse_config
-    from flashtile.tools.workload_calls import DOCUMENTED, heads_of, serving_calls, training_calls
+    from flashtile.engine.step_calls import Limits, step_calls
+    from flashtile.tools.workload_calls import DOCUMENTED, heads_of, training_calls
 
     config = parse_config(
         {
@@ -297,7 +298,8 @@ def test_calls_of_models_have_kernels():
         }
     )  # fmt: skip
     training = training_calls(heads_of(config))
-    serving = serving_calls(config)
+    limits = Limits(1024, max_num_seqs=4, max_num_batched_tokens=64)
+    serving = [call for call in step_calls(config, limits) if isinstance(call, Call)]
     features = training_calls(DOCUMENTED[:1], features=True)
     kinds = {call.operation for call in serving}
     assert {"decode", "append_kvcache", "linear"} <= kinds

@@ -74,7 +74,7 @@ def folder(name: str) -> Path:
 
 
 def load(name: str, **options: Any) -> LLM:
-    options = {"device": "cpu", "skip_tokenizer_init": True, **options}
+    options = {"device": "cpu", "skip_tokenizer_init": True, "warmup": False, **options}
     return LLM(folder(name), **options)
 
 

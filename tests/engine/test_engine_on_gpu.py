@@ -93,7 +93,7 @@ def on_a_card(rank: int, world: int, store: str, path: str, expected: list[list[
     for guesses in (None, {"method": "ngram"}):
         llm = LLM(
             path, device=f"cuda:{rank}", dtype="float32", skip_tokenizer_init=True,
-            tensor_parallel_size=world, speculative_config=guesses, kv_cache_memory_bytes=2**24,
+            tensor_parallel_size=world, speculative_config=guesses, kv_cache_memory_bytes=2**24, warmup=False,
         )  # fmt: skip
         outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=LENGTH))
         assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flashtile.backends.common.cached_launch import CachedLaunch, Launched
 from flashtile.backends.common.kernel_cache import kernel
 
 NUM_WARPS = 16
@@ -114,7 +115,11 @@ def gumbel(column, key):
     return -tl.log(tl.where(u < 0.00390625, series, -tl.log(1 - u)))
 
 
-@kernel(do_not_specialize=("vocab_size", "logits_stride"))
+_PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr")
+
+
+# Each row loads one number of each parameter, so alignment does not matter there.
+@kernel(do_not_specialize=("vocab_size", "logits_stride"), do_not_specialize_on_alignment=_PARAMETERS)
 def sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr,
     logits_stride, vocab_size, C: tl.constexpr,
@@ -181,9 +186,27 @@ def sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    variant = SamplingVariant(filtered, min(4096, triton.next_power_of_2(vocab_size)))
+    variant = _variant(filtered, vocab_size)
     sample_kernel[(rows,)](
         logits, temperature, top_k, top_p, min_p, seed, positions, out, logits.stride(0), vocab_size,
         C=variant, num_warps=NUM_WARPS,
     )  # fmt: skip
     return out
+
+
+def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
+    """Return launches with every kernel of :func:`sample` for logits of this dtype, to be compiled ahead."""
+    meta = torch.device("meta")
+    logits = torch.empty(1, vocab_size, dtype=dtype, device=meta)
+    floats = torch.empty(1, device=meta)
+    longs, positions = floats.long(), floats.int()
+    tensors = logits, floats, longs, floats, floats, longs, positions, longs
+    scalars = vocab_size, vocab_size
+    return [
+        (CachedLaunch(sample_kernel, 1, scalars, (variant,), None, num_warps=NUM_WARPS), tensors)
+        for variant in (_variant(filtered, vocab_size) for filtered in (False, True))
+    ]
+
+
+def _variant(filtered: bool, vocab_size: int) -> SamplingVariant:
+    return SamplingVariant(filtered, min(4096, triton.next_power_of_2(vocab_size)))

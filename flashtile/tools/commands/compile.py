@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from flashtile.backends.common.device import Target
-from flashtile.compilation.calls import Call, read_calls
-from flashtile.compilation.compiling import compile_calls
+from flashtile.compilation.calls import read_calls
+from flashtile.compilation.compiling import Source, compile_calls
 from flashtile.hardware.cards import CARDS, find_card
 from flashtile.tools.commands.options import bad_models, console, progress_bar
 
@@ -63,7 +63,7 @@ def compile(
         )
     printed = console()
     for failure in done.failures:
-        printed.print(f"{failure.call.operation} for {failure.target}: {failure.reason}", markup=False)
+        printed.print(f"{failure.operation} for {failure.target}: {failure.reason}", markup=False)
     size = sum(path.stat().st_size for path in out.iterdir()) / 2**20
     printed.print(f"{done.kernels} kernels of {len(wanted)} calls, {size:.1f} MiB: {out}", soft_wrap=True)
     if done.failures:
@@ -81,14 +81,15 @@ def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:
     raise typer.BadParameter(f"must be one of {', '.join(allowed)}, got {value!r}", param_hint=option)
 
 
-def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Call]:
+def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Source]:
     """Return the calls of all options, each once."""
     from flashtile.engine.config import read_config
-    from flashtile.tools.workload_calls import DOCUMENTED, heads_of, serving_calls, training_calls
+    from flashtile.engine.step_calls import Limits, step_calls
+    from flashtile.tools.workload_calls import DOCUMENTED, heads_of, training_calls
 
     if purpose not in PURPOSES:
         _refuse("--purpose", purpose, PURPOSES)
-    found: list[Call] = []
+    found: list[Source] = []
     with bad_models():
         for path in files:
             found += read_calls(path)
@@ -97,7 +98,7 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
             if purpose != "serving":
                 found += training_calls(heads_of(config))
             if purpose != "training":
-                found += serving_calls(config)
+                found += step_calls(config, Limits(config.max_position_embeddings))
     for name in presets:
         if name not in PRESETS:
             _refuse("--preset", name, PRESETS)

@@ -53,8 +53,9 @@ def generate(
         )  # fmt: skip
         search = BeamSearchParams(beams, max_tokens) if beams else None
         llm = LLM(
-            model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device
-        )
+            model, dtype=dtype, kv_cache_dtype=kv_cache_dtype, max_model_len=max_model_len, device=device,
+            warmup=False,
+        )  # fmt: skip
         engine, tokenizer = llm.engine, llm.get_tokenizer()
         for i, text in enumerate(texts):
             prompt: Any = text

@@ -61,6 +61,7 @@ def serve(
     swap_space: Annotated[float, typer.Option(help="GiB of host memory for preempted sequences.")] = 0.0,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the blocks of equal prefixes.")] = True,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    warmup: Annotated[bool, typer.Option(help="Compile all kernels before the first call.")] = True,
     speculative_config: Annotated[
         str | None,
         typer.Option(help='JSON: {"method": "ngram"} or a draft "model", for several tokens per step.'),
@@ -140,7 +141,7 @@ def serve(
             max_num_batched_tokens=max_num_batched_tokens, gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
             enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
-            speculative_config=speculation, tensor_parallel_size=tensor_parallel_size,
+            speculative_config=speculation, tensor_parallel_size=tensor_parallel_size, warmup=warmup,
         )  # fmt: skip
     engine = llm.engine
     if engine.runner.ranks.rank:

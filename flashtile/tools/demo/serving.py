@@ -58,7 +58,7 @@ def serve(model: Llama, folder: Path, seqlen: int, device: str, length: int = 64
         ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
     """
     save_llama(model, folder, seqlen)
-    llm = LLM(folder, device=device, block_size=8, max_num_seqs=8)
+    llm = LLM(folder, device=device, block_size=8, max_num_seqs=8, warmup=False)
     most = max(1, seqlen // 2)
     prompts = [prompt[:most] for prompt in PROMPTS]
     params = SamplingParams(n=2, temperature=0.7, seed=1, max_tokens=min(length, seqlen - most))

@@ -1,0 +1,112 @@
+"""Compilation in a process of its own, which starts further processes.
+
+The program that waits for it may use a GPU: its Triton driver is not changed. It may be any script, because
+only this module is imported in the new processes. They end when the program ends, however that happens.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from flashtile.backends.common.device import Target
+from flashtile.compilation.compiling import Compiled, Source, compile_calls
+
+Sources = Iterable[Source] | Callable[[], Iterable[Source]]
+"""Calls, or a picklable function that returns them, which the new process calls."""
+
+
+def compile_in_process(calls: Sources, target: Target, workers: int | None = None) -> Compiled:
+    """Compile the kernels of calls into Triton's cache, and wait for that.
+
+    A note in the cache says that these kernels have been compiled; with it, no process is started. If several
+    programs want the same kernels at once, the first compiles them and the others wait.
+
+    Raises:
+        OSError: the cache cannot be written.
+        RuntimeError: the process failed.
+    """
+    from flashtile.backends.common.compiled_folder import in_use
+
+    task = pickle.dumps((calls if callable(calls) else list(calls), target, workers))
+    folders = os.pathsep.join(str(folder.path) for folder in in_use())
+    note = _note_of(task, folders)
+    note.parent.mkdir(parents=True, exist_ok=True)
+    with note.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, or the program ends
+        if note.is_file():
+            return Compiled(0, ())
+        done = _compile(task, folders)
+        if not done.failures:
+            note.touch()
+    return done
+
+
+def _compile(task: bytes, folders: str) -> Compiled:
+    """Compile a task in a new process."""
+    from flashtile.backends.common.compiled_folder import VARIABLE
+
+    command = [sys.executable, "-m", "flashtile.compilation.ahead"]
+    environment = {**os.environ, VARIABLE: folders, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(len(task).to_bytes(8, "little") + task)
+            process.stdin.flush()
+            answer = process.stdout.read()  # stdin stays open: its end would end the process
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode or not answer:
+        raise RuntimeError(f"compiling ahead has ended with code {process.returncode}")
+    done: Compiled = pickle.loads(answer)
+    return done
+
+
+def _note_of(task: bytes, folders: str) -> Path:
+    """Return the file in Triton's cache whose existence says that a task's kernels have been compiled.
+
+    ``folders``: the folders of compiled kernels that were in use.
+    """
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+
+    import flashtile
+    from flashtile.backends.common.kernel_cache import fingerprint
+
+    sources = [fingerprint(Path(package.__file__ or "").parent) for package in (triton, flashtile)]
+    others = [flashtile.__version__, folders, *sorted(get_cache_invalidating_env_vars().items())]
+    digest = hashlib.sha256(task + str((*sources, *others)).encode()).hexdigest()
+    return Path(triton.knobs.cache.dir) / "flashtile" / f"{digest}.ahead"
+
+
+def _end_with_stdin(descriptor: int) -> None:
+    """Wait for the end of the program that started this process, and end it."""
+    while os.read(descriptor, 2**16):
+        pass
+    os._exit(1)
+
+
+def _main() -> None:
+    stdin, answers = sys.stdin.buffer, os.dup(1)
+    os.dup2(2, 1)  # what a compiler prints is no answer
+    size = int.from_bytes(stdin.read(8), "little")
+    calls, target, workers = pickle.loads(stdin.read(size))  # only the program that started this can write
+    threading.Thread(target=_end_with_stdin, args=(stdin.fileno(),), daemon=True).start()
+    done: Any = compile_calls(calls() if callable(calls) else calls, [target], None, workers)
+    with os.fdopen(answers, "wb") as file:
+        pickle.dump(done, file)
+    os._exit(0)  # a thread reads stdin
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,234 @@
+"""The calls of an engine's steps, whose kernels are compiled before requests come.
+
+Steps are run on fake tensors: nothing is computed, and no memory is needed. Kernels are chosen by ranges of
+the numbers of sequences and tokens, mostly between powers of two. Therefore the steps that are run have
+numbers of sequences that differ by at most the factor 1.25, and of tokens by at most 1.5.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flashtile.api.decode import copy_blocks
+from flashtile.compilation.ahead import compile_in_process
+from flashtile.compilation.calls import Call, Signature, calls_of
+from flashtile.compilation.compiling import Source, target_of
+from flashtile.engine.config import ModelConfig
+from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
+from flashtile.engine.model import FEW_ROWS, Model, StepInput
+from flashtile.engine.parallel import Ranks
+from flashtile.engine.weights import Shard, parameters
+from flashtile.op.operation import remembering
+
+logger = logging.getLogger("flashtile.engine")
+
+LOGITS_ROWS = 512
+"""Largest number of rows of logits computed together for the log-probabilities of prompt tokens."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The settings of an engine that decide which kernels its steps need.
+
+    Attributes:
+        max_model_len: longest sequence in tokens.
+        max_num_seqs, max_num_batched_tokens: most sequences, and most tokens, of a step.
+        block_size, num_blocks: tokens of a block of the KV cache, and number of blocks.
+        cache_dtype: dtype of keys and values, None for that of the weights.
+        fp8: the layers' matrices are rounded to e4m3.
+        captured: steps with one token of each sequence, or guesses, are padded for CUDA graphs.
+        verified: most new tokens of a sequence with guesses, 1 without speculation.
+        siblings: whether guesses have siblings, and steps a tree mask.
+        world: number of processes that compute the model together.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    block_size: int = 16
+    num_blocks: int = 4096
+    cache_dtype: torch.dtype | None = None
+    fp8: bool = False
+    captured: bool = True
+    verified: int = 1
+    siblings: bool = False
+    world: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of the block table."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bool]]) -> None:
+    """Compile the kernels of an engine's steps on an NVIDIA GPU, in parallel processes, and log how many.
+
+    If that fails, a warning is logged, and kernels are compiled when they are needed.
+
+    Args:
+        device: the engine's device. Nothing is compiled for others than NVIDIA GPUs.
+        models: arguments of :func:`step_calls` for each model of the engine.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return
+    begun = time.monotonic()
+    try:
+        done = compile_in_process(functools.partial(calls_of_all, models), target_of(device))
+    except (RuntimeError, OSError) as error:
+        logger.warning("kernels are compiled when requests need them: %s", error)
+        return
+    for failure in done.failures:
+        logger.warning("a kernel of the engine was not compiled ahead: %s", failure.reason)
+    logger.info("%d kernels compiled in %.1f s", done.kernels, time.monotonic() - begun)
+
+
+def calls_of_all(models: Sequence[tuple[ModelConfig, Limits, bool]]) -> list[Source]:
+    """Return :func:`step_calls` of all models."""
+    return [call for model in models for call in step_calls(*model)]
+
+
+def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> list[Source]:
+    """Return the calls of the steps of an engine.
+
+    Args:
+        config: the model. One layer for each of its windows is enough, since layers differ only in them.
+        limits: the engine's settings.
+        drafts: the model drafts tokens for another model.
+    """
+    from flashtile.backends.portable.sampling import sampling_ahead
+
+    windows = tuple(dict.fromkeys(config.windows))
+    shorter = replace(config, num_layers=len(windows) + 1, windows=(*windows, windows[0]))
+    dtype, ranks = getattr(torch, config.dtype), Ranks()
+    ranks.world = limits.world
+    with remembering() as remembered, FakeTensorMode(), torch.no_grad():
+        model = Model(shorter, _weights(shorter, dtype, limits.world), 2048, ranks, limits.fp8)
+        layers = len(model.layers)
+        shape = layers, limits.num_blocks, limits.block_size, model.kv_heads, config.head_dim
+        k_cache, v_cache = (torch.empty(shape, dtype=limits.cache_dtype or dtype) for _ in range(2))
+        for step in _steps(limits, drafts):
+            model.hidden(step, k_cache, v_cache)
+        most = max(LOGITS_ROWS, limits.max_num_seqs * limits.verified)
+        for rows in sorted({*range(1, FEW_ROWS + 1), *_sizes(1, most)}):
+            model.own_logits(torch.empty(rows, config.hidden_size, dtype=dtype))
+        for pairs in (1, 2, 64):
+            copy_blocks(k_cache, v_cache, torch.zeros(pairs, 2, dtype=torch.int64))
+    found = calls_of(remembered)
+    chunks = dict.fromkeys(resized(call, 1, 2, 2) for call in found if _is_chunk(call))
+    further = [resized(call, *sizes) for call in chunks for sizes in _chunks(limits)]
+    logits = dict.fromkeys((dtype, torch.float32))  # float32 after penalties
+    sampling = [functools.partial(sampling_ahead, one, config.vocab_size) for one in logits]
+    return [*dict.fromkeys((*found, *further)), *sampling]
+
+
+def _is_chunk(call: Call) -> bool:
+    names = {name for name, _ in call.arguments}
+    return "cu_seqlens_q" in names and "tree_mask" not in names
+
+
+def resized(call: Call, batch: int, tokens: int, longest: int) -> Call:
+    """Return a call for other numbers of sequences, of tokens, and of tokens of the longest sequence."""
+    first = dict.fromkeys(("q", "k", "v", "q_rotated"), tokens)
+    first |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), batch + 1)
+    arguments = []
+    for name, value in call.arguments:
+        if isinstance(value, Signature) and name in (*first, "cache_seqlens", "block_table", "seqused_k"):
+            value = replace(value, shape=(first.get(name, batch), *value.shape[1:]))
+        elif name in ("max_seqlen_q", "max_seqlen_k_new"):
+            value = longest
+        arguments.append((name, value))
+    return Call(call.operation, tuple(arguments))
+
+
+def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[str], torch.Tensor]:
+    """Return a function from a weight's name to an empty tensor with the shape of a process's part."""
+    whole = parameters(config)
+
+    def weight(name: str) -> torch.Tensor:
+        shape, split = list(whole[name].shape), whole[name].split
+        if split is not None:
+            part = Shard(0, world).slice(shape[split])
+            shape[split] = part.stop - part.start
+        return torch.empty(shape, dtype=dtype)
+
+    return weight
+
+
+def _sizes(least: int, most: int, parts: int = 2) -> list[int]:
+    """Return the powers of two, ``parts`` - 1 sizes between each two, and ``most``, all from ``least``."""
+    powers = (2**i for i in range(most.bit_length()))
+    found = {power + power * part // parts for power in powers for part in range(parts)}
+    return sorted(size for size in {*found, most} if least <= size <= most)
+
+
+def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:
+    """Yield (sequences, tokens, most tokens of a sequence) of steps with chunks of prompts."""
+    budget = limits.max_num_batched_tokens
+    for batch in _sizes(1, min(limits.max_num_seqs, budget - 1), parts=4):
+        for longest in _sizes(2, min(limits.max_model_len, budget - batch + 1)):
+            fewest, most = batch - 1 + longest, min(batch * longest, budget)
+            for tokens in sorted({fewest, int((fewest * most) ** 0.5), most}):
+                yield batch, tokens, longest
+
+
+def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
+    """Yield steps of every kind: one token of each sequence, guesses, and chunks of prompts."""
+    step = functools.partial(_step, limits)
+    batches = _batches(limits)
+    for batch in batches:
+        yield step(batch, batch, 1)
+    guesses = functools.partial(step, width=limits.verified, slots=True, tree=limits.siblings)
+    for tokens in _verified_tokens(limits, batches):
+        yield guesses(-(-tokens // limits.verified), tokens)
+    for batch, width in product(batches if drafts else (), (1, 2)):
+        yield step(batch, batch * width, width, slots=True)
+    budget = limits.max_num_batched_tokens
+    few = range(2, min(FEW_ROWS, budget) + 1)
+    for tokens in sorted({*few, *_sizes(2, budget), min(budget, limits.max_model_len)}):
+        yield step(1, tokens, tokens)
+        if limits.max_num_seqs > 1 and tokens > 2:
+            yield step(2, tokens, tokens - 1)
+
+
+def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
+    """Return numbers of tokens of steps whose sequences have guesses."""
+    if limits.verified == 1:
+        return []
+    most = limits.max_num_seqs * limits.verified
+    padded = {batch * limits.verified for batch in batches} if limits.captured else set()
+    free = {*range(2, min(FEW_ROWS, most) + 1), *_sizes(2, most)}
+    beyond = {tokens for tokens in free if not limits.captured or tokens > MAX_GRAPH_BATCH}
+    return sorted({*padded, *beyond})
+
+
+def _batches(limits: Limits) -> list[int]:
+    """Return numbers of sequences of steps with one token of each: those of CUDA graphs, or all kinds."""
+    most = limits.max_num_seqs
+    padded = {graph_batch(batch) for batch in range(1, min(most, MAX_GRAPH_BATCH) + 1)}
+    if limits.captured:
+        beyond = [batch for batch in _sizes(1, most) if batch > MAX_GRAPH_BATCH]
+        return sorted({*padded, *beyond})
+    return sorted({*range(1, min(FEW_ROWS, most) + 1), *_sizes(1, most)})
+
+
+def _step(
+    limits: Limits, batch: int, tokens: int, width: int, slots: bool = False, tree: bool = False
+) -> StepInput:
+    numbers = torch.zeros(batch, dtype=torch.int32)
+    table = torch.zeros(batch, limits.columns, dtype=torch.int32)
+    new = torch.zeros(tokens, dtype=torch.int32)
+    offsets = None if width == 1 else torch.zeros(batch + 1, dtype=torch.int32)
+    step = StepInput(new, numbers, table, offsets, width)
+    if slots:
+        step = step._replace(positions=new, slots=torch.zeros(tokens, dtype=torch.int64))
+    if tree:
+        step = step._replace(tree_mask=torch.zeros(batch, width, width, dtype=torch.bool))
+    return step

@@ -1,0 +1,154 @@
+"""The engine's warm-up lists every kernel that its steps need, and the process that compiles them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashtile
+from flashtile.compilation.calls import calls_of
+from flashtile.op.operation import remembering
+from targets import INTERPRETING
+
+pytest.importorskip("triton")
+pytest.importorskip("safetensors")
+if INTERPRETING:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from test_compilation import APPEND
+
+from flashtile.backends.common.device import Target
+from flashtile.backends.compat import compiling_driver
+from flashtile.compilation.ahead import compile_in_process
+from flashtile.compilation.compiling import Compiled, launches
+from flashtile.compilation.compiling import _wanted as wanted
+from flashtile.engine.llm import _steps_of
+from flashtile.engine.sampling_params import BeamSearchParams
+from flashtile.engine.step_calls import calls_of_all
+
+H200 = Target("H200", (9, 0), 132)
+SMALL = {"model_type": "llama", "vocab_size": 99, "num_hidden_layers": 2, "max_position_embeddings": 64}
+MODELS = {
+    "soak": (
+        {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2},
+        {"max_num_seqs": 12, "max_num_batched_tokens": 24, "block_size": 4},
+    ),
+    "guesses": (
+        {"hidden_size": 512, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1},
+        {"max_num_seqs": 6, "max_num_batched_tokens": 32, "speculative_config": {"method": "ngram"}},
+    ),
+}  # fmt: skip
+"""(config, options of the engine) of small models."""
+
+
+def traffic(llm: flashtile.LLM, count: int) -> None:
+    """Ask for answers to many random prompts at once, as the server's soak test does: some are searched."""
+    draw = random.Random(1)
+    prompts, params = [], []
+    for _ in range(count):
+        first, length = draw.randrange(40), draw.randrange(1, 20)
+        prompts.append({"prompt_token_ids": [(first + i) % 99 for i in range(length)]})
+        tokens = draw.randrange(1, 40)
+        if draw.random() < 0.1:
+            params.append(BeamSearchParams(beam_width=2, max_tokens=tokens))
+        else:
+            n = draw.choice((1, 1, 1, 2, 4))
+            params.append(flashtile.SamplingParams(n=n, temperature=0.5, seed=1, max_tokens=tokens))
+    llm._run(prompts, params, [draw.randrange(3) for _ in prompts])
+
+
+class KeyFoundError(Exception):
+    """Ends a compilation before it begins; ``args`` identify the kernel."""
+
+
+def kernels(calls: list, target: Target, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, str, str]]:
+    """The kernels that Triton would compile for calls: name, digest of source and signature, options."""
+    import triton
+
+    def stop(src, target=None, options=None, **more):
+        raise KeyFoundError(src.name, src.hash(), str(sorted(options.items(), key=str)))
+
+    monkeypatch.setattr(triton, "compile", stop)
+    found = set()
+    tasks, failures = wanted(calls, [target])
+    assert failures == []
+    for task in tasks:
+        launch, tensors = launches(task.call, target)[task.index]
+        launch.kernel.device_caches.clear()
+        with compiling_driver(target.capability):
+            try:
+                launch.compile_ahead(tensors)
+            except KeyFoundError as key:
+                found.add(key.args)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_step_needs_a_kernel_that_the_warm_up_lacks(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    config, options = MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | config))
+    llm = flashtile.LLM(
+        tmp_path, device="cpu", dtype="bfloat16", load_format="dummy", skip_tokenizer_init=True,
+        num_gpu_blocks_override=48, **options,
+    )  # fmt: skip
+    with remembering() as remembered:
+        traffic(llm, 40)
+    needed = calls_of(remembered)
+    assert {"decode", "copy_blocks"} <= {call.operation for call in needed}
+    listed = calls_of_all(_steps_of(llm.engine.runner, None, options["max_num_batched_tokens"], False))
+    there, used = (kernels(calls, H200, monkeypatch) for calls in (listed, needed))
+    assert len(used) > 5
+    assert used - there == set()
+
+
+@pytest.mark.compile
+def test_kernels_are_compiled_once_in_a_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert compile_in_process(functools.partial(list, [APPEND]), H200, workers=1) == Compiled(1, ())
+    monkeypatch.setattr(subprocess, "Popen", pytest.fail)
+    assert compile_in_process(functools.partial(list, [APPEND]), H200, workers=1) == Compiled(0, ())
+    assert [path.stem for path in tmp_path.rglob("*.cubin")] == ["append_kernel"]
+
+
+def test_a_failure_is_told(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with pytest.raises(RuntimeError, match="compiling ahead has ended with code 1"):
+        compile_in_process(functools.partial(torch.device, "nowhere"), H200)
+    assert "nowhere" in capfd.readouterr().err
+
+
+PROGRAM = """
+import functools, time
+from flashtile.backends.common.device import Target
+from flashtile.compilation.ahead import compile_in_process
+compile_in_process(functools.partial(time.sleep, 600), Target("H200", (9, 0), 132))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are read from /proc")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_program_that_ends_leaves_no_process(tmp_path, number):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], env=environment)
+    children = Path(f"/proc/{program.pid}/task/{program.pid}/children")
+    deadline = time.monotonic() + 120
+    while not (pids := children.read_text().split()):
+        assert program.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    program.send_signal(number)
+    program.wait(60)
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

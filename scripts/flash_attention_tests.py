@@ -15,6 +15,8 @@ there, so give ``--sample`` and ``--limit``.
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -24,6 +26,8 @@ from typing import Any
 import original_tests
 
 FILES = {2: "tests/test_flash_attn.py", 3: "hopper/test_flash_attn.py", 4: "tests/cute/test_flash_attn.py"}
+CHECKOUT = "FLASH_ATTENTION_CHECKOUT"
+"""Environment variable with the checkout whose helpers FlashAttention-4's file imports."""
 _LENGTHS_ON_DEVICE = (
     "flashtile reads lengths on the device and writes NaN for such a sequence, without an error"
 )
@@ -44,6 +48,32 @@ def pytest_configure() -> None:
     if not torch.cuda.is_available():
         map_cuda_to_cpu()
     install_as_flash_attn()
+    if checkout := os.environ.get(CHECKOUT):
+        complete_flash_attention_4(Path(checkout))
+
+
+def complete_flash_attention_4(checkout: Path) -> None:
+    """Add what FlashAttention-4's file imports besides the public functions.
+
+    These are its helpers for tests, from the checkout, and names that only compile its kernels.
+    """
+    from flashtile.compat.flash_attn.cute import interface
+
+    def internal(*_: object, **__: object) -> None:
+        raise original_tests.Refused("calls a function that only FlashAttention-4's kernels have")
+
+    for name in ("_flash_attn_fwd", "_flash_attn_bwd", "_flash_attn_bwd_sparse_mla"):
+        setattr(interface, name, internal)
+    cache = types.ModuleType("flash_attn.cute.cache_utils")
+    cache.JITCache = dict  # type: ignore[attr-defined]
+    sys.modules[cache.__name__] = cache
+    path = checkout / "flash_attn/cute/testing.py"
+    spec = importlib.util.spec_from_file_location("flash_attn.cute.testing", path)
+    assert spec is not None
+    assert spec.loader is not None
+    helpers = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = helpers
+    spec.loader.exec_module(helpers)
 
 
 def map_cuda_to_cpu() -> None:
@@ -65,8 +95,9 @@ def map_cuda_to_cpu() -> None:
         return on_cpu
 
     for function in _device_constructors():
-        if function is not None and getattr(torch, function.__name__, None) is function:
-            setattr(torch, function.__name__, mapped(function))
+        name = function.__name__
+        if vars(torch).get(name) == function:
+            setattr(torch, name, mapped(function))
     torch.Tensor.to = mapped(torch.Tensor.to)  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[method-assign]
     torch.cuda.get_device_capability = lambda *_: (9, 0)
@@ -86,6 +117,7 @@ def suite(checkout: Path, number: int) -> original_tests.Suite:
         (file,),
         "flash_attention_tests",
         ("--noconftest",),
+        {CHECKOUT: str(checkout.resolve())} if number == 4 else {},
         other_subjects=OTHER_SUBJECTS,
     )
 

@@ -423,10 +423,11 @@ def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
             print(f"{result['outcome']}: {result['case']}\n    {result['reason']}", flush=True)
 
     left = [case for case in cases if case not in known]
-    for case in left:
-        if reason := tests.other_subjects.get(function_of(case)):
+    others = {case: tests.other_subjects.get(function_of(case).rsplit("::", 1)[-1]) for case in left}
+    for case, reason in others.items():
+        if reason:
             found({"case": case, "outcome": "skipped", "reason": reason, "seconds": 0})
-    left = [case for case in left if function_of(case) not in tests.other_subjects]
+    left = [case for case in left if not others[case]]
     run(tests, left, options.jobs, options.seconds, options.limit, found)
     print(table(results))
     if len(results) < len(cases):

@@ -13,6 +13,7 @@ sys.path.append(str(ROOT / "scripts"))
 
 import flash_attention_tests  # noqa: E402
 import original_tests  # noqa: E402
+import pytorch_tests  # noqa: E402
 
 PLAIN = """
 import os, pytest
@@ -69,18 +70,54 @@ def test_flash3_bw_compatibility():
     assert False
 """
 
+PYTORCH = """
+import unittest, torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+def attend(size=8):
+    return F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 4, size))
+
+class TestSDPACPU(unittest.TestCase):
+    def test_served(self):
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = attend()
+        torch.testing.assert_close(attend(), expected)
+
+    def test_refused(self):
+        attend(600)
+
+    def test_math(self):
+        with sdpa_kernel(SDPBackend.MATH):
+            attend()
+
+    def test_failed(self):
+        assert attend().sum() == 0
+
+    def test_invalid_sdpa_kernel_grouped_query_attention_cpu(self):
+        assert False
+
+    def test_served_twice(self):
+        raise NotImplementedError
+
+for parameters in ("cpu", "float16_cpu"):
+    setattr(TestSDPACPU, f"test_served_{parameters}", TestSDPACPU.test_served)
+"""
+
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """A function that runs a suite, or FlashAttention's with ``--suite``, with command line arguments."""
+    """A function that runs a suite, or a script with ``--suite``, with command line arguments."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def call(*arguments: object, suite: original_tests.Suite | None = None) -> tuple[int, str]:
+    def call(
+        *arguments: object, suite: original_tests.Suite | None = None, script=flash_attention_tests
+    ) -> tuple[int, str]:
         words = [str(argument) for argument in arguments]
         if suite is None:
-            monkeypatch.setattr(sys, "argv", ["flash_attention_tests.py", *words])
-            code = flash_attention_tests.main()
+            monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *words])
+            code = script.main()
         else:
             code = original_tests.main(original_tests.parser("").parse_args(words), lambda: suite)
         return code, capsys.readouterr().out
@@ -143,6 +180,31 @@ def test_flash_attention_s_files_import_flashtile(run, tmp_path):
     assert (outcome, "heads" in reason) == ("refused", True)
     with pytest.raises(SystemExit, match="expected a checkout of flash-attention with hopper"):
         run("--checkout", tmp_path, "--suite", 3)
+
+
+def test_pytorch_s_files_call_flashtile(run, tmp_path):
+    write(tmp_path, "test/test_transformers.py", PYTORCH)
+    record = tmp_path / "record.jsonl"
+    code, _ = run("--checkout", tmp_path, "--suite", "sdpa", "--out", record, script=pytorch_tests)
+    lines = record.read_text("utf-8").splitlines()[1:]
+    results = {line["case"].split("::")[-1]: line for line in map(json.loads, lines)}
+    reasons = {case: (result["outcome"], result["reason"]) for case, result in results.items()}
+    assert code == 1
+    assert {reasons.pop(f"test_served[{parameters}]") for parameters in ("", "cpu", "float16_cpu")} == {
+        ("passed", "")
+    }
+    assert reasons.pop("test_refused[]")[0] == "refused"
+    assert reasons.pop("test_failed[]")[0] == "failed"
+    assert reasons.pop("test_served_twice[]")[0] == "failed"
+    assert reasons == {
+        "test_math[]": ("skipped", "no call reaches flashtile"),
+        "test_invalid_sdpa_kernel_grouped_query_attention_cpu[]": (
+            "skipped",
+            "expects that PyTorch has no kernel",
+        ),
+    }
+    with pytest.raises(SystemExit, match="expected a checkout of pytorch with test/inductor"):
+        run("--checkout", tmp_path, "--suite", "flex", script=pytorch_tests)
 
 
 def test_a_file_that_cannot_be_imported_is_an_error(tmp_path):

@@ -273,7 +273,8 @@ def flash_attn_func(
     Returns:
         out; (out, lse) with ``return_lse``; (out, lse, S_dmask) with ``return_attn_probs``. S_dmask is
         FlashAttention-2's debugging output of dropout: all probabilities before dropout, of shape (batch,
-        heads_q, seqlen_q, seqlen_k), negative where dropout dropped them. Without dropout S_dmask is None.
+        heads_q, seqlen_q, seqlen_k), negative where dropout dropped them, in float32 (float64 for float64
+        inputs). Without dropout S_dmask is None.
 
     Raises:
         NotImplementedError: as :func:`attention`.

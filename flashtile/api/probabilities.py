@@ -16,8 +16,9 @@ from flashtile.reference import attention as reference
 
 
 def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
-    """Return the probabilities before dropout, (batch, heads_q, seqlen_q, seqlen_k), in q's dtype.
+    """Return the probabilities before dropout, (batch, heads_q, seqlen_q, seqlen_k).
 
+    Their dtype is that of the argument ``upcast``, or of q.
     The memory grows with seqlen_q * seqlen_k. Packed sequences are padded with zeros to the longest.
     ``arguments`` are those of :func:`flashtile.reference.attention.attention`.
     """
@@ -34,7 +35,7 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
     else:
         lengths = arguments["max_seqlen_q"] or 0, arguments["max_seqlen_k"] or 0
         shape = (len(found), q.shape[-2], *lengths)
-    padded = q.new_zeros(shape)
+    padded = q.new_zeros(shape, dtype=arguments.get("upcast") or q.dtype)
     for b, one in enumerate(found):
         one = one if arguments.get("sink") is None else one[..., :-1]
         own = padded if len(found) == 1 and one.shape[0] == shape[0] else padded[b : b + 1]
@@ -45,12 +46,13 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
 def signed_probabilities(
     q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
 ) -> Tensor:
-    """Return :func:`probabilities`, negative where dropout dropped them."""
+    """Return :func:`probabilities` in float32 (float64 for float64), negative where dropout dropped them."""
     assert extras.rng_state is not None
     found = probabilities(
         q, k, v, **extras._replace(rng_state=None)._asdict(), max_seqlen_q=options.max_seqlen_q,
         max_seqlen_k=options.max_seqlen_k, softmax_scale=options.softmax_scale, causal=options.causal,
         window_size=(options.window_left, options.window_right), softcap=options.softcap,
+        upcast=torch.promote_types(q.dtype, torch.float32),
     )  # fmt: skip
     with torch.no_grad():
         shape = found.shape

@@ -9,19 +9,22 @@ _PACKAGE = "flashtile.compat"
 MODULES = (
     "flash_attn",
     "flash_attn.bert_padding",
+    "flash_attn.cute",
+    "flash_attn.cute.interface",
     "flash_attn.flash_attn_interface",
     "flash_attn.layers",
     "flash_attn.layers.rotary",
     "flash_attn_interface",
 )
-"""The modules of FlashAttention-2, and the only module of FlashAttention-3, ``flash_attn_interface``."""
+"""The modules of FlashAttention-2, of FlashAttention-4 (``cute``) and of FlashAttention-3 (the last one)."""
 
 
 def install_as_flash_attn() -> None:
     """Make ``import flash_attn`` and ``import flash_attn_interface`` find flashtile in this process.
 
     Code written for FlashAttention then runs unchanged: ``from flash_attn import flash_attn_func``,
-    ``flash_attn.bert_padding``, ``flash_attn.layers.rotary`` and FlashAttention-3's ``flash_attn_interface``.
+    ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``, FlashAttention-3's ``flash_attn_interface`` and
+    FlashAttention-4's ``flash_attn.cute``.
     So do libraries for context parallelism, which call ``_flash_attn_forward`` and ``_flash_attn_backward``.
     Call this before that code is imported. A second call changes nothing. An installed flash-attn package is
     hidden, provided that none of its modules was imported before.

@@ -12,6 +12,7 @@ import linecache
 import sys
 import types
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,10 +97,11 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
-    recorder = _Recorder(compiling)
+    recorder = _Recorder(compiling, has_derivative=kind == "score_mod" and not compiling)
     arguments = [recorder.symbol(Name(name)) for name in SIGNATURES[kind]]
     try:
-        with recorder:
+        # Without gradients in a part of the function, its derivative would differ from the program's.
+        with nullcontext() if compiling else torch.enable_grad(), recorder:
             result = _as_run(function)(*arguments)
         operand = None if result is None else recorder.operand(result)
     except Exception as error:
@@ -200,8 +202,9 @@ class _Recorder(TorchFunctionMode):
     a meta tensor, identified by its unique length.
     """
 
-    def __init__(self, compiling: bool) -> None:
+    def __init__(self, compiling: bool, has_derivative: bool) -> None:
         super().__init__()
+        self.has_derivative = has_derivative
         self.builder = Builder()
         self.tensors: list[Tensor] = []
         self.properties: dict[tuple, tuple[Callable[..., Any], tuple, Any]] = {}
@@ -273,6 +276,8 @@ class _Recorder(TorchFunctionMode):
             self.busy = False
 
     def _call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.has_derivative and not torch.is_grad_enabled():
+            raise TypeError("torch.no_grad() and torch.autograd.Function do not compile")
         plain = name.strip("_")
         if plain == "getitem":
             return self.load(*args)

@@ -47,6 +47,7 @@ AREAS = (
             "tests/decode/test_decode_bad_input.py",
             "tests/decode/test_append.py",
             "tests/fp8/test_fp8_calls.py",
+            "tests/fp8/test_fp8_gradients.py",
             "tests/test_caches.py",
         ),
     ),

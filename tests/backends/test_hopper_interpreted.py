@@ -416,10 +416,10 @@ def test_decode_of_several_blocks(page_size: int, seqlen_q: int, splits: dict[st
     check_decode(tensors, arguments, causal=True, **splits)
 
 
-@pytest.mark.parametrize("chunk", [150, pytest.param(64, marks=exhaustive)])
+@pytest.mark.parametrize("chunk", [300, pytest.param(64, marks=exhaustive)])
 def test_decode_of_several_blocks_in_chunks(chunk: int) -> None:
-    """Rows of one tile lie in several chunks, which begin within blocks and at their edges."""
-    tensors, arguments = paged([300, 5, 700], (8, 2), seqlen_q=40, device="cpu")
+    """Rows of one tile lie in several chunks, which begin and end within blocks and at their edges."""
+    tensors, arguments = paged([900, 5], (2, 1), seqlen_q=320, device="cpu")
     check_decode(tensors, arguments, attention_chunk=chunk)
 
 

@@ -153,6 +153,20 @@ def test_s_dmask_is_not_normalised_as_flash_attention_2_s(installed, packed):
         assert (flashtile.flash_attn_func(q, k, v, 0.5, **named)[2].abs().sum(-1) < 1.001).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_s_dmask_is_rounded_once(installed, dtype):
+    from flash_attn import flash_attn_func
+
+    q, k, v = (4 * t.detach().to(dtype) for t in tensors((1, 40, 2, 16), (1, 40, 2, 16), (1, 40, 2, 16)))
+    out, _, s_dmask = flash_attn_func(q, k, v, 0.5, softmax_scale=0.25, return_attn_probs=True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * 0.25
+    assert s_dmask.dtype == out.dtype
+    expected = (scores - scores.amax(-1, keepdim=True)).exp()
+    torch.testing.assert_close(s_dmask.abs().double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    probabilities = flashtile.flash_attn_func(q, k, v, 0.5, softmax_scale=0.25, return_attn_probs=True)[2]
+    torch.testing.assert_close(probabilities.abs(), scores.softmax(-1).float(), rtol=1e-4, atol=1e-6)
+
+
 def test_s_dmask_of_rows_without_keys_is_zero(installed):
     from flash_attn import flash_attn_func
 

@@ -37,6 +37,11 @@ def backend(release):
         yield module
 
 
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def newest():
     with vllm_stand_in.plugin(modules_of(list(RECORD)[-1])) as module:

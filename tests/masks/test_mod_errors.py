@@ -70,6 +70,27 @@ def _absolute_bool(score, batch, head, q_idx, kv_idx):
     return score + abs(q_idx > kv_idx)  # this line
 
 
+class _Floor(torch.autograd.Function):
+    """Rounds down, with a derivative of 1."""
+
+    @staticmethod
+    def forward(context, x):
+        return torch.floor(x)
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+def _own_derivative(score, batch, head, q_idx, kv_idx):
+    return _Floor.apply(score)
+
+
+def _no_gradient(score, batch, head, q_idx, kv_idx):
+    with torch.no_grad():
+        return score * 2  # this line
+
+
 def _sparse_tensor(score, batch, head, q_idx, kv_idx):
     return score + SPARSE[head]  # this line
 
@@ -88,6 +109,7 @@ WRONG = {
     _float_index: "an index must be an int, got a float",
     _negative_bool: "- takes ints and floats, not a bool",
     _absolute_bool: "abs takes ints and floats, not a bool",
+    _no_gradient: "torch.no_grad() and torch.autograd.Function do not compile",
     _sparse_tensor: "a captured tensor must be a dense (strided) tensor",
     _returns_nothing: "must return a float (the modified score), got None",
     _returns_a_mask: "must return a float (the modified score), got a bool",
@@ -101,6 +123,13 @@ def line_of(function) -> str:
     lines, first = inspect.getsourcelines(function)
     at = next(i for i, line in enumerate(lines) if "# this line" in line)
     return f"test_mod_errors.py:{first + at}: {lines[at].strip()}"
+
+
+def test_a_derivative_of_its_own_does_not_compile() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with torch.no_grad(), pytest.raises(TypeError, match="Function do not compile"):
+        flashtile.attention(q, q, q, score_mod=_own_derivative)
+    flashtile.attention(q, q, q, mask_mod=lambda b, h, q, kv: _no_gradient(kv, b, h, q, kv) > 0)
 
 
 @pytest.mark.parametrize("function", WRONG, ids=lambda function: function.__name__)

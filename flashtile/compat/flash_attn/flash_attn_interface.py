@@ -46,10 +46,10 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
     return MAX_LENGTH
 
 
-def _unnormalised(signed: Tensor) -> Tensor:
-    """Divide signed probabilities by the largest of their row: exp(score - maximum of the row)."""
+def _unnormalised(signed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Divide signed probabilities by the largest of their row: exp(score - maximum of the row), in dtype."""
     largest = signed.abs().amax(-1, keepdim=True) if signed.shape[-1] else signed
-    return torch.where(largest > 0, signed / largest, 0.0)
+    return torch.where(largest > 0, signed / largest, 0.0).to(dtype)
 
 
 def _with_unnormalised(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def _with_unnormalised(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         results = function(*arguments, **named)
         if isinstance(results, tuple) and len(results) == 3 and results[2] is not None:
-            return *results[:2], _unnormalised(results[2])
+            return *results[:2], _unnormalised(results[2], results[0].dtype)
         return results
 
     call.__module__ = __name__
@@ -164,7 +164,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any
     )  # fmt: skip
     offsets = as_offset_pair(named.get("cu_seqlens_q"), named.get("cu_seqlens_k"))
     extras = OptionalTensors(*offsets, named.get("seqused_k"), named["alibi_slopes"], rng_state=rng_state)
-    return out, lse, _unnormalised(signed_probabilities(q, k, v, extras, options)), rng_state
+    signed = signed_probabilities(q, k, v, extras, options)
+    return out, lse, _unnormalised(signed, out.dtype), rng_state
 
 
 def _flash_attn_backward(

@@ -1,7 +1,7 @@
 """Differences between vLLM's releases: the shape of a layer's cache, and what CUDA graphs may replay.
 
 0.25 has (num_blocks, 2, block_size, heads_kv, head_size). 0.26 and later have (num_blocks, heads_kv,
-block_size, 2 * head_size), keys before values. Since 0.33 vLLM makes that shape itself and asks no backend.
+block_size, 2 * head_size), keys before values. 0.29 and later make that shape without asking the backend.
 """
 
 from __future__ import annotations

@@ -271,7 +271,9 @@ def store_block(
             scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
             tl.store(pointers.scales + scale_at + number, scale)
         scaled = x.to(tl.float32) * tl.div_rn(E4M3_MAX, largest)
-        values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(saturated(scaled))
+        if C.PASS == LARGEST_GIVEN and not C.NATIVE:  # the caller may have given a scale that is too small
+            scaled = saturated(scaled)
+        values = scaled.to(tl.float8e4nv) if C.NATIVE else encode_bits(scaled)
         if C.TRANSPOSED:
             at = number.to(tl.int64) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
             first = head64 if C.VARLEN else b64 * lengths.num_heads + head

@@ -1,0 +1,260 @@
+"""``flash_attn.cute.interface``: FlashAttention-4's functions, with its argument names, order and results.
+
+``score_mod`` and ``mask_mod`` are FlexAttention's functions here. FlashAttention-4's own are CuTe functions,
+which only its kernels can compile; they and their arguments (``score_mod_bwd``, ``aux_tensors``,
+``aux_scalars``, ``block_sparse_tensors``) raise a NotImplementedError, and so does ``gather_kv_indices``.
+Arguments that only tune its kernels are accepted and ignored: ``pack_gqa``, ``min_seqlen_k``,
+``scheduler_metadata``, ``disable_scheduler_metadata``, ``seqlen_k_per_split``, and ``num_splits`` without a
+``page_table``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashtile.api import decode
+from flashtile.api.attention import attention
+from flashtile.checks.arguments import ERRORS, check_dense, renamed
+from flashtile.checks.conversions import as_int, check_flag
+
+__all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
+
+flash_attn_combine = decode.flash_attn_combine
+Window = tuple[int | None, int | None]
+"""(left, right) as in FlashAttention-4: None is no limit, and a negative limit excludes the nearest keys."""
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: list | None = None,
+    aux_scalars: tuple | None = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Call :func:`flashtile.attention` with ``learnable_sink`` as its ``sink``. Return (out, lse).
+
+    lse has a gradient only with ``return_lse``. It is (batch, heads, seqlen_q), and with ``qv``
+    (batch, seqlen_q, heads).
+
+    Examples:
+        >>> from flashtile.compat.flash_attn.cute import flash_attn_func
+        >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()
+        >>> out, lse = flash_attn_func(q, k, v, causal=True, window_size=(64, None))
+    """
+    return flash_attn_varlen_func(
+        q, k, v, qv, gather_kv_indices=gather_kv_indices, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, learnable_sink=learnable_sink, softcap=softcap, num_splits=num_splits,
+        deterministic=deterministic, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+        block_sparse_tensors=block_sparse_tensors or block_sparse_tensors_bwd, return_lse=return_lse,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: list | None = None,
+    aux_scalars: tuple | None = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attend over packed sequences, padded ones with used lengths, or pages. Return (out, lse).
+
+    q is packed with ``cu_seqlens_q``, otherwise padded; k and v likewise. With ``page_table`` this calls
+    :func:`flashtile.flash_attn_with_kvcache`, without gradients. ``mask_mod`` replaces ``causal`` and
+    ``window_size``, as in FlashAttention-4. lse has a gradient only with ``return_lse``.
+
+    Args:
+        q, k: None with ``qv``: the scores are then those of qv and v.
+        max_seqlen_q, max_seqlen_k: the longest length; None: the number of all tokens, which costs time.
+        others: as :func:`flashtile.attention`, with ``learnable_sink`` as ``sink``.
+
+    Raises:
+        NotImplementedError: the module's docstring lists the arguments.
+    """
+    check_flag("return_lse", return_lse)
+    _refuse(
+        gather_kv_indices=gather_kv_indices, score_mod_bwd=score_mod_bwd, aux_tensors=aux_tensors,
+        aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+    )  # fmt: skip
+    _refuse_cute("score_mod", score_mod, 5)
+    _refuse_cute("mask_mod", mask_mod, 4)
+    by_latent = k is v and v.shape[-1] == 512
+    heads_last = qv is not None or by_latent
+    if q is None or by_latent:
+        q, k, qv = q if qv is None else qv, v, None
+    check_dense("q", q)
+    check_dense("k", k)
+    assert q is not None
+    assert k is not None
+    window, shifted = ((-1, -1), None) if mask_mod is not None else _window(causal, window_size)
+    if shifted is not None and (
+        other := "score_mod" if score_mod else "page_table" if page_table is not None else ""
+    ):
+        raise NotImplementedError(f"window_size must not be negative with {other}, got {tuple(window_size)}")
+    if learnable_sink is not None:
+        check_dense("learnable_sink", learnable_sink)
+        learnable_sink = learnable_sink if learnable_sink.dtype == q.dtype else learnable_sink.float()
+    named: dict[str, Any] = {"softmax_scale": softmax_scale, "window_size": window, "softcap": softcap}
+    named |= {"qv": qv, "sink": learnable_sink}
+    try:
+        if page_table is not None:
+            _refuse(score_mod=score_mod, mask_mod=mask_mod, seqused_q=seqused_q)
+            longest = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+            out, lse = decode.flash_attn_with_kvcache(
+                q, k, v, cache_seqlens=seqused_k, block_table=page_table, num_splits=num_splits,
+                cu_seqlens_q=cu_seqlens_q, max_seqlen_q=None if cu_seqlens_q is None else longest,
+                return_softmax_lse=True, **named,
+            )  # fmt: skip
+        else:
+            limits = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+            if shifted is not None:
+                named["mask"] = _shifted(shifted, q, k, limits, seqused_q, seqused_k)
+            named |= {"score_mod": score_mod, "mask_mod": mask_mod, "deterministic": deterministic}
+            named |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
+            out, lse = _attention(q, k, v, limits, named)
+    except ERRORS as error:
+        raise renamed(error, {"block_table": "page_table", "sink": "learnable_sink"}) from None
+    if heads_last:
+        lse = lse.transpose(-1, -2)
+    return out, lse if return_lse else lse.detach()
+
+
+def get_scheduler_metadata(*others: Any, **named: Any) -> None:
+    """Return None: flashtile's kernels need no metadata, because they read lengths on the device."""
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, limits: tuple, named: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Return (out, lse) of tensors that are padded, or packed where ``limits`` have offsets.
+
+    ``limits`` are (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k). If only one side is packed, the
+    other is read as packed sequences of equal lengths.
+    """
+    of_q, of_k, longest_q, longest_k = limits
+    if of_q is of_k is None:
+        out, lse = attention(q, k, v, **named, return_lse=True)
+        return out, lse
+    shape = q.shape[:2]
+    if of_q is None:
+        of_q, longest_q = _even_offsets(q), shape[1]
+        q, named["qv"] = q.flatten(0, 1), None if named["qv"] is None else named["qv"].flatten(0, 1)
+    if of_k is None:
+        of_k, longest_k = _even_offsets(k), k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = attention(
+        q, k, v, cu_seqlens_q=of_q, cu_seqlens_k=of_k, max_seqlen_q=longest_q or q.shape[0],
+        max_seqlen_k=longest_k or k.shape[0], **named, return_lse=True,
+    )  # fmt: skip
+    if limits[0] is None:
+        out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
+    return out, lse
+
+
+def _even_offsets(tensor: Tensor) -> Tensor:
+    """Return the offsets (batch + 1,) of the sequences of a tensor (batch, seqlen, heads, head_dim)."""
+    batch, seqlen = tensor.shape[:2]
+    return torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * seqlen
+
+
+def _lengths(tensor: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) -> Tensor:
+    """Return the used lengths (batch,) int32 of the sequences of a padded or packed tensor."""
+    if seqused is not None:
+        return seqused
+    return (_even_offsets(tensor) if cu_seqlens is None else cu_seqlens).diff()
+
+
+def _window(causal: bool, window_size: Window) -> tuple[tuple[int, int], Window | None]:
+    """Return (window, None) with flashtile's window, or (no window, its limits) if one is negative.
+
+    As in FlashAttention-4, limits whose sum is negative are no limits.
+    """
+    check_flag("causal", causal)
+    left, right = (None if limit is None else as_int("window_size", limit) for limit in window_size)
+    if causal:
+        right = 0
+    if left is not None and right is not None and left + right < 0:
+        left, right = None, 0 if causal else None
+    if min(left or 0, right or 0) < 0:
+        return (-1, -1), (left, right)
+    return (-1 if left is None else left, -1 if right is None else right), None
+
+
+def _shifted(
+    window: Window, q: Tensor, k: Tensor, limits: tuple, seqused_q: Tensor | None, seqused_k: Tensor | None
+) -> Tensor:
+    """Return the mask (batch, 1, seqlen_q, seqlen_k) of a window whose limits may be negative."""
+    of_q, of_k, longest_q, longest_k = limits
+    ahead = _lengths(k, of_k, seqused_k) - _lengths(q, of_q, seqused_q)
+    rows = q.shape[1] if of_q is None else longest_q or q.shape[0]
+    columns = k.shape[1] if of_k is None else longest_k or k.shape[0]
+    distance = torch.arange(columns, device=q.device) - torch.arange(rows, device=q.device)[:, None]
+    distance = distance - ahead[:, None, None, None]
+    left, right = window
+    sees = torch.ones_like(distance, dtype=torch.bool) if left is None else distance >= -left
+    return sees if right is None else sees & (distance <= right)
+
+
+def _refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} must be None, got {type(value).__name__}")
+
+
+def _refuse_cute(name: str, function: Callable[..., Any] | None, count: int) -> None:
+    """Raise unless ``function`` takes the ``count`` arguments of FlexAttention's functions."""
+    if function is None:
+        return
+    try:
+        inspect.signature(function).bind(*range(count))
+    except (TypeError, ValueError):
+        raise NotImplementedError(
+            f"{name} must be a function of {count} arguments as for flashtile.attention, got {function!r:.60}"
+        ) from None

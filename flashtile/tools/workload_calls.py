@@ -51,7 +51,7 @@ DOCUMENTED = tuple(
 
 
 def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call]:
-    """Return the calls of forward and backward passes.
+    """Return the calls of forward and backward passes, of batches and of packed sequences.
 
     Args:
         layers: heads of the layers.
@@ -63,7 +63,19 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
                 for arguments in _training_arguments(layer, batch, seqlen, features):
                     out = flashtile.attention(*layer.tensors(batch, seqlen), **arguments)
                     out.sum().backward()
+                for arguments in _training_arguments(layer, batch, seqlen, features=False):
+                    q, k, v = (tensor.flatten(0, 1) for tensor in layer.tensors(batch, seqlen))
+                    packed = _packed(batch, seqlen)
+                    flashtile.attention(q, k, v, **packed, **arguments).sum().backward()
     return calls_of(remembered)
+
+
+def _packed(batch: int, seqlen: int) -> dict[str, Any]:
+    """Return the arguments of a call with ``batch`` packed sequences, the longest of ``seqlen`` tokens."""
+    offsets = torch.zeros(batch + 1, dtype=torch.int32)
+    return {
+        "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen,
+    }  # fmt: skip
 
 
 def _training_arguments(layer: Heads, batch: int, seqlen: int, features: bool) -> Iterator[dict[str, Any]]:

@@ -304,6 +304,9 @@ def test_calls_of_models_have_kernels():
     kinds = {call.operation for call in serving}
     assert {"decode", "append_kvcache", "linear"} <= kinds
     assert {dict(call.arguments)["window_left"] for call in training} >= {-1, 4095}
+    for operation in ("forward", "backward"):
+        packed = [call for call in training if "cu_seqlens_q" in dict(call.arguments)]
+        assert any(launches(call, H200) for call in packed if call.operation == operation)
     for call in (*training[::7], *serving[::7], *features[::7]):
         for target in (H200, A100):
             # A product of many rows is the library's, and has no kernel.

@@ -106,7 +106,8 @@ def _main() -> None:
     file = os.fdopen(answers, "wb")
     pickle.dump(done, file)
     file.flush()
-    os._exit(0)  # This also ends the answer. The program then ends stdin, at which a thread exits with code 1.
+    # The answer ends here and not before: the program then ends stdin, at which a thread exits with code 1.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -202,10 +202,10 @@ REFUSED_BACKWARD = {
         with_mods(replace(PLAIN, deterministic=True), mask_mod=CAUSAL, block_size=(128, 128)), "deterministic"
     ),
     "heads": (
-        with_mods(mask_mod=CAUSAL, block_size=(128, 128), list_heads=8), "differs between query heads of one key head"
+        with_mods(mask_mod=CAUSAL, block_size=(128, 128), list_heads=8), "query heads of one key head"
     ),
     "ragged": (
-        with_mods(replace(PLAIN, seqlen_q=4000), mask_mod=CAUSAL, block_size=(256, 128)), "seqlen_q must be a multiple"
+        with_mods(replace(PLAIN, seqlen_q=4000), mask_mod=CAUSAL, block_size=(256, 128)), "256 queries of a block"
     ),
 }  # fmt: skip
 

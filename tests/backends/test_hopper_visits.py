@@ -205,7 +205,7 @@ REFUSED_BACKWARD = {
         with_mods(mask_mod=CAUSAL, block_size=(128, 128), list_heads=8), "query heads of one key head"
     ),
     "ragged": (
-        with_mods(replace(PLAIN, seqlen_q=4000), mask_mod=CAUSAL, block_size=(256, 128)), "256 queries of a block"
+        with_mods(replace(PLAIN, seqlen_q=4000), mask_mod=CAUSAL, block_size=(256, 128)), "256 queries"
     ),
 }  # fmt: skip
 

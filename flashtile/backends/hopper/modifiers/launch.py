@@ -16,8 +16,8 @@ from flashtile.problems.masks import Mods
 def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     """Return fields of :class:`ModifierFlags` for either pass.
 
-    If ``fixed``, integers in a mask_mod are compiled as literals, which take no registers. Those in a
-    score_mod always are, because a score_mod leaves no registers free.
+    If ``fixed``, integers in a mask_mod are compiled as literals, which take no registers. Integers in a
+    score_mod are always compiled as literals, because a score_mod leaves no registers free.
     """
     dropout, mods = problem.dropout_p > 0, problem.mods
     flags = {
@@ -42,7 +42,10 @@ def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
 
 
 def modifier_integers(problem: Problem, bias: Tensor | None) -> dict[str, int]:
-    """Return the fields of a schedule that modifiers read; they are the same for both passes."""
+    """Return the fields of the kernels' ``schedule`` that dropout and the bias read.
+
+    They are the same for the forward and the backward.
+    """
     integers = {}
     if problem.dropout_p:
         integers["drop_threshold"] = threshold(problem.dropout_p)

@@ -213,7 +213,7 @@ class _Writer:
         return str(operand) if isinstance(operand, Name) else f"({operand!r})"
 
     def spread(self, operand: Any) -> str:
-        """Return the text of an operand as floats of the scores' shape."""
+        """Return the source text of an operand, broadcast to the shape of the scores as floats."""
         whole = "score" in depends_on(self.program)[operand] if isinstance(operand, Name) else False
         text = self.operand(operand)
         if whole:
@@ -236,7 +236,7 @@ class _Writer:
         return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
 
     def _wide_call(self, line: Line) -> str:
-        """Return the text of an operation on 64-bit ints."""
+        """Return the source text of an operation on 64-bit ints."""
         operands = []
         for operand in line.operands:
             text = self.operand(operand)
@@ -263,13 +263,13 @@ class _Writer:
         }[operation]
 
     def _number(self, line: Line, operand: Any) -> str:
-        """Return the text of the kernel's argument that holds a number; "" if no argument does."""
+        """Return the source text of the kernel argument that holds a number; "" if no argument holds it."""
         if operand not in self.numbers or not is_variable(self.program, line, operand):
             return ""
         return f"captured.size_{MAX_SIZES - 1 - self.numbers.index(operand)}"
 
     def _by_number(self, operation: str, x: Any, number: Any) -> str | None:
-        """Return the text of a division by a constant, if it has cheaper instructions; else None."""
+        """Return the source text of a cheaper equivalent of a division by a constant; None if none exists."""
         if not isinstance(x, Name) or isinstance(number, Name) or number <= 0:
             return None
         text, kind = self.operand(x), self.program.kinds[x]
@@ -290,7 +290,7 @@ class _Writer:
         return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]
 
     def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> str:
-        """Return the text of a pointer to an element.
+        """Return the source text of a pointer to an element.
 
         Indices are clamped to the tensor; negative ones count from the end.
         """
@@ -310,7 +310,7 @@ class _Writer:
 
 
 def _function(name: str, parameters: str, body: str) -> Any:
-    """Return the ``@triton.jit`` function of a text. Equal texts share one function."""
+    """Return the ``@triton.jit`` function with this source text. Equal texts share one function."""
     key = (name, parameters, body)
     made = _kept.get(key)
     if made is not None:

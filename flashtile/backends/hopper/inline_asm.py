@@ -135,7 +135,7 @@ RESCALED_TOGETHER = gl.constexpr(16)
 def rescale_asm(count):
     """Return PTX that multiplies ``count`` numbers by their factors.
 
-    It does nothing if operand 3 * count, a flag that is the same in a whole warp, is 0.
+    Operand 3 * count is a flag, equal in all threads of a warp. If it is 0, the code multiplies nothing.
     """
     flag = 3 * count
     products = [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]

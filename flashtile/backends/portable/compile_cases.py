@@ -242,7 +242,7 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
 
 
 def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
-    """Yield each kernel with score or mask functions, at the head sizes of most models."""
+    """Yield the cases of kernels with score or mask functions, for head sizes 64 and 128."""
     family = family_of_capability(*capability)
     telling = family, "bf16", 128, "block mask"
     for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("fp32", 4, 64)):

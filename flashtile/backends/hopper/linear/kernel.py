@@ -74,9 +74,9 @@ class FlatRing(NamedTuple):
 
 
 class FlatTiles(NamedTuple):
-    """The output columns or pairs of columns (*places*) of a program: ``places`` of them, from ``begin`` on.
+    """A program's share of the output: ``places`` output columns, or pairs of them, from ``begin`` on.
 
-    They are divided into ``count`` tiles, whose sizes differ by at most 1.
+    These places are divided into ``count`` tiles, whose sizes differ by at most one place.
     """
 
     begin: Any
@@ -137,8 +137,11 @@ def columns_of(C: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
-    """Return (offsets in W of tile ``t``'s first chunk [WARPS, BLOCK_N, BLOCK_K], mask of the tile's rows [1,
-    BLOCK_N, 1])."""
+    """Return (offsets, mask) for loads of tile ``t``'s rows of W.
+
+    offsets [WARPS, BLOCK_N, BLOCK_K] are those of the first chunk. mask [1, BLOCK_N, 1] is False for rows
+    past the end of the tile.
+    """
     dtype: gl.constexpr = call.pointers.w.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
@@ -200,8 +203,8 @@ def pairs_layout(C):
 def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexpr):
     """Apply the epilogue to the sums of tile ``t`` and store the results.
 
-    sums [BLOCK_N, BLOCK_M], factor [BLOCK_M] (scale of each row of x). Returns ``square`` [BLOCK_M], to which
-    the squares of this tile's results are added if NEXT_NORM.
+    sums [BLOCK_N, BLOCK_M], factor [BLOCK_M] (scale of each row of x). If NEXT_NORM, the squares of this
+    tile's results are added to ``square`` [BLOCK_M]. Returns ``square``.
     """
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
     pairs: gl.constexpr = pairs_layout(C)
@@ -249,7 +252,7 @@ def leave_factor(square, call, C: gl.constexpr):
 
 @gluon.jit
 def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl.constexpr):
-    """Allocate the :class:`FlatRing`. Without NORM, the norm's weights have a minimal placeholder."""
+    """Allocate the :class:`FlatRing`. Without NORM, its buffer of norm weights is unused and minimal."""
     STAGES: gl.constexpr = C.STAGES
     WARPS: gl.constexpr = C.WARPS
     BLOCK_M: gl.constexpr = C.BLOCK_M

@@ -18,7 +18,7 @@ SEARCHED = gl.constexpr(128)
 
 
 class BlockList(NamedTuple):
-    """The ``count`` blocks that a tile visits, the first ``masked_count`` of them under a mask."""
+    """The blocks that a tile visits: ``count`` of them, of which the first ``masked_count`` need a mask."""
 
     count: Any
     masked_count: Any

@@ -124,8 +124,8 @@ def random_bits(
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
     # ``pair`` is the number of a pair of queries, and ``four`` that of a group of four keys. Both are first
-    # counted within the tile. The numbers of the tile's first pair and group have no bits in common with
-    # them, so XOR adds the two. With keys as rows, each thread computes the same words as with queries as
+    # counted from the start of the tile. Then the numbers at the start are added by XOR, because the two
+    # terms have no bits in common. With keys as rows, each thread computes the same words as with queries as
     # rows, and the words are transposed at the end.
     if KEYS_FIRST:
         pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)

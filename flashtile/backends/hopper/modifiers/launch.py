@@ -67,8 +67,8 @@ def is_shared(problem: Problem, bias: Tensor | None) -> bool:
 class FunctionTensors:
     """Turns the tensors of a call's score and mask functions, and of its block mask, into kernel arguments.
 
-    One object serves the calls of one signature. ``by_keys``: each block of keys has a list; else each block
-    of query rows has one.
+    One object serves the calls of one signature. ``by_keys``: whether each block of keys has a list;
+    otherwise each block of query rows has one.
     """
 
     def __init__(self, mods: Mods, extras: Any, by_keys: bool) -> None:

@@ -42,7 +42,7 @@ DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delt
 
 
 class BiasSizes(NamedTuple):
-    """Batch size of the call, and the bias's numbers of sequences, heads and rows, 1 where it broadcasts."""
+    """Batch size of the call, and the sizes of the bias, which are 1 where the bias broadcasts."""
 
     batch: Any
     bias_batch: Any

@@ -87,7 +87,7 @@ def dkdv_blocks(
             kept_p = kept_or_zero(p, kept, call)
         kept_p = kept_p.to(dout_tile.dtype)
         dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
-        # Loaded late: it broadcasts along columns, so each thread holds many of its values.
+        # neg_delta is loaded late: it broadcasts along columns, so each thread holds many of its values.
         neg_delta_rows = load_statistics(neg_delta, start, q.length, 0.0, listed, C)
         dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
         if C.HAS_DROPOUT:

@@ -115,7 +115,8 @@ _kept: BoundedCache = BoundedCache(4 * 2**20)
 def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """Return ``score_mod`` as a function; None without one.
 
-    The function is ``(scores, b, head, rows, keys, captured) -> (new scores, their derivative by scores)``.
+    The function is ``(scores, b, head, rows, keys, captured) -> (new scores, derivative)``, where the
+    derivative is that of the new scores with respect to the given scores.
     """
     program = mods.score_program
     if program is None:
@@ -180,7 +181,7 @@ def gradient_function(mods: Mods) -> Any:
         value = f"ds * ({writer.operand(partial)})"
         if not is_finite(both, partial, loads_are=False):  # ds is 0 where a score is hidden
             value = f"tl.where(ds == 0.0, 0.0, {value})"
-        if "score" in of or {"q", "kv"} <= of:  # one element for each score
+        if "score" in of or {"q", "kv"} <= of:  # each score may have read another element
             pass
         elif "q" in of:
             value = f"tl.sum({value}, 1)[:, None]"
@@ -273,7 +274,7 @@ class _Writer:
         if not isinstance(x, Name) or isinstance(number, Name) or number <= 0:
             return None
         text, kind = self.operand(x), self.program.kinds[x]
-        if operation == "div":  # a score may be rounded; what a condition compares may not
+        if operation == "div":  # a score may be rounded differently, but an operand of a comparison may not
             of_score = kind == "float" and "score" in depends_on(self.program)[x]
             return f"{text} * ({1 / number!r})" if of_score and 1e-30 < number < 1e30 else None
         if kind != "int" or type(number) is not int:

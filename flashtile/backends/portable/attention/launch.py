@@ -193,7 +193,7 @@ def dbias_kernel_of(
     extras: OptionalTensors,
     padded_rows: int,
 ) -> CachedLaunch:
-    """Return the kernel of the bias's gradient; ``inputs`` are q, k and v."""
+    """Return the launch of the kernel that computes the bias's gradient. ``inputs`` are q, k and v."""
     assert extras.bias is not None
     tile = dbias_tile(config)
     batch, heads, rows, keys = extras.bias.shape

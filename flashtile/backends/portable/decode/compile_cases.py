@@ -96,8 +96,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "features": _FEATURES,
     "chunk": {"seqlen_q": 4, "window_right": 0, "attention_chunk": 8192},
 }
-"""Variants by name. Every tile is compiled for pages of 16. With 16-bit heads of 128, NARROW tiles are
-compiled for all variants, others for ``_WIDE_VARIANTS``."""
+"""Variants by name. Every tile is compiled for pages of 16 tokens. For 16-bit elements and head_dim 128,
+NARROW tiles are compiled for all variants, and other tiles for ``_WIDE_VARIANTS``."""
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 
 _LATENT_SPILLS = {("hopper", config.WIDE): 556, ("ampere", config.WIDE): 116}

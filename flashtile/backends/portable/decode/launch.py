@@ -181,7 +181,7 @@ class DecodeLaunch:
         return plan.as_operands(k_cache, v_cache, self._config)
 
     def _cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) filled with 0 and -inf, because no program writes some of the tokens."""
+        """Return (out, lse) filled with 0 and -inf, because some tokens are not written by any program."""
         out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
         if lse is None:
             return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)

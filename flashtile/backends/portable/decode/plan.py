@@ -28,8 +28,8 @@ COMBINE_TILE = 4096
 """Elements of partial results that four warps of a combining program load at a time. The program waits on a
 multiprocessor for two attention programs to end, so its registers must fit next to theirs."""
 MIN_SPLITS = 8
-"""Fewest splits that a combining program loads at a time. The average may be lower than what one work tile
-has."""
+"""Fewest splits that a combining program loads at a time. The planned number is an average over work tiles,
+so some work tiles have more splits."""
 MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
 """Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""

@@ -9,7 +9,7 @@ from flashtile.backends.common.tiles import LN_2, LOG2_E
 
 
 class Rows(NamedTuple):
-    """The packed rows of a work tile, each [rows]."""
+    """The packed rows of a work tile. Each field is [rows], or a scalar."""
 
     b: Any
     """Number of the sequence."""
@@ -31,7 +31,7 @@ class Splits(NamedTuple):
     num_splits: Any
     """Splits per work tile, without stream-K."""
     split_n_blocks: Any
-    """n_blocks per split; 0: as many as give ``num_splits`` splits of the work tile."""
+    """n_blocks per split. 0: each work tile is divided into ``num_splits`` splits instead."""
 
 
 @triton.jit

@@ -164,10 +164,11 @@ def start_sums(q, faults, C: tl.constexpr):
 
 @triton.jit
 def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C: tl.constexpr):
-    """Prefetch one of the first two n_blocks of the program's next work tile, in two iterations of the loop.
+    """Prefetch the first two n_blocks of the program's next work tile, in two iterations ``n`` of the loop.
 
-    These are iteration ``n = last - PREFETCH`` (or the loop's first, if that is later) and the one after it.
-    In a program's last work tile, they launch the dependent kernels instead.
+    Iteration ``last - PREFETCH``, or the first iteration if that is later, prefetches one of them, and the
+    iteration after it the other. In a program's last work tile, these iterations launch the dependent kernels
+    instead.
     """
     i = n - tl.maximum(first, last - PREFETCH)
     if (i == 0) | (i == 1):

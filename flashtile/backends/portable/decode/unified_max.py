@@ -20,8 +20,8 @@ Above 2^16 float16 is infinite, and so are the sums of values."""
 MAX_FLOAT32 = tl.constexpr(2.0**16)
 """Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
 MIN_VALUE = tl.constexpr(2.0**-60)
-"""A row's output sums need a largest magnitude of at least this: smaller ones may lack terms flushed to
-zero."""
+"""Least accepted magnitude of the largest output sum of a tile. Smaller sums may lack terms that were flushed
+to zero."""
 
 
 @triton.jit

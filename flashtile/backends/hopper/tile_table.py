@@ -37,7 +37,7 @@ def key_lengths(cu_seqlens_k, seqused_k, sequence, total_k, mask, SEQUSED: tl.co
 
 @triton.jit
 def num_tiles(seqlen_q, num_blocks, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the number of work tiles per head, for each of these sequences.
+    """Return the number of work tiles per head for sequences of ``seqlen_q`` rows.
 
     A work tile is a block of rows, or a pair of blocks if PAIRED. A sequence has at most ``num_blocks``
     blocks.

@@ -6,12 +6,12 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def pin(x):
-    """Return x, unchanged, after a scheduling barrier. x: [rows], or sums [rows, 4], with values >= 0.
+    """Return x unchanged, after a scheduling barrier. x [rows] or [rows, 4] has values >= 0.
 
     x is computed before the barrier, and everything that uses the result after it. The assembler (ptxas)
     moves arithmetic across waits and across products on which it does not depend. Steps that should overlap
-    would then run one after the other. But it moves nothing across ``nanosleep``. The ``nanosleep`` here is
-    executed only for negative x, so never.
+    would then run one after the other. But the assembler moves nothing across ``nanosleep``. The
+    ``nanosleep`` here is executed only for negative x, so never.
     """
     return gl.inline_asm_elementwise(
         """
@@ -48,7 +48,7 @@ def to_16_bit(x, dtype: gl.constexpr):
 
 @gluon.jit
 def to_fp32(x):
-    """Convert fp16 or bf16 to fp32. Two bf16 numbers in a register take a shift and a mask."""
+    """Convert fp16 or bf16 to fp32. Two bf16 numbers of a register are converted by a shift and a mask."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=r,=r,r", [x], dtype=gl.float32,
@@ -60,7 +60,10 @@ def to_fp32(x):
 
 @gluon.jit
 def pin_16_bit(p):
-    """Do what :func:`pin` does for 16-bit p >= 0. Each thread must hold at least 16 elements of p."""
+    """Return p unchanged, after the scheduling barrier of :func:`pin`. p has 16-bit values >= 0.
+
+    Each thread must hold at least 16 elements of p.
+    """
     return gl.inline_asm_elementwise(
         """{
         .reg .pred never;
@@ -79,9 +82,10 @@ def pin_16_bit(p):
 def wait_for_loads(x):
     """Return x (16 bits, at least 16 numbers per thread) once it has been loaded from shared memory.
 
-    An arrival at a barrier does not wait for earlier loads, which other warps' exponentials may delay. TMA,
-    which waits only for the arrival, could then overwrite data that have not been loaded yet. As in
-    :func:`pin`, an instruction that may sleep keeps the order.
+    When a thread arrives at a barrier, its earlier loads may still be in progress, for example because other
+    warps compute exponentials. TMA waits only for the arrival, so it could overwrite data that have not been
+    loaded yet. Here a ``nanosleep`` depends on the loaded data, and so follows the loads. As in :func:`pin`,
+    it never sleeps, and the assembler moves nothing across it.
     """
     return gl.inline_asm_elementwise(
         """{
@@ -99,7 +103,7 @@ def wait_for_loads(x):
 
 @gluon.jit
 def wait_for_numbers(x):
-    """:func:`wait_for_loads` for fp32, two numbers per thread."""
+    """Do the same as :func:`wait_for_loads` for fp32 numbers, two per thread."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred never;
@@ -116,7 +120,7 @@ def wait_for_numbers(x):
 def copy_registers(p):
     """Copy P (16 or 32 bits) to the registers of the product's operand, which the previous product has read.
 
-    The assembler keeps the copy at this point.
+    The assembler does not move the copy to another place in the code.
     """
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
@@ -131,7 +135,7 @@ RESCALED_TOGETHER = gl.constexpr(16)
 def rescale_asm(count):
     """Return PTX that multiplies ``count`` numbers by their factors.
 
-    It does nothing if operand 3 * count, a flag that is the same in a whole warp, is 0.
+    Operand 3 * count is a flag, equal in all threads of a warp. If it is 0, the code multiplies nothing.
     """
     flag = 3 * count
     products = [f"mul.f32 ${n}, ${n}, ${2 * count + n};" for n in range(count)]

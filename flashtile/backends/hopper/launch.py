@@ -16,7 +16,7 @@ def num_programs(num_tiles: int, device: torch.device | Target, sharing: int = 1
 
 
 def score_numbers(problem: Problem | DecodeProblem) -> dict[str, float]:
-    """Return the factors from products Q K^T to scores in log2 units, as fields of a pass's ``Numbers``."""
+    """Return the factors that turn Q K^T into scores in log2 units, by their names in ``Numbers``."""
     softcap = problem.softcap
     return {
         "scale_log2": (softcap or problem.softmax_scale) * LOG2_E,

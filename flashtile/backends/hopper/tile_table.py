@@ -37,7 +37,11 @@ def key_lengths(cu_seqlens_k, seqused_k, sequence, total_k, mask, SEQUSED: tl.co
 
 @triton.jit
 def num_tiles(seqlen_q, num_blocks, PAIRED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the number of work tiles per head of sequences (``forward.schedule.tiles_of_head``)."""
+    """Return the number of work tiles per head for sequences of ``seqlen_q`` rows.
+
+    A work tile is a block of rows, or a pair of blocks if PAIRED. A sequence has at most ``num_blocks``
+    blocks.
+    """
     count = tl.minimum(tl.cdiv(seqlen_q, BLOCK_M), num_blocks)
     if PAIRED:
         count = (count + 1) // 2
@@ -63,8 +67,9 @@ def tile_table_kernel(
 ):
     """Fill ``table``. Grid: one program for each of ``batch`` sequences.
 
-    Row 0 has the number of work tiles per head, then 0: so far, no work tile has been taken from the work
-    queue. Each other row is a work tile: sequence, tile_in_head, start_q, start_k, seqlen_q, seqlen_k.
+    Row 0 is a header: the number of work tiles per head, then the number of work tiles that have been taken
+    from the work queue, 0. Each other row is a work tile: sequence, tile_in_head, start_q, start_k, seqlen_q,
+    seqlen_k.
     Sequences with more keys come first. In the backward, work tiles are blocks of keys, so the caller
     exchanges q and k.
     """

@@ -24,7 +24,7 @@ def make_work_queue(READERS: gl.constexpr):
 
 @gluon.jit
 def put(queue, t, tile_index, WARPS: gl.constexpr = 1):
-    """Producer of WARPS warps: pass ``tile_index`` on as the program's work tile number ``t``."""
+    """Producer of WARPS warps: pass ``tile_index`` to the readers as the program's work tile ``t``."""
     slot = queue.acquire(t)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     queue.tiles.index(slot).store(gl.full([1], 0, gl.int32, layout) + tile_index)
@@ -40,14 +40,17 @@ def peek(queue, t, WARPS: gl.constexpr):
 
 @gluon.jit
 def read(queue, t, WARPS: gl.constexpr):
-    """Return the index that :func:`peek` returned. Reading it again saves registers in the meantime."""
+    """Return the index that :func:`peek` returned.
+
+    A second read from shared memory saves a register: the index need not be kept between the two calls.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     return gl.max(queue.tiles.index(t % SLOTS).load(layout), 0)
 
 
 @gluon.jit
 def take(queue, t, WARPS: gl.constexpr):
-    """:func:`peek`, then release the slot."""
+    """Call :func:`peek`, release the slot, and return the index."""
     tile_index = peek(queue, t, WARPS)
     queue.release(t)
     return tile_index

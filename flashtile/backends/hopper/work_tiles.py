@@ -38,7 +38,10 @@ class WorkTile(NamedTuple):
 
 @gluon.jit
 def num_work_tiles(C: gl.constexpr, pointers, schedule):
-    """Return the number of work tiles of the launch. The table of packed sequences is for a single head."""
+    """Return the number of work tiles of the launch.
+
+    For packed sequences, the tile table holds the number of work tiles of one head.
+    """
     num_tiles = schedule.num_tiles
     if C.VARLEN:
         num_tiles = gl.load(pointers.table) * schedule.num_heads

@@ -39,7 +39,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 
 def fits(gpu: tuple[int, int], element_bytes: int, head_dim: int) -> bool:
-    """Whether tiles of heads of this size fit into a block's shared memory, by compute capability ``gpu``."""
+    """Whether tiles of this head size fit into shared memory on GPUs of compute capability ``gpu``."""
     if head_dim > 512:
         return element_bytes == 2 and gpu in LARGE_SHARED_MEMORY
     return head_dim <= 256 or (gpu >= (8, 0) if element_bytes == 2 else gpu in LARGE_SHARED_MEMORY)

@@ -61,7 +61,10 @@ def unpack_words(words, like, C: tl.constexpr):
 
 @triton.jit
 def pack_words(first, second, like, C: tl.constexpr):
-    """Pack two float32 values into a 32-bit word in the dtype of ``like``; without PAIRS only ``first``."""
+    """Pack two float32 values into a 32-bit word, in the dtype of ``like``.
+
+    Without PAIRS, the word holds only ``first``, in float32.
+    """
     if C.PAIRS:
         dtype: tl.constexpr = like.dtype.element_ty
         low = first.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -92,14 +95,14 @@ def all_reduce_kernel(
 ):
     """Add the parts of all ranks, in the same order on each rank, plus ``residual``. Grid: (PROGRAMS,).
 
-    part, residual and out are ``words`` words of 32 bits. With RESULT = JOIN, part has rows of ``columns``
-    words and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks'
-    memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of a
-    graph.
+    part, residual and out have ``words`` words of 32 bits. With RESULT = JOIN, part is (rows, columns) words
+    and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks' memories.
+    ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of a graph.
 
-    Calls alternate between two slots: call n + 2 writes the slot of call n. On a rank it starts after call
-    n + 1 has ended there. By then all other ranks have begun call n + 1, so they have read what call n wrote.
-    This holds as long as calls run one after another and each sends something.
+    Calls alternate between two slots: call n + 2 writes to the slot of call n. A rank starts call n + 2 after
+    its own call n + 1 has ended. That call has waited for the parts of all other ranks, so all of them have
+    begun call n + 1 and have read what call n wrote. This holds as long as calls run one after another and
+    every call sends at least one word.
     """
     pid = tl.program_id(0)
     source = tl.arange(0, C.SOURCES)[:, None]

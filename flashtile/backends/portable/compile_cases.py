@@ -141,7 +141,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
-    """Return (q, k, v, extras) of a call as ``problem`` describes it, contiguous on "meta"."""
+    """Return (q, k, v, extras) of a call that ``problem`` describes. They are contiguous meta tensors."""
     batch, heads_q, heads_kv = problem.batch, problem.num_heads_q, problem.num_heads_kv
     scores = (batch, heads_q, problem.seqlen_q, problem.seqlen_k)
     offsets, by_head = meta(batch + 1, dtype=torch.int32), meta(heads_q)
@@ -174,7 +174,7 @@ def inputs_of(problem: Problem) -> tuple[Tensor, Tensor, Tensor, Any]:
 
 
 def _tensors_of_functions(mods: Mods, scores: tuple[int, int, int, int]) -> dict[str, Tensor]:
-    """Return the tensors that the functions of ``WITH_MODS`` read, and the lists of a block mask, if any."""
+    """Return the tensors that ``_SCORE`` and ``_MASK`` read, and the lists of the block mask, if any."""
     batch, heads, seqlen_q, seqlen_k = scores
     documents = meta(batch, seqlen_q, dtype=torch.int32)
     given = {f"captured_{i}": documents for i in range(len(mods.ranks))}
@@ -242,7 +242,7 @@ def _plain_cases(capability: tuple[int, int]) -> Iterator[CompileCase]:
 
 
 def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
-    """Yield each kernel with score or mask functions, at the head sizes of most models."""
+    """Yield the cases of kernels with score or mask functions, for head sizes 64 and 128."""
     family = family_of_capability(*capability)
     telling = family, "bf16", 128, "block mask"
     for dtype, element_bytes, head_dim in (("bf16", 2, 64), ("bf16", 2, 128), ("fp32", 4, 64)):
@@ -262,7 +262,10 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
 
 
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
-    """Yield the kernels of a form of attention weights: with many features, and with a block mask."""
+    """Yield the kernels that compute attention weights, with many features and with a block mask.
+
+    ``form`` and ``top`` are an entry of ``_FORMS``.
+    """
     family = family_of_capability(*capability)
     name = f"{form} {top}" if top else form
     telling = form == "columns" or (family == "hopper" and top == 8)

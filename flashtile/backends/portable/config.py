@@ -128,14 +128,20 @@ HEAD_DIMS = (16, 32, 64, 128, 256, 512, 576)
 
 
 def dbias_tile(config: Config) -> KernelConfig:
-    """Return the tile of the bias's gradient, whose kernel holds tiles of q, k, v and dout. Not timed."""
+    """Return the tile of the kernel that computes the bias's gradient.
+
+    This kernel holds tiles of q, k, v and dout at a time. Its tile sizes were not timed.
+    """
     if config.dkdv.num_stages < 3:
         return replace(config.dkdv, num_stages=1)
     return K(128, 64, 8, 2)
 
 
 def family(device: torch.device | Target) -> str:
-    """Return the table's family for a device; the interpreter (CPU tensors) takes the smallest tiles."""
+    """Return the family of the device, under which the table lists its configurations.
+
+    Triton's interpreter (CPU tensors) takes the smallest tiles.
+    """
     return family_of_capability(*capability(device))
 
 
@@ -146,7 +152,7 @@ def family_of_capability(major: int, minor: int) -> str:
 
 
 def precision_of(table_family: str, element_bytes: int) -> str:
-    """Return Triton's ``input_precision`` for a family of the table.
+    """Return Triton's ``input_precision`` for a family of GPUs.
 
     "tf32x3" needs tensor cores with tf32. With 16-bit operands the value has no effect, but Triton refuses
     "tf32" for most of AMD's GPUs. These belong to the family "other", which gets "ieee".
@@ -210,8 +216,8 @@ They compile with few spills or none. None was timed."""
 def row_with_functions(problem: Problem, table_family: str, element_bytes: int, width: int) -> Config:
     """Return the configuration of a call with ``score_mod``, ``mask_mod`` or a block mask.
 
-    16-bit inputs on Hopper have a table of their own. Otherwise it is the row for windows, with at most two
-    stages. Tile sizes divide the block sizes of a block mask.
+    16-bit inputs on Hopper have a table of their own. Other calls use the configuration for windows, with at
+    most two stages. Tile sizes are reduced until they divide the block sizes of the block mask.
     """
     assert problem.mods is not None
     plain = row(table_family, element_bytes, width, windowed=True)

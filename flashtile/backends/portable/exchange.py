@@ -49,14 +49,16 @@ def exchange_kernel(
 ):
     """Merge each row over the keys of all ranks, on every rank. Grid: (PROGRAMS,).
 
-    out (batch, seqlen, heads, HEAD_DIM_V) float32, lse (batch, seqlen, heads), natural log, of this rank's
-    keys. result like out, result_lse (batch, heads, seqlen). ``memories`` (RANKS,) int64 are the addresses of
-    the ranks' memories. ``calls`` (PROGRAMS,) int64 counts the calls with this memory.
+    out (batch, seqlen, heads, HEAD_DIM_V), float32, and lse (batch, seqlen, heads), natural log, are the
+    results over the keys of this rank. result has the shape of out; result_lse is (batch, heads, seqlen).
+    ``memories`` (RANKS,) int64 are the addresses of the ranks' memories. ``calls`` (PROGRAMS,) int64 counts
+    the calls with this memory.
 
-    The count selects one of two slots, and flags are set to it. It is in memory, so it also advances in
-    replays of a graph. With two slots one wait per call is enough. A rank reuses a slot only after all ranks
-    have flagged the call in between, and they flag it only after they have read the slot. Program i has the
-    same rows on all ranks and in all calls, so it waits only for the programs i of the other ranks.
+    The number of the call selects one of two slots. A program sets its flag on each rank to this number when
+    its results are complete. The count is in device memory, so it also advances in replays of a CUDA graph.
+    With two slots, one wait per call is enough. A rank reuses a slot only after all ranks have flagged the
+    call in between, and they flag it only after they have read the slot. Program i has the same rows on all
+    ranks and in all calls, so it waits only for the programs i of the other ranks.
     """
     pid = tl.program_id(0)
     call = tl.load(calls + pid) + 1
@@ -109,7 +111,7 @@ def exchange_kernel(
 
 
 def exchange_variant(ranks: int, capacity: int, head_dim: int) -> ExchangeVariant:
-    """Return the constants of a kernel for up to ``capacity`` rows, a power of two."""
+    """Return the constants of a kernel for up to ``capacity`` rows. ``capacity`` is a power of two."""
     ROWS = min(max(capacity // MAX_PROGRAMS, 1), MAX_ROWS)
     return ExchangeVariant(
         RANKS=ranks,

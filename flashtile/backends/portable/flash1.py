@@ -66,9 +66,10 @@ class Flash1Variant:
 
 @triton.jit
 def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
-    """Lines 10 to 12: update out, maximum and sum by scores [BLOCK_M, BLOCK_N] and v [BLOCK_N, BLOCK_DV].
+    """Update out, maximum and sum by one tile of keys: lines 10 to 12 of the paper's Algorithm 1.
 
-    A row's maximum is -inf over a tile that it does not see, and before it has seen any key.
+    scores [BLOCK_M, BLOCK_N], v [BLOCK_N, BLOCK_DV]. A row's maximum is -inf over a tile that it does not
+    see, and before it has seen any key.
     """
     tile_max = tl.max(scores, 1)
     new_max = tl.maximum(row_max, tile_max)
@@ -86,8 +87,9 @@ def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
 def flash1_kernel(pointers, strides, lengths, softmax_scale, C: tl.constexpr):
     """Grid: (heads * batch,). q, k, v (batch, seqlen, heads, head_dim) with any strides, out contiguous.
 
-    partial [batch, num_heads_q, seqlen_q, HEAD_DIM_V], row_max and row_sum [batch, num_heads_q, seqlen_q],
-    fp32, begin as 0, -inf and 0 (line 2). The last key block writes its output to out, others to partial.
+    partial [batch, num_heads_q, seqlen_q, HEAD_DIM_V], row_max and row_sum [batch, num_heads_q, seqlen_q] are
+    fp32. The caller fills them with 0, -inf and 0. The output after the last key block goes to out, and that
+    after earlier key blocks to partial. Line numbers in comments are those of the paper's Algorithm 1.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N

@@ -135,9 +135,9 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
         load_keys(C, k_desc, work, n, k.full.index(slot), k.tiles.index(slot))
         if not C.V_TRANSPOSED:
             load_values(C, v_desc, work, n, i, v, v_rows)
-            if i > 0:  # before q, whose slot is free only after consumers have used block i - 1
+            if i > 0:  # before q is loaded, because consumers free q's slot only after block i - 1
                 transpose_values(C, i - 1, v, v_rows)
-        if n == n_end - 1:  # after the first keys, which need not wait for q's tile
+        if n == n_end - 1:  # after the first keys, whose load need not wait for a free slot of q
             slot = q.acquire(j)
             mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
             for w in gl.static_range(WARPGROUPS):
@@ -169,7 +169,7 @@ def forward_kernel(
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS if C.V_TRANSPOSED else 0, 1)
-    v_rows = v  # a slot is free once the producer itself has transposed it
+    v_rows = v  # a slot is free as soon as the producer itself has transposed its tile
     if not C.V_TRANSPOSED:
         v_layout: gl.constexpr = transposed_layout(C.BLOCK_N)
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [C.STAGES, C.BLOCK_DV, C.BLOCK_N], v_layout)

@@ -96,7 +96,7 @@ def fp8_forward_variant(problem: Fp8Problem, config: Fp8Config, scales: Scales) 
 
 
 def scale_strides(problem: Fp8Problem, scales: Scales) -> BlockScaleStrides:
-    """Return the strides of the scales of q, k and v, 0 for those that are None."""
+    """Return the strides of the scales of q, k and v. The strides of a scale that is None are 0."""
     strides: dict[str, int] = {}
     for name, scale in scales._asdict().items():
         batch = head = block = 0

@@ -104,8 +104,8 @@ def load_scales(C: gl.constexpr, scales, n):
 def score_factor(C: gl.constexpr, scales, k_scale):
     """Return the factor of raw products, [rows].
 
-    Without C.HAS_SCORE_MOD it multiplies masked scores (-inf). It is then clamped to be positive and finite,
-    because 0 times -inf is NaN.
+    Without C.HAS_SCORE_MOD, the factor also multiplies masked scores, which are -inf. The factor is then
+    clamped to be positive and finite, because 0 times -inf is NaN.
     """
     factor = scales.rows * k_scale
     if not C.HAS_SCORE_MOD:

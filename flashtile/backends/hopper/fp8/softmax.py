@@ -20,9 +20,9 @@ LEAST = gl.constexpr(2.0**-90)
 
 @gluon.jit
 def by_byte(x):
-    """Split [rows, N] into four [rows, N / 32, 2, 4]: the columns that become bytes 0 to 3 of P's registers.
+    """Split x [rows, N] into four tensors [rows, N / 32, 2, 4], one for each byte of P's registers.
 
-    Column 32 a + 16 b + 8 c + 2 t + i is byte 2 c + i of register (a, b) of thread t.
+    Column 32 a + 16 b + 8 c + 2 t + i of x becomes byte 2 c + i of register (a, b) of thread t.
     """
     M: gl.constexpr = x.shape[0]
     N: gl.constexpr = x.shape[1]
@@ -54,7 +54,9 @@ def pack(b0, b1, b2, b3):
 
 @gluon.jit
 def as_operand(packed, product_layout: gl.constexpr):
-    """Return int32 [rows, N / 32, 2, 4] as e4m3 [rows, N], a product's left operand in the same registers.
+    """View int32 [rows, N / 32, 2, 4] as e4m3 [rows, N], the left operand of a product.
+
+    The result is in the registers of ``packed``.
 
     P is carried between iterations as int32. If it were carried as bytes, the compiler would split and
     reassemble every register at the boundary of the loop.

@@ -49,14 +49,18 @@ def transposed_layout(block_n):
 
 @gluon.jit
 def transpose_tile(rows, transposed):
-    """Transpose e4m3 ``rows`` [N, D] into ``transposed`` [D, N], keys in P's order. Both: shared memory."""
+    """Transpose e4m3 ``rows`` [N, D] into ``transposed`` [D, N]. Both are in shared memory.
+
+    The keys of ``transposed`` are in P's order (``fp8_layout.key_order``).
+    """
     N: gl.constexpr = rows.shape[0]
     D: gl.constexpr = rows.shape[1]
     loaded: gl.constexpr = pair_layout(D // 2, gl.num_warps())
     source = reinterpret(rows, gl.int16, [N, D // 2], words(D))
     target = reinterpret(transposed, gl.int16, [D, N // 2], words(N))
     for group in gl.static_range(N // GROUP):
-        # Element [d, key] has columns 2 d and 2 d + 1. The key in the group is 16 a + 8 b + 2 t + c.
+        # x[d, key] holds columns 2 d and 2 d + 1 of one row. Below, the axes a, b, t and c stand for key
+        # 16 a + 8 b + 2 t + c of the group.
         x = source.slice(group * GROUP, GROUP, dim=0).permute((1, 0)).load(loaded)
         x = x.reshape([D // 2, 2, 2, 4, 2]).permute((0, 1, 3, 4, 2))  # [d, a, t, c, b]
         low_keys, high_keys = gl.split(x)
@@ -67,6 +71,6 @@ def transpose_tile(rows, transposed):
             dtype=(gl.int16, gl.int16),
             is_pure=True,
             pack=2,
-        )  # even and odd columns, [d, a, t, b] each; an int16 holds the two keys c
+        )  # even and odd columns, each [d, a, t, b]; an int16 holds the keys with c = 0 and c = 1
         y = gl.join(even, odd).permute((0, 4, 1, 2, 3)).reshape([D, GROUP // 2])
         target.slice(group * (GROUP // 2), GROUP // 2, dim=1).store(y)

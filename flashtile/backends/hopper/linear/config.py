@@ -65,7 +65,7 @@ def padded_rows(rows: int) -> int:
 
 
 def key_of(problem: LinearProblem) -> tuple[int, int]:
-    """Return the key of TILES and DEFAULT: (BLOCK_M, bytes of an element of W)."""
+    """Return the problem's key in TILES and DEFAULT: (BLOCK_M, bytes of an element of W)."""
     return padded_rows(problem.M), 1 if problem.weight_dtype == E4M3 else 2
 
 
@@ -87,7 +87,7 @@ def make(problem: LinearProblem, tile: Tile) -> FlatConfig:
 
 
 def choose(problem: LinearProblem, measured: Tile | None) -> FlatConfig:
-    """Return the configuration with the tile ``measured`` for this shape; None means the default tile."""
+    """Return the configuration with the tile ``measured``, or with the default tile if it is None."""
     return make(problem, measured or DEFAULT[key_of(problem)])
 
 

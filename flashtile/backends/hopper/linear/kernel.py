@@ -74,9 +74,9 @@ class FlatRing(NamedTuple):
 
 
 class FlatTiles(NamedTuple):
-    """The output columns or pairs of columns (*places*) of a program: ``places`` of them, from ``begin`` on.
+    """A program's share of the output: ``places`` output columns, or pairs of them, from ``begin`` on.
 
-    They are divided into ``count`` tiles, whose sizes differ by at most 1.
+    These places are divided into ``count`` tiles, whose sizes differ by at most one place.
     """
 
     begin: Any
@@ -111,7 +111,10 @@ def ring_layout(C, dtype):
 
 @gluon.jit
 def tiles_of(program, programs, places, C: gl.constexpr):
-    """Return the :class:`FlatTiles` of a program. All programs have equal shares of the places, within 1."""
+    """Return the :class:`FlatTiles` of a program.
+
+    The places (output columns, or pairs of them) are shared equally: programs differ by at most one place.
+    """
     begin = (places.to(gl.int64) * program // programs).to(gl.int32)
     end = (places.to(gl.int64) * (program + 1) // programs).to(gl.int32)
     return FlatTiles(begin, end - begin, gl.cdiv(end - begin, C.BLOCK_N // C.HALVES))
@@ -125,7 +128,7 @@ def edge_of(tiles, t):
 
 @gluon.jit
 def columns_of(C: gl.constexpr, dtype: gl.constexpr):
-    """Return [WARPS, 1, BLOCK_K]: the columns of a chunk, by the warp that multiplies them."""
+    """Return the columns of a chunk, [WARPS, 1, BLOCK_K]. Warp w multiplies the columns of index w."""
     layout: gl.constexpr = copy_layout(C, dtype)
     warp = gl.arange(0, C.WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     k = gl.arange(0, C.BLOCK_K, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
@@ -134,8 +137,11 @@ def columns_of(C: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
-    """Return (offsets in W of tile ``t``'s first chunk [WARPS, BLOCK_N, BLOCK_K], mask of the tile's rows [1,
-    BLOCK_N, 1])."""
+    """Return (offsets, mask) for loads of tile ``t``'s rows of W.
+
+    offsets [WARPS, BLOCK_N, BLOCK_K] are those of the first chunk. mask [1, BLOCK_N, 1] is False for rows
+    past the end of the tile.
+    """
     dtype: gl.constexpr = call.pointers.w.dtype.element_ty
     layout: gl.constexpr = copy_layout(C, dtype)
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
@@ -148,7 +154,10 @@ def rows_of(tiles, t, depth, call, C: gl.constexpr, E: gl.constexpr):
 
 @gluon.jit
 def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
-    """Start asynchronous copies of a chunk into a slot; outside of the mask ``mine`` and past K it gets 0."""
+    """Start asynchronous copies of a chunk into a slot.
+
+    Elements outside of the mask ``mine``, or past the last column of K, become 0.
+    """
     start = chunk * (C.WARPS * C.BLOCK_K)
     if not C.EVEN_K:
         mine = mine & (start + columns_of(C, source.dtype.element_ty) < depth.K)
@@ -176,7 +185,7 @@ def load_x(chunk, slot, pointers, ring, depth, M, C: gl.constexpr):
 
 @gluon.jit
 def as_numbers(w, dtype: gl.constexpr):
-    """Return W in the dtype of x, to which e4m3 is converted exactly."""
+    """Convert W to the dtype of x. The conversion of e4m3 is exact."""
     if w.dtype == gl.float8e4nv and dtype == gl.bfloat16:
         return to_bfloat16(w)
     else:
@@ -194,8 +203,8 @@ def pairs_layout(C):
 def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexpr):
     """Apply the epilogue to the sums of tile ``t`` and store the results.
 
-    sums [BLOCK_N, BLOCK_M], factor [BLOCK_M] (scale of each row of x). Returns ``square`` [BLOCK_M], to which
-    the squares of this tile's results are added if NEXT_NORM.
+    sums [BLOCK_N, BLOCK_M], factor [BLOCK_M] (scale of each row of x). If NEXT_NORM, the squares of this
+    tile's results are added to ``square`` [BLOCK_M]. Returns ``square``.
     """
     STEP: gl.constexpr = C.BLOCK_N // C.HALVES
     pairs: gl.constexpr = pairs_layout(C)
@@ -221,8 +230,8 @@ def finish(sums, factor, square, tiles, t, call, C: gl.constexpr, E: gl.constexp
 def leave_factor(square, call, C: gl.constexpr):
     """Store a program's sums of squares ``square`` [BLOCK_M], one for each row of x.
 
-    The last program to arrive adds the sums of all programs, in a fixed order, and stores the factor of the
-    next norm.
+    The last program to arrive adds the sums of all programs, in a fixed order. From the totals it stores the
+    factor by which the next norm multiplies each row.
     """
     BLOCK_M: gl.constexpr = C.BLOCK_M
     PARTS: gl.constexpr = PARTS_AT_ONCE // BLOCK_M
@@ -243,7 +252,7 @@ def leave_factor(square, call, C: gl.constexpr):
 
 @gluon.jit
 def make_ring(x_type: gl.constexpr, w_type: gl.constexpr, C: gl.constexpr, E: gl.constexpr):
-    """Allocate the :class:`FlatRing`. Without NORM, the norm's weights have a minimal placeholder."""
+    """Allocate the :class:`FlatRing`. Without NORM, its buffer of norm weights is unused and minimal."""
     STAGES: gl.constexpr = C.STAGES
     WARPS: gl.constexpr = C.WARPS
     BLOCK_M: gl.constexpr = C.BLOCK_M
@@ -274,9 +283,10 @@ def next_chunk(tile, chunk, offsets, mine, chunks, tiles, depth, call, C: gl.con
 def flat_kernel(
     pointers, depth, eps, places, strides, cache_strides, sizes, C: gl.constexpr, E: gl.constexpr
 ):
-    """Compute y = x W^T for few rows of x. Grid: as many programs as run at a time, at most one per place.
+    """Compute y = x W^T for up to 16 rows of x.
 
-    The counter ``arrived`` is 0 before and after the kernel.
+    Grid: as many programs as the GPU runs at a time, and at most one per place. A place is an output column,
+    or a pair of columns that the epilogue combines. The counter ``arrived`` is 0 before and after the kernel.
     """
     STAGES: gl.constexpr = C.STAGES
     WARPS: gl.constexpr = C.WARPS

@@ -22,7 +22,7 @@ SQUARE = gl.constexpr(64)
 
 @gluon.jit
 def make_row_tiles(C: gl.constexpr, desc):
-    """Make the forward's channel of the bias; 0 without a bias."""
+    """Make the channel (ring of shared-memory tiles) of the forward's bias; return 0 without a bias."""
     if C.HAS_BIAS:
         return make_channel(desc, C.BIAS_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     else:
@@ -31,7 +31,10 @@ def make_row_tiles(C: gl.constexpr, desc):
 
 @gluon.jit
 def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
-    """Load, in the forward's producer, the bias of key block ``n`` for all warpgroups, as use ``i``."""
+    """Producer of the forward: load the bias of key block ``n`` for the rows of all warpgroups.
+
+    The tiles go to the channel's slot of use ``i``.
+    """
     slot = bias.acquire(i)
     barrier = bias.full.index(slot)
     mbarrier.expect(barrier, C.WARPGROUPS * desc.block_type.nbytes)
@@ -45,9 +48,10 @@ def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
 
 @gluon.jit
 def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Return, in the forward's consumer W, its rows' part of bias tile ``i``: the first WIDTH keys, 16 bits.
+    """Consumer W of the forward: return its rows and the first WIDTH keys of bias tile ``i``, in 16 bits.
 
-    :func:`release_rows` waits until these loads from shared memory are complete.
+    The result is [WARPGROUP_ROWS, WIDTH]. :func:`release_rows` waits until these loads from shared memory are
+    complete.
     """
     slot = bias.wait(i)
     tile = bias.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
@@ -58,7 +62,7 @@ def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, la
 
 @gluon.jit
 def release_rows(bias, i, added):
-    """Wait until :func:`read_rows` has loaded ``added``, release use ``i``, and return ``added``."""
+    """Wait until :func:`read_rows` has loaded ``added``, free the slot of use ``i``, and return ``added``."""
     added = wait_for_loads(added)
     bias.release(i)
     return added
@@ -66,7 +70,10 @@ def release_rows(bias, i, added):
 
 @gluon.jit
 def over_ds(C: gl.constexpr, desc, ds):
-    """Make the backward's channel of the bias in the memory of dS, which has two slots; 0 without a bias."""
+    """Make the channel of the backward's bias; return 0 without a bias.
+
+    The channel has two slots, which occupy the memory of dS.
+    """
     if C.HAS_BIAS:
         SQUARES: gl.constexpr = 4 * C.BLOCK_M // SQUARE
         squares = reinterpret(ds, ds.dtype, [SQUARES] + desc.block_type.shape, desc.layout)
@@ -78,10 +85,11 @@ def over_ds(C: gl.constexpr, desc, ds):
 
 @gluon.jit
 def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
-    """Return the bias tile in ``slot`` for rows 64 c to 64 c + 63 and warpgroup W's keys, [1, 1, 64, 64].
+    """Return a bias tile [1, 1, 64, 64] in ``slot``: rows 64 c to 64 c + 63 and the keys of warpgroup W.
 
-    The tile shares its memory with dS of the same rows and keys. dS is stored as [keys, rows], in parts of 64
-    rows and all keys. With STORES_DS it is stored as [rows, keys], in parts of 64 keys and all rows.
+    The tile occupies the memory of dS of the same rows and keys. dS is stored as [keys, rows]: one block
+    after another, each with 64 rows and all keys. With STORES_DS, dS is stored as [rows, keys]: each block
+    has 64 keys and all rows.
     """
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     if C.STORES_DS:
@@ -98,7 +106,7 @@ def read_square(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot, l
 
 @gluon.jit
 def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
-    """Producer of the backward: load the tiles of BLOCK_M rows from ``row`` on, as use ``i``."""
+    """Producer of the backward: load the bias of BLOCK_M rows, from ``row`` on, to the slot of use ``i``."""
     slot = bias.acquire(i)
     barrier = bias.full.index(slot)
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
@@ -113,7 +121,7 @@ def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
 
 @gluon.jit
 def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
-    """Return, in the backward's consumer, its keys' part of bias tile ``i``: [64 keys, BLOCK_M], 16 bits."""
+    """Consumer W of the backward: return its keys of bias tile ``i``, [64 keys, BLOCK_M rows], in 16 bits."""
     slot = bias.wait(i)
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
@@ -127,15 +135,18 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
 
 @gluon.jit
 def release_keys(bias, i):
-    """Consumer of the backward: release use ``i``, after dQ of step ``i`` has been computed from dS."""
+    """Consumer of the backward: free the slot of use ``i``.
+
+    The slot also holds dS of step ``i``, so it is freed after dQ has been computed from dS.
+    """
     bias.release(i)
 
 
 @gluon.jit
 def store_ds(C: gl.constexpr, bias, gradient_desc, ds_full, work, head, row, i):
-    """Store dS of step ``i``, of BLOCK_M rows from ``row`` on, as the bias's gradient by TMA.
+    """Store dS of step ``i`` by TMA. It is the bias's gradient for BLOCK_M rows, from ``row`` on.
 
-    Waits until both consumers have written dS, and returns when TMA has read it from shared memory.
+    Waits until both consumers have written dS, and returns when TMA has read dS from shared memory.
     """
     slot = i & 1
     mbarrier.wait(ds_full.index(slot), (i >> 1) & 1)
@@ -157,7 +168,10 @@ def in_log2(added):
 
 @gluon.jit
 def hide_rows(C: gl.constexpr, p, m, work, layout: gl.constexpr):
-    """Return P of block ``m`` with 0 in rows past the end of a packed sequence; their bias is arbitrary."""
+    """Return P of row block ``m``, with 0 in rows past the end of a packed sequence.
+
+    The bias of these rows may have any values.
+    """
     if C.VARLEN:
         rows = m * C.BLOCK_M + gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, layout))
         p = gl.where((rows < work.seqlen_q)[None, :], p, 0.0)

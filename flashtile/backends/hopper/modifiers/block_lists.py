@@ -18,7 +18,7 @@ SEARCHED = gl.constexpr(128)
 
 
 class BlockList(NamedTuple):
-    """The ``count`` blocks that a tile visits, the first ``masked_count`` of them under a mask."""
+    """The blocks that a tile visits: ``count`` of them, of which the first ``masked_count`` need a mask."""
 
     count: Any
     masked_count: Any
@@ -42,8 +42,8 @@ class BlockList(NamedTuple):
 def list_index(lists, sequence, head, own, num_own):
     """Return the index of the list that belongs to block ``own``.
 
-    A sequence and head has ``num_own`` lists: one per mask block of queries (forward) or of keys (backward).
-    Sequences and heads may share lists.
+    Each head of each sequence has ``num_own`` lists: one per mask block of queries (forward) or of keys
+    (backward). Sequences and heads may share lists.
     """
     return ((sequence % lists.batch) * lists.heads + head % lists.heads).to(gl.int64) * num_own + own
 
@@ -115,9 +115,10 @@ def listed_rows(C: gl.constexpr, work, lists):
 
 @gluon.jit
 def entry_of_visit(listed, i, TILES: gl.constexpr):
-    """Return (whether the entry is full, its index in its list, the block within it) of the ``i``-th visit.
+    """Return the entry of the ``i``-th visit: (whether it is full, its index in its list, block within it).
 
-    The full entry in which the sequence ends is visited first, in exchange for the first full entry.
+    A visit processes one block of the kernel. The full entry in which the sequence ends is visited before
+    the other full entries: it changes places with the first one.
     """
     entry = i // TILES
     index = entry - listed.num_partial
@@ -128,7 +129,10 @@ def entry_of_visit(listed, i, TILES: gl.constexpr):
 
 @gluon.jit
 def visited_block(C: gl.constexpr, listed, i):
-    """Return (block, whether its entry is full) of the ``i``-th visit. Blocks are clamped to the sequence."""
+    """Return (index, whether its entry is full) of the ``i``-th block to visit.
+
+    Indices are clamped to the sequence.
+    """
     is_full, index, part = entry_of_visit(listed, i, C.TILES_PER_MASK_BLOCK)
     entry = gl.load((listed.full if is_full else listed.partial) + index)
     block = min(max(entry, 0), listed.num_others - 1) * C.TILES_PER_MASK_BLOCK + part
@@ -137,5 +141,5 @@ def visited_block(C: gl.constexpr, listed, i):
 
 @gluon.jit
 def key_block(C: gl.constexpr, listed, n):
-    """:func:`visited_block` of the forward, where ``n`` falls from one visit to the next."""
+    """Return :func:`visited_block` for the forward, whose loop index ``n`` counts down to 0."""
     return visited_block(C, listed, listed.count - 1 - n)

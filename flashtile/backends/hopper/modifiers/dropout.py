@@ -38,7 +38,10 @@ BARRIER_PACK = gl.constexpr(32)
 
 @gluon.constexpr_function
 def barrier_asm(count):
-    """Return PTX of a scheduling barrier (``inline_asm.pin``) for the words of ``count`` probabilities."""
+    """Return PTX of a scheduling barrier, as in ``inline_asm.pin``.
+
+    The barrier is for the random words of ``count`` probabilities.
+    """
     words = [f"${count + 8 * (n // 2) + n % 2 * 2}" for n in range(count // 4)]
     either = [f"or.b32 all, {words[0]}, {words[1]};", *(f"or.b32 all, all, {word};" for word in words[2:])]
     outputs = [f"mov.b32 ${n}, 0;" for n in range(count)]
@@ -115,13 +118,15 @@ def random_bits(
 ):
     """Return random words for :func:`drop`, [64, N] uint32. ``start`` is the first column of the tile.
 
-    The code computes a word for each probability on its own. The compiler merges equal computations.
+    The code computes the word of each probability separately, although several probabilities share a word.
+    The compiler merges the equal computations.
     """
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))[:, None]
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, s_layout))[None, :]
-    # A pair is two queries, a four is four keys. Their numbers within a tile have no bits in common with the
-    # numbers at its start, so XOR adds them. Terms that are equal for many words come first. With keys as
-    # rows, each thread computes the same words as with queries as rows; they are transposed at the end.
+    # ``pair`` is the number of a pair of queries, and ``four`` that of a group of four keys. Both are first
+    # counted from the start of the tile. Then the numbers at the start are added by XOR, because the two
+    # terms have no bits in common. With keys as rows, each thread computes the same words as with queries as
+    # rows, and the words are transposed at the end.
     if KEYS_FIRST:
         pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)
         four = (rows // 16 * 4).to(gl.uint32) ^ (columns % 8 // 2).to(gl.uint32)
@@ -151,8 +156,11 @@ def random_bits(
 
 @gluon.jit
 def schedule_barrier(words):
-    """Make the assembler compute ``words`` before the code that follows. It would otherwise postpone them
-    until a wait for products is over, but they should be computed during that wait."""
+    """Make the assembler compute ``words`` before the code that follows.
+
+    Without the barrier, the assembler would move this work behind the next wait for a product. The work
+    should overlap with that wait.
+    """
     gl.inline_asm_elementwise(
         barrier_asm(BARRIER_PACK), barrier_constraints(BARRIER_PACK), [words], dtype=gl.uint32, is_pure=False,
         pack=BARRIER_PACK,

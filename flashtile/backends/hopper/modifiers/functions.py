@@ -50,7 +50,7 @@ def function_arguments(work, head, captured):
 
 @gluon.jit
 def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
-    """Return SCORE_MOD of the scores of block ``n`` of keys; both are in natural units."""
+    """Apply SCORE_MOD to the scores of key block ``n``. Scores and results are in natural units, not log2."""
     own = rows.modifiers.functions
     keys = n * C.BLOCK_N + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))
     queries = rows.positions - own.offset

@@ -16,8 +16,8 @@ from flashtile.problems.masks import Mods
 def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     """Return fields of :class:`ModifierFlags` for either pass.
 
-    If ``fixed``, integers in a mask_mod are compiled as literals, which take no registers. Those in a
-    score_mod always are, because a score_mod leaves no registers free.
+    If ``fixed``, integers in a mask_mod are compiled as literals, which take no registers. Integers in a
+    score_mod are always compiled as literals, because a score_mod leaves no registers free.
     """
     dropout, mods = problem.dropout_p > 0, problem.mods
     flags = {
@@ -42,7 +42,10 @@ def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
 
 
 def modifier_integers(problem: Problem, bias: Tensor | None) -> dict[str, int]:
-    """Return the fields of a schedule that modifiers read; they are the same for both passes."""
+    """Return the fields of the kernels' ``schedule`` that dropout and the bias read.
+
+    They are the same for the forward and the backward.
+    """
     integers = {}
     if problem.dropout_p:
         integers["drop_threshold"] = threshold(problem.dropout_p)
@@ -64,8 +67,8 @@ def is_shared(problem: Problem, bias: Tensor | None) -> bool:
 class FunctionTensors:
     """Turns the tensors of a call's score and mask functions, and of its block mask, into kernel arguments.
 
-    One object serves the calls of one signature. ``by_keys``: each block of keys has a list; else each block
-    of query rows has one.
+    One object serves the calls of one signature. ``by_keys``: whether each block of keys has a list;
+    otherwise each block of query rows has one.
     """
 
     def __init__(self, mods: Mods, extras: Any, by_keys: bool) -> None:

@@ -59,11 +59,12 @@ class AttentionVariant:
     """Whether SCORE_MOD may return NaN for hidden scores; GUARD_FACTORS: whether its derivative may."""
     GUARD_FACTORS: bool = False
     MASK_BLOCK: int = 0
-    """Size of a mask block along the side that a program owns (rows or keys); 0 without a block mask."""
+    """Size of a mask block in rows, or in keys if a program computes results of keys (dk, dv). 0 without a
+    block mask."""
     FULL: Any = None
     """With a block mask: the variant for its full blocks, equal to this one but without MASK_MOD."""
     TILES_PER_MASK_BLOCK: int = 1
-    """Tiles per mask block along the side that a program loops over."""
+    """Tiles per mask block in the direction in which a program loops: keys, or rows for dk and dv."""
     FORM: str = ""
     """Form of the attention weights (``WeightsProblem.form``); "" in other kernels."""
     TOP: int = 0

@@ -42,7 +42,7 @@ DbiasPointers = attention_pointers("DbiasPointers", "q k v dout neg_lse neg_delt
 
 
 class BiasSizes(NamedTuple):
-    """Batch size of the call, and the bias's numbers of sequences, heads and rows, 1 where it broadcasts."""
+    """Batch size of the call, and the sizes of the bias, which are 1 where the bias broadcasts."""
 
     batch: Any
     bias_batch: Any
@@ -52,7 +52,10 @@ class BiasSizes(NamedTuple):
 
 @triton.jit
 def is_reached(row_start, key_start, sequence, call, C: tl.constexpr):
-    """Whether any of a block's rows reaches any of its keys."""
+    """Return whether a row of a tile may see a key of the tile, judged by lengths, window and chunks.
+
+    The tile has BLOCK_M rows from ``row_start`` on and BLOCK_N keys from ``key_start`` on.
+    """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
     reached = (row_start < sequence.len_q) & (key_start < sequence.len_k)
@@ -105,8 +108,11 @@ def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call,
 
 @kernel(do_not_specialize=("pointers", "sizes", "padded_rows", "lengths"))
 def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,). dbias [bias_batch, bias_heads,
-    bias_rows, seqlen_k] contiguous. Other arguments as in ``dq_kernel``."""
+    """Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,).
+
+    dbias [bias_batch, bias_heads, bias_rows, seqlen_k] is contiguous. Other arguments are those of
+    ``dq_kernel``.
+    """
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
     BLOCK_M: tl.constexpr = C.BLOCK_M  # Triton does not accept a field of C in a shape

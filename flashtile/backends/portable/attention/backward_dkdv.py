@@ -40,9 +40,10 @@ DkdvPointers = attention_pointers("DkdvPointers", "q k v dout neg_lse neg_delta 
 def load_statistics(pointer, start, length, other, listed, C: tl.constexpr):
     """Load neg_lse or neg_delta of BLOCK_M rows from ``start`` on.
 
-    Listed blocks may extend past the statistics; rows from ``length`` on then get ``other``.
+    Blocks that a block mask lists may extend past the end of the statistics. Rows from ``length`` on then get
+    ``other``.
     """
-    if listed is None:  # with Triton 3.6, adding the start to the rows instead of the pointer spills
+    if listed is None:  # in Triton 3.6, adding the start to the rows instead of the pointer spills registers
         return tl.load(pointer + start + tl.arange(0, C.BLOCK_M))
     else:
         rows = start + tl.arange(0, C.BLOCK_M)
@@ -86,7 +87,7 @@ def dkdv_blocks(
             kept_p = kept_or_zero(p, kept, call)
         kept_p = kept_p.to(dout_tile.dtype)
         dv = tl.dot(kept_p, dout_tile, dv, input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_DV]
-        # Loaded late: it broadcasts along columns, so each thread holds many of its values.
+        # neg_delta is loaded late: it broadcasts along columns, so each thread holds many of its values.
         neg_delta_rows = load_statistics(neg_delta, start, q.length, 0.0, listed, C)
         dp = tl.dot(v, tl.trans(dout_tile), input_precision=C.PRECISION)  # dP^T [BLOCK_N, BLOCK_M]
         if C.HAS_DROPOUT:
@@ -102,9 +103,12 @@ def dkdv_blocks(
 
 @kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
 def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of keys * key/value heads * batch,). Shapes as in the forward kernel; dout, dk, dv
-    contiguous; neg_lse and neg_delta as ``common.preprocess`` lays them out. Rows of dk and dv of unused keys
-    are not written. Block lists are by key block."""
+    """Grid: (blocks of keys * key/value heads * batch,).
+
+    Shapes are those of the forward kernel. dout, dk and dv are contiguous. ``common.preprocess`` has written
+    neg_lse and neg_delta. dk and dv of keys that ``seqused_k`` excludes are not written. A block mask has a
+    list of row blocks for each key block.
+    """
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
     sequence, head_kv, start = own_keys(call, C)

@@ -85,9 +85,12 @@ def dq_blocks(
 
 @kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
 def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of rows * heads * batch,). Shapes as in the forward kernel; dout, dq contiguous; neg_lse
-    and neg_delta as ``common.preprocess`` lays them out. With C.ADD_GRADIENTS it also adds to the
-    gradients of captured tensors, fp32."""
+    """Grid: (blocks of rows * heads * batch,).
+
+    Shapes are those of the forward kernel. dout and dq are contiguous. ``common.preprocess`` has written
+    neg_lse and neg_delta. With C.ADD_GRADIENTS, the kernel also adds to the fp32 gradients of captured
+    tensors.
+    """
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)
     sequence, head, head_kv, start = own_rows(call, C)

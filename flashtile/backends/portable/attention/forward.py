@@ -77,9 +77,10 @@ def attend_blocks(
 def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     """Grid: (blocks of rows * heads * batch,). q, k, v have any strides; out and lse are contiguous.
 
-    q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V],
-    without the batch when VARLEN; out like q; lse [batch, num_heads_q, seqlen_q] or [num_heads_q, total_q].
-    seqused_k [batch], sink [num_heads_q], masks and bias may be None.
+    q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V].
+    When VARLEN, they have no batch dimension. out is like q, with HEAD_DIM_V columns; lse is [batch,
+    num_heads_q, seqlen_q] or [num_heads_q, total_q]. seqused_k [batch], sink [num_heads_q], masks and bias
+    may be None.
     """
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)

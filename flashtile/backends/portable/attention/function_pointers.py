@@ -60,7 +60,10 @@ def captured_of(extras: Any) -> list[Tensor | None]:
 def with_functions(
     plain: AttentionVariant, problem: Problem, config: KernelConfig, owns_keys: bool
 ) -> AttentionVariant:
-    """Add the score and mask functions of ``problem`` to a variant. ``owns_keys``: programs own keys."""
+    """Add the score and mask functions of ``problem`` to a variant.
+
+    ``owns_keys``: whether each program computes the results of a block of keys (dk, dv), not of rows.
+    """
     mods = problem.mods
     assert mods is not None
     score = functions.score_function(mods)
@@ -107,7 +110,7 @@ class FunctionPointers:
         """Return the kernel's last arguments.
 
         ``captured``: the tensors of :func:`captured_of`, which the caller keeps alive until the launch.
-        ``owns_keys``: whether the kernel's programs own keys.
+        ``owns_keys``: whether each program computes the results of a block of keys (dk, dv), not of rows.
         """
         tensors: Sequence[Any] = (*captured, *gradients)
         lists: Sequence[Any] = ()

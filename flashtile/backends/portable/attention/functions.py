@@ -115,7 +115,8 @@ _kept: BoundedCache = BoundedCache(4 * 2**20)
 def score_function(mods: Mods, gluon: bool = False, fixed: bool = False) -> Any:
     """Return ``score_mod`` as a function; None without one.
 
-    The function is ``(scores, b, head, rows, keys, captured) -> (new scores, their derivative by scores)``.
+    The function is ``(scores, b, head, rows, keys, captured) -> (new scores, derivative)``, where the
+    derivative is that of the new scores with respect to the given scores.
     """
     program = mods.score_program
     if program is None:
@@ -180,7 +181,7 @@ def gradient_function(mods: Mods) -> Any:
         value = f"ds * ({writer.operand(partial)})"
         if not is_finite(both, partial, loads_are=False):  # ds is 0 where a score is hidden
             value = f"tl.where(ds == 0.0, 0.0, {value})"
-        if "score" in of or {"q", "kv"} <= of:  # one element for each score
+        if "score" in of or {"q", "kv"} <= of:  # each score may have read another element
             pass
         elif "q" in of:
             value = f"tl.sum({value}, 1)[:, None]"
@@ -213,7 +214,7 @@ class _Writer:
         return str(operand) if isinstance(operand, Name) else f"({operand!r})"
 
     def spread(self, operand: Any) -> str:
-        """Return the text of an operand as floats of the scores' shape."""
+        """Return the source text of an operand, broadcast to the shape of the scores as floats."""
         whole = "score" in depends_on(self.program)[operand] if isinstance(operand, Name) else False
         text = self.operand(operand)
         if whole:
@@ -236,7 +237,7 @@ class _Writer:
         return self._text(line, [self._number(line, o) or self.operand(o) for o in line.operands])
 
     def _wide_call(self, line: Line) -> str:
-        """Return the text of an operation on 64-bit ints."""
+        """Return the source text of an operation on 64-bit ints."""
         operands = []
         for operand in line.operands:
             text = self.operand(operand)
@@ -263,17 +264,17 @@ class _Writer:
         }[operation]
 
     def _number(self, line: Line, operand: Any) -> str:
-        """Return the text of the kernel's argument that holds a number; "" if no argument does."""
+        """Return the source text of the kernel argument that holds a number; "" if no argument holds it."""
         if operand not in self.numbers or not is_variable(self.program, line, operand):
             return ""
         return f"captured.size_{MAX_SIZES - 1 - self.numbers.index(operand)}"
 
     def _by_number(self, operation: str, x: Any, number: Any) -> str | None:
-        """Return the text of a division by a constant, if it has cheaper instructions; else None."""
+        """Return the source text of a cheaper equivalent of a division by a constant; None if none exists."""
         if not isinstance(x, Name) or isinstance(number, Name) or number <= 0:
             return None
         text, kind = self.operand(x), self.program.kinds[x]
-        if operation == "div":  # a score may be rounded; what a condition compares may not
+        if operation == "div":  # a score may be rounded differently, but an operand of a comparison may not
             of_score = kind == "float" and "score" in depends_on(self.program)[x]
             return f"{text} * ({1 / number!r})" if of_score and 1e-30 < number < 1e30 else None
         if kind != "int" or type(number) is not int:
@@ -290,7 +291,7 @@ class _Writer:
         return {"float": f"{loaded}.to(tl.float32)", "bool": f"{loaded} != 0", "int": loaded}[line.kind]
 
     def pointer(self, name: str, base: str, tensor: int, indices: list[Any]) -> str:
-        """Return the text of a pointer to an element.
+        """Return the source text of a pointer to an element.
 
         Indices are clamped to the tensor; negative ones count from the end.
         """
@@ -310,7 +311,7 @@ class _Writer:
 
 
 def _function(name: str, parameters: str, body: str) -> Any:
-    """Return the ``@triton.jit`` function of a text. Equal texts share one function."""
+    """Return the ``@triton.jit`` function with this source text. Equal texts share one function."""
     key = (name, parameters, body)
     made = _kept.get(key)
     if made is not None:

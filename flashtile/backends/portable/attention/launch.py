@@ -159,7 +159,7 @@ def attention_kernel(
         pointers: the type of the kernel's structure of tensors.
         inputs: q, k and v.
         first: the kernel's scalars before the common ones, such as ``padded_rows`` of the backward pass.
-        owns_keys: whether the kernel's programs own keys, not rows.
+        owns_keys: whether each program computes the results of a block of keys (dk, dv), not of rows.
         more: constants of the variant that only this kernel sets.
     """
     block = max(config.BLOCK_M, config.BLOCK_N)
@@ -193,7 +193,7 @@ def dbias_kernel_of(
     extras: OptionalTensors,
     padded_rows: int,
 ) -> CachedLaunch:
-    """Return the kernel of the bias's gradient; ``inputs`` are q, k and v."""
+    """Return the launch of the kernel that computes the bias's gradient. ``inputs`` are q, k and v."""
     assert extras.bias is not None
     tile = dbias_tile(config)
     batch, heads, rows, keys = extras.bias.shape
@@ -206,7 +206,7 @@ def dbias_kernel_of(
 
 
 def optional_pointers(extras: OptionalTensors, key_bounds: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Return a kernel's last arguments, its optional tensors, without score and mask functions."""
+    """Return the optional tensors, the last arguments of a kernel without score and mask functions."""
     return (*extras, key_bounds, None, None)
 
 
@@ -242,7 +242,7 @@ class PortableForwardLaunch:
                 out = self._new_out(q)
             if lse is None:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        else:  # no program writes tokens outside all sequences or unused ones
+        else:  # no program writes tokens that are unused or in no sequence
             out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
             if lse is None:
                 lse = q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -306,7 +306,8 @@ class PortableBackwardLaunch:
         problem, sink = self._problem, extras.sink
         no_rows = problem.batch * problem.seqlen_q == 0
         no_keys = problem.batch * problem.seqlen_k == 0
-        # No program writes unused tokens, or tokens outside all sequences. Without rows or keys none writes.
+        # No program writes tokens that are unused or in no sequence. Without rows or without keys, no program
+        # writes anything.
         some_unwritten = problem.varlen or problem.seqused_q or problem.seqused_k or no_rows or no_keys
         allocate = partial(q.new_zeros if some_unwritten else q.new_empty, dtype=problem.out_dtype)
         dq, dk, dv = allocate(q.shape), allocate(k.shape), allocate(v.shape)

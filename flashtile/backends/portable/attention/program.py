@@ -121,9 +121,11 @@ def clip_to_padding(first, last, call, b, BLOCK: tl.constexpr):
 
 @triton.jit
 def reached_keys(start, sequence, call, C: tl.constexpr):
-    """Return the key blocks that the rows from ``start`` on reach, in the runs of :func:`block_range`.
+    """Return the key blocks that the rows from ``start`` on reach: (first, full_first, full_last, last).
 
-    If C.MASKS_EVERY_BLOCK, the third run covers all of these blocks, and :func:`walk` uses no other.
+    As in :func:`block_range`, these numbers divide the blocks into three runs: one edge of the window, blocks
+    within the window, the other edge. If C.MASKS_EVERY_BLOCK, the third run covers all blocks, and
+    :func:`walk` uses only that run.
     """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
@@ -142,10 +144,11 @@ def reached_keys(start, sequence, call, C: tl.constexpr):
 
 @triton.jit
 def reaching_rows(start, sequence, call, C: tl.constexpr):
-    """Return the row blocks that reach the keys from ``start`` on, in the runs of :func:`block_range`.
+    """Return the row blocks that reach the keys from ``start`` on: (first, full_first, full_last, last).
 
-    Seen from the keys, the window is mirrored: a key reaches window_right rows back and window_left ahead.
-    If C.MASKS_EVERY_BLOCK, the third run covers all of these blocks, and :func:`walk` uses no other.
+    The blocks are in three runs, as in :func:`reached_keys`. Seen from the keys, the window is mirrored: a
+    key reaches window_right rows back and window_left ahead. If C.MASKS_EVERY_BLOCK, the third run covers all
+    blocks, and :func:`walk` uses only that run.
     """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
@@ -171,7 +174,10 @@ def reaching_rows(start, sequence, call, C: tl.constexpr):
 
 @triton.jit
 def listed_blocks(block, call, IS_FULL: tl.constexpr, OWNS_KEYS: tl.constexpr, C: tl.constexpr):
-    """Return (number of tiles that ``block`` visits, clamped to the list's length; pointer to the list)."""
+    """Return (number of tiles that ``block`` visits, pointer to its list) for a block mask.
+
+    The number is clamped to the length of the list.
+    """
     lists, lengths = call.pointers.lists, call.lengths
     if OWNS_KEYS:
         num_own = tl.cdiv(lengths.seqlen_k, C.MASK_BLOCK)
@@ -190,7 +196,10 @@ def listed_blocks(block, call, IS_FULL: tl.constexpr, OWNS_KEYS: tl.constexpr, C
 
 @triton.jit
 def walked_block(listed, i, length, BLOCK: tl.constexpr, C: tl.constexpr):
-    """Return the index of the ``i``-th tile to visit: ``i`` itself, or an entry of the list ``listed``."""
+    """Return the index of the ``i``-th tile to visit.
+
+    It is ``i`` without a block mask (``listed`` is None), else a tile of a block in the list ``listed``.
+    """
     if listed is None:
         return i
     else:

@@ -32,8 +32,8 @@ def modify_scores(scores, at, block, call, C: tl.constexpr, bias=None):
     """Turn raw products into modified scores, and return (scores, derivative).
 
     The scores are in log2 units. The derivative is d score / d (product * softmax_scale), in natural units.
-    ``at``: the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; None loads it here. All
-    kernels of the forward and backward pass modify their scores here and nowhere else.
+    ``at``: the :class:`ScoreIndices` of the tile. ``bias``: the tile of the bias; if None, it is loaded here.
+    All kernels of the forward and backward pass modify their scores here and nowhere else.
     """
     numbers, pointers = call.numbers, call.pointers
     scores, score_grad = cap_and_bias(
@@ -120,9 +120,10 @@ def load_state(rng_state, C: tl.constexpr):
 
 @triton.jit
 def units_of(start, PER_SIXTEEN: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (index of the random words of each position, the position modulo 16), both [BLOCK].
+    """Return (unit, position modulo 16) for each of BLOCK positions from ``start`` on, both [BLOCK].
 
-    The positions begin at ``start``, a multiple of 16. Every 16 positions have PER_SIXTEEN indices.
+    A unit is a group of positions that share random words; 16 positions form PER_SIXTEEN units. ``start`` is
+    a multiple of 16.
     """
     i = tl.arange(0, BLOCK)
     number = start // 16 * PER_SIXTEEN + i // 16 * PER_SIXTEEN + i % 8 * PER_SIXTEEN // 8
@@ -131,7 +132,10 @@ def units_of(start, PER_SIXTEEN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def random_bits(key, word, other, second):
-    """Return a word of Philox-2x32-7 for the counter (``word``, ``other``): the second where ``second``."""
+    """Return the first word of Philox-2x32-7 for the counter (``word``, ``other``).
+
+    Where ``second`` is True, return the second word instead.
+    """
     for _ in tl.static_range(7):
         product = word.to(tl.uint64) * MULTIPLIER
         word, other = (product >> 32).to(tl.uint32) ^ key ^ other, product.to(tl.uint32)
@@ -143,10 +147,10 @@ def random_bits(key, word, other, second):
 def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C: tl.constexpr):
     """Return which probabilities dropout keeps, [BLOCK_M, BLOCK_N], transposed with KEYS_FIRST.
 
-    ``flashtile.dropout`` defines them for a state of the generator. The code computes random
-    words for every probability, although eight probabilities share their words. In the layout of a matrix
-    product one thread holds all eight, in the layout of its transpose four of them. So the compiler can
-    compute shared words once.
+    ``flashtile.dropout`` defines which probabilities are kept, given the seed and offset. The code computes
+    random words for every probability, although eight probabilities share their words. In the layout of a
+    matrix product, one thread holds all eight of them. In the layout of a transposed product, one thread
+    holds four of them. So the compiler can compute a shared word once per thread.
     """
     # The key depends only on the sequence and head, so it is computed once.
     head = (block.b * call.lengths.num_heads_q + block.head).to(tl.uint32)

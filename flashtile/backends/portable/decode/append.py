@@ -158,10 +158,10 @@ def as_cached(x, dtype: tl.constexpr, scale, C: tl.constexpr):
 
 @triton.jit
 def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.constexpr, C: tl.constexpr):
-    """Return a program's tokens: (head, sequence, position in the sequence, first row of the sequence in
-    memory, whether the token exists).
+    """Return (head, sequence, position in the sequence, first row of the sequence, exists) of ROWS tokens.
 
-    The sequence and its first row are scalars, or one number per token if VARLEN: packed tokens are divided
+    These are the tokens of one program, and ``exists`` is False for tokens past the end. The sequence and its
+    first row are scalars, or one number per token if VARLEN. Packed tokens are divided among programs
     regardless of sequences, so that unequal lengths leave no program idle.
     """
     ROWS: tl.constexpr = C.ROWS
@@ -189,7 +189,10 @@ def tokens_of(program, heads, cu_seqlens, seqlen, total, batch, VARLEN: tl.const
 
 @triton.jit
 def place_of(tokens, positions, exists, b, pointers, lengths, C: tl.constexpr):
-    """Return each token's (page or row of a dense cache, offset in it, whether both are valid)."""
+    """Return (page, offset in the page, whether both are valid) of each token.
+
+    In a dense cache, the row of the sequence takes the place of the page.
+    """
     ROWS: tl.constexpr = C.ROWS
     if C.HAS_SLOTS:
         size = lengths.capacity if C.PAGE_SIZE == 0 else C.PAGE_SIZE
@@ -286,10 +289,12 @@ def rotate_queries(program, pointers, strides, lengths, C: tl.constexpr):
 def append_kernel(pointers, strides, lengths, C: tl.constexpr):
     """Append new tokens and rotate queries. Grid: (programs of new tokens + programs of queries,).
 
-    Each kind has (blocks of ROWS tokens * heads) programs per sequence, or for all packed tokens together.
+    For new tokens, and for queries, there are (blocks of ROWS tokens * heads) programs per sequence. Packed
+    tokens count as one sequence.
 
-    k, v (batch, seqlen_new, heads_kv, ...), without the batch if VARLEN or HAS_SLOTS. With HAS_SLOTS they are
-    one sequence of total_new tokens. q likewise; q_out like q, contiguous.
+    k and v are (batch, seqlen_new, heads_kv, ...). If VARLEN or HAS_SLOTS, they have no batch dimension. With
+    HAS_SLOTS, they are one sequence of total_new tokens. q is laid out in the same way. q_out has the shape
+    of q and is contiguous.
     """
     program = tl.program_id(0)
     if program < lengths.new_programs:

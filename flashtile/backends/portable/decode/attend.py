@@ -52,7 +52,7 @@ def rows_of(work, lengths, C: tl.constexpr):
 
 @triton.jit
 def load_queries(rows, pointers, strides, lengths, C: tl.constexpr):
-    """Load (q [BLOCK_M, BLOCK_D], qv [BLOCK_M, BLOCK_DV]); without qv, q is returned twice."""
+    """Load (q [BLOCK_M, BLOCK_D], qv [BLOCK_M, BLOCK_DV]). Without qv, return (q, q)."""
     tokens = rows.start_q.to(tl.int64) + rows.tokens
     columns = tl.arange(0, C.BLOCK_D)
     offsets = rows.b * strides.q_batch + tokens * strides.q_token
@@ -78,7 +78,7 @@ def load_queries(rows, pointers, strides, lengths, C: tl.constexpr):
 
 @triton.jit
 def load_scales(head_kv, b, pointers, outer, C: tl.constexpr):
-    """Load the scales of (k, v) for a head or a sequence; 1 without scales or with scales per block."""
+    """Load the scales of (k, v) if they are per head or per sequence. Otherwise both are 1 here."""
     k_scale = tl.full([], 1.0, tl.float32)
     v_scale = k_scale
     if C.DESCALE == "head":
@@ -92,12 +92,13 @@ def load_scales(head_kv, b, pointers, outer, C: tl.constexpr):
 
 @triton.jit
 def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl.constexpr):
-    """Normalise the sums of a part of a work tile and write them.
+    """Normalise the sums over the n_blocks of a work tile that the program attended to, and write them.
 
-    They go to ``out`` if the part is the ``whole`` work tile, else to partial result ``slot``.
+    If these n_blocks are the whole work tile (``whole``), the result goes to ``out``. Otherwise it goes to
+    ``slot`` of the partial results.
     """
     pointers, lengths, splits = call.pointers, call.lengths, call.splits
-    # A sink and results over other keys are added once: here, or where parts are combined.
+    # A sink and results over other keys are added once: here, or where partial results are combined.
     if C.HAS_PRIOR:  # noqa: SIM102 - HAS_PRIOR is a constant, ``whole`` is not
         if whole:
             acc, row_max, row_sum = with_prior(
@@ -122,11 +123,11 @@ def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl
 def attend_work_tile(
     work, first, count, slot, whole, next_work_tile, next_first, more, call, C: tl.constexpr
 ):
-    """Attend to ``count`` n_blocks of a work tile from ``first`` on.
+    """Attend to ``count`` n_blocks of a work tile, from n_block ``first`` on.
 
-    The result goes to ``out`` if they are the ``whole`` work tile, else to partial result ``slot``. If there
-    is ``more``, the program's next work is ``next_work_tile`` from n_block ``next_first`` on, whose first
-    n_blocks are prefetched.
+    If ``whole``, these n_blocks are the whole work tile, and the result goes to ``out``. Otherwise it goes to
+    ``slot`` of the partial results. If ``more``, the program continues with ``next_work_tile`` from n_block
+    ``next_first`` on, and the first n_blocks of that work tile are prefetched.
     """
     pointers, lengths = call.pointers, call.lengths
     sequence = work.sequence
@@ -172,7 +173,8 @@ def attend_work_tile(
         row_max = shift + tl.zeros_like(row_sum)
         OPERAND: tl.constexpr = dtype if C.DESCALE == "block" else q.dtype
         if is_in_range(acc, row_sum, rows.exists, count * C.BLOCK_N, OPERAND) == 0:
-            # Set up again: this is rare, and kept values would occupy registers in the first loop.
+            # Compute the cache and the faults again. This is rare, and values that are kept for this case
+            # would occupy registers in the first loop.
             again = cache_of(work, first, call, C)
             faults = find_faults(again, first, last, work.keys, C)
             acc, row_max, row_sum = attend_n_blocks(
@@ -187,11 +189,11 @@ def attend_work_tile(
 
 @triton.jit
 def prefetch_first(program, call, C: tl.constexpr):
-    """Prefetch a program's first n_blocks, by lengths and tables that an earlier kernel may still be writing.
+    """Prefetch the n_blocks with which a program probably begins.
 
-    This is only a guess. All reads stay within the tensors for any contents, and the values read only select
-    which part of the cache is prefetched to the L2 cache. Since all writes go through L2, no stale data
-    remains.
+    An earlier kernel may still be writing the lengths and tables, so they may be wrong. All reads stay within
+    the tensors, even if lengths and tables have invalid values. The values that are read only select which
+    part of the cache is prefetched to the L2 cache. Since all writes go through L2, no stale data remains.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     pointers, lengths = call.pointers, call.lengths
@@ -213,7 +215,7 @@ def prefetch_first(program, call, C: tl.constexpr):
 
 @triton.jit
 def attend_balanced(program, call, C: tl.constexpr):
-    """Do the work of a program of a stream-K grid: an equal, contiguous share of all n_blocks."""
+    """Do the work of a program in a stream-K grid, which is an equal, contiguous share of all n_blocks."""
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     pointers, lengths = call.pointers, call.lengths
     team = program // HEADS
@@ -230,8 +232,8 @@ def attend_balanced(program, call, C: tl.constexpr):
         count = min(work.n_blocks - nth, end - position)
         position += count
         more = position < end
-        # If a team covers all heads, each of its work tiles is in another m_block. The next m_block is then
-        # known before the lengths are loaded.
+        # If a team covers all heads, every work tile of a program is in a new m_block. The next m_block is
+        # then known before the lengths are loaded.
         finished = (position >= m_block_end) | C.ONE_TEAM
         m_block += finished.to(tl.int32)
         m_block_start = tl.where(finished, m_block_end, m_block_start)
@@ -242,7 +244,8 @@ def attend_balanced(program, call, C: tl.constexpr):
             )
             next_first = next_work.keys.first // C.BLOCK_N + next_first
         if count > 0:
-            # A program has two slots: for a part that continues a work tile, and for a part that begins one.
+            # A program has two slots for partial results: one for a work tile that an earlier program began,
+            # and one for a work tile that it begins itself.
             slot = 2 * program + (nth == 0).to(tl.int32)
             attend_work_tile(
                 work, work.keys.first // C.BLOCK_N + nth, count, slot, count == work.n_blocks, next_work,
@@ -252,7 +255,7 @@ def attend_balanced(program, call, C: tl.constexpr):
 
 @triton.jit
 def attend_split(program, call, C: tl.constexpr):
-    """Do the work of a program of a grid without stream-K: one split of a work tile.
+    """Do the work of a program in a grid without stream-K, which is one split of a work tile.
 
     The split depends only on the length of the tile's sequence. The m_blocks of a sequence run concurrently
     and share keys in the L2 cache; the last ones start first, because they see the most keys.
@@ -284,18 +287,19 @@ def attend_split(program, call, C: tl.constexpr):
 def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits, C: tl.constexpr):
     """Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
 
-    q (batch, seqlen_q, heads_q, HEAD_DIM), without the batch when VARLEN. Caches (rows, capacity, heads_kv,
-    ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out like q with HEAD_DIM_V and lse (batch, heads_q,
-    seqlen_q) or (heads_q, total_q), contiguous. Partial results float32: (slots, partial_rows, HEAD_DIM_V),
-    then log-sum-exps (slots, partial_rows).
+    q is (batch, seqlen_q, heads_q, HEAD_DIM), or (total_q, heads_q, HEAD_DIM) when VARLEN. Caches are (rows,
+    capacity, heads_kv, ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out is like q, with HEAD_DIM_V
+    columns. lse is (batch, heads_q, seqlen_q) or (heads_q, total_q). out and lse are contiguous. Partial
+    results are float32: outputs (slots, partial_rows, HEAD_DIM_V), then log-sum-exps (slots, partial_rows).
     """
     call = DecodeCall(pointers, strides, outer, lengths, numbers, num_blocks, splits)
     program = tl.program_id(0)
     if C.PREFETCH != 0:
         prefetch_first(program, call, C)
     if C.PDL:
-        # The kernel may reach this point before its predecessor has ended. Until then it reads data only to
-        # guess what to prefetch. Dependents are launched after this wait, because they read lengths at once.
+        # The kernel may reach this point before its predecessor has ended. Data that it has read before this
+        # wait only served to choose what to prefetch. Dependent kernels are launched after this wait, because
+        # they read lengths as soon as they start.
         tl.extra.cuda.gdc_wait()
         if C.PREFETCH == 0:
             tl.extra.cuda.gdc_launch_dependents()

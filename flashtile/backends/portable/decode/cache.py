@@ -37,8 +37,10 @@ class Cache(NamedTuple):
 
 @triton.jit
 def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Return the :class:`Cache` of a work tile whose n_blocks are attended to from ``n`` on. EARLY as for
-    :func:`schedule.load_sequence`."""
+    """Return the :class:`Cache` of a work tile, for a loop over its n_blocks from ``n`` on.
+
+    EARLY: an earlier kernel may still be writing the tables, so they must not be kept in the L1 cache.
+    """
     pointers, strides, outer = call.pointers, call.strides, call.outer
     b, _ = sequence_of(work.m_block, call.lengths, C)
     b = b.to(tl.int64)
@@ -70,10 +72,11 @@ def cache_of(work, n, call, C: tl.constexpr, EARLY: tl.constexpr = False):
 
 @triton.jit
 def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Load the pages of n_block ``n``: a scalar if it lies within one page, one number per page if pages
-    divide it, else one number per key.
+    """Load the pages of n_block ``n`` from the block table.
 
-    Entries of keys that are not visible are not read. EARLY as for :func:`schedule.load_sequence`.
+    The result is a scalar if the n_block lies within one page. It has one number per page if the n_block
+    consists of whole pages, else one number per key. Entries of keys that are not visible are not read.
+    EARLY: an earlier kernel may still be writing the table, so it must not be kept in the L1 cache.
     """
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     CACHE: tl.constexpr = ".cg" if EARLY else ""
@@ -108,7 +111,7 @@ def page_of_keys(page, C: tl.constexpr):
 
 @triton.jit
 def in_cache(pages, num_blocks):
-    """Clamp pages to the cache. An invalid page is the caller's mistake; the last page is read instead.
+    """Replace invalid pages, which are the caller's mistake, by the last page of the cache.
 
     An unsigned comparison also catches negative numbers.
     """
@@ -118,9 +121,10 @@ def in_cache(pages, num_blocks):
 
 @triton.jit
 def find_faults(cache, first, last, keys, C: tl.constexpr):
-    """Return int32, a scalar or [BLOCK_N], which is all 0 if the sequence lies within the cache.
+    """Return int32, a scalar or [BLOCK_N], which is all 0 if the sequence's row and lengths are valid.
 
-    With C.faults_ahead, this includes the pages of ``keys`` in n_blocks ``first`` to ``last`` (exclusive).
+    With C.faults_ahead, the pages of ``keys`` in n_blocks ``first`` to ``last`` (exclusive) must also be
+    valid.
     """
     faults = cache.fault
     if C.faults_ahead:
@@ -155,9 +159,10 @@ def is_seen(positions, keys, C: tl.constexpr):
 
 @triton.jit
 def rows_of_n_block(cache, page, start, strides, C: tl.constexpr):
-    """Return (k, v, k_offsets, v_offsets) of the n_block of keys from ``start`` on.
+    """Return (k, v, k_offsets, v_offsets) of the n_block whose first key is ``start``.
 
-    k and v are pointers; k_offsets and v_offsets [BLOCK_N] lead from them to the rows, in elements.
+    k and v are pointers. k_offsets and v_offsets [BLOCK_N] are the offsets of the n_block's rows from these
+    pointers, in elements.
     """
     k = cache.k
     v = cache.v

@@ -136,11 +136,11 @@ class GivenSizes(NamedTuple):
 
 @triton.jit
 def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr, C: tl.constexpr):
-    """Sum partial results: return (acc [ROWS, BLOCK_DV], maximum [ROWS], sum [ROWS]).
+    """Sum partial results, and return (acc [ROWS, BLOCK_DV], maximum [ROWS], sum [ROWS]).
 
     ``out_rows`` and ``lse_rows`` [ROWS] point to each row's results in slot 0. SPLITS results are loaded at a
-    time. Log-sum-exps are in base 2 unless NATURAL. They are -inf without keys; with NATURAL, +inf means the
-    same.
+    time. Log-sum-exps are in base 2, or natural if NATURAL. A log-sum-exp of -inf means that the partial
+    result covers no keys. With NATURAL, +inf means the same.
     """
     ROWS: tl.constexpr = C.ROWS
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
@@ -162,7 +162,7 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
         out = tl.load(pointers, mask=in_row, other=0.0).to(tl.float32)  # [SPLITS, ROWS, BLOCK_DV]
         if NATURAL:
             lse = tl.where(lse == float("inf"), -float("inf"), lse * LOG2_E)
-        # The out of an empty part is arbitrary.
+        # A partial result over no keys has an arbitrary output.
         out = tl.where((lse == -float("inf"))[:, :, None], 0.0, out)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         shift = tl.where(new_max == -float("inf"), 0.0, new_max)
@@ -204,11 +204,11 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
 
 @triton.jit
 def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
-    """Return the :class:`Parts` of one work tile, which a stream-K grid of ``teams`` teams left.
+    """Return the :class:`Parts` (partial results) of one work tile from a stream-K grid of ``teams`` teams.
 
-    If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is a boundary: between the share of a
-    program and that of its counterpart in the next team. The work tile is the one that the boundary divides.
-    The count is 0 if the boundary divides none, or if an earlier boundary divides the same tile.
+    If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is the number of a program. The work tile
+    is the one that the end of this program's share divides, so that a program of the next team continues it.
+    The count is 0 if no work tile is divided there, or if the share of an earlier team ends in the same tile.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     if C.BY_WORK_TILE:
@@ -228,7 +228,7 @@ def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
     first_position = m_block_start + head_kv // HEADS * n_blocks
     first_team = share_of(first_position, teams, total)
     splits = share_of(first_position + tl.maximum(n_blocks, 1) - 1, teams, total) - first_team + 1
-    # If several boundaries divide a work tile, the first one's program combines it.
+    # If several boundaries divide a work tile, the program of the first boundary combines it.
     if n_blocks == 0 or (not C.BY_WORK_TILE and first_team != unit // HEADS):
         splits = 0
     start = 2 * (first_team * HEADS + head_kv % HEADS)
@@ -237,7 +237,7 @@ def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
 
 @triton.jit
 def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
-    """Return the :class:`Parts` of work tile ``unit``, whose splits depend on its own length only."""
+    """Return the :class:`Parts` of work tile ``unit`` from a grid without stream-K."""
     m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
     m = m_blocks - 1 - unit % m_blocks
     head_kv = unit // m_blocks % lengths.num_heads_kv
@@ -255,10 +255,11 @@ def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths", "splits", "teams", "row_blocks"))
 def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr):
-    """Combine the partial results of ``decode_kernel``; ``teams`` is 0 unless its grid was stream-K.
+    """Combine the partial results of ``decode_kernel``. ``teams`` is 0 if its grid was not stream-K.
 
-    Grid: (row blocks * work tiles,). Unless BY_WORK_TILE it is (row blocks * boundaries between programs of
-    adjacent teams,), which is smaller for large batches. A row block is ROWS rows of a work tile.
+    Grid: (row blocks * work tiles,) if BY_WORK_TILE, else (row blocks * boundaries,). A row block is ROWS
+    rows of a work tile. A boundary lies between the shares of two programs, for the same heads in adjacent
+    teams. Large batches have fewer boundaries than work tiles.
     """
     if C.PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -269,7 +270,8 @@ def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr
     else:
         parts = split_parts(unit, pointers, lengths, splits, C)
     if C.PDL:
-        # Every program waits: the next kernel in the stream may start as soon as this one has ended.
+        # Every program waits for the attention kernel, even without partial results to combine. Otherwise
+        # this kernel could end first, and the next kernel in the stream would start too early.
         tl.extra.cuda.gdc_wait()
     first_row = row_block * C.ROWS
     if (parts.count > 1) & (first_row < parts.num_rows):
@@ -281,8 +283,8 @@ def combine_given_kernel(pointers, strides, sizes, C: tl.constexpr):
     """Combine the caller's partial results.
 
     Grid: (cdiv(batch * seqlen * heads, ROWS),); each program combines ROWS rows.
-    out_partial (splits, batch, seqlen, heads, HEAD_DIM_V), lse_partial (splits, batch, seqlen, heads),
-    natural log; out (batch, seqlen, heads, HEAD_DIM_V) and lse (batch, heads, seqlen) contiguous.
+    out_partial is (splits, batch, seqlen, heads, HEAD_DIM_V); lse_partial is (splits, batch, seqlen, heads),
+    natural log. out (batch, seqlen, heads, HEAD_DIM_V) and lse (batch, heads, seqlen) are contiguous.
     """
     row = tl.program_id(0).to(tl.int64) * C.ROWS + tl.arange(0, C.ROWS)
     exists = row < sizes.rows

@@ -96,8 +96,8 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "features": _FEATURES,
     "chunk": {"seqlen_q": 4, "window_right": 0, "attention_chunk": 8192},
 }
-"""Variants by name. Every tile is compiled for pages of 16. With 16-bit heads of 128, NARROW tiles are
-compiled for all variants, others for ``_WIDE_VARIANTS``."""
+"""Variants by name. Every tile is compiled for pages of 16 tokens. For 16-bit elements and head_dim 128,
+NARROW tiles are compiled for all variants, and other tiles for ``_WIDE_VARIANTS``."""
 _WIDE_VARIANTS = ("page 16", "splits", "features", "unified max")
 
 _LATENT_SPILLS = {("hopper", config.WIDE): 556, ("ampere", config.WIDE): 116}
@@ -114,7 +114,10 @@ _TYPES = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the decoding kernels: attention with each tile of ``arch``, some with more features; others."""
+    """Yield the cases of all decoding kernels.
+
+    Attention is compiled with each tile of ``arch``, and with some tiles in several variants.
+    """
     capability = architecture(arch).capability
     table_family = family_of_capability(*divmod(capability, 10))
     for dtype, element_bytes in ((torch.bfloat16, 2), (torch.float32, 4), (FP8, 1)):
@@ -269,7 +272,10 @@ def _exchange_case() -> CompileCase:
 
 
 def _append_case(dtype: torch.dtype, capability: tuple[int, int], packed: bool) -> CompileCase:
-    """Return an append with rotary embedding of the keys and of equally many query tokens, packed or not."""
+    """Return the case of an append kernel that applies rotary embedding to the new keys and to queries.
+
+    There are as many query tokens as new tokens. ``packed``: whether their sequences are packed.
+    """
     bf16, int32, heads = torch.bfloat16, torch.int32, 8
     cache = meta(1024, 16, heads, 128, dtype=dtype)
     rows = (8 * APPEND_ROWS,) if packed else (8, APPEND_ROWS)

@@ -51,12 +51,12 @@ class DecodeConfig:
     def takes_stream_k(
         self, m_blocks: int, work_tiles: int, multiprocessors: int, tile_bytes: float, even: bool
     ) -> bool:
-        """Whether programs share all n_blocks equally.
+        """Whether programs should share all n_blocks equally, as in stream-K.
 
         Args:
-            m_blocks: maximum number per sequence.
-            work_tiles: maximum number in the batch.
-            tile_bytes: maximum of a work tile, by :func:`bytes_to_read`.
+            m_blocks: maximum number of m_blocks per sequence.
+            work_tiles: maximum number of work tiles in the batch.
+            tile_bytes: maximum bytes of a work tile, by :func:`bytes_to_read`.
             even: whether all work tiles have equally many bytes, and the cache has no pages.
         """
         if m_blocks > BALANCED_M_BLOCKS:
@@ -64,19 +64,23 @@ class DecodeConfig:
         most = MAX_WHOLE_BYTES if even else MAX_UNEVEN_BYTES
         if self.tile.BLOCK_M > NARROW or tile_bytes > most:
             return True
-        # One program per multiprocessor keeps memory busy. Without balancing, some idle in the last round.
+        # One program per multiprocessor keeps memory busy. Without stream-K, some multiprocessors are idle in
+        # the last round of programs.
         last_round = work_tiles % (multiprocessors * self.programs_per_sm) or multiprocessors
         idle = max(0, multiprocessors - last_round)
         return tile_bytes * idle > WHOLE_BYTES * multiprocessors
 
 
 def operand_bytes(problem: DecodeProblem) -> int:
-    """Return the table's element size: 4 bytes if products are in float32, else that of the cache."""
+    """Return the element size, in bytes, under which the table lists the problem's configuration.
+
+    It is 4 if products are in float32, else the element size of the cache.
+    """
     return 4 if problem.dtype.itemsize == 4 else problem.cache_dtype.itemsize
 
 
 def bytes_to_read(keys: int, columns: int, element_bytes: int) -> float:
-    """Return the bytes of ``keys`` keys and values, as a measure of the time to read them.
+    """Return the bytes of the keys and values of ``keys`` tokens, as a measure of the time to read them.
 
     FP8 counts as 16 bits, because reading and converting it takes as long. float32 counts as infinitely many
     bytes, because products take longer than reading.

@@ -97,8 +97,8 @@ def copy_scales(base, source, destination, num_heads, BLOCK_HEADS: tl.constexpr)
 def copy_kernel(pointers, strides, lengths, C: tl.constexpr):
     """Grid: (parts of BLOCK rows * layers * pairs,).
 
-    Caches (layers, num_blocks, page_size, heads, HEAD_DIM), pairs (n, 2) of source and destination; a pair
-    with a block outside of the cache is skipped.
+    Caches are (layers, num_blocks, page_size, heads, HEAD_DIM); ``pairs`` (n, 2) are source and destination
+    blocks. A pair with a block outside of the cache is skipped.
     """
     program = tl.program_id(0)
     part = program % lengths.parts

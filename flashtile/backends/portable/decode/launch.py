@@ -95,7 +95,7 @@ class DecodeLaunch:
         if attend is None:
             k_cache, v_cache = self._operands(k_cache, v_cache)
             attend, combine = self._prepare(q, k_cache, v_cache, tensors)
-            return_lse = self._stores_lse  # the first call compiles: Triton needs tensors, not addresses
+            return_lse = self._stores_lse  # to compile in the first call, Triton needs lse as a tensor
             self._new_out = allocator(q, self._out_shape, self._out_dtype)
         if self._varlen:
             out, lse = self._cleared(q, out, lse)
@@ -106,7 +106,7 @@ class DecodeLaunch:
                 lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
         scratch = None
         lse_to: Tensor | int | None = lse
-        if lse is None and self._stores_lse:  # not requested: it is stored after the partial results
+        if lse is None and self._stores_lse:  # lse is not returned, but stored after the partial results
             scratch = q.new_empty(self._partials + self._lse_size, dtype=torch.float32)
             lse_to = scratch.data_ptr() + 4 * self._partials
         elif self._partials:
@@ -123,7 +123,10 @@ class DecodeLaunch:
 
     @property
     def takes_addresses(self) -> bool:
-        """Whether the kernel is compiled and, with ``out``, needs only the addresses of q and the caches."""
+        """Whether later calls may give the addresses of q and of the caches instead of tensors.
+
+        This requires a compiled kernel. Such calls also give ``out``.
+        """
         return self._attend is not None and not self._varlen
 
     def with_cache_length(
@@ -160,7 +163,10 @@ class DecodeLaunch:
         return other
 
     def _decided(self, problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> tuple:
-        """Return the parts of kernels and grids that depend on the length and strides of a dense cache."""
+        """Return the properties of kernels and grids that depend on the length and strides of a dense cache.
+
+        A launch for another length can use the same compiled kernels if these properties are the same.
+        """
         config = self._config
         left, right = plan.effective_window(problem)
         longest = max(plan.extent(k_cache), plan.extent(v_cache))
@@ -175,7 +181,7 @@ class DecodeLaunch:
         return plan.as_operands(k_cache, v_cache, self._config)
 
     def _cleared(self, q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (out, lse) filled with 0 and -inf, because some tokens are written by no program."""
+        """Return (out, lse) filled with 0 and -inf, because some tokens are not written by any program."""
         out = q.new_zeros(self._out_shape, dtype=self._out_dtype) if out is None else out.zero_()
         if lse is None:
             return out, q.new_full(self._lse_shape, -torch.inf, dtype=torch.float32)
@@ -221,7 +227,8 @@ class DecodeLaunch:
             ),
         )
         self._by_capacity = self._decided(problem, k_cache, v_cache)
-        # With dependent launch, a kernel may start before the previous one has ended and waits for it itself.
+        # With dependent launch, a kernel may start before the previous kernel has ended, and then waits on
+        # the device for its end.
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
         attend = CachedLaunch(
             decode_kernel, programs, scalars, (variant,), config.tile, pointers=DecodePointers, **options

@@ -28,8 +28,8 @@ COMBINE_TILE = 4096
 """Elements of partial results that four warps of a combining program load at a time. The program waits on a
 multiprocessor for two attention programs to end, so its registers must fit next to theirs."""
 MIN_SPLITS = 8
-"""Fewest splits that a combining program loads at a time. The average may be lower than what one work tile
-has."""
+"""Fewest splits that a combining program loads at a time. The planned number is an average over work tiles,
+so some work tiles have more splits."""
 MIN_PAIRED_WIDTH = 32
 PREFETCH = 2
 """Number of n_blocks to prefetch: as many as are in flight, so that memory stays busy between work tiles."""
@@ -57,8 +57,8 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
     """View the caches in the dtype that the kernel is compiled for.
 
     FP8 caches are viewed as pairs of elements if rows consist of pairs and tiles are NARROW. The products of
-    these tiles take operands from registers. Products of taller tiles take them from shared memory. There
-    pairs gain nothing, because converted elements must be written to shared memory in any case.
+    these tiles take operands from registers. Products of taller tiles take operands from shared memory. For
+    them pairs gain nothing, because converted elements must be written to shared memory in any case.
     """
     if k_cache.dtype != FP8:
         return k_cache, v_cache
@@ -70,10 +70,10 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
 
 
 def has_pairs(cache: Tensor) -> bool:
-    """Whether each row of an FP8 cache is a row of aligned pairs.
+    """Whether an FP8 cache can be viewed as aligned pairs of elements, row by row.
 
     Pairs need only an even address. The check is for a multiple of 16, because a call's signature
-    (``op.operation.signatures``) records nothing else about addresses.
+    (``op.operation.signatures``) records only that about addresses.
     """
     return not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
 
@@ -84,7 +84,10 @@ def m_blocks_of(problem: DecodeProblem, config: DecodeConfig) -> int:
 
 
 def is_stream_k(problem: DecodeProblem, config: DecodeConfig) -> bool:
-    """Whether programs share all n_blocks equally. Else a work tile's splits depend on its length only."""
+    """Whether programs share all n_blocks equally (stream-K).
+
+    Otherwise each work tile is divided into splits, which depend on the length of its own sequence only.
+    """
     if problem.num_splits != 0 or problem.split_size != 0:
         return False
     m_blocks = m_blocks_of(problem, config)
@@ -137,7 +140,7 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
 
 
 def heads_per_team(problem: DecodeProblem, config: DecodeConfig) -> int:
-    """Return the number of adjacent key/value heads per team, a divisor of all heads.
+    """Return the number of adjacent key/value heads per team, which divides ``num_heads_kv``.
 
     In tiles of few rows, reading adjacent heads together saves time. With more rows, a team is one head,
     because a grid of whole teams would leave programs idle.
@@ -148,7 +151,10 @@ def heads_per_team(problem: DecodeProblem, config: DecodeConfig) -> int:
 
 
 def num_splits_of(problem: DecodeProblem, config: DecodeConfig) -> tuple[int, int]:
-    """Return (splits per work tile, n_blocks per split or 0) for a grid without stream-K."""
+    """Return (splits per work tile, n_blocks per split) for a grid without stream-K.
+
+    The second number is 0 if the call gives the number of splits instead of their size.
+    """
     split_n_blocks = triton.cdiv(problem.split_size, config.tile.BLOCK_N)
     if not split_n_blocks:
         return max(problem.num_splits, 1), 0
@@ -175,7 +181,7 @@ def lengths_of(problem: DecodeProblem, config: DecodeConfig) -> DecodeLengths:
 
 
 def effective_window(problem: DecodeProblem) -> tuple[int, int]:
-    """Return (left, right); a side that hides no key is unlimited (-1). A chunk limits both sides."""
+    """Return the window (left, right). A side that hides no key is UNLIMITED. A chunk limits both sides."""
     left, right, chunk = problem.window_left, problem.window_right, effective_chunk(problem)
     if chunk is not None:
         left, right = (chunk - 1 if side == UNLIMITED else min(side, chunk - 1) for side in (left, right))
@@ -187,15 +193,20 @@ def effective_window(problem: DecodeProblem) -> tuple[int, int]:
 
 
 def effective_chunk(problem: DecodeProblem) -> int | None:
-    """Return the chunk, at most the capacity; None if chunks hide no key that the window shows."""
+    """Return the chunk size, at most the capacity, or None if chunks hide no key that the window shows."""
     capacity = max(problem.capacity, 1)
-    # A query before the first key has a chunk without keys, so it must not see later keys.
+    # If there are more queries than keys, the first queries come before all keys. No key is in their chunk,
+    # so one chunk for all keys can be left out only if there are no such queries, or if the window already
+    # hides later keys.
     one_chunk = problem.attention_chunk >= capacity and (problem.window_right == 0 or problem.seqlen_q == 1)
     return None if problem.attention_chunk == 0 or one_chunk else min(problem.attention_chunk, capacity)
 
 
 def softmax_max_kind(problem: DecodeProblem, config: DecodeConfig) -> str:
-    """Return the kind of ``softmax_max`` that replaces row maxima: "number", "head" (one each) or "none"."""
+    """Return the kind of ``softmax_max`` that replaces the maxima of rows.
+
+    "number" is one number for all heads, and "head" is one number per head. With "none", maxima are computed.
+    """
     if problem.capacity < MIN_UNIFIED_N_BLOCKS * config.tile.BLOCK_N:
         return "none"
     if problem.softmax_max_by_head:
@@ -265,7 +276,8 @@ def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | N
     a work tile. Few combining programs then do the work, and all are resident before attention ends. If they
     are many, twice as many warps load their results, because a second round would wait for memory again.
 
-    None, for other grids: the tile decides the order of sums, so it must not depend on the rest of the batch.
+    For other grids, ``programs`` is None. The tile then must not depend on the rest of the batch, because it
+    decides the order of the sums.
     """
     width = padded(problem.head_dim_v)
     if programs is None:
@@ -296,12 +308,12 @@ def combine_variant(
 
 
 def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether k and v are aligned for asynchronous loads. Only then may their tiles differ in width."""
+    """Whether k and v are aligned for asynchronous loads. If not, their tiles must have the same width."""
     return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
 
 
 def extent(cache: Tensor) -> int:
-    """Return the elements from the first to the last, plus room for one tile of rows after them."""
+    """Return the distance from the cache's first element to its last, plus one tile of rows, in elements."""
     size, stride = cache.shape, cache.stride()
     last = sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     return last + MAX_BLOCK_N * stride[1]

@@ -9,7 +9,7 @@ from flashtile.backends.common.tiles import LN_2, LOG2_E
 
 
 class Rows(NamedTuple):
-    """The packed rows of a work tile, each [rows]."""
+    """The packed rows of a work tile. Each field is [rows], or a scalar."""
 
     b: Any
     """Number of the sequence."""
@@ -31,15 +31,15 @@ class Splits(NamedTuple):
     num_splits: Any
     """Splits per work tile, without stream-K."""
     split_n_blocks: Any
-    """n_blocks per split; 0: as many as give ``num_splits`` splits of the work tile."""
+    """n_blocks per split. 0: each work tile is divided into ``num_splits`` splits instead."""
 
 
 @triton.jit
 def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl.constexpr):
     """Add the results of attention over other keys to (acc, maximum, sum).
 
-    prior_out (tokens, heads, HEAD_DIM_V), prior_lse (heads, tokens), natural log. Tokens are packed even if q
-    is (batch, seqlen_q, ...).
+    prior_out is (tokens, heads, HEAD_DIM_V); prior_lse is (heads, tokens), natural log. Tokens are packed
+    even if q is (batch, seqlen_q, ...).
     """
     tokens = packed_tokens(rows, lengths, C)
     lse_rows = rows.heads.to(tl.int64) * lengths.total_q + tokens
@@ -67,7 +67,7 @@ def packed_tokens(rows, lengths, C: tl.constexpr):
 
 @triton.jit
 def normalised(acc, row_max, row_sum):
-    """Return (out, lse in base 2): 0 and -inf for rows without keys."""
+    """Return (out, lse in base 2). Rows without keys get 0 and -inf."""
     empty = row_sum == 0.0
     total = tl.where(empty, 1.0, row_sum)
     return acc / total[:, None], tl.where(empty, -float("inf"), row_max + tl.log2(total))
@@ -83,7 +83,10 @@ def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C: tl.constexpr):
-    """Write out [rows, BLOCK_DV] and, unless ``lse_ptr`` is None, lse [rows], given in base 2."""
+    """Write out [rows, BLOCK_DV] and, unless ``lse_ptr`` is None, lse [rows].
+
+    ``lse`` is in base 2, and is written as natural logarithm.
+    """
     num_heads_q = lengths.num_heads_kv * lengths.group_size
     out_rows = packed_tokens(rows, lengths, C)
     if C.VARLEN:

@@ -112,7 +112,10 @@ class WorkTile(NamedTuple):
 
 @triton.jit
 def sequence_of(m_block, lengths, C: tl.constexpr):
-    """Return (sequence, m_block within it) of m_blocks of the batch, without a division if ONE_M_BLOCK."""
+    """Return (sequence, index of the m_block in its sequence) for m_blocks that are numbered in the batch.
+
+    If ONE_M_BLOCK, this takes no division.
+    """
     b = m_block
     m = m_block * 0
     if not C.ONE_M_BLOCK:
@@ -132,10 +135,10 @@ def heads_of_rows(row, head_kv, lengths, C: tl.constexpr):
 
 @triton.jit
 def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Load the :class:`Sequence` number ``b``, a scalar or a vector; len_q is 0 where not ``exists``.
+    """Load the :class:`Sequence` with index ``b`` in the batch. ``b`` is a scalar or a vector.
 
-    Lengths are clamped to the tensors; invalid lengths set ``fault``. EARLY: an earlier kernel may still be
-    writing the lengths, so they must not be kept in the L1 cache.
+    len_q is 0 where ``exists`` is False. Lengths are clamped to the tensors; invalid lengths set ``fault``.
+    EARLY: an earlier kernel may still be writing the lengths, so they must not be kept in the L1 cache.
     """
     CACHE: tl.constexpr = ".cg" if EARLY else ""
     start_q = b * 0
@@ -179,7 +182,8 @@ def window_at(position, leftpad, lengths):
     right = lengths.window_right
     if lengths.attention_chunk is not None:
         before = (position - leftpad) % lengths.attention_chunk
-        before = tl.where(before < 0, before + lengths.attention_chunk, before)  # more queries than keys
+        # Positions are negative if there are more queries than keys.
+        before = tl.where(before < 0, before + lengths.attention_chunk, before)
         left = tl.minimum(left, before)
         right = tl.minimum(right, lengths.attention_chunk - 1 - before)
     return left, right
@@ -213,7 +217,10 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Return each m_block's n_blocks times the number of groups of heads, [SCAN_BLOCK]."""
+    """Return how many positions each m_block takes in the sequence of n_blocks, [SCAN_BLOCK].
+
+    This is its number of n_blocks times the number of groups of HEADS_PER_TEAM heads.
+    """
     b, m = sequence_of(m_blocks, lengths, C)
     sequence = load_sequence(b, m_blocks < lengths.m_blocks, pointers, lengths, C, EARLY)
     _, _, n_blocks = reach_of(m, sequence, lengths, C)
@@ -245,7 +252,7 @@ def share_of(position, teams, total):
 
 @triton.jit
 def locate_m_block(m_block, pointers, lengths, C: tl.constexpr):
-    """Return (number of all n_blocks, position of the first n_block of ``m_block``)."""
+    """Return (total number of n_blocks, position of the first n_block of ``m_block``)."""
     total = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.int32)
     for start in range(0, lengths.m_blocks, C.SCAN_BLOCK):
@@ -260,8 +267,10 @@ def locate_m_block(m_block, pointers, lengths, C: tl.constexpr):
 def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths, C: tl.constexpr):
     """Search the next ``m_blocks`` [SCAN_BLOCK] for the one that holds ``position``.
 
-    ``n_blocks``: the m_blocks' numbers of n_blocks; ``counted``: the n_blocks before them. Returns the number
-    of the m_block, and the position of its first n_block, as far as they are known.
+    ``n_blocks`` are the results of :func:`count_n_blocks` for these m_blocks, and ``counted`` is the number
+    of n_blocks before them. Returns (m_block, m_block_start): the index of the m_block and the position of
+    its first n_block. If ``position`` lies behind these m_blocks, the result is the m_block that follows
+    them, and the next call continues the search.
     """
     ends = counted + tl.cumsum(n_blocks, 0)
     before = (ends <= position) & (m_blocks < lengths.m_blocks)
@@ -272,10 +281,11 @@ def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths,
 
 @triton.jit
 def stream_k_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Return where ``team`` begins: (number of all n_blocks, position of its first n_block, the m_block that
-    contains it, position of that m_block's first n_block).
+    """Return where the share of ``team`` begins: (total, position, m_block, m_block_start).
 
-    ``index``: the integers from 0 to SCAN_BLOCK (exclusive), in any layout.
+    ``total`` is the number of n_blocks of all shares, and ``position`` that of the team's first n_block.
+    ``m_block`` contains this n_block; its own first n_block is at position ``m_block_start``. ``index``: the
+    integers from 0 to SCAN_BLOCK (exclusive), in any layout.
     """
     m_block = team * 0
     m_block_start = team * 0
@@ -304,17 +314,18 @@ def work_tile_at(
     program, position, m_block, m_block_start, pointers, lengths, C: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Return a program's (work tile, index of the n_block at ``position`` in it, position after the m_block).
+    """Return the work tile that a program processes at ``position``, a position in the sequence of n_blocks.
 
-    The m_block's first n_block is at position ``m_block_start``.
+    The result is (work tile, index of the n_block within the work tile, position where the m_block ends). The
+    m_block's first n_block is at position ``m_block_start``.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     m_block = tl.minimum(m_block, lengths.m_blocks - 1)
     b, m = sequence_of(m_block, lengths, C)
     sequence = load_sequence(b, True, pointers, lengths, C, EARLY)
     num_rows, keys, n_blocks = reach_of(m, sequence, lengths, C)
-    # After a program's last work tile, or if lengths change while they are read, the difference may be
-    # negative. It would address memory before the block table.
+    # The difference may be negative after a program's last work tile, or if lengths change while they are
+    # read. A negative index would address memory before the block table.
     nth = tl.maximum(position - m_block_start, 0)
     m_block_end = m_block_start + n_blocks
     head_kv = program % HEADS

@@ -49,10 +49,11 @@ class NextWork(NamedTuple):
 
 @triton.jit
 def as_float16(q):
-    """Return (q / scale in float16, scale [BLOCK_M]), exact except for elements more than 2^24 times smaller
-    than their row's largest.
+    """Return (q / scale in float16, scale [BLOCK_M]).
 
-    e4m3 is exact in float16 and cheap to convert; conversion to bfloat16 uses the slowest conversion unit.
+    The quotient is exact, except for elements that are more than 2^24 times smaller than the largest of their
+    row. With q in float16, the cache is converted from e4m3 to float16, which is exact and cheap. Conversion
+    to bfloat16 would use the slowest conversion unit.
     """
     q = q.to(tl.float32)
     largest = tl.max(tl.abs(q), 1)
@@ -64,7 +65,7 @@ def as_float16(q):
 
 @triton.jit
 def as_dtype(tile, dtype: tl.constexpr, C: tl.constexpr):
-    """Convert a tile of :func:`load_rows` to ``dtype``; the cache is not viewed as pairs."""
+    """Convert a tile of :func:`load_rows` to ``dtype``, for a cache that is not viewed as pairs."""
     if C.E4M3_BITS:
         tile = decode_bits(tile)
     return tile.to(dtype)
@@ -132,8 +133,10 @@ def score_keys(products, positions, seen, rows, numbers, C: tl.constexpr):
 
 @triton.jit
 def start_sums(q, faults, C: tl.constexpr):
-    """Return (q, odd columns of q, odd columns of acc, acc, row_max, row_sum) before the first n_block. Odd
-    columns are separate if E4M3_PAIRS."""
+    """Return (q, odd columns of q, odd columns of acc, acc, row_max, row_sum) before the first n_block.
+
+    If E4M3_PAIRS, q and acc have only the even columns. Otherwise the odd columns are unused.
+    """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
@@ -161,10 +164,11 @@ def start_sums(q, faults, C: tl.constexpr):
 
 @triton.jit
 def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C: tl.constexpr):
-    """Prefetch the next work tile's first two n_blocks, one of them in each of two rounds ``n``.
+    """Prefetch the first two n_blocks of the program's next work tile, in two iterations ``n`` of the loop.
 
-    The rounds are ``last - PREFETCH`` and the next one. In a program's last work tile, they launch the
-    dependent kernels instead.
+    Iteration ``last - PREFETCH``, or the first iteration if that is later, prefetches one of them, and the
+    iteration after it the other. In a program's last work tile, these iterations launch the dependent kernels
+    instead.
     """
     i = n - tl.maximum(first, last - PREFETCH)
     if (i == 0) | (i == 1):
@@ -179,7 +183,10 @@ def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C:
 
 @triton.jit
 def load_page_scales(cache, page, outer, C: tl.constexpr):
-    """Load the scales of k and v: scalars if an n_block is in one page, else [1, BLOCK_N], [BLOCK_N, 1]."""
+    """Load the scales of k and v by page: scalars if an n_block lies in one page, else one number per key.
+
+    The latter are [1, BLOCK_N] for k and [BLOCK_N, 1] for v.
+    """
     k_scale = tl.load(cache.k_descale + page.to(tl.int64) * outer.k_descale_stride)
     v_scale = tl.load(cache.v_descale + page.to(tl.int64) * outer.v_descale_stride)
     if C.PAGE_SIZE != 0 and not C.one_page:
@@ -198,9 +205,9 @@ def attend_n_blocks(
     Returns (acc [BLOCK_M, BLOCK_DV], row_max [BLOCK_M], row_sum [BLOCK_M]). Sums are NaN if ``faults`` of
     :func:`find_faults` are not 0, or if a page is not in the cache.
 
-    ``dtype`` is the dtype of the call's queries. Values times the scales of their pages are rounded to it. If
-    ``shift`` is given, it is subtracted from scores instead of their maximum. ``qv`` [BLOCK_M, BLOCK_DV]:
-    queries for the values, if C.HAS_QV.
+    ``dtype`` is the dtype of the call's queries. If pages have scales, values are multiplied by the scales
+    and rounded to ``dtype``. If ``shift`` is given, it is subtracted from scores instead of their maximum.
+    ``qv`` [BLOCK_M, BLOCK_DV]: queries that are multiplied by the values, if C.HAS_QV.
     """
     PAGE_SIZE: tl.constexpr = C.PAGE_SIZE
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -231,7 +238,7 @@ def attend_n_blocks(
         k, v, k_offsets, v_offsets = rows_of_n_block(cache, page, start, call.strides, C)
         products = multiply_keys(q, q_odd, k, k_offsets, seen, C)  # [BLOCK_M, BLOCK_N]
         if C.HAS_QV:
-            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # once for both products
+            v_tile = load_rows(v, v_offsets, seen, C.HEAD_DIM_V, C.BLOCK_DV)  # loaded once for both products
             products = tl.dot(qv, tl.trans(v_tile), products, input_precision=C.PRECISION)
         v_scale = 1.0
         if C.DESCALE == "block":

@@ -20,13 +20,16 @@ Above 2^16 float16 is infinite, and so are the sums of values."""
 MAX_FLOAT32 = tl.constexpr(2.0**16)
 """Bound on float32 sums and on their inverse, so that the logarithm is as exact as with online softmax."""
 MIN_VALUE = tl.constexpr(2.0**-60)
-"""A row's output sums need a largest magnitude of at least this: smaller ones may lack terms flushed to
-zero."""
+"""Least accepted magnitude of the largest output sum of a tile. Smaller sums may lack terms that were flushed
+to zero."""
 
 
 @triton.jit
 def load_shift(number, pointer, heads, exists, C: tl.constexpr):
-    """Load phi in log2 units, a scalar or [BLOCK_M], rounded to an integer so that its exp2 is exact."""
+    """Load phi, the number to subtract from scores, in log2 units: a scalar or [BLOCK_M].
+
+    phi is rounded to an integer, so that its exp2 is exact.
+    """
     phi = number
     if C.SOFTMAX_MAX == "head":
         phi = tl.load(pointer + heads, mask=exists, other=0.0)
@@ -50,10 +53,10 @@ def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.c
 
 @triton.jit
 def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
-    """Return one bool: whether acc and row_sum are as exact as with the online softmax, for all rows.
+    """Return whether acc and row_sum are as exact as with the online softmax, in all rows: one bool.
 
-    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are over ``keys`` keys. A row_sum of 0 is out of range: the
-    row may have seen no key, or its terms may have been flushed to zero.
+    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are sums over as many keys as ``keys`` says. A row_sum of 0
+    is out of range: the row may have seen no key, or its terms may have been flushed to zero.
     """
     least = MIN_SUM
     most = MAX_SUM
@@ -72,9 +75,10 @@ def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
 
 @triton.jit
 def as_online(acc, row_max, row_sum):
-    """Return (acc, row_max, row_sum) rescaled to row_sum 1, as the online softmax has them after one key.
+    """Return (acc, row_max, row_sum) rescaled so that row_sum is 1 and row_max is the log-sum-exp in base 2.
 
-    A sink or other keys can then be added, even if their scores are far from phi.
+    Rows without keys keep row_sum 0. A sink or the results over other keys can then be added, even if their
+    scores are far from phi.
     """
     empty = row_sum == 0.0
     total = tl.where(empty, 1.0, row_sum)

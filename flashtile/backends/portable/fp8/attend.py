@@ -160,7 +160,11 @@ class Fp8Accumulator(NamedTuple):
 
 @triton.jit
 def as_operand(tile, NATIVE: tl.constexpr):
-    """Convert e4m3, or its bits, to the product's operand: e4m3, or float16, in which e4m3 is exact."""
+    """Convert a tile to the dtype of the products' operands.
+
+    If NATIVE, the tile and the operands are e4m3. Otherwise the tile has the bits of e4m3 numbers, and the
+    operands are float16, which represents these numbers exactly.
+    """
     if NATIVE:
         return tile
     else:
@@ -169,7 +173,7 @@ def as_operand(tile, NATIVE: tl.constexpr):
 
 @triton.jit
 def round_p(p, NATIVE: tl.constexpr):
-    """Round float32 numbers of at most 448 to the nearest e4m3, as an operand of the product."""
+    """Round P (float32, at most 448) to the nearest e4m3. Without NATIVE, return the result as float16."""
     if NATIVE:
         return p.to(tl.float8e4nv)
     else:
@@ -186,7 +190,10 @@ def load_rows(
     BLOCK_D: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Load ``rows`` [rows, BLOCK_D] as operands; zeros from row ``length`` and from column HEAD_DIM on."""
+    """Load ``rows`` as operands of a product, [rows, BLOCK_D].
+
+    Rows from ``length`` on are 0, and so are columns from HEAD_DIM on.
+    """
     columns = tl.arange(0, BLOCK_D)
     inside = (rows < length)[:, None]
     if HEAD_DIM < BLOCK_D:
@@ -209,8 +216,8 @@ def load_columns(
 ):
     """Load a tile [keys, BLOCK_D] of v, stored transposed as [HEAD_DIM, columns], from column ``start`` on.
 
-    Columns after the last key are stored as 0, but those of keys that ``seqused_k`` excludes are not. MASKED
-    replaces them by 0.
+    Columns after the last key of the sequence are 0 in memory. Columns of keys that ``seqused_k`` excludes
+    may have other values, so with MASKED they are replaced by 0.
     """
     features = tl.arange(0, BLOCK_D)
     places = start + tl.arange(0, keys.shape[0])
@@ -316,11 +323,11 @@ def store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointe
 
 @kernel(do_not_specialize=("scale_strides", "lengths"))
 def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of rows * heads * batch,). q, k, v in e4m3 (uint8 unless NATIVE), out and lse contiguous.
+    """Grid: (blocks of rows * heads * batch,). out and lse are contiguous.
 
-    q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], without the batch
-    when VARLEN; v like k, or TRANSPOSED [batch, heads_kv, HEAD_DIM_V, columns] ([heads_kv, ...] when
-    VARLEN). Scales are laid out as ``flashtile.problems.fp8.Scales`` says.
+    q [batch, seqlen_q, num_heads_q, HEAD_DIM] and k [batch, seqlen_k, heads_kv, HEAD_DIM] are e4m3, viewed as
+    uint8 unless NATIVE. v is like k, or [batch, heads_kv, HEAD_DIM_V, columns] if TRANSPOSED. When VARLEN,
+    they have no batch dimension. Scales are laid out as ``flashtile.problems.fp8.Scales`` says.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_DV: tl.constexpr = C.BLOCK_DV
@@ -341,7 +348,7 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
     k_base = pointers.k + b64 * strides.k_batch + start_k * strides.k_token
     k_base += head64 * strides.k_head
     v_base = pointers.v + b64 * strides.v_batch + head64 * strides.v_head
-    # Numbers of the sequence's first blocks: packed sequences share one numbering.
+    # Index of the sequence's first block of scales. Blocks are numbered through all packed sequences.
     first_q = tl.zeros([], tl.int64)
     first_k = tl.zeros([], tl.int64)
     if C.VARLEN:

@@ -101,7 +101,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def _quantized(problem: QuantizeProblem) -> tuple[Tensor, QuantizeTensors]:
-    """Return the tensors of a quantisation, contiguous on "meta"."""
+    """Return the tensors of a quantisation: contiguous, on the meta device."""
     rows = (problem.total,) if problem.varlen else (problem.batch, problem.seqlen)
     lengths = meta(problem.batch, dtype=torch.int32)
     angles = meta(problem.seqlen, problem.rotary_dim // 2) if problem.rotary_dim else None
@@ -115,7 +115,7 @@ def _quantized(problem: QuantizeProblem) -> tuple[Tensor, QuantizeTensors]:
 
 
 def _attended(problem: Fp8Problem) -> tuple[Tensor, Tensor, Tensor, AttendTensors]:
-    """Return the tensors of attention over quantised q, k and v, contiguous on "meta"."""
+    """Return the tensors of attention over quantised q, k and v: contiguous, on the meta device."""
     q, k, v, extras = inputs_of(problem)
     first = () if problem.varlen else (problem.batch,)
     scales = []

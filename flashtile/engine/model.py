@@ -110,7 +110,7 @@ class Matrix:
 
 
 class Norm:
-    """RMSNorm. Gemma stores w for the factor 1 + w, which is kept in float32 because 16 bits would round it.
+    """RMSNorm. Gemma stores w and multiplies by 1 + w, which is kept in float32 to avoid rounding it.
 
     ``fused`` says whether :func:`linear` can apply the norm to its input.
     """
@@ -214,7 +214,7 @@ class Attention:
         }  # fmt: skip
         if ragged:
             common |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
-        if step.slots is not None:  # lengths do not determine the slots of trees and padding tokens
+        if step.slots is not None:  # the slots of trees and of padding tokens do not follow from the lengths
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
@@ -311,7 +311,8 @@ class Layer:
         self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
         self.sandwich, self.ranks = config.family.sandwich_norm, ranks
         self.following: Norm | None = None  # the next layer's first norm
-        # An all-reduce or a second norm before the next norm would change the prepared input.
+        # Attention and MLP may prepare their result for the next norm (see Hidden) only if the next norm
+        # follows directly. An all-reduce or a second norm in between would change the result.
         self.prepares = ranks.world == 1 and self.before_mlp.fused and not self.sandwich
         if self.sandwich:
             self.after_attention = self.before_mlp
@@ -388,7 +389,7 @@ class Model:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (rows, vocab_size) of hidden states, in the dtype of the weights."""
+        """Return the logits (rows, vocab_size) of hidden states (rows, hidden_size) in the weights' dtype."""
         return self.ranks.join(self.own_logits(hidden))
 
     def own_logits(self, hidden: Tensor) -> Tensor:

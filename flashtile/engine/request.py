@@ -60,12 +60,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer, pending ones included."""
+        """Number of tokens of the prompt and the answer, including pending tokens."""
         return len(self.tokens) + self.pending
 
     @property
     def num_outputs(self) -> int:
-        """Tokens of the answer, pending ones included."""
+        """Number of tokens of the answer, including pending tokens."""
         return len(self.tokens) + self.pending - self.request.num_prompt
 
     @property
@@ -122,7 +122,7 @@ class Request:
 
     @property
     def width(self) -> int:
-        """Largest number of sequences that the request has at a time."""
+        """Largest number of sequences that the request has at the same time."""
         params = self.params
         return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
@@ -136,7 +136,7 @@ class Request:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the host must know the last token before the next can be chosen."""
+        """Whether the host must know the last token before the next token can be chosen."""
         return isinstance(self.params, BeamSearchParams) or self.params.reads_tokens
 
     @property

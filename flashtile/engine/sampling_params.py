@@ -32,7 +32,7 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class SamplingParams:
-    """How an answer is sampled, when it ends and what its outputs contain, with vLLM's names and meanings.
+    """Parameters of sampling, of the end of an answer and of its outputs, with vLLM's names and meanings.
 
     Args:
         n: number of answers to the prompt. They share the memory of the prompt's keys and values.
@@ -213,7 +213,10 @@ class BeamSearchParams:
 
 
 def _temperature(value: Any) -> float:
-    """Return 0, or at least ``MIN_TEMPERATURE``, by which logits can be divided without overflow."""
+    """Validate a temperature, and raise it to ``MIN_TEMPERATURE`` if it is smaller and not 0.
+
+    Division of logits by a smaller temperature could overflow.
+    """
     found = _float("temperature", value, 0, 1e6)
     return max(found, MIN_TEMPERATURE) if found else 0.0
 

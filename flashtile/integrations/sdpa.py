@@ -79,7 +79,8 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         self.served = 0
         self.passed: Counter[str] = Counter()
         self._replaced: Any = None
-        self._function = self.attend  # TorchScript's table has the id of this object
+        # Each access to self.attend makes another object, and TorchScript finds a builtin by its object's id.
+        self._function = self.attend
         self._last: _Looked | None = None
 
     def enable(self) -> None:
@@ -124,7 +125,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute one call of ``scaled_dot_product_attention``, also where the function is not replaced."""
+        """Compute one call of ``scaled_dot_product_attention``. It also works without :meth:`enable`."""
         try:
             out = self._serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except ERRORS as error:
@@ -141,7 +142,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     def _fall_back(self, *arguments: Any, **named: Any) -> Tensor:
         """Return torch's result.
 
-        Tensor subclasses look the function up by name, so torch's function is restored during their call.
+        Tensor subclasses look the function up by its name, so torch's function is restored while they run.
         """
         if self._replaced is None:
             return getattr(F, FUNCTION)(*arguments, **named)
@@ -205,7 +206,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
             return None
         batch, seqlen_q = query.shape[:-3].numel(), query.shape[-2]
         if mask.is_cuda and mask.dtype == torch.bool and mask.shape[:-1].numel() == mask.shape[:1].numel():
-            return None  # attention recognises key padding by this shape
+            return None  # attention recognises a key padding mask by this shape
         known, kind = self._last, (mask.shape, mask.dtype, mask.device, batch, seqlen_q, seqlen_k)
         distinct = mask[tuple(slice(None) if stride else slice(1) for stride in mask.stride())]
         if known is not None and known.kind == kind and torch.equal(known.held, distinct):

@@ -96,7 +96,7 @@ class Listener:
         self.max_calls = min(limits.max_concurrent_requests, max(1, self.max_connections - SPARE_CONNECTIONS))
         self.port = 0
         self._runner: web.AppRunner | None = None
-        self._idle: dict[asyncio.BaseTransport, Connection] = {}  # the longest idle first
+        self._idle: dict[asyncio.BaseTransport, Connection] = {}  # ordered, the longest idle one first
         self._answering: dict[asyncio.BaseTransport, Connection] = {}
         self._sockets: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -122,7 +122,7 @@ class Listener:
         self._tasks.append(loop.create_task(self._close_idle()))
 
     async def close(self) -> None:
-        """Stop accepting connections. Those that exist stay open."""
+        """Stop accepting connections. Existing connections stay open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

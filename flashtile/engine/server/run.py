@@ -38,7 +38,7 @@ class Server:
         self.port = self._listener.port
 
     async def stop(self, timeout: float) -> None:
-        """Accept no more calls and shut down. Calls not finished in ``timeout`` seconds get an error."""
+        """Accept no more calls and shut down. Calls unfinished after ``timeout`` seconds get an error."""
         self._time_left = timeout
         self.service.draining = True
         await self._listener.close()

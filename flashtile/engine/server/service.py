@@ -151,10 +151,12 @@ class Service:
             raise refused(error, ("messages",), "messages") from None
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
-        """Raise ApiError if ``max_tokens`` exceeds the room: max_model_len minus the longest prompt.
+        """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.
 
-        For a chat call without ``max_tokens``, set it to the room, or to what the KV cache can hold after the
-        prompt if that is less, but to at least 1.
+        The maximum is the engine's ``max_model_len`` minus the length of the longest prompt. ApiError is
+        raised if the given ``max_tokens`` is larger. A chat call without ``max_tokens`` gets the maximum or,
+        if that is smaller, the number of tokens that the KV cache can hold after the prompt. It gets at
+        least 1.
         """
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -168,7 +170,7 @@ class Service:
                     call.max_tokens_field, code="context_length_exceeded",
                 )  # fmt: skip
             return
-        if manager.window_left < 0:  # with a window, memory does not grow with the length
+        if manager.window_left < 0:  # with a window, the cache does not grow with the length
             pool = manager.pool
             room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
         params.max_tokens = max(1, room)
@@ -210,7 +212,7 @@ class Service:
         return TokenizedPrompt(text, tokens)
 
     def _count_step(self, engine: Engine) -> None:
-        """Record the tokens of the engine's last step. Runs on the engine's thread."""
+        """Record the number of tokens of the engine's last step. Runs on the engine's thread."""
         if engine.last_schedule is not self._counted:
             self._counted = engine.last_schedule
             self.metrics.observe("iteration_tokens_total", self._counted.num_tokens)

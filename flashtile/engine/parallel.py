@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 ONE_SHOT_BYTES = 2**23
-"""Bytes that a rank sends to all ranks, itself included. Up to this size, one kernel that writes into the
-memory of all ranks is faster than NCCL."""
+"""Largest number of bytes that a rank sends to all ranks, including itself, by one kernel that writes into
+the memory of all ranks. For more bytes, NCCL is faster."""
 HOST_TIMEOUT = timedelta(days=365)
 """Timeout of collectives on the CPU. It is long because a server may be idle for long. If a process ends, the
 collectives of the others raise an error at once."""
@@ -222,11 +222,11 @@ def start_others(
 ) -> tuple[list[subprocess.Popen[bytes]], dist.TCPStore]:
     """Form a group of ``world`` processes on this host.
 
-    This process is the first of the group, and ``command`` starts each of the others.
-    If another process fails, this process ends with exit code 1 instead of waiting for it.
+    This process is the first of the group, and ``command`` starts each of the others. If another process
+    fails, this process ends with exit code 1 instead of waiting for it.
 
     Returns:
-        The other processes, and the store of the process group. Keep the store as long as they run.
+        The other processes, and the store of the process group. Keep the store while these processes run.
     """
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     place = {
@@ -260,10 +260,10 @@ def broadcast_changes(engine: Any) -> None:
 
 
 def repeat_changes(engine: Any) -> None:
-    """Repeat the changes of the first process's engine until it calls :func:`end_repeating`.
+    """Repeat the changes of the first process's engine until that process calls :func:`end_repeating`.
 
     Raises:
-        EOFError: the first process ended without calling it.
+        EOFError: the first process ended without calling :func:`end_repeating`.
     """
     while (change := engine.runner.ranks.receive()) is not None:
         name, arguments, options = change
@@ -285,13 +285,13 @@ def _join_group(device: torch.device) -> weakref.finalize[..., Any]:
 
 
 def _leave_group() -> None:
-    """Leave the process group. If an error ended this process, do not: NCCL would wait for lost ranks."""
+    """Leave the process group, except after an error, because NCCL would then wait for lost ranks."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
 
 def _forbid_multicast() -> None:
-    """Disable NVLink multicast: a program that fails while it uses it can leave the host's GPUs unusable."""
+    """Disable NVLink multicast: if a program fails while using multicast, the GPUs can become unusable."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 

@@ -382,7 +382,7 @@ class Runner:
     def _compute(self, step: StepInput, form: Form) -> Tensor:
         """Return the model's hidden states (tokens, hidden_size).
 
-        With ``form.runs_draft``, the draft model also appends to its cache.
+        With ``form.runs_draft``, the draft model also computes the step and appends to its own cache.
         """
         missing = step.tokens < 0
         known = self.known.view(-1).index_select(0, torch.where(missing, ~step.tokens, 0))
@@ -481,7 +481,7 @@ class Runner:
                 in_flight.prompt_scores.append((sequence, piece, found))
 
     def _move(self, what: str, pairs: Listing[tuple[int, int]]) -> None:
-        """Copy (source, target) pairs of blocks, in this order, within the device or to and from the host."""
+        """Copy blocks, given as (source, target) in order, within the device or to and from the host."""
         memories = [self.memory] + ([] if self.drafter is None else [self.draft_memory])
         for memory in memories:
             if what == COPY:

@@ -119,7 +119,10 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:
-    """Return the ``count`` best tokens of each row, (rows, count) int64; :func:`choose` returns the first."""
+    """Return the ``count`` best tokens of each row, (rows, count) int64.
+
+    The first of them is the token that :func:`choose` returns.
+    """
     if count == 1:
         return choose(logits, choice, positions).unsqueeze(1)
     if choice.greedy:
@@ -133,7 +136,10 @@ def choose_in_torch(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor
 
 
 def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """Return filtered logits with Gumbel noise, (rows, vocab_size) float32. Their argmax is the draw."""
+    """Return filtered logits with Gumbel noise, (rows, vocab_size) float32.
+
+    The argmax of a row is the row's drawn token.
+    """
     greedy = (choice.temperature == 0).unsqueeze(1)
     scores = logits.float() / choice.temperature.masked_fill(choice.temperature == 0, 1.0).unsqueeze(1)
     kept = keep(scores, choice)

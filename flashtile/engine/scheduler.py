@@ -112,7 +112,7 @@ class Scheduler:
         self._stuck: tuple[Sequence, int] | None = None
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raise ValueError if the pool could never hold it."""
+        """Queue a new request. Raise ValueError if the request needs more blocks than the pool has."""
         if request.width > self.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs={self.max_num_seqs}, got {request.width}")
         pool, size = self.manager.pool, self.manager.block_size
@@ -160,7 +160,10 @@ class Scheduler:
         return step
 
     def drop_guesses(self, sequence: Sequence) -> None:
-        """Drop a sequence's guesses after their step was read, and free the memory of rejected ones."""
+        """Drop a sequence's guesses after the results of their step were read.
+
+        The memory of rejected guesses is freed.
+        """
         sequence.guesses = []
         if sequence.block_sequence is not None:
             self.manager.truncate(sequence.block_sequence, sequence.num_computed)
@@ -174,7 +177,7 @@ class Scheduler:
         sequence.state, sequence.finish_reason, sequence.stop_reason = State.FINISHED, reason, stop_reason
 
     def replace(self, old: list[Sequence], new: list[Sequence], parents: list[int]) -> None:
-        """Replace beams: ``new[i]`` continues ``old[parents[i]]``, whose blocks it shares or takes over."""
+        """Replace beams. ``new[i]`` continues ``old[parents[i]]``, and shares or takes over its blocks."""
         manager, left = self.manager, list(parents)
         for i, sequence in enumerate(old):
             if i not in left:

@@ -64,7 +64,7 @@ def depths(parents: tuple[int, ...]) -> list[int]:
 
 
 def visible(parents: tuple[int, ...]) -> list[int]:
-    """Return a bit mask for each node of the tree: bit i is set for node i and bit j for each ancestor j."""
+    """Return a bit mask for each node of the tree, with the bits of the node itself and of its ancestors."""
     found = [1]
     for node, parent in enumerate(parents, 1):
         found.append(found[parent] | 1 << node)
@@ -209,7 +209,7 @@ class Speculator:
             at = positions.get(tuple(tokens[-length:]))
             if at is not None and len(tokens) > length:
                 guesses = tokens[at : at + count]
-                while len(guesses) < count:  # continue a repetition shorter than the guesses
+                while len(guesses) < count:  # repeat the tokens from ``at`` to the end of the sequence
                     guesses.append(guesses[at - len(tokens)])
                 return chain(guesses)
         return chain([])

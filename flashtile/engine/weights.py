@@ -98,7 +98,8 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
 def with_checkpoint_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
     """Untie the embeddings in ``config`` if the checkpoint's ``lm_head`` differs from its embedding.
 
-    The weights are compared in ``dtype``. Like Transformers 5, this keeps the ``lm_head``, with a warning.
+    The weights are compared in ``dtype``. If they differ, the ``lm_head`` is used and a warning is logged, as
+    in Transformers 5.
     """
     if not config.tie_word_embeddings:
         return config

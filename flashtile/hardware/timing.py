@@ -18,9 +18,9 @@ from flashtile.hardware.cards import Card, card_of_device
 
 MIN_CALLS = 3
 HOST_BATCHES = 7
-"""Batches of calls whose median is the host time of a call."""
+"""Number of batches of calls. The host time of a call is the median of the batches' mean times."""
 HOST_CALLS = {"cuda": 200, "cpu": 20}
-"""Calls per batch, fewer than CUDA can queue, so that the host never waits for the GPU."""
+"""Number of calls per batch. It is less than CUDA can queue, so that the host never waits for the GPU."""
 CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
 """Rows and columns of the matrices of :func:`matmul_ceiling`."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}

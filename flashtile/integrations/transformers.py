@@ -47,7 +47,7 @@ def register(as_flash_attention: bool = False) -> None:
     ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. It
     supports padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the
     position bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``. For ``generate_batch`` on a
-    GPU, use the name ``"flashtile_2"``, which attends to the pages in place.
+    GPU, use the name ``"flashtile_2"``, which reads the paged cache in place.
 
     Args:
         as_flash_attention: also serve the names ``"flash_attention_2"`` and ``"flash_attention_3"`` that code
@@ -59,9 +59,9 @@ def register(as_flash_attention: bool = False) -> None:
     support no flash implementation, unless their type is in :data:`BIASED` or :data:`WITH_OWN_MASKS`.
 
     ``output_attentions=True`` raises a NotImplementedError with packed sequences. Otherwise a second pass
-    over queries and keys computes the weights, before dropout. They have no gradient, and weights of padded
-    queries are undefined. A mask (batch, heads or 1, seqlen_q, seqlen_k) made by the model or its user is
-    read element by element.
+    over queries and keys computes the attention weights before dropout. The weights have no gradient, and the
+    weights of padded queries are undefined. A mask (batch, heads or 1, seqlen_q, seqlen_k) made by the model
+    or its user is read element by element.
 
     Raises:
         ModuleNotFoundError: Transformers is not installed.
@@ -152,8 +152,8 @@ def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Cal
 dense = _under_transformers_names(flash_attn_func)
 varlen = _under_transformers_names(flash_attn_varlen_func)
 with_kvcache = _under_transformers_names(flash_attn_with_kvcache, "max_seqlen_q")
-"""``max_seqlen_q`` is hidden, so that Transformers does not pass it: its continuous batching decodes one
-query per sequence."""
+"""The signature hides ``max_seqlen_q``, so that Transformers does not pass it. Transformers' continuous
+batching decodes one query per sequence, so the argument is not needed."""
 
 
 class _Loader:

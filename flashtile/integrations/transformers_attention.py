@@ -201,9 +201,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tensor | None = None) -> Tensor:
-    """Compute attention of a decoding step, whose time is dominated by the host.
+    """Compute attention of a decoding step.
 
-    Options are built once and reused in all layers and steps.
+    The host dominates the time of such a step, so its options are built once and reused in all layers and
+    steps.
     """
     scale, softcap, window, causal = (options[name] for name in _OF_STEP)
     usual = type(scale) is float and q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -376,7 +377,11 @@ def _collector() -> Any:
 
 
 def _is_causal(module: Any) -> bool:
-    """Whether a module attends causally. In Transformers 5.17 UMT5's causal decoder has is_causal=False."""
+    """Whether a module attends causally.
+
+    Decoders with a position bias are recognised separately, because UMT5's causal decoder has is_causal=False
+    in Transformers 5.17.
+    """
     biased_decoder = getattr(module, "is_decoder", False) and getattr(
         module, "has_relative_attention_bias", False
     )
@@ -386,7 +391,7 @@ def _is_causal(module: Any) -> bool:
 def _in_dtype_of_weights(module: Any, *tensors: Tensor) -> list[Tensor]:
     """Cast float32 tensors to the dtype of the layer's weights, because adapters may leave norms in float32.
 
-    Under autocast, attention casts its inputs itself.
+    Under autocast nothing is cast here, because attention then casts its inputs itself.
     """
     if torch.is_autocast_enabled(tensors[0].device.type):
         return list(tensors)

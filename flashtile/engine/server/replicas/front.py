@@ -34,7 +34,7 @@ HOP_BY_HOP = (
 """Headers that are not passed on, because they apply to one connection only or are written anew."""
 
 HEAD_BYTES = 2**16
-"""Bytes at the beginning of a body that determine the choice of its replica."""
+"""Number of bytes at the beginning of a body by which its replica is chosen."""
 MAX_KEPT_BYTES = 2**20
 """Bytes of a body that are kept until the answer begins, so that another replica can get the call."""
 
@@ -137,8 +137,8 @@ class Front:
 
     Args:
         replicas: the replicas.
-        limits: limits of connections, bodies, keys and times are enforced here; each replica enforces the
-            others.
+        limits: limits of clients. The front enforces those of connections, bodies, keys and times, and each
+            replica enforces the others.
 
     Attributes:
         draining: whether the replicas are being shut down.
@@ -294,7 +294,7 @@ class Front:
             return response
 
     async def _call_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
-        """Pass the call on to every replica that is up, and return (replica, body) of those that answer.
+        """Pass the call on to every replica that is up. Return (replica, body) of each replica that answers.
 
         Raises:
             ApiError: no replica answers.
@@ -358,7 +358,7 @@ def _replica_ended() -> ApiError:
 
 
 def _end_to_end(headers: Any) -> dict[str, str]:
-    """Return the headers that are passed on from one connection to the other."""
+    """Return the headers that the proxy passes on between client and replica."""
     return {name: value for name, value in headers.items() if name.lower() not in HOP_BY_HOP}
 
 

@@ -10,13 +10,14 @@ from typing import Any, Protocol, TypeVar
 PIECE = 256
 """Number of bytes of the prompt's JSON text in a piece. Prefixes are compared in whole pieces."""
 SLACK = 8
-"""A replica that knows the prefix is chosen if it has at most this many calls more than the idlest one."""
+"""A replica that knows the prefix is chosen if it has at most this many calls more than the replica with the
+fewest calls."""
 REMEMBERED = 2**16
 """Number of remembered prefixes; the least recently used ones are dropped."""
 
 
 class Candidate(Protocol):
-    """Interface of a replica to be chosen: calls that it is answering, and whether it accepts another."""
+    """Interface of a replica: how many calls it is answering, and whether it accepts another call."""
 
     in_flight: int
 

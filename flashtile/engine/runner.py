@@ -1,9 +1,9 @@
 """Execution of steps on the device: the KV cache, one transfer per step, CUDA graphs, and the draw of tokens.
 
 All of a step's inputs go to the device in one copy of int32 numbers. The chosen tokens also stay on the
-device, one for each row of the block table, so that the next step can be launched before the host has read
-them. Steps in which every sequence has a single token, or a token with guesses, run as CUDA graphs. There is
-one graph for each padded batch size, captured at its first use.
+device, one token for each row of the block table, so that the next step can be launched before the host has
+read the tokens. Steps in which every sequence has a single token, or a token with guesses, run as CUDA
+graphs. There is one graph for each padded batch size, captured at its first use.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class InFlight:
         schedule: the launched schedule.
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
-        best: the logits of the chosen tokens. NaN or infinity in a row of logits is always chosen, so these
-            tell whether the whole row is finite.
+        best: the logits of the chosen tokens. NaN or infinity in a row of logits is always chosen, so the
+            chosen logit tells whether the whole row is finite.
         scores: log-probabilities by index of the sample, if requested.
         failed: error messages by index of the sample, for samples whose logits processor raised or whose
             logits are not finite.
@@ -104,7 +104,7 @@ def _token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
 
 
 class Form(NamedTuple):
-    """The sizes of a step, padded if a CUDA graph computes it, and its optional inputs.
+    """The sizes of a step, which are padded if a CUDA graph computes it, and which optional inputs it has.
 
     Attributes:
         batch: number of sequences.
@@ -125,9 +125,10 @@ class Form(NamedTuple):
 
 @dataclass
 class Memory:
-    """A model's KV cache: ``k`` and ``v`` on the device, and ``host``, which is [k, v] of swapped-out blocks.
+    """A model's KV cache: ``k`` and ``v`` on the device, and ``host``, the list [k, v] in host memory.
 
-    Each tensor is (num_layers, num_blocks, block_size, kv_heads, head_dim).
+    Each tensor is (num_layers, num_blocks, block_size, kv_heads, head_dim). The blocks in host memory are for
+    sequences that are swapped out.
     """
 
     k: Tensor

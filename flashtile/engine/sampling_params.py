@@ -32,10 +32,10 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class SamplingParams:
-    """Parameters of sampling, of the end of an answer and of its outputs, with vLLM's names and meanings.
+    """How an answer is sampled, when it ends and what its outputs contain, with vLLM's names and meanings.
 
     Args:
-        n: number of answers to the prompt. They share the memory of the prompt's keys and values.
+        n: number of answers to the prompt. The answers share the memory of the prompt's keys and values.
         presence_penalty: from -2 to 2, subtracted from the logit of each token that the answer contains.
         frequency_penalty: from -2 to 2, subtracted from a token's logit for each time that the answer
             contains it.

@@ -1,9 +1,9 @@
 """``set_attention_backend("flashtile")`` for Hugging Face Diffusers, after :func:`register` has been called.
 
-Models of Diffusers compute attention in two ways. Newer ones (Flux, Wan, Qwen-Image) call its dispatcher,
-which finds the backend's function by an enum member. Others (SD3, PixArt, UNets, VAEs) have the processors of
-``attention_processor.py``, which call torch's function for every backend. :func:`register` adds flashtile to
-the dispatcher, and lets these processors follow the backend that was set last.
+Models of Diffusers compute attention in two ways. Newer models (Flux, Wan, Qwen-Image) call Diffusers'
+dispatcher, which finds the backend's function by an enum member. Others (SD3, PixArt, UNets, VAEs) have the
+processors of ``attention_processor.py``, which call torch's function for every backend. :func:`register`
+adds flashtile to the dispatcher, and makes these processors follow the backend that was set last.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def register() -> sdpa:
 
 
 def unregister() -> None:
-    """Undo :func:`register`. Before, set models that use the backend to another backend."""
+    """Undo :func:`register`. Models that use the backend must first be set to another backend."""
     dispatch, processors = _modules()
     if not isinstance(processors.F, _Functional):
         return

@@ -42,9 +42,9 @@ def register(name: str = "flashtile") -> None:
     and paged keys and values. ``torch.nn.attention.restore_flash_attention_impl()`` deactivates it.
 
     Args:
-        name: "flashtile", "FA3" or "FA4". The last two are torch's own implementations. flashtile then takes
-            their place in code that activates them, and needs neither FlashAttention's package nor the GPU
-            that this package requires.
+        name: "flashtile". To replace one of torch's own implementations in code that activates it, use the
+            name of that implementation, "FA3" or "FA4". Neither FlashAttention's package nor the GPU that it
+            requires is needed then.
 
     Raises:
         NotImplementedError: torch is older than 2.11. :class:`flashtile.sdpa` works with older releases.

@@ -137,10 +137,12 @@ class ApiCall:
     Attributes:
         params: sampling or beam search parameters.
         max_tokens_field: the client's name of ``max_tokens``.
-        logprobs: how many likeliest tokens to list in addition to the chosen one; None: no log-probabilities.
+        logprobs: number of likeliest tokens to list in addition to the chosen token. None: the call wants no
+            log-probabilities.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens.
         stream: answer with server-sent events.
-        include_usage, continuous_usage: send token counts in a last event, or in every event.
+        include_usage: send token counts in a last event.
+        continuous_usage: also send token counts in every event.
         return_token_ids: return tokens in addition to texts.
         add_special_tokens: add the tokenizer's special tokens to prompts.
         truncate_prompt_tokens: how many of a prompt's last tokens to keep; None: all.
@@ -208,7 +210,7 @@ class TokenizeCall:
 
 
 def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
-    """Read a call of /v1/completions. Raise ApiError naming an invalid field."""
+    """Read a call of /v1/completions. Raise ApiError if a field is invalid."""
     echo = body.flag("echo")
     logprobs = body.integer("logprobs", None, 0, max_logprobs)
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
@@ -228,7 +230,7 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
 
 
 def read_chat(body: Body, max_logprobs: int) -> ChatCall:
-    """Read a call of /v1/chat/completions. Raise ApiError naming an invalid field."""
+    """Read a call of /v1/chat/completions. Raise ApiError if a field is invalid."""
     wanted, top = body.flag("logprobs"), body.integer("top_logprobs", None, 0, max_logprobs)
     if top is not None and not wanted:
         raise wrong("top_logprobs", "absent unless logprobs is true", top)

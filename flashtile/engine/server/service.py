@@ -25,15 +25,18 @@ class Limits:
     """Limits of what one client may request from a server.
 
     Attributes:
-        api_keys: keys of which one must be sent as ``Authorization: Bearer KEY``. Empty: no key is needed.
-        max_concurrent_requests: calls answered at a time. Further calls get status 429.
-        max_prompts: prompts of a call.
-        max_prompt_tokens: tokens of a prompt; None: one less than the engine's ``max_model_len``.
-        max_logprobs: log-probabilities at each position.
-        max_body_bytes: bytes of a call's body.
-        body_timeout, request_timeout: seconds to receive a body, and to finish an answer.
-        idle_timeout: seconds that a connection may stay open without a call.
-        max_connections: connections at a time. The longest idle one is closed to accept another.
+        api_keys: valid keys. A client must send one of them as ``Authorization: Bearer KEY``. Empty: no key
+            is needed.
+        max_concurrent_requests: maximum number of calls answered at a time. Further calls get status 429.
+        max_prompts: maximum number of prompts of a call.
+        max_prompt_tokens: maximum number of tokens of a prompt. None: one less than the engine's
+            ``max_model_len``.
+        max_logprobs: maximum number of log-probabilities at each position.
+        max_body_bytes: maximum number of bytes of a call's body.
+        body_timeout, request_timeout: maximum seconds to receive a body, and to finish an answer.
+        idle_timeout: maximum seconds that a connection may stay open without a call.
+        max_connections: maximum number of connections at a time. To accept another connection, the server
+            closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
         access_log: whether each call is logged.
 

@@ -189,7 +189,10 @@ class DirectCollectives:
 
     @classmethod
     def between(cls, ranks: ProcessRanks, device: torch.device) -> DirectCollectives | None:
-        """Map the memory of all processes. Return None if some GPU cannot access another GPU's memory."""
+        """Map the memory of all processes.
+
+        Returns None without NVIDIA GPUs, or if a GPU cannot access the memory of another GPU.
+        """
         if device.type != "cuda" or torch.version.hip is not None:
             return None
         from flashtile.backends.portable.all_reduce import memory_words
@@ -291,7 +294,7 @@ def _leave_group() -> None:
 
 
 def _forbid_multicast() -> None:
-    """Disable NVLink multicast: if a program fails while using multicast, the GPUs can become unusable."""
+    """Disable NVLink multicast, because a program that fails while using it can make GPUs unusable."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
-    """Return the angle by which each position rotates each pair of dimensions, in radians.
+    """Return the angle in radians by which each pair of dimensions is rotated per position.
 
     The result is (head_dim / 2,) float32 on the CPU.
 

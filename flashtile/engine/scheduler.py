@@ -221,9 +221,9 @@ class Scheduler:
     def _victim(self, sequence: Sequence) -> Sequence | None:
         """Return the sequence to preempt, or None if there is none.
 
-        The last running sequence is preempted. If ``sequence`` itself is the last one, a held beam is
-        preempted instead. The result is never part of the step that is being planned: sequences are added to
-        a step in order, and held beams are not added at all.
+        The result is the last running sequence. If ``sequence`` itself is the last one, the result is a held
+        beam. The result is never part of the step that is being planned: sequences are added to a step in
+        order, and held beams are not added at all.
         """
         last = self.running[-1]
         if last is not sequence:

@@ -23,7 +23,7 @@ def as_path(path: Any) -> Path:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file, which replaces an existing one atomically. Several processes and threads may do so."""
+    """Write or replace a file atomically. Several processes and threads may do so at the same time."""
     written = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     written.write_bytes(content if isinstance(content, bytes) else content.encode())
     written.replace(path)

@@ -26,7 +26,7 @@ FEW_ROWS = 64
 """Up to this many tokens, products also add the residual and prepare their result for the following norm."""
 Hidden = Tensor | BeforeNorm
 """Hidden states between layers: (total_new, hidden_size). A BeforeNorm is *prepared* for the next norm: it
-also has the product with the norm's weight, and each row's factor."""
+also has the hidden states times this norm's weight, and the RMS factor of each row."""
 
 
 class StepInput(NamedTuple):
@@ -36,7 +36,7 @@ class StepInput(NamedTuple):
         tokens: (total_new,) int32, the new tokens.
         cache_seqlens: (batch,) int32, tokens of each sequence before the step.
         block_table: (batch, max_blocks) int32.
-        cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start. None: each has one.
+        cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start. None: one per sequence.
         max_seqlen_q: the largest number of new tokens of a sequence.
         positions: (total_new,) int32, each token's position in its sequence. Given when sequences have
             several drafted tokens each.
@@ -91,9 +91,9 @@ class Matrix:
     ) -> Any:
         """Normalise x (tokens, K) by ``norm`` if given, and multiply it by the weight: (tokens, N).
 
-        Bias and residual are added. With ``following``, the next norm, the result is a :class:`BeforeNorm`.
-        The result may reuse the residual's memory: above ``FEW_ROWS`` tokens the sum is made in place,
-        because :func:`linear` would copy the residual.
+        Bias and residual are added. If the next norm is given as ``following``, the result is a
+        :class:`BeforeNorm`. The result may reuse the residual's memory: above ``FEW_ROWS`` tokens the product
+        is added to the residual in place, because :func:`linear` would copy the residual.
         """
         normed: dict[str, Any] = {}
         if norm is not None:
@@ -110,7 +110,7 @@ class Matrix:
 
 
 class Norm:
-    """RMSNorm. Gemma stores w for the factor 1 + w, which is kept in float32 because 16 bits would round it.
+    """RMSNorm. Gemma stores w and multiplies by 1 + w, which is kept in float32 to avoid rounding it.
 
     ``fused`` says whether :func:`linear` can apply the norm to its input.
     """
@@ -163,8 +163,8 @@ class Attention:
     ) -> Any:  # fmt: skip
         """Normalise x (total_new, hidden_size) by ``norm``, apply attention, and add ``residual``.
 
-        With ``following``, the next norm, the result is a :class:`BeforeNorm`: the sum, the sum times that
-        norm's weight, and each row's RMS factor.
+        If the next norm is given as ``following``, the result is a :class:`BeforeNorm`. It has the sum, the
+        sum times the weight of this norm, and the RMS factor of each row.
         """
         out = self._attend_to_few(x, norm, step, cache)
         if out is None:
@@ -214,7 +214,7 @@ class Attention:
         }  # fmt: skip
         if ragged:
             common |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
-        if step.slots is not None:  # lengths do not determine the slots of trees and padding tokens
+        if step.slots is not None:  # the slots of trees and of padding tokens do not follow from the lengths
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
@@ -231,7 +231,7 @@ class Attention:
 
 
 class MLP:
-    """Gated MLP: down(activation(gate(x)) * up(x))."""
+    """Gated MLP, which computes down(activation(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
@@ -246,8 +246,8 @@ class MLP:
     def __call__(self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None) -> Any:
         """Normalise x (total_new, hidden_size) by ``norm``, apply the MLP, and add ``residual``.
 
-        With ``following``, the next norm, the result is a :class:`BeforeNorm`: the sum, the sum times that
-        norm's weight, and each row's RMS factor.
+        If the next norm is given as ``following``, the result is a :class:`BeforeNorm`. It has the sum, the
+        sum times the weight of this norm, and the RMS factor of each row.
         """
         if self.silu:
             inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)
@@ -311,7 +311,8 @@ class Layer:
         self.before_attention, self.before_mlp = norm("input"), norm("post_attention")
         self.sandwich, self.ranks = config.family.sandwich_norm, ranks
         self.following: Norm | None = None  # the next layer's first norm
-        # An all-reduce or a second norm before the next norm would change the prepared input.
+        # Attention and MLP may prepare their result for the next norm (see Hidden) only if the next norm
+        # follows directly. An all-reduce or a second norm in between would change the result.
         self.prepares = ranks.world == 1 and self.before_mlp.fused and not self.sandwich
         if self.sandwich:
             self.after_attention = self.before_mlp
@@ -388,7 +389,7 @@ class Model:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits (rows, vocab_size) of hidden states, in the dtype of the weights."""
+        """Return the logits (rows, vocab_size) of hidden states (rows, hidden_size) in the weights' dtype."""
         return self.ranks.join(self.own_logits(hidden))
 
     def own_logits(self, hidden: Tensor) -> Tensor:

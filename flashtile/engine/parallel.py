@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 ONE_SHOT_BYTES = 2**23
-"""Bytes that a rank sends to all ranks, itself included. Up to this size, one kernel that writes into the
-memory of all ranks is faster than NCCL."""
+"""Largest number of bytes that a rank sends to all ranks, including itself, by one kernel that writes into
+the memory of all ranks. For more bytes, NCCL is faster."""
 HOST_TIMEOUT = timedelta(days=365)
-"""Timeout of host collectives. A server may be idle for long. If a process ends, they raise at once."""
+"""Timeout of collectives on the CPU. It is long because a server may be idle for long. If a process ends, the
+collectives of the others raise an error at once."""
 
 
 GPU_TIMEOUT = 600.0
@@ -49,9 +50,10 @@ class Ranks:
     rank, world = 0, 1
 
     def split_residual(self, residual: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return (what to add to this process's product, what to pass to :meth:`sum`), each possibly None.
+        """Split the residual so that all processes together add it exactly once.
 
-        Together, the processes add the residual exactly once.
+        Returns:
+            (tensor to add to this process's product, tensor to pass to :meth:`sum`). Each may be None.
         """
         return residual, None
 
@@ -78,7 +80,7 @@ class Ranks:
         """Send an object from the first process to the others, which receive it with :meth:`receive`."""
 
     def receive(self) -> Any:
-        """Receive an object from the first process; EOFError if that process has ended."""
+        """Receive an object from the first process. Raise EOFError if that process has ended."""
         raise EOFError("there is no other process")
 
 
@@ -187,7 +189,10 @@ class DirectCollectives:
 
     @classmethod
     def between(cls, ranks: ProcessRanks, device: torch.device) -> DirectCollectives | None:
-        """Map the memory of all processes; return None unless every GPU can reach every other's memory."""
+        """Map the memory of all processes.
+
+        Returns None without NVIDIA GPUs, or if a GPU cannot access the memory of another GPU.
+        """
         if device.type != "cuda" or torch.version.hip is not None:
             return None
         from flashtile.backends.portable.all_reduce import memory_words
@@ -218,17 +223,19 @@ class DirectCollectives:
 def start_others(
     command: Sequence[str], world: int, device: torch.device
 ) -> tuple[list[subprocess.Popen[bytes]], dist.TCPStore]:
-    """Make this process the first of ``world`` on this host, and start the others with ``command``.
+    """Form a group of ``world`` processes on this host.
 
-    If one of them fails, this process also ends, with exit code 1, instead of waiting for it.
+    This process is the first of the group, and ``command`` starts each of the others. If another process
+    fails, this process ends with exit code 1 instead of waiting for it.
 
     Returns:
-        The other processes, and the store of the process group. Keep the store as long as they run.
+        The other processes, and the store of the process group. Keep the store while these processes run.
     """
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, wait_for_workers=False)
     place = {
         "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",  # torch uses ``store``
+        # These two variables make torch use ``store``.
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
     }  # fmt: skip
     others = [
         subprocess.Popen(command, env={**os.environ, **place, "RANK": str(i), "LOCAL_RANK": str(i)})
@@ -256,10 +263,10 @@ def broadcast_changes(engine: Any) -> None:
 
 
 def repeat_changes(engine: Any) -> None:
-    """Repeat the changes of the first process's engine until it calls :func:`end_repeating`.
+    """Repeat the changes of the first process's engine until that process calls :func:`end_repeating`.
 
     Raises:
-        EOFError: the first process ended without calling it.
+        EOFError: the first process ended without calling :func:`end_repeating`.
     """
     while (change := engine.runner.ranks.receive()) is not None:
         name, arguments, options = change
@@ -281,19 +288,19 @@ def _join_group(device: torch.device) -> weakref.finalize[..., Any]:
 
 
 def _leave_group() -> None:
-    """Leave the process group, unless an error ended this process: NCCL would wait for lost ranks."""
+    """Leave the process group, except after an error, because NCCL would then wait for lost ranks."""
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
 
 def _forbid_multicast() -> None:
-    """Disable NVLink multicast: a program that fails while it uses it can leave the host's GPUs unusable."""
+    """Disable NVLink multicast, because a program that fails while using it can make GPUs unusable."""
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def local_device() -> str | None:
-    """Return this process's GPU on its host, by ``LOCAL_RANK``; None without GPUs."""
+    """Return the name of this process's GPU, with ``LOCAL_RANK`` as its index, or None without GPUs."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None
 
 

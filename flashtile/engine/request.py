@@ -12,7 +12,8 @@ from flashtile.engine.sampling_params import BeamSearchParams, SamplingParams
 class State(Enum):
     """State of a sequence.
 
-    WAITING sequences have no keys and values. SWAPPED sequences also wait, but have them in host memory.
+    WAITING sequences have no keys and values. SWAPPED sequences also wait, but their keys and values are in
+    host memory.
     """
 
     WAITING = "waiting"
@@ -32,7 +33,7 @@ class Sequence:
         block_sequence: the block manager's number of the sequence; None while it has no memory.
         num_cached: number of tokens whose blocks were added to the prefix cache.
         state, finish_reason, stop_reason: the state; why the answer ended, as in ``CompletionOutput``.
-        forked: whether the request's other answers were forked from this one, or this one is such a fork.
+        forked: whether the request's other answers were forked from this sequence, or it is such a fork.
         guesses: speculated tokens that the next step verifies.
         parents: the parent of each guess (:class:`flashtile.engine.speculation.Guesses`).
         held: excluded from steps, because it is a beam and the tokens of the other beams are not known yet.
@@ -60,17 +61,17 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer, pending ones included."""
+        """Number of tokens of the prompt and the answer, including pending tokens."""
         return len(self.tokens) + self.pending
 
     @property
     def num_outputs(self) -> int:
-        """Tokens of the answer, pending ones included."""
+        """Number of tokens of the answer, including pending tokens."""
         return len(self.tokens) + self.pending - self.request.num_prompt
 
     @property
     def wanted(self) -> int:
-        """Number of tokens to compute before the next token can be chosen; 0 if none is to be chosen."""
+        """Number of tokens to compute before the next token can be chosen, or 0 if none will be chosen."""
         full = self.num_outputs >= self.request.max_outputs
         return 0 if self.held or full else self.num_tokens + len(self.guesses) - self.num_computed
 
@@ -83,7 +84,7 @@ class Request:
     """One call of the engine, with the state of its answers.
 
     Attributes:
-        number: number of the request; among equal priorities the lower one is scheduled first.
+        number: number of the request. Requests of equal priority are scheduled in the order of their numbers.
         max_outputs: maximum number of tokens of an answer.
         ends: tokens that end an answer.
         seed: seed of the draws, which also depend on the answer's index and the position.
@@ -122,7 +123,7 @@ class Request:
 
     @property
     def width(self) -> int:
-        """Largest number of sequences that the request has at a time."""
+        """Largest number of sequences that the request has at the same time."""
         params = self.params
         return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
@@ -136,7 +137,7 @@ class Request:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether the host must know the last token before the next can be chosen."""
+        """Whether the host must know the last token before the next token can be chosen."""
         return isinstance(self.params, BeamSearchParams) or self.params.reads_tokens
 
     @property

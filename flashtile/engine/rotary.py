@@ -11,11 +11,13 @@ from torch import Tensor
 
 
 def rotary_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
-    """Return the angle of each pair per position: (head_dim / 2,) float32 on the CPU, in radians.
+    """Return the angle in radians by which each pair of dimensions is rotated per position.
+
+    The result is (head_dim / 2,) float32 on the CPU.
 
     Args:
-        rope: ``rope_theta``, ``rope_type`` ("default", "linear", "llama3" or "yarn") and its parameters by
-            Hugging Face's names.
+        rope: ``rope_theta``, ``rope_type`` ("default", "linear", "llama3" or "yarn") and the parameters of
+            this type, under Hugging Face's names.
         head_dim: size of a head.
     """
     exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim

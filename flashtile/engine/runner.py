@@ -1,9 +1,9 @@
 """Execution of steps on the device: the KV cache, one transfer per step, CUDA graphs, and the draw of tokens.
 
 All of a step's inputs go to the device in one copy of int32 numbers. The chosen tokens also stay on the
-device, one for each row of the block table, so that the next step can be launched before the host has read
-them. Steps in which every sequence has a single token, or a token with guesses, run as CUDA graphs. There is
-one graph for each padded batch size, captured at its first use.
+device, one token for each row of the block table, so that the next step can be launched before the host has
+read the tokens. Steps in which every sequence has a single token, or a token with guesses, run as CUDA
+graphs. There is one graph for each padded batch size, captured at its first use.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NOT_FINITE = "the model's logits are NaN or infinite, or no token is left to cho
 
 @dataclass
 class TokenScores:
-    """The log-probability and rank of one token, and (token, log-probability) of the likeliest ones."""
+    """The log-probability and rank of one token, and (token, log-probability) of the likeliest tokens."""
 
     logprob: float
     rank: int
@@ -53,8 +53,8 @@ class InFlight:
         schedule: the launched schedule.
         samples: the sequences that get a token, in the order of ``tokens``.
         tokens: the chosen tokens.
-        best: the logits of the chosen tokens. NaN or infinity in a row of logits is always chosen, so these
-            tell whether the whole row is finite.
+        best: the logits of the chosen tokens. NaN or infinity in a row of logits is always chosen, so the
+            chosen logit tells whether the whole row is finite.
         scores: log-probabilities by index of the sample, if requested.
         failed: error messages by index of the sample, for samples whose logits processor raised or whose
             logits are not finite.
@@ -104,15 +104,15 @@ def _token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
 
 
 class Form(NamedTuple):
-    """The sizes of a step, padded if a CUDA graph computes it, and its optional inputs.
+    """The sizes of a step, which are padded if a CUDA graph computes it, and which optional inputs it has.
 
     Attributes:
         batch: number of sequences.
         tokens: total number of new tokens.
         width: largest number of new tokens of a sequence.
-        has_slots: each token's position and slot are sent, because sequences have guesses.
-        tree: tree masks are also sent, because guesses have siblings.
-        runs_draft: the draft model also computes the step, because some of its sequences have no guesses.
+        has_slots: whether each token's position and cache slot are sent. Steps with guesses need them.
+        tree: whether tree masks are also sent. Guesses with siblings need them.
+        runs_draft: whether the draft model also computes the step. It must if a sequence has no guesses.
     """
 
     batch: int
@@ -125,9 +125,10 @@ class Form(NamedTuple):
 
 @dataclass
 class Memory:
-    """A model's KV cache: ``k`` and ``v`` on the device, and ``host`` with both for swapped-out sequences.
+    """A model's KV cache: ``k`` and ``v`` on the device, and ``host``, the list [k, v] in host memory.
 
-    Each tensor is (num_layers, num_blocks, block_size, kv_heads, head_dim).
+    Each tensor is (num_layers, num_blocks, block_size, kv_heads, head_dim). The blocks in host memory are for
+    sequences that are swapped out.
     """
 
     k: Tensor
@@ -136,7 +137,7 @@ class Memory:
 
     @classmethod
     def of(cls, model: Model, manager: BlockManager, dtype: torch.dtype) -> Memory:
-        """Allocate a manager's blocks, and one more block that padding sequences write to."""
+        """Allocate the blocks of a manager, and one more block to which padding sequences write."""
         config, device = model.config, model.embedding.device
         blocks, host_blocks = manager.pool.num_blocks + 1, manager.host_pool.num_blocks
         block = (manager.block_size, model.kv_heads, config.head_dim)
@@ -183,14 +184,15 @@ class Runner:
         )
         self.block_table[rows] = manager.pool.num_blocks
         self.has_siblings = parents != tuple(range(len(parents)))
-        # An accepted sibling is computed again, so two known tokens can precede the guesses.
+        # With siblings, a step may have two known tokens before its guesses: an accepted sibling is computed
+        # again, because its keys and values are not in the slot of its position.
         self.max_verified = len(parents) + 1 + self.has_siblings if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
         # A mixture of experts loops on the host over the experts in use, which a graph cannot capture.
         self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
         self.graphs: dict[Form, Callable[[], None]] = {}
-        # Room for the largest step, in which every entry of a small block table may have changed. Graphs read
-        # their inputs from this buffer.
+        # The buffer of inputs has room for the largest step. A step's inputs include the changed entries of
+        # the block table, at most MAX_CHANGES of them. CUDA graphs read their inputs from this buffer.
         padded = max_num_batched_tokens + MAX_GRAPH_BATCH * (1 + self.max_verified)
         samples = max_num_batched_tokens + rows
         changes = min(self.block_table.numel(), MAX_CHANGES)
@@ -199,7 +201,7 @@ class Runner:
         results = samples + rows * len(parents)
         self._result = [torch.empty(results, dtype=torch.int64, pin_memory=on_gpu) for _ in range(RING)]
         batch = graph_batch(min(rows * self.max_verified, MAX_GRAPH_BATCH)) if self.capture is not None else 0
-        # All graphs write the same buffer, because one for each would take gigabytes.
+        # All graphs write their logits to the same buffer, because one buffer per graph would take gigabytes.
         self._logits = model.embedding.new_zeros(batch, config.vocab_size // ranks.world)
         # Free the graphs before the process leaves its group: NCCL waits for graphs that contain its kernels.
         weakref.finalize(self, self.graphs.clear)
@@ -360,12 +362,14 @@ class Runner:
     def _step(self, views: list[Tensor], form: Form) -> StepInput:
         """Build the step's inputs from the views that :meth:`_send` filled.
 
-        ``block_table`` holds (batch,) row indices, which :meth:`_compute` replaces by these rows.
+        In the result, ``block_table`` holds only row indices (batch,). :meth:`_compute` replaces them by the
+        rows of the block table.
         """
         starts, rows, tokens = views[:3]
         if form.width == 1:
             return StepInput(tokens, starts, rows, None, 1)
-        offsets = views[3].clone()  # aligned: Triton specialises kernels on the alignment of pointers
+        # A clone is aligned, and Triton specialises kernels on the alignment of pointers.
+        offsets = views[3].clone()
         step = StepInput(tokens, starts, rows, offsets, form.width)
         if form.has_slots:
             step = step._replace(positions=views[4].clone(), slots=views[5].long())
@@ -379,7 +383,7 @@ class Runner:
     def _compute(self, step: StepInput, form: Form) -> Tensor:
         """Return the model's hidden states (tokens, hidden_size).
 
-        With ``form.runs_draft``, the draft model also appends to its cache.
+        With ``form.runs_draft``, the draft model also computes the step and appends to its own cache.
         """
         missing = step.tokens < 0
         known = self.known.view(-1).index_select(0, torch.where(missing, ~step.tokens, 0))
@@ -478,7 +482,7 @@ class Runner:
                 in_flight.prompt_scores.append((sequence, piece, found))
 
     def _move(self, what: str, pairs: Listing[tuple[int, int]]) -> None:
-        """Copy (source, target) pairs of blocks, in this order, within the device or to and from the host."""
+        """Copy blocks, given as (source, target) in order, within the device or to and from the host."""
         memories = [self.memory] + ([] if self.drafter is None else [self.draft_memory])
         for memory in memories:
             if what == COPY:

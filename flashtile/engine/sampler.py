@@ -119,7 +119,10 @@ def choose(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
 
 def candidates(logits: Tensor, choice: Choice, positions: Tensor, count: int) -> Tensor:
-    """Return the ``count`` best tokens of each row, (rows, count) int64; :func:`choose` returns the first."""
+    """Return the ``count`` best tokens of each row, (rows, count) int64.
+
+    The first of them is the token that :func:`choose` returns.
+    """
     if count == 1:
         return choose(logits, choice, positions).unsqueeze(1)
     if choice.greedy:
@@ -133,7 +136,10 @@ def choose_in_torch(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor
 
 
 def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
-    """Return filtered logits with Gumbel noise, (rows, vocab_size) float32. Their argmax is the draw."""
+    """Return filtered logits with Gumbel noise, (rows, vocab_size) float32.
+
+    The argmax of a row is the row's drawn token.
+    """
     greedy = (choice.temperature == 0).unsqueeze(1)
     scores = logits.float() / choice.temperature.masked_fill(choice.temperature == 0, 1.0).unsqueeze(1)
     kept = keep(scores, choice)
@@ -142,7 +148,11 @@ def noisy_scores(logits: Tensor, choice: Choice, positions: Tensor) -> Tensor:
 
 
 def keep(scores: Tensor, choice: Choice) -> Tensor:
-    """Apply min-p, top-k and top-p in this order. Return scores (rows, vocab_size), -inf where dropped."""
+    """Apply min-p, top-k and top-p in this order.
+
+    Returns:
+        Scores (rows, vocab_size), -inf for tokens that are filtered out.
+    """
     if choice.any_min_p:
         least = scores.amax(-1, keepdim=True) + choice.min_p.log().unsqueeze(1)
         scores = scores.masked_fill(scores < least, -torch.inf)
@@ -162,7 +172,10 @@ def keep(scores: Tensor, choice: Choice) -> Tensor:
 
 
 def ordered(scores: Tensor) -> Tensor:
-    """Map float32 scores to int64 keys from 0 to 2^32 in the same order. -inf is 0, NaN is the largest."""
+    """Map float32 scores to int64 keys from 0 to 2^32 in the same order.
+
+    The key of -inf is 0, and the key of NaN is the largest.
+    """
     bits = scores.contiguous().view(torch.int32).to(torch.int64) & LOW
     keys = torch.where(bits >= 2**31, LOW - bits, bits + 2**31)
     keys = torch.where(scores == -torch.inf, 0, keys + 1)
@@ -299,9 +312,9 @@ def needs_adjusting(sample: Sequence) -> bool:
 
 
 def _num_logprobs(sample: Sequence) -> int | None:
-    """Return how many log-probabilities of a sample are needed, or None if none are.
+    """Return the number of likeliest tokens whose log-probabilities a sample needs, or None if it needs none.
 
-    A beam needs enough to continue ``beam_width`` times even if all end tokens are among the likeliest.
+    A beam needs ``beam_width`` tokens that continue it, even if all end tokens are among the likeliest.
     """
     params = sample.request.params
     if isinstance(params, BeamSearchParams):
@@ -310,7 +323,10 @@ def _num_logprobs(sample: Sequence) -> int | None:
 
 
 def _parameters(sample: Sequence) -> tuple[float, int, float, float, int]:
-    """Return (temperature, top_k, top_p, min_p, seed). Beams ignore the draw, so theirs are greedy."""
+    """Return (temperature, top_k, top_p, min_p, seed) of a sample.
+
+    A beam gets greedy parameters, because beam search does not use the drawn token.
+    """
     params = sample.request.params
     if isinstance(params, BeamSearchParams) or params.greedy:
         return 0.0, 0, 1.0, 0.0, 0

@@ -35,7 +35,7 @@ class SamplingParams:
     """How an answer is sampled, when it ends and what its outputs contain, with vLLM's names and meanings.
 
     Args:
-        n: number of answers to the prompt. They share the memory of the prompt's keys and values.
+        n: number of answers to the prompt. The answers share the memory of the prompt's keys and values.
         presence_penalty: from -2 to 2, subtracted from the logit of each token that the answer contains.
         frequency_penalty: from -2 to 2, subtracted from a token's logit for each time that the answer
             contains it.
@@ -213,7 +213,10 @@ class BeamSearchParams:
 
 
 def _temperature(value: Any) -> float:
-    """Return 0, or at least ``MIN_TEMPERATURE``, by which logits can be divided without overflow."""
+    """Validate a temperature, and raise it to ``MIN_TEMPERATURE`` if it is smaller and not 0.
+
+    Division of logits by a smaller temperature could overflow.
+    """
     found = _float("temperature", value, 0, 1e6)
     return max(found, MIN_TEMPERATURE) if found else 0.0
 

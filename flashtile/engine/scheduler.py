@@ -65,7 +65,7 @@ class SchedulerOutput:
         return sum(entry.num_tokens for entry in self.entries)
 
     def move(self, what: str, pairs: Copies) -> None:
-        """Append moves of blocks. Copies are merged with preceding ones if their order does not matter."""
+        """Append moves of blocks. Copies are merged with preceding copies if their order does not matter."""
         if not pairs:
             return
         if what == COPY and self.moves and self.moves[-1][0] == COPY:
@@ -112,13 +112,15 @@ class Scheduler:
         self._stuck: tuple[Sequence, int] | None = None
 
     def add(self, request: Request) -> None:
-        """Queue a new request. Raise ValueError if the pool could never hold it."""
+        """Queue a new request. Raise ValueError if the request needs more blocks than the pool has."""
         if request.width > self.max_num_seqs:
             raise ValueError(f"n must be at most max_num_seqs={self.max_num_seqs}, got {request.width}")
         pool, size = self.manager.pool, self.manager.block_size
         longest = request.num_prompt + request.max_outputs
         window = self.manager.window_left
-        if window >= 0:  # only a chunk and the window before it stay, with partial blocks at both ends
+        if window >= 0:
+            # Only the new chunk and the window before it stay in memory. The first and the last of their
+            # blocks may be partial.
             longest = min(longest, window + self.max_num_batched_tokens + 2 * size)
         needed = -(-longest // size)
         blocks = pool.num_blocks - pool.null_blocks
@@ -158,7 +160,10 @@ class Scheduler:
         return step
 
     def drop_guesses(self, sequence: Sequence) -> None:
-        """Drop a sequence's guesses after their step was read, and free the memory of rejected ones."""
+        """Drop a sequence's guesses after the results of their step were read.
+
+        The memory of rejected guesses is freed.
+        """
         sequence.guesses = []
         if sequence.block_sequence is not None:
             self.manager.truncate(sequence.block_sequence, sequence.num_computed)
@@ -172,7 +177,7 @@ class Scheduler:
         sequence.state, sequence.finish_reason, sequence.stop_reason = State.FINISHED, reason, stop_reason
 
     def replace(self, old: list[Sequence], new: list[Sequence], parents: list[int]) -> None:
-        """Replace beams: ``new[i]`` continues ``old[parents[i]]``, whose blocks it shares or takes over."""
+        """Replace beams. ``new[i]`` continues ``old[parents[i]]``, and shares or takes over its blocks."""
         manager, left = self.manager, list(parents)
         for i, sequence in enumerate(old):
             if i not in left:
@@ -194,7 +199,11 @@ class Scheduler:
             origin.state, origin.finish_reason, origin.block_sequence = State.FINISHED, "dropped", None
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache, for example after a change of weights. Return the number of its blocks."""
+        """Empty the prefix cache, for example after a change of weights.
+
+        Returns:
+            The number of blocks that the prefix cache held.
+        """
         return self.manager.reset_prefix_cache()
 
     def _make_room(self, sequence: Sequence, count: int, step: SchedulerOutput) -> bool:
@@ -212,8 +221,9 @@ class Scheduler:
     def _victim(self, sequence: Sequence) -> Sequence | None:
         """Return the sequence to preempt, or None if there is none.
 
-        It is the last running sequence or, if that is ``sequence`` itself, a held beam. Neither is in the
-        step yet: sequences enter a step in order, and held beams never do.
+        The result is the last running sequence. If ``sequence`` itself is the last one, the result is a held
+        beam. The result is never part of the step that is being planned: sequences are added to a step in
+        order, and held beams are not added at all.
         """
         last = self.running[-1]
         if last is not sequence:
@@ -245,8 +255,9 @@ class Scheduler:
     def _admit(self, budget: int, step: SchedulerOutput) -> None:
         """Start waiting sequences in order, while the budget, the seats and the blocks suffice.
 
-        While a sequence waits for a seat, none starts before ``max_num_seqs // 32`` seats are free. Fewer
-        steps then have a prompt, which costs more than single tokens in a CUDA graph.
+        While a sequence waits for a seat, no sequence starts before ``max_num_seqs // 32`` seats are free.
+        Several prompts then start in the same step, so fewer steps contain a prompt. A step with a prompt is
+        slower than a step of single tokens, which runs as a CUDA graph.
         """
         seats = self.max_num_seqs - self._seats_taken()
         if self._full and self.running and seats < self.max_num_seqs // 32:
@@ -277,7 +288,10 @@ class Scheduler:
             budget -= count
 
     def _seats(self, sequence: Sequence) -> int:
-        """Return the seats that a sequence without memory needs. A beam search keeps its seats to the end."""
+        """Return how many of the ``max_num_seqs`` seats a sequence without memory needs to start.
+
+        A beam search keeps its seats until it ends.
+        """
         if sequence.request.is_beam_search:
             return 0 if sequence.request in self._beam_searches else sequence.request.width
         return 1 if sequence.forked else sequence.request.width
@@ -291,9 +305,9 @@ class Scheduler:
         return taken
 
     def _start(self, sequence: Sequence, budget: int, step: SchedulerOutput) -> int:
-        """Reserve memory for a sequence's first tokens and return their number.
+        """Reserve memory for a sequence's first tokens and return the number of these tokens.
 
-        Returns 0 if the free blocks would not suffice for all its tokens.
+        Returns 0 if the free blocks do not suffice for all tokens of the sequence.
         """
         manager, request = self.manager, sequence.request
         stuck = self._stuck is not None and self._stuck[0] is sequence and self.running
@@ -338,9 +352,10 @@ class Scheduler:
         return self._swap(sequence, group, SWAP_IN, step)
 
     def _swap(self, sequence: Sequence, group: list[Sequence], what: str, step: SchedulerOutput) -> bool:
-        """Swap a sequence together with its group, or only the sequence if there is no room for all.
+        """Swap a sequence together with its group, or the sequence alone if there is no room for the group.
 
-        Returns whether anything was swapped.
+        Returns:
+            Whether anything was swapped.
         """
         out = what == SWAP_OUT
         move = self.manager.swap_out if out else self.manager.swap_in
@@ -359,7 +374,10 @@ class Scheduler:
         return False
 
     def _enter(self, sequence: Sequence, count: int, step: SchedulerOutput) -> None:
-        """Add a sequence's next ``count`` tokens to the step. Fork it if they complete its prompt."""
+        """Add the next ``count`` tokens of a sequence to the step.
+
+        If these tokens complete the prompt, the sequence is forked into the request's answers.
+        """
         start = sequence.num_computed
         assert sequence.block_sequence is not None
         complete = start + count == sequence.num_tokens + len(sequence.guesses)
@@ -394,7 +412,7 @@ class Scheduler:
         return forks
 
     def _cache_prompts(self, step: SchedulerOutput) -> None:
-        """Add the blocks of prompts that this step completes to the prefix cache, for later steps."""
+        """Put prompts that this step completes into the prefix cache, so that later steps can use them."""
         if not self.prefix_caching:
             return
         for sequence, start, count, _, samples in step.entries:

@@ -38,7 +38,7 @@ class Guesses(NamedTuple):
 
     Node 0 is the sequence's last token, and node i + 1 is guess i. ``parents[i]`` is the node that guess i
     follows. The chain of likeliest guesses comes first, so each of them has the cache slot of its position.
-    Siblings follow.
+    Siblings (other guesses for the same positions) come after the chain, in later slots.
     """
 
     tokens: list[int]
@@ -64,7 +64,7 @@ def depths(parents: tuple[int, ...]) -> list[int]:
 
 
 def visible(parents: tuple[int, ...]) -> list[int]:
-    """Return a bit mask for each node of the tree: bit i is set for node i and bit j for each ancestor j."""
+    """Return a bit mask for each node of the tree, with the bits of the node itself and of its ancestors."""
     found = [1]
     for node, parent in enumerate(parents, 1):
         found.append(found[parent] | 1 << node)
@@ -72,7 +72,7 @@ def visible(parents: tuple[int, ...]) -> list[int]:
 
 
 def accepted_path(guesses: list[int], parents: tuple[int, ...], draws: list[int]) -> list[int]:
-    """Return the accepted path of nodes, which begins with the last token (0).
+    """Return the path of accepted nodes in the tree of guesses, beginning with node 0, the last token.
 
     ``draws[i]`` is the token drawn after node i. A guess is accepted if its parent is on the path and the
     token drawn after that parent equals the guess.
@@ -107,7 +107,7 @@ class PromptLookup:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Parents of the largest set of guesses, a chain."""
+        """Parent of each guess if the maximum number of guesses is made. The guesses form a chain."""
         return tuple(range(self.num_speculative_tokens))
 
 
@@ -127,7 +127,7 @@ class DraftModel:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Parents of the largest tree of guesses."""
+        """Parent of each guess in the largest tree of guesses."""
         return comb(self.num_speculative_tokens, self.tree_width)
 
 
@@ -177,7 +177,7 @@ def make_speculator(settings: PromptLookup | DraftModel) -> Speculator | DraftSp
 
 
 def _chain_length(sequence: Sequence, most: int, lead: int) -> int:
-    """Return how many guesses in a row the next step can use, at most ``most``.
+    """Return how many successive guesses the next step of a sequence can verify, at most ``most``.
 
     Returns 0 if the answer has not begun, if more than ``lead`` tokens must be computed before the guesses,
     or if the request's parameters do not allow guesses.
@@ -200,7 +200,7 @@ class Speculator:
         self._positions: dict[Sequence, tuple[int, dict[tuple[int, ...], int]]] = {}
 
     def guess(self, sequence: Sequence) -> Guesses:
-        """Guess the tokens that follow a sequence. Return none if its last tokens do not occur earlier."""
+        """Guess the next tokens of a sequence. Make no guess if its last tokens do not occur earlier."""
         count = _chain_length(sequence, self.settings.num_speculative_tokens, 1)
         if not count:
             return chain([])
@@ -209,7 +209,7 @@ class Speculator:
             at = positions.get(tuple(tokens[-length:]))
             if at is not None and len(tokens) > length:
                 guesses = tokens[at : at + count]
-                while len(guesses) < count:  # continue a repetition shorter than the guesses
+                while len(guesses) < count:  # repeat the tokens from ``at`` to the end of the sequence
                     guesses.append(guesses[at - len(tokens)])
                 return chain(guesses)
         return chain([])
@@ -218,10 +218,10 @@ class Speculator:
         self._positions.pop(sequence, None)
 
     def _index(self, sequence: Sequence) -> dict[tuple[int, ...], int]:
-        """Map each run of tokens to the position after its latest occurrence."""
+        """Map each n-gram of the sequence's tokens to the position after its latest occurrence."""
         done, positions = self._positions.get(sequence, (1, {}))
         tokens = sequence.tokens
-        for end in range(done, len(tokens)):  # the last run is not followed by a token yet
+        for end in range(done, len(tokens)):  # no token follows the last n-gram yet
             for length in range(self.settings.prompt_lookup_min, self.settings.prompt_lookup_max + 1):
                 if length <= end:
                     positions[tuple(tokens[end - length : end])] = end
@@ -239,7 +239,8 @@ class DraftSpeculator:
         self.settings = settings
 
     def guess(self, sequence: Sequence) -> Guesses:
-        # An accepted sibling has the wrong cache slot and is computed again, before the guesses.
+        # The keys and values of an accepted sibling are in the wrong cache slot, so the next step computes
+        # it again, before the guesses.
         lead = 1 + (self.settings.tree_width > 1)
         depth = _chain_length(sequence, self.settings.num_speculative_tokens, lead)
         parents = self.settings.parents
@@ -248,4 +249,4 @@ class DraftSpeculator:
         return Guesses([UNKNOWN] * len(parents), parents)
 
     def forget(self, sequence: Sequence) -> None:
-        """Do nothing: this speculator keeps no state of sequences."""
+        """Do nothing, because this speculator stores nothing about sequences."""

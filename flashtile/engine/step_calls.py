@@ -1,8 +1,8 @@
-"""The calls of an engine's steps, whose kernels are compiled before requests come.
+"""The operator calls that an engine's steps make. Their kernels are compiled before requests come.
 
-Steps are run on fake tensors: nothing is computed, and no memory is needed. Kernels are chosen by ranges of
-the numbers of sequences and tokens, mostly between powers of two. Therefore the steps that are run have
-numbers of sequences that differ by at most the factor 1.25, and of tokens by at most 1.5.
+The calls are found by running steps on fake tensors: nothing is computed, and no memory is needed. Kernels
+are chosen by ranges of the numbers of sequences and tokens, mostly between powers of two. Therefore a few
+sizes between each two powers of two represent all steps.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Limits:
     """The settings of an engine that decide which kernels its steps need.
 
     Attributes:
-        max_model_len: longest sequence in tokens.
-        max_num_seqs, max_num_batched_tokens: most sequences, and most tokens, of a step.
-        block_size, num_blocks: tokens of a block of the KV cache, and number of blocks.
-        cache_dtype: dtype of keys and values, None for that of the weights.
-        fp8: the layers' matrices are rounded to e4m3.
-        captured: steps with one token of each sequence, or guesses, are padded for CUDA graphs.
-        verified: most new tokens of a sequence with guesses, 1 without speculation.
-        siblings: whether guesses have siblings, and steps a tree mask.
+        max_model_len: maximum number of tokens of a sequence.
+        max_num_seqs, max_num_batched_tokens: maximum numbers of sequences and of tokens of a step.
+        block_size, num_blocks: number of tokens of a block of the KV cache, and number of blocks.
+        cache_dtype: dtype of keys and values. None: the dtype of the weights.
+        fp8: whether the layers' matrices are rounded to e4m3.
+        captured: whether steps without prompts run as CUDA graphs, so that their batches are padded.
+        verified: maximum number of new tokens of a sequence with guesses; 1 without speculative decoding.
+        siblings: whether guesses form a tree rather than a chain. Steps then have a tree mask.
         world: number of processes that compute the model together.
     """
 
@@ -64,17 +64,17 @@ class Limits:
 
     @property
     def columns(self) -> int:
-        """Columns of the block table."""
+        """Number of columns of the block table."""
         return -(-self.max_model_len // self.block_size)
 
 
 def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bool]]) -> None:
-    """Compile the kernels of an engine's steps on an NVIDIA GPU, in parallel processes, and log how many.
+    """Compile the kernels of an engine's steps in parallel processes, and log the number of kernels.
 
     If that fails, a warning is logged, and kernels are compiled when they are needed.
 
     Args:
-        device: the engine's device. Nothing is compiled for others than NVIDIA GPUs.
+        device: the engine's device. If it is no NVIDIA GPU, nothing is compiled.
         models: arguments of :func:`step_calls` for each model of the engine.
     """
     if device.type != "cuda" or torch.version.hip is not None:
@@ -91,17 +91,18 @@ def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bo
 
 
 def calls_of_all(models: Sequence[tuple[ModelConfig, Limits, bool]]) -> list[Source]:
-    """Return :func:`step_calls` of all models."""
+    """Return the results of :func:`step_calls` for all models, in one list."""
     return [call for model in models for call in step_calls(*model)]
 
 
 def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> list[Source]:
-    """Return the calls of the steps of an engine.
+    """Return the operator calls that the steps of an engine make, so that their kernels can be compiled.
 
     Args:
-        config: the model. One layer for each of its windows is enough, since layers differ only in them.
+        config: the model. Layers differ only in their attention windows, so only a few layers are run, at
+            least one for each window.
         limits: the engine's settings.
-        drafts: the model drafts tokens for another model.
+        drafts: whether the model is a draft model, which guesses tokens for another model.
     """
     from flashtile.backends.portable.sampling import sampling_ahead
 
@@ -135,7 +136,14 @@ def _is_chunk(call: Call) -> bool:
 
 
 def resized(call: Call, batch: int, tokens: int, longest: int) -> Call:
-    """Return a call for other numbers of sequences, of tokens, and of tokens of the longest sequence."""
+    """Return a copy of an attention call with other sizes.
+
+    Args:
+        call: the call to copy.
+        batch: number of sequences.
+        tokens: number of new tokens of all sequences.
+        longest: largest number of new tokens of a sequence.
+    """
     first = dict.fromkeys(("q", "k", "v", "q_rotated"), tokens)
     first |= dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k_new"), batch + 1)
     arguments = []
@@ -149,7 +157,7 @@ def resized(call: Call, batch: int, tokens: int, longest: int) -> Call:
 
 
 def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[str], torch.Tensor]:
-    """Return a function from a weight's name to an empty tensor with the shape of a process's part."""
+    """Return a function that maps a weight's name to an empty tensor with the shape of one rank's shard."""
     whole = parameters(config)
 
     def weight(name: str) -> torch.Tensor:
@@ -163,14 +171,20 @@ def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[s
 
 
 def _sizes(least: int, most: int, parts: int = 2) -> list[int]:
-    """Return the powers of two, ``parts`` - 1 sizes between each two, and ``most``, all from ``least``."""
+    """Return sizes from ``least`` to ``most`` in ascending order.
+
+    These are the powers of two, ``parts - 1`` evenly spaced sizes between successive powers, and ``most``.
+    """
     powers = (2**i for i in range(most.bit_length()))
     found = {power + power * part // parts for power in powers for part in range(parts)}
     return sorted(size for size in {*found, most} if least <= size <= most)
 
 
 def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:
-    """Yield (sequences, tokens, most tokens of a sequence) of steps with chunks of prompts."""
+    """Yield the sizes of steps that contain chunks of prompts.
+
+    Each item is (number of sequences, number of tokens, largest number of tokens of a sequence).
+    """
     budget = limits.max_num_batched_tokens
     for batch in _sizes(1, min(limits.max_num_seqs, budget - 1), parts=4):
         for longest in _sizes(2, min(limits.max_model_len, budget - batch + 1)):
@@ -180,7 +194,7 @@ def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:
 
 
 def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
-    """Yield steps of every kind: one token of each sequence, guesses, and chunks of prompts."""
+    """Yield steps of every kind: with one token per sequence, with guesses, and with chunks of prompts."""
     step = functools.partial(_step, limits)
     batches = _batches(limits)
     for batch in batches:
@@ -199,7 +213,7 @@ def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
 
 
 def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
-    """Return numbers of tokens of steps whose sequences have guesses."""
+    """Return the numbers of tokens for which steps with guesses are run."""
     if limits.verified == 1:
         return []
     most = limits.max_num_seqs * limits.verified
@@ -210,7 +224,10 @@ def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
 
 
 def _batches(limits: Limits) -> list[int]:
-    """Return numbers of sequences of steps with one token of each: those of CUDA graphs, or all kinds."""
+    """Return the numbers of sequences for which steps with one token per sequence are run.
+
+    With CUDA graphs, these are the padded sizes of the graphs and larger sizes, which run without a graph.
+    """
     most = limits.max_num_seqs
     padded = {graph_batch(batch) for batch in range(1, min(most, MAX_GRAPH_BATCH) + 1)}
     if limits.captured:

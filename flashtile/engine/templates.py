@@ -54,7 +54,7 @@ class Account:
             raise TemplateError("the template computes more than a chat template may")
 
     def pay_for(self, value: Any) -> None:
-        """Charge the characters of a value as text, and a step for each of its elements."""
+        """Charge the length of a value as text, and one step for each element of a container."""
         if isinstance(value, str):
             self.pay(len(value))
         elif isinstance(value, int):
@@ -68,7 +68,7 @@ class Account:
                 self.pay_for(one)
 
     def pay_for_numbers(self, values: Iterable[Any]) -> None:
-        """Charge numbers that may be widths or counts: as many characters as their values."""
+        """Charge n characters for each integer n, because it may be the width or the count of a text."""
         for value in values:
             if isinstance(value, int):
                 self.pay(abs(value))
@@ -102,9 +102,10 @@ class GenerationTag(Extension):
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Make each iteration of a loop and each call of a macro pay for a step and for its constant text.
+    """Insert charges into a parsed template.
 
-    Also make ``a ~ b`` pay for its operands.
+    Each iteration of a loop and each call of a macro is charged one step and its constant text. The operator
+    ``a ~ b`` is charged its operands.
     """
     bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
     for node in bodies:
@@ -192,7 +193,7 @@ def _compiled(template: str) -> Template:
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that charges its input and its result to the template's account."""
+    """Wrap a filter, so that its input and its result are charged to the template's account."""
     wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", "nothing")
 
     @pass_context
@@ -226,7 +227,7 @@ def _charged(context: Context, value: Any, characters: int) -> Any:
 
 @pass_context
 def _joined(context: Context, values: list[Any]) -> str:
-    """Concatenate values as the operator ``a ~ b`` does, and charge them."""
+    """Concatenate values as the operator ``a ~ b`` does, and charge their length."""
     context[ACCOUNT].pay_for(values)
     return "".join(map(str, values))
 
@@ -248,7 +249,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Convert to JSON with Transformers' arguments. Jinja's own filter escapes HTML."""
+    """Convert to JSON. The arguments are those of Transformers' filter; Jinja's filter would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

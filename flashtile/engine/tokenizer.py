@@ -25,7 +25,8 @@ PLAIN_CHAT = (
 SHORT = 8
 """A text of at most this many characters per allowed token is encoded without a check of its length."""
 PIECE, MARGIN = 2**14, 64
-"""PIECE: characters of a longer text that are encoded together. MARGIN: tokens that the cuts may add."""
+"""PIECE: number of characters of a longer text that are encoded together. MARGIN: number of tokens that the
+cuts between pieces may add."""
 
 
 def _characters_of_bytes() -> dict[str, int]:
@@ -105,7 +106,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def stream(self, before: Sequence[int], skip_special_tokens: bool = True) -> TextStream:
-        """Return a stream that continues after the tokens ``before``. Their text is not repeated."""
+        """Return a stream that decodes the tokens after ``before``, without the text of ``before`` itself."""
 
     def apply_chat_template(
         self,
@@ -122,8 +123,8 @@ class Tokenizer(ABC):
         Args:
             messages: dicts with ``role`` and ``content``. The ``arguments`` of ``tool_calls`` may be JSON
                 texts as in OpenAI's interface; the template gets them as objects.
-            chat_template: a template, or the name of one of the model's. None: "tool_use" if there are tools
-                and the model has that template, otherwise "default".
+            chat_template: a template, or the name of one of the model's templates. None: "tool_use" if there
+                are tools and the model has that template, otherwise "default".
             add_generation_prompt: append the beginning of an assistant message.
             continue_final_message: end the prompt within the last message, so that the model continues it.
             tools: descriptions of tools for the template.
@@ -353,7 +354,10 @@ def _checked_message(message: Any) -> dict[str, Any]:
 
 
 def _with_object_arguments(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, as templates expect. OpenAI's are JSON texts."""
+    """Return a tool call whose arguments are an object, as templates expect.
+
+    In OpenAI's interface the arguments are JSON texts.
+    """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return call

@@ -27,7 +27,7 @@ AHEAD_BYTES = 2**28
 
 
 class ByteRange(NamedTuple):
-    """The bytes of a tensor in a file: ``nbytes`` from ``offset`` on."""
+    """The bytes of a tensor in a file: ``nbytes`` bytes from ``offset`` on."""
 
     path: Path
     offset: int
@@ -56,7 +56,7 @@ class Upload:
             self._buffers.put((buffer, torch.cuda.Event() if on_gpu else None))
         self._files = {path: os.open(path, os.O_RDONLY) for path in {one.path for one in ranges.values()}}
         weakref.finalize(self, _close, list(self._files.values()))
-        self._unsent = list(reversed(ranges))  # not sent yet, the next one last
+        self._unsent = list(reversed(ranges))  # names of tensors to send; the last name is sent next
         self._sent: dict[str, tuple[Tensor, Sequence[Future[None]]]] = {}
         self._send_ahead()
 

@@ -55,7 +55,7 @@ WHOLE = Shard()
 
 
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
-    """Return the shape and the divided dimension of every weight of the model, by name."""
+    """Return the shape of every weight by name, with the dimension that is divided among ranks."""
     c, hidden = config, config.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     found = {EMBEDDING: Parameter((c.vocab_size, hidden))}
@@ -98,7 +98,8 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
 def with_checkpoint_head(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelConfig:
     """Untie the embeddings in ``config`` if the checkpoint's ``lm_head`` differs from its embedding.
 
-    The weights are compared in ``dtype``. Like Transformers 5, this keeps the ``lm_head``, with a warning.
+    The weights are compared in ``dtype``. If they differ, the ``lm_head`` is used and a warning is logged, as
+    in Transformers 5.
     """
     if not config.tie_word_embeddings:
         return config
@@ -179,9 +180,9 @@ def open_weights(
 
 
 def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, ByteRange]:
-    """Return the byte ranges of weights in safetensors files whose headers have been checked.
+    """Return the byte range of each weight in safetensors files whose headers have been checked.
 
-    The range covers the whole tensor, or only this process's rows if the weight is divided by rows.
+    A range covers the whole tensor. If the weight is divided by rows, it covers only this process's rows.
     """
     headers, found = {path: _header(path) for path in set(paths.values())}, {}
     for name, path in paths.items():
@@ -208,8 +209,8 @@ def random_weights(
 ) -> Weights:
     """Return random weights of the model's shapes, made on the device.
 
-    They are scaled so that products preserve the variance of their inputs. A weight's values depend only on
-    its name, the seed and, if it is divided, the rank.
+    The weights are scaled so that products preserve the variance of their inputs. A weight's values depend
+    only on its name, the seed and, if the weight is divided among ranks, the rank.
     """
 
     def weights(name: str) -> Tensor:
@@ -231,7 +232,7 @@ def random_weights(
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight (N, K) to e4m3, each row scaled so that its largest element is e4m3's largest.
+    """Round a weight (N, K) to e4m3. Each row is scaled so that its largest element becomes e4m3's largest.
 
     Returns:
         (weight (N, K) in e4m3, scales (N,) float32 to multiply its rows by).
@@ -254,9 +255,11 @@ def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the safetensors files that the index names, else model.safetensors, else all in the folder.
+    """Return the paths of a folder's safetensors files.
 
-    The order matters because some folders also hold the same weights in a second form.
+    These are the files that the index names. Without an index, the result is model.safetensors or, if that
+    file does not exist, all safetensors files of the folder. The order matters because some folders hold the
+    same weights a second time in other files.
     """
     index = folder / INDEX
     if index.is_file():

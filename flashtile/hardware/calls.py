@@ -28,7 +28,7 @@ class Call:
 
     Args:
         batch: number of sequences.
-        seqlen_q, seqlen_k: tokens of each sequence; with ``lengths``, those of the longest.
+        seqlen_q, seqlen_k: number of tokens of each sequence; with ``lengths``, of the longest sequence.
         num_heads_q, num_heads_kv: numbers of heads; num_heads_q must be a multiple of num_heads_kv.
         head_dim, head_dim_v: head size of q and k, and of v and out. head_dim_v defaults to head_dim.
         dtype: name of a torch dtype.
@@ -116,22 +116,25 @@ class Call:
 
     @property
     def rows_q(self) -> int:
-        """Number of rows of q over sequences and heads."""
+        """Number of rows of q in all sequences and heads."""
         return sum(seqlen_q for seqlen_q, _ in self.sequences) * self.num_heads_q
 
     @property
     def rows_k(self) -> int:
-        """Number of rows of k over sequences and key/value heads."""
+        """Number of rows of k in all sequences and key/value heads."""
         return sum(seqlen_k for _, seqlen_k in self.sequences) * self.num_heads_kv
 
     @property
     def score_pairs(self) -> int:
-        """Number of (query, key) pairs of all sequences and query heads, hidden pairs included."""
+        """Number of (query, key) pairs of all sequences and query heads, including hidden pairs."""
         return sum(seqlen_q * seqlen_k for seqlen_q, seqlen_k in self.sequences) * self.num_heads_q
 
     @property
     def visible_pairs(self) -> int:
-        """Exact number of visible pairs over sequences and query heads, diagonal included."""
+        """Exact number of visible (query, key) pairs of all sequences and query heads.
+
+        The diagonal is counted.
+        """
         window = (self.window_left, self.window_right)
         return self.num_heads_q * sum(visible_pairs(*lengths, *window) for lengths in self.sequences)
 

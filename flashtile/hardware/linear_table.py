@@ -1,4 +1,4 @@
-"""Tables of the fastest kernel of a matrix product, by card, shape, dtype and number of rows.
+"""Tables of the fastest kernels for matrix products, by card, shape, dtype and number of rows.
 
 For a weight (N, K), two numbers of rows M1 and M2 select the kernel (FlashDecoding++, Hong et al. 2023,
 arXiv:2311.01282, section 5): below M1 the kernel on CUDA cores ("gemv"), from M1 the flat product on tensor
@@ -63,9 +63,10 @@ class Row:
         return GEMV if rows < self.gemv_below else FLAT if rows < self.library_from else LIBRARY
 
     def measured(self, rows: int, kind: str) -> dict[str, Any] | None:
-        """Return the measurement of a kind of kernel; None if the kind was not measured.
+        """Return the measurement of a kind of kernel, or None if the kind was not measured.
 
-        It is the one for this number of rows or the next larger number, else for the largest number.
+        If this number of rows was not measured, the result is the measurement of the next larger number. If
+        no larger number was measured, it is the measurement of the largest number.
         """
         known = sorted(int(m) for m, kinds in self.kernels.items() if kind in kinds)
         above = [m for m in known if m >= rows]
@@ -75,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The row that selects kernels for a shape, and ``how`` the row was chosen, as text."""
+    """The row that selects kernels for a shape, and ``how``, a text that says why this row was chosen."""
 
     row: Row
     how: str
@@ -117,19 +118,22 @@ def read_table(path: Path) -> tuple[Row, ...]:
 
 
 def write_table(path: Path, rows: tuple[Row, ...]) -> None:
-    """Write a file with these rows, which replaces an existing one atomically."""
+    """Write rows to a file atomically. An existing file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "rows": [asdict(row) for row in rows]}
     replace_file(path, json.dumps(document, indent=1) + "\n")
 
 
 def merged(old: tuple[Row, ...], new: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Merge two tables; a new row replaces an old one with the same key."""
+    """Merge two tables. A new row replaces an old row with the same key."""
     return tuple(({row.key: row for row in old} | {row.key: row for row in new}).values())
 
 
 def rows() -> tuple[Row, ...]:
-    """Return the rows of flashtile's tables, replaced and extended by those of the user's table."""
+    """Return the rows of flashtile's tables and of the user's table.
+
+    A row of the user's table replaces flashtile's row with the same key.
+    """
     path = cache_file()
     try:
         stamp = path.stat().st_mtime_ns
@@ -146,7 +150,10 @@ def _shipped() -> tuple[Row, ...]:
 
 @lru_cache(maxsize=4)
 def _own(path: Path, stamp: int) -> tuple[Row, ...]:
-    """Read the user's table. Cached by time of change, so that an invalid table is reported only once."""
+    """Read the user's table.
+
+    The result is cached by the file's time of change, so that an invalid table is reported only once.
+    """
     try:
         return read_table(path)
     except (ValueError, OSError) as error:
@@ -155,7 +162,7 @@ def _own(path: Path, stamp: int) -> tuple[Row, ...]:
 
 
 def find(card: str, N: int, K: int, dtype: str, weight_dtype: str) -> Found | None:
-    """Return the row for a shape on a card; None if no table has a row for a weight of this element size.
+    """Return the row for a shape on a card, or None if no table has a weight of this element size.
 
     The first choice is a row of the same card and shape. The second is the row of the same card whose N and N
     * K are most similar, and the third is the most similar row of another card. 16-bit dtypes share rows,

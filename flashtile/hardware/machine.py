@@ -13,7 +13,10 @@ import torch
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions by name, None for absent software. ``cuda`` and ``cudnn`` are torch's versions."""
+    """Return versions by name. The version of absent software is None.
+
+    ``cuda`` and ``cudnn`` are the versions that torch uses.
+    """
     import flashtile
 
     cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
@@ -31,7 +34,7 @@ def versions() -> dict[str, str | None]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution, None if it is not installed."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -45,7 +48,7 @@ def devices() -> list[dict[str, Any]]:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """Return name, capability, memory in bytes, and number of SMs or cores of a device."""
+    """Return a device's name, capability, memory in bytes, and number of SMs (GPU) or cores (CPU)."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return {
@@ -66,7 +69,10 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def source_commit() -> dict[str, Any] | None:
-    """Return ``{"commit", "dirty"}`` of the checkout that flashtile is imported from, None outside one."""
+    """Return ``{"commit", "dirty"}`` of the git checkout that flashtile is imported from.
+
+    Returns None if flashtile is not imported from a checkout.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -85,7 +91,9 @@ def free_memory() -> int | None:
 
 
 def find_device(name: str | None) -> torch.device:
-    """Return the device of that name, a GPU with its index; None means the first GPU, else the CPU.
+    """Return the device with this name. If a GPU's name has no index, the result is the first GPU.
+
+    For None, the result is the first GPU, or the CPU if there is no GPU.
 
     Raises:
         ValueError: there is no such device.
@@ -112,7 +120,7 @@ def _driver_version() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """Run a command and return its stripped standard output; None if it is missing or fails."""
+    """Run a command and return its stripped standard output, or None if the command is missing or fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     except (subprocess.SubprocessError, OSError):

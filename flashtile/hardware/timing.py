@@ -18,9 +18,9 @@ from flashtile.hardware.cards import Card, card_of_device
 
 MIN_CALLS = 3
 HOST_BATCHES = 7
-"""Batches of calls whose median is the host time of a call."""
+"""Number of batches of calls. The host time of a call is the median of the batches' mean times."""
 HOST_CALLS = {"cuda": 200, "cpu": 20}
-"""Calls per batch, fewer than CUDA can queue, so that the host never waits for the GPU."""
+"""Number of calls per batch. It is less than CUDA can queue, so that the host never waits for the GPU."""
 CEILING_SIZE = {"cuda": 8192, "cpu": 2048}
 """Rows and columns of the matrices of :func:`matmul_ceiling`."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
@@ -41,8 +41,8 @@ def time_call(function: Function, rep: float, device: torch.device, *, warm_up: 
     """Call ``function`` for about ``rep`` milliseconds, and return the milliseconds of each call.
 
     On CUDA, events measure the time. The L2 cache is flushed before each call, and the host's time to issue
-    the call is hidden. On the CPU, the wall clock measures the time. ``warm_up=False``, which only the CPU
-    uses, also counts the first call; the list may then have one entry.
+    the call is hidden. On the CPU, the wall clock measures the time. With ``warm_up=False``, the CPU also
+    counts the first call, and may make only this call. On CUDA this option has no effect.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -60,8 +60,8 @@ def time_call(function: Function, rep: float, device: torch.device, *, warm_up: 
 def _time_on_gpu(function: Function, rep: float) -> list[float]:
     """Return the milliseconds between events around each call, on the current device.
 
-    If the host needs longer to issue a call than the GPU to run it, the GPU waits until its launches are
-    queued.
+    If the host takes longer to issue a call than the GPU takes to run it, the GPU sleeps before each call
+    until the launches of the call are queued.
     """
     cache = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device="cuda")
     function()
@@ -142,7 +142,7 @@ def issue_time(function: Function, device: torch.device) -> float:
 
 
 def peak_allocated(function: Function, device: torch.device) -> int:
-    """Return the peak of bytes that a call allocates in torch's CUDA allocator, results included."""
+    """Return the peak number of bytes that a call and its results take in torch's CUDA allocator."""
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -157,13 +157,13 @@ def peak_allocated(function: Function, device: torch.device) -> int:
 def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) -> float:
     """Measure the TFLOP/s of a square matrix product in ``dtype``, an upper bound for attention's products.
 
-    Takes the fastest of ``rounds`` medians. Each median is over about ``rep`` milliseconds of products.
+    The result is the fastest of ``rounds`` medians. Each median is of about ``rep`` milliseconds of products.
     """
     size = CEILING_SIZE[device.type]
     made_in = torch.bfloat16 if dtype == FP8 else getattr(torch, dtype)
     a, b = (torch.randn(size, size, device=device).to(made_in) for _ in range(2))
     multiply: Callable[[], Tensor] = partial(torch.matmul, a, b)
-    if dtype == FP8 and device.type == "cuda":  # CPUs emulate it in bfloat16 at best
+    if dtype == FP8 and device.type == "cuda":  # on CPUs, the bfloat16 product is measured
         one = torch.ones((), device=device)
         a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
         multiply = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=made_in)
@@ -171,7 +171,10 @@ def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) ->
 
 
 def copy_ceiling(device: torch.device, rounds: int, rep: float) -> float:
-    """Measure the GB/s of a copy, counting bytes read and written, as the fastest of ``rounds`` medians."""
+    """Measure the GB/s of a copy, where each byte counts as read and as written.
+
+    The result is the fastest of ``rounds`` medians. Each median is of about ``rep`` milliseconds of copies.
+    """
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
     return 2 * source.numel() / min(median_time(copy, rep, device) for _ in range(rounds)) * 1e-6
@@ -180,8 +183,9 @@ def copy_ceiling(device: torch.device, rounds: int, rep: float) -> float:
 def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0) -> Card:
     """Measure a device's peaks: a large matrix product in each dtype, and a large copy.
 
-    Memory sizes come from the driver, and the other numbers from the table, if the table has the card. On a
-    CPU, threads count as SMs and there is no shared memory. Takes a few seconds.
+    Memory sizes come from the driver. The clock and the size of L1 come from the table of cards, and are 0 if
+    the table does not have the card. On a CPU, threads count as SMs, and the size of shared memory is 0. The
+    measurement takes a few seconds.
 
     Args:
         device: the device to measure.

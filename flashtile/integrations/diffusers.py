@@ -1,9 +1,9 @@
 """``set_attention_backend("flashtile")`` for Hugging Face Diffusers, after :func:`register` has been called.
 
-Models of Diffusers compute attention in two ways. Newer ones (Flux, Wan, Qwen-Image) call its dispatcher,
-which finds the backend's function by an enum member. Others (SD3, PixArt, UNets, VAEs) have the processors of
-``attention_processor.py``, which call torch's function for every backend. :func:`register` adds flashtile to
-the dispatcher, and lets these processors follow the backend that was set last.
+Models of Diffusers compute attention in two ways. Newer models (Flux, Wan, Qwen-Image) call Diffusers'
+dispatcher, which finds the backend's function by an enum member. Others (SD3, PixArt, UNets, VAEs) have the
+processors of ``attention_processor.py``, which call torch's function for every backend. :func:`register`
+adds flashtile to the dispatcher, and makes these processors follow the backend that was set last.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NAME = "flashtile"
 def register() -> sdpa:
     """Add the attention backend "flashtile" to Diffusers. A second call changes nothing.
 
-    ``model.set_attention_backend("flashtile")`` then selects it, with masks, gradients, and any dtype and
-    device of :func:`flashtile.attention`. So does ``diffusers.attention_backend("flashtile")`` as a context.
-    Diffusers' own context parallelism is refused.
+    ``model.set_attention_backend("flashtile")`` then selects it, as does the context manager
+    ``diffusers.attention_backend("flashtile")``. The backend supports masks, gradients, and the dtypes and
+    devices of :func:`flashtile.attention`. Diffusers' own context parallelism is refused.
 
     Returns:
-        An object that counts in ``served`` the calls that flashtile computed, and in ``passed`` those that it
-        left to torch, by reason.
+        An object with counters: ``served`` is the number of calls that flashtile computed, and ``passed``
+        counts the calls that it left to torch, by reason.
 
     Raises:
         ModuleNotFoundError: Diffusers is not installed.
@@ -61,7 +61,7 @@ def register() -> sdpa:
 
 
 def unregister() -> None:
-    """Undo :func:`register`. Models that use the backend must have been set to another before."""
+    """Undo :func:`register`. Models that use the backend must first be set to another backend."""
     dispatch, processors = _modules()
     if not isinstance(processors.F, _Functional):
         return
@@ -78,7 +78,7 @@ def unregister() -> None:
 
 
 def _function(door: sdpa) -> Any:
-    """Return the backend's function. Diffusers passes only arguments that its signature names."""
+    """Return the backend's function. Diffusers passes only arguments that the function's signature names."""
 
     def attend(
         query: Tensor,
@@ -97,7 +97,8 @@ def _function(door: sdpa) -> Any:
             name = "return_lse" if return_lse else "parallel_config"
             raise NotImplementedError(f"{name} is not supported by Diffusers' attention backend {NAME!r}")
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
-            attn_mask = attn_mask[:, None, None]  # Diffusers' own backends read such a mask as one of keys
+            # Diffusers' own backends treat a mask of this shape as a key padding mask.
+            attn_mask = attn_mask[:, None, None]
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         return door.attend(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa).transpose(1, 2)
 
@@ -105,7 +106,10 @@ def _function(door: sdpa) -> Any:
 
 
 class _Functional:
-    """``torch.nn.functional`` of Diffusers' processors, with flashtile's attention if it is the backend."""
+    """Replaces ``torch.nn.functional`` in Diffusers' processors.
+
+    Its attention is flashtile's while flashtile is the active backend. All other functions are torch's.
+    """
 
     def __init__(self, door: sdpa, is_active: Any) -> None:
         self.door, self._is_active = door, is_active

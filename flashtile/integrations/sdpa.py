@@ -35,18 +35,18 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     visible keys, and heads are grouped only with ``enable_gqa``.
 
     Key padding masks, causal masks and combinations of both are recognised, as booleans or as floats of 0
-    and -inf. Scores that they hide cost no work. Recognising a mask synchronises with the device in every
-    call, except for a boolean mask of shape (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other masks
-    element by element, as booleans or as a bias with its gradient. Within a CUDA graph, a compiled graph or a
-    transform, kernels read every mask in this way.
+    and -inf. Scores that these masks hide cost no work. Recognising a mask synchronises with the device in
+    every call, except for a boolean mask of shape (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other
+    masks element by element, as booleans or as a bias with its gradient. Within a CUDA graph, a compiled
+    graph or a transform, kernels read every mask in this way.
 
     ``nn.MultiheadAttention`` also calls the replaced function, except on torch's inference fast path
     (``torch.backends.mha.set_fastpath_enabled(False)`` disables this path).
 
-    Three kinds of calls are not replaced: calls of a name imported before (``from torch.nn.functional import
-    scaled_dot_product_attention``), calls that ``torch.compile`` has compiled before, and calls in
-    TorchScript. The backward pass may run after the block, except for checkpointed modules, which compute the
-    forward pass again.
+    Three kinds of calls are not replaced: calls through a name that was imported before (``from
+    torch.nn.functional import scaled_dot_product_attention``), calls that ``torch.compile`` has compiled
+    before, and calls in TorchScript. The backward pass may run after the block, except for checkpointed
+    modules, which compute the forward pass again.
 
     Args:
         fallback: pass calls that flashtile does not support (head sizes above 576, for example) to torch.
@@ -79,7 +79,8 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         self.served = 0
         self.passed: Counter[str] = Counter()
         self._replaced: Any = None
-        self._function = self.attend  # TorchScript's table has the id of this object
+        # Each access to self.attend makes another object, and TorchScript finds a builtin by its object's id.
+        self._function = self.attend
         self._last: _Looked | None = None
 
     def enable(self) -> None:
@@ -124,7 +125,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute one call of ``scaled_dot_product_attention``, also where the function is not replaced."""
+        """Compute one call of ``scaled_dot_product_attention``. It also works without :meth:`enable`."""
         try:
             out = self._serve(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         except ERRORS as error:
@@ -141,7 +142,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     def _fall_back(self, *arguments: Any, **named: Any) -> Tensor:
         """Return torch's result.
 
-        Tensor subclasses look the function up by name, so torch's function is restored during their call.
+        Tensor subclasses look the function up by its name, so torch's function is restored while they run.
         """
         if self._replaced is None:
             return getattr(F, FUNCTION)(*arguments, **named)
@@ -195,9 +196,9 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern | None:
         """Return the pattern of a mask, or None if no pattern is recognised or the mask cannot be read.
 
-        Successive layers share a mask, so the last pattern is reused if the mask has the same elements. Equal
-        address and version of the tensor do not suffice, because some writes change neither (numpy,
-        ``.data``, kernels, graph replays).
+        Successive layers share a mask, so the last pattern is reused if the mask has the same elements. The
+        elements are compared, because some writes change neither the address nor the version of a tensor
+        (numpy, ``.data``, kernels, graph replays).
         """
         check_dense("attn_mask", mask)
         _check_broadcast(mask, query, seqlen_k)
@@ -205,7 +206,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
             return None
         batch, seqlen_q = query.shape[:-3].numel(), query.shape[-2]
         if mask.is_cuda and mask.dtype == torch.bool and mask.shape[:-1].numel() == mask.shape[:1].numel():
-            return None  # attention recognises key padding by this shape
+            return None  # attention recognises a key padding mask by this shape
         known, kind = self._last, (mask.shape, mask.dtype, mask.device, batch, seqlen_q, seqlen_k)
         distinct = mask[tuple(slice(None) if stride else slice(1) for stride in mask.stride())]
         if known is not None and known.kind == kind and torch.equal(known.held, distinct):

@@ -38,13 +38,13 @@ def register(name: str = "flashtile") -> None:
 
     After ``torch.nn.attention.activate_flash_attention_impl(name)``, flashtile computes
     ``F.scaled_dot_product_attention`` wherever torch chooses its flash backend (fp16 and bf16 on a GPU,
-    without a mask), and ``torch.nn.attention.varlen.varlen_attn``, with windows, dropout and pages.
-    ``torch.nn.attention.restore_flash_attention_impl()`` deactivates it.
+    without a mask). It also computes ``torch.nn.attention.varlen.varlen_attn``, including windows, dropout
+    and paged keys and values. ``torch.nn.attention.restore_flash_attention_impl()`` deactivates it.
 
     Args:
-        name: "flashtile", or the name of one of torch's own implementations, "FA3" or "FA4", for code that
-            activates it. flashtile then takes its place, and needs neither FlashAttention's package nor the
-            GPU that it requires.
+        name: "flashtile". To replace one of torch's own implementations in code that activates it, use the
+            name of that implementation, "FA3" or "FA4". Neither FlashAttention's package nor the GPU that it
+            requires is needed then.
 
     Raises:
         NotImplementedError: torch is older than 2.11. :class:`flashtile.sdpa` works with older releases.
@@ -104,10 +104,10 @@ class _Activation:
 
 
 class Kernels:
-    """flashtile's kernels of ``aten``'s operators, in force until :meth:`remove`.
+    """Registers flashtile's kernels for ``aten``'s operators, until :meth:`remove` is called.
 
     Args:
-        dispatch_key: key of torch's dispatcher for which they are registered.
+        dispatch_key: key of torch's dispatcher for which the kernels are registered.
     """
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
@@ -123,7 +123,7 @@ class Kernels:
 
 
 def _under_aten_names(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a kernel: its errors name the arguments of ``aten``'s operators."""
+    """Wrap a kernel, so that its errors name the arguments of ``aten``'s operators."""
 
     @functools.wraps(kernel)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -160,7 +160,7 @@ def _attend(
     num_splits: int | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, lse, rng_state) of a call of ``aten._flash_attention_forward``; rng_state is (2,) int64.
+    """Compute ``aten._flash_attention_forward``. Return (out, lse, rng_state); rng_state is (2,) int64.
 
     Masks are aligned to the bottom right, as in torch's own kernels.
     """
@@ -236,7 +236,10 @@ def sdpa_forward(
     scale: float | None = None,
     descales: tuple = (),
 ) -> tuple:
-    """Implement ``aten._scaled_dot_product_flash_attention``: (batch, heads, seqlen, head_dim)."""
+    """Implement ``aten._scaled_dot_product_flash_attention``.
+
+    Tensors are (batch, heads, seqlen, head_dim).
+    """
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
     lengths = query.shape[2], key.shape[2]
     out, lse, state = _attend(
@@ -326,19 +329,19 @@ def _window(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _longest(cum_seq_q: Tensor | None, max_q: int, max_k: int) -> dict[str, Any]:
-    """Return the longest lengths as arguments of packed sequences, and none for dense tensors."""
+    """Return keywords with the maximum lengths for packed sequences, and no keywords for dense tensors."""
     return {} if cum_seq_q is None else {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
 
 
 def _states(query: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rng_state, an unused tensor and the debug mask, the last results of the forward operators."""
+    """Return the last three results of forward operators: rng_state, an unused tensor and a debug mask."""
     return state.view(torch.uint64), query.new_empty((), dtype=torch.uint64), query.new_empty(0)
 
 
 def _like(given: Tensor, result: Tensor) -> Tensor:
     """Return ``result`` with the strides of ``torch.empty_like(given)``, which torch's compiler relies on.
 
-    A result of another shape, which values of another head size have, is returned unchanged.
+    If the shapes differ, ``result`` is returned unchanged. This happens if values have another head size.
     """
     if result.shape != given.shape or result.stride() == given.stride():
         return result

@@ -23,7 +23,8 @@ from flashtile.integrations.transformers_attention import IN_CONFIG, serving
 from flashtile.integrations.transformers_masks import mask_of_keys
 
 NAMES = ("flashtile", "flashtile_2")
-"""Two names of one implementation. Continuous batching decodes over pages only for names ending in 2 or 3."""
+"""Two names of one implementation. Transformers' continuous batching decodes over pages only if a name ends
+in 2 or 3."""
 
 LITERAL_NAMES = ("flash_attention_2", "flash_attention_3")
 """Transformers' own names of FlashAttention's packages."""
@@ -46,20 +47,21 @@ def register(as_flash_attention: bool = False) -> None:
     ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. It
     supports padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the
     position bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``. For ``generate_batch`` on a
-    GPU, use the name ``"flashtile_2"``, which attends to the pages in place.
+    GPU, use the name ``"flashtile_2"``, which reads the paged cache in place.
 
     Args:
         as_flash_attention: also serve the names ``"flash_attention_2"`` and ``"flash_attention_3"`` that code
-            or ``config.json`` may contain, on any device. The model's config keeps that name. An installed
-            flash-attn package is not used then. To change this setting, call :func:`unregister` first.
+            or ``config.json`` may contain, on any device. The model's config keeps the original name. An
+            installed flash-attn package is then not used. To change this setting, call :func:`unregister`
+            first.
 
     Selecting the name raises a ValueError for :data:`WINDOWLESS` model types. It also does so for models that
     support no flash implementation, unless their type is in :data:`BIASED` or :data:`WITH_OWN_MASKS`.
 
     ``output_attentions=True`` raises a NotImplementedError with packed sequences. Otherwise a second pass
-    over queries and keys computes the weights, before dropout. They have no gradient, and weights of padded
-    queries are undefined. A mask (batch, heads or 1, seqlen_q, seqlen_k) made by the model or its user is
-    read element by element.
+    over queries and keys computes the attention weights before dropout. The weights have no gradient, and the
+    weights of padded queries are undefined. A mask (batch, heads or 1, seqlen_q, seqlen_k) made by the model
+    or its user is read element by element.
 
     Raises:
         ModuleNotFoundError: Transformers is not installed.
@@ -129,7 +131,7 @@ def unregister() -> None:
 
 
 def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Callable[..., Tensor]:
-    """Wrap a function: ``sink`` is renamed to ``s_aux``, and its signature omits the names in ``hidden``."""
+    """Wrap a function: rename its argument ``sink`` to ``s_aux``, and omit ``hidden`` from its signature."""
 
     @functools.wraps(function)
     def call(*arguments: Any, s_aux: Tensor | None = None, **named: Any) -> Any:
@@ -150,8 +152,8 @@ def _under_transformers_names(function: Callable[..., Any], *hidden: str) -> Cal
 dense = _under_transformers_names(flash_attn_func)
 varlen = _under_transformers_names(flash_attn_varlen_func)
 with_kvcache = _under_transformers_names(flash_attn_with_kvcache, "max_seqlen_q")
-"""``max_seqlen_q`` is hidden, so that Transformers does not pass it: its continuous batching decodes one
-query per sequence."""
+"""The signature hides ``max_seqlen_q``, so that Transformers does not pass it. Transformers' continuous
+batching decodes one query per sequence, so the argument is not needed."""
 
 
 class _Loader:
@@ -174,12 +176,13 @@ class _Loader:
 def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[..., Any]:
     """Wrap Transformers' function that chooses an implementation, so that models accept flashtile's names.
 
-    A ``literal`` name is checked as "flashtile"; under its own name Transformers requires flash-attn.
+    For the names in ``literal``, Transformers would require the flash-attn package. Therefore they are
+    replaced by "flashtile" while Transformers checks the name.
 
-    Models with sinks list their compatible flash implementations, and Transformers replaces any other name by
-    one of the list, so flashtile's names are added to it. A model that supports no flash implementation is
-    refused, because terms that it adds to its scores could be lost. Models in ``BIASED`` and
-    ``WITH_OWN_MASKS`` are accepted, because they pass these terms and masks to the attention function.
+    Models with sinks have a list of compatible flash implementations, and Transformers replaces any other
+    name by one of the list. So flashtile's names are added to the list. A model that supports no flash
+    implementation is refused, because terms that it adds to its scores could be lost. Models in ``BIASED``
+    and ``WITH_OWN_MASKS`` are accepted, because they pass these terms and masks to the attention function.
     """
 
     @functools.wraps(check)
@@ -206,9 +209,10 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
 
 
 def _lend(module: Any) -> None:
-    """Define ``_flash_attention_forward`` in a model's module that has one class for each implementation.
+    """Define ``_flash_attention_forward`` in the module of a model, if the module needs this function.
 
-    Such a module imports that function only if FlashAttention's package is installed.
+    Modules that define one attention class per implementation call it, but import it only if FlashAttention's
+    package is installed.
     """
     if any(name.endswith("_ATTENTION_CLASSES") for name in vars(module)):
         loading, _ = _modules()

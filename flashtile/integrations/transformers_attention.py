@@ -57,9 +57,9 @@ _launches = launch_cache()
 def serving(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return the attention function for Transformers.
 
-    It calls ``original`` in compiled models, and if keys and values are in pages. It takes query, key and
-    value (batch, heads, seqlen, head_dim). It returns out (batch, seqlen, heads, head_dim) and weights
-    (batch, heads, seqlen, keys) or None.
+    The function takes query, key and value (batch, heads, seqlen, head_dim). It returns out (batch, seqlen,
+    heads, head_dim) and weights (batch, heads, seqlen, keys) or None. In compiled models, and if keys and
+    values are paged, it calls ``original``, Transformers' own function for flash implementations.
     """
 
     @functools.wraps(original)
@@ -90,7 +90,7 @@ def serving(original: Callable[..., Any]) -> Callable[..., Any]:
                 return out, None
         of_scores = attention_mask is not None and attention_mask.dim() == 4
         with_scores = of_scores or others.get("output_attentions") or others.get("position_bias") is not None
-        # Transformers' own code unpads first, so its window would count tokens without padding.
+        # Transformers' own code removes padding first, so its window would count only tokens, not positions.
         by_place = attention_mask is not None and sliding_window is not None
         compiled = torch.compiler.is_compiling() and not by_place
         if not with_scores and (others.get("cache") is not None or compiled):
@@ -145,10 +145,11 @@ def _kind_of_step(
     s_aux: Tensor | None,
     others: dict[str, Any],
 ) -> tuple | None:
-    """Return the key of the stored launch of a decoding step without a mask; None for the general path.
+    """Return the key of a decoding step in the cache of launches, or None if it takes the general path.
 
-    The arguments are those of Transformers' attention: query (batch, heads, 1, head_dim), key and value
-    (batch, heads_kv, keys, head_dim). ``others`` has the flag ``output_attentions``.
+    The caller has checked that the step has no mask. The arguments are those of Transformers' attention:
+    query (batch, heads, 1, head_dim), key and value (batch, heads_kv, keys, head_dim). ``others`` are further
+    arguments of Transformers, including ``output_attentions``.
     """
     given, positions = others.get, others.get("position_ids")
     if (
@@ -169,7 +170,10 @@ def _kind_of_step(
 
 
 def _attend_by(kind: tuple, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-    """Compute out (batch, 1, heads, head_dim) by an earlier layer's launch. Return None if there is none."""
+    """Compute out (batch, 1, heads, head_dim) with the launch that an earlier layer stored.
+
+    Returns None if no launch is stored under the key ``kind``.
+    """
     known = _launches.get(kind)
     if known is None:
         return None
@@ -180,7 +184,7 @@ def _attend_by(kind: tuple, query: Tensor, key: Tensor, value: Tensor) -> Tensor
 
 
 def _remember(kind: tuple, q: Tensor, k: Tensor, v: Tensor, options: DecodeOptions, out: Tensor) -> None:
-    """Store the launch that computed ``out``, for the following layers.
+    """Store the launch that computed ``out`` under the key ``kind``, for the following layers.
 
     q, k, v and out are (batch, tokens, heads, head_dim).
     """
@@ -197,9 +201,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tensor | None = None) -> Tensor:
-    """Compute attention of a decoding step, whose time is dominated by the host.
+    """Compute attention of a decoding step.
 
-    Options are built once and reused in all layers and steps.
+    The host dominates the time of such a step, so its options are built once and reused in all layers and
+    steps.
     """
     scale, softcap, window, causal = (options[name] for name in _OF_STEP)
     usual = type(scale) is float and q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -240,16 +245,16 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, module: Any) -> Tensor:
     """Compute attention under a padding mask (batch, seqlen_k) that is True for keys that are not padding.
 
-    The mask may be shorter than a static cache, whose later keys are not written yet. Queries are the last
-    tokens. A call that is causal or has a window, with as many queries as keys, is self-attention: its
-    queries have the padding of its keys. In cross-attention the padding of queries may differ.
+    The mask may be shorter than a static cache, whose later keys are not written yet. The queries belong to
+    the last tokens of the sequence. A causal or windowed call with as many queries as keys is self-attention,
+    so its queries have the same padding as its keys. In cross-attention their padding may differ.
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]
     seqlen = mask.shape[1]
     if seqlen < k.shape[1]:
         k, v = k[:, :seqlen], v[:, :seqlen]
-    if torch.compiler.is_compiling():  # a mask cannot be read on the host then
+    if torch.compiler.is_compiling():  # compiled code cannot read the mask on the host
         return _under_keys(q, k, v, mask.bool(), options)
     padding = padding_of(mask, module)
     if padding.whole:
@@ -265,9 +270,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, mod
 
 
 def _in_runs(q: Tensor, k: Tensor, v: Tensor, padding: Padding, options: Options) -> Tensor:
-    """Compute attention of padded sequences as packed ones, without moving tokens.
+    """Compute attention of padded sequences as if they were packed, without moving tokens.
 
-    ``max_seqlen`` is the batch's padded length, so that batches of one shape share a launch.
+    ``max_seqlen_q`` and ``max_seqlen_k`` are the padded lengths, not the longest lengths without padding. So
+    all batches of one shape can use the same stored launch.
     """
     offsets, used = padding.runs
     runs = {
@@ -308,7 +314,7 @@ def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any
 def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
     """Compute attention under any padding mask ``keys`` (batch, seqlen_k).
 
-    Causality and windows count positions, padding included, as in eager attention.
+    Causality and windows count positions including padding, as in Transformers' eager attention.
     """
     return attention(q, k, v, key_padding_mask=keys, **options)
 
@@ -316,7 +322,7 @@ def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options)
 def _with_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with a mask of scores, a position bias or attention weights.
+    """Compute attention with a mask for each score, with a position bias, or with weights returned.
 
     Returns out (batch, seqlen_q, heads, head_dim), and weights (batch, heads, seqlen_q, keys) if
     ``output_attentions`` is set, otherwise None.
@@ -371,7 +377,11 @@ def _collector() -> Any:
 
 
 def _is_causal(module: Any) -> bool:
-    """Whether a module attends causally. In Transformers 5.17 UMT5's causal decoder has is_causal=False."""
+    """Whether a module attends causally.
+
+    Decoders with a position bias are recognised separately, because UMT5's causal decoder has is_causal=False
+    in Transformers 5.17.
+    """
     biased_decoder = getattr(module, "is_decoder", False) and getattr(
         module, "has_relative_attention_bias", False
     )
@@ -381,7 +391,7 @@ def _is_causal(module: Any) -> bool:
 def _in_dtype_of_weights(module: Any, *tensors: Tensor) -> list[Tensor]:
     """Cast float32 tensors to the dtype of the layer's weights, because adapters may leave norms in float32.
 
-    Under autocast, attention casts its inputs itself.
+    Under autocast nothing is cast here, because attention then casts its inputs itself.
     """
     if torch.is_autocast_enabled(tensors[0].device.type):
         return list(tensors)

@@ -56,10 +56,16 @@ class _Writer(Protocol):
     counts_answers: bool
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
-        """Return the choice that holds the new part of an answer to the call's prompt number ``prompt``."""
+        """Return the JSON of a choice.
+
+        Args:
+            prompt: index of the prompt in the call.
+            output: the output of the request for this prompt.
+            answer: the element of ``output.outputs`` that the choice describes.
+        """
 
     def about_prompt(self, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of the body that describe the prompt."""
+        """Return the fields of the response's body that describe the prompt."""
 
 
 class Usage:
@@ -115,8 +121,8 @@ async def _stream(
 ) -> web.StreamResponse:
     """Stream a call's outputs as server-sent events: the writer's choices, usage, and ``[DONE]``.
 
-    ``writer.first`` is not sent before the first output, because clients time the first token by the first
-    event. An error after the first byte is sent as an event, because the status has been sent.
+    ``writer.first`` is not sent before the first output, because clients measure the time to the first token
+    by the first event. An error after the first byte is sent as an event, because the status has been sent.
     """
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -278,7 +284,7 @@ class _ChatCompletions:
         return about
 
     def _position(self, token: int, entry: TokenLogprobs) -> dict[str, Any]:
-        """Describe the token at a position and the likeliest ones."""
+        """Describe the token at a position, and the likeliest tokens at this position."""
         likeliest = sorted(entry.items(), key=lambda item: item[1].rank)
         top = [self._token(other, one) for other, one in likeliest if one.rank <= (self.call.logprobs or 0)]
         return {**self._token(token, entry[token]), "top_logprobs": top}

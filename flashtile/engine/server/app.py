@@ -34,11 +34,11 @@ ASSETS = files("flashtile.engine.server") / "assets"
 
 MAX_SEQUENCES = 64
 MAX_BLOCKS = 4096
-"""Most sequences and most blocks that the page shows. Its totals count all of them."""
+"""Maximum numbers of sequences and of blocks that the page shows. The page's totals count all of them."""
 
 
 def make_app(service: Service, listener: Listener) -> web.Application:
-    """Make the application. The caller runs it, and afterwards shuts the service's engine down."""
+    """Make the application. The caller runs it, and shuts down the service's engine afterwards."""
     limits = service.limits
     app = web.Application(client_max_size=limits.max_body_bytes)
     app.middlewares.extend((logged(listener, limits.access_log), answer_errors, authorised(limits.api_keys)))
@@ -181,8 +181,8 @@ async def _live(request: web.Request, service: Service) -> web.Response:
 def _snapshot(engine: Engine) -> dict[str, Any]:
     """Describe blocks and sequences, without any text of a request. Call it on the engine's thread.
 
-    ``refs`` has one digit for each block: its references, at most 9, the prefix cache's included. The first
-    ``null_blocks`` blocks hold no tokens.
+    ``refs`` has one digit for each block. The digit is the number of references to the block, including that
+    of the prefix cache, or 9 if there are more. The first ``null_blocks`` blocks hold no tokens.
     """
     scheduler, stats = engine.scheduler, engine.stats()
     manager, pool = scheduler.manager, scheduler.manager.pool

@@ -34,8 +34,8 @@ def refused(error: Exception, fields: Collection[str], param: str | None = None)
     """Convert an error of the engine's checks, whose message names an argument, to an :class:`ApiError`.
 
     Args:
-        fields: fields of the call. The first one that the message names becomes ``param``.
-        param: used if the message names no field.
+        fields: fields of the call. The first field that the message names becomes the error's ``param``.
+        param: the error's ``param`` if the message names no field.
     """
     message = str(error).replace("beam_width", "n")
     named = next((word for word in re.findall(r"\w+", message) if word in fields), param)
@@ -44,7 +44,7 @@ def refused(error: Exception, fields: Collection[str], param: str | None = None)
 
 
 def internal_error() -> ApiError:
-    """Return the error sent to clients for a fault of the server, whose details are only logged."""
+    """Return the error that clients get for a fault of the server. Its details are only logged."""
     return ApiError("the server failed; see its log", status=500, code="internal_error")
 
 
@@ -62,5 +62,5 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Return the error as a server-sent event, for a stream whose status has been sent."""
+    """Return the error as a server-sent event, for a stream whose HTTP status has already been sent."""
     return f"data: {to_json(error.body())}\n\n".encode()

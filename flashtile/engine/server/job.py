@@ -111,7 +111,11 @@ class Job:
         self._abort(forget=False)
 
     def _abort(self, forget: bool = True) -> None:
-        """Abort the unfinished requests. With ``forget`` their last outputs will not be read."""
+        """Abort the unfinished requests.
+
+        Args:
+            forget: whether to drop the last outputs of these requests, because nothing will read them.
+        """
         left = list(self._stream.unfinished)
         if forget:
             self._stream.unfinished.clear()

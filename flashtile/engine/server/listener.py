@@ -1,8 +1,8 @@
 """The server's listening sockets, with a limit on its connections.
 
 asyncio's own server accepts connections until the process can open no more files, and then logs an error for
-each attempt. This one limits the number of connections. To accept one more, it closes the connection that
-has been idle longest.
+each attempt. This listener limits the number of connections. To accept one more, it closes the connection
+that has been idle longest.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Connection:
     """An accepted connection.
 
     Attributes:
-        since: time of its last answer, or of its acceptance.
-        unsent: bytes in its write buffer at the last check.
+        since: time of the connection's last answer, or of its acceptance if no call was answered yet.
+        unsent: number of bytes in the connection's write buffer at the last check.
     """
 
     transport: asyncio.Transport
@@ -81,10 +81,10 @@ class Listener:
 
     Args:
         limits: ``idle_timeout``, ``max_connections`` and ``max_concurrent_requests``.
-        files_each: files that a connection needs while its call is answered.
+        files_each: number of open files that a connection needs while its call is answered.
 
     Attributes:
-        max_connections: the limit, or fewer if the process may not open enough files for it.
+        max_connections: ``limits.max_connections``, or less if the process may not open enough files.
         max_calls: maximum number of calls answered at a time. It is below ``max_connections``, so that
             ``/health`` is always served.
         port: port of the first address, after :meth:`open`.
@@ -96,13 +96,13 @@ class Listener:
         self.max_calls = min(limits.max_concurrent_requests, max(1, self.max_connections - SPARE_CONNECTIONS))
         self.port = 0
         self._runner: web.AppRunner | None = None
-        self._idle: dict[asyncio.BaseTransport, Connection] = {}  # the longest idle first
+        self._idle: dict[asyncio.BaseTransport, Connection] = {}  # ordered, the longest idle one first
         self._answering: dict[asyncio.BaseTransport, Connection] = {}
         self._sockets: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, app: web.Application, host: str, port: int) -> None:
-        """Listen. Raise OSError if the address is not available."""
+        """Listen at an address. Raise OSError if the address is not available."""
         loop = asyncio.get_running_loop()
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSING_SECONDS,
@@ -122,7 +122,7 @@ class Listener:
         self._tasks.append(loop.create_task(self._close_idle()))
 
     async def close(self) -> None:
-        """Stop accepting connections. Those that exist stay open."""
+        """Stop accepting connections. Existing connections stay open."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -66,8 +66,8 @@ class Metrics:
         """Count a finished request.
 
         Args:
-            generated: number of tokens of all its answers.
-            streamed: whether the times between its tokens were observed already.
+            generated: number of tokens of all answers of the request.
+            streamed: whether the times between the request's tokens were already observed.
         """
         reasons = {one.finish_reason for one in output.outputs}
         self.finished[next((reason for reason in reversed(REASONS) if reason in reasons), "stop")] += 1
@@ -93,7 +93,7 @@ class Metrics:
                 self.observe("inter_token_latency_seconds", decoding / steps, steps)
 
     def text(self, stats: EngineStats) -> str:
-        """Return all metrics, the engine's statistics included, as text."""
+        """Return all metrics, including the engine's statistics, as text."""
         return "\n".join([*self._engine(stats), *self._requests(), *self._histograms(), ""])
 
     def _engine(self, stats: EngineStats) -> Iterator[str]:

@@ -92,7 +92,10 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def check_content_type(request: web.Request) -> None:
-    """Raise ApiError unless the content type is JSON, which other origins cannot send without CORS."""
+    """Raise ApiError unless the content type is JSON.
+
+    Web pages of other origins cannot send JSON without CORS, so they cannot call this server.
+    """
     if request.content_type != "application/json":
         raise ApiError(
             f"Content-Type must be application/json, got {request.content_type!r:.80}",

@@ -22,7 +22,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"), "spaces_between_special_tokens": (True,), "store": (False,),
     "structured_outputs": (), "suffix": ("",), "verbosity": (), "vllm_xargs": (), "web_search_options": (),
 }  # fmt: skip
-"""Unsupported fields of OpenAI's and vLLM's interfaces, with neutral values that are accepted."""
+"""Unsupported fields of OpenAI's and vLLM's interfaces. The listed values of each field are accepted, because
+they have no effect."""
 
 METADATA = ("user",)
 """Fields that never change an answer."""
@@ -136,10 +137,12 @@ class ApiCall:
     Attributes:
         params: sampling or beam search parameters.
         max_tokens_field: the client's name of ``max_tokens``.
-        logprobs: how many likeliest tokens to list in addition to the chosen one; None: no log-probabilities.
+        logprobs: number of likeliest tokens to list in addition to the chosen token. None: the call wants no
+            log-probabilities.
         prompt_logprobs: as ``logprobs``, for the prompt's tokens.
         stream: answer with server-sent events.
-        include_usage, continuous_usage: send token counts in a last event, or in every event.
+        include_usage: send token counts in a last event.
+        continuous_usage: also send token counts in every event.
         return_token_ids: return tokens in addition to texts.
         add_special_tokens: add the tokenizer's special tokens to prompts.
         truncate_prompt_tokens: how many of a prompt's last tokens to keep; None: all.
@@ -207,7 +210,7 @@ class TokenizeCall:
 
 
 def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
-    """Read a call of /v1/completions. Raise ApiError naming an invalid field."""
+    """Read a call of /v1/completions. Raise ApiError if a field is invalid."""
     echo = body.flag("echo")
     logprobs = body.integer("logprobs", None, 0, max_logprobs)
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
@@ -227,7 +230,7 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
 
 
 def read_chat(body: Body, max_logprobs: int) -> ChatCall:
-    """Read a call of /v1/chat/completions. Raise ApiError naming an invalid field."""
+    """Read a call of /v1/chat/completions. Raise ApiError if a field is invalid."""
     wanted, top = body.flag("logprobs"), body.integer("top_logprobs", None, 0, max_logprobs)
     if top is not None and not wanted:
         raise wrong("top_logprobs", "absent unless logprobs is true", top)
@@ -240,7 +243,7 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
 
 
 def read_prompts(body: Body) -> list[str | list[int]]:
-    """Read ``prompt``, which is one prompt or a list of them, each a text or its tokens."""
+    """Read ``prompt``, which is one prompt or a list of prompts. A prompt is a text or a list of tokens."""
     prompt = body.take("prompt")
     if isinstance(prompt, str):
         return [prompt]
@@ -317,11 +320,11 @@ def _read_call(
     prompt_logprobs: int | None,
     **own: Any,
 ) -> Call:
-    """Read the fields that both kinds of calls share, and refuse fields that were not read.
+    """Read the fields that completions and chat completions share. Refuse fields that nothing has read.
 
     Args:
         kind: class of the result.
-        own: the fields of this class alone, which the caller has read.
+        own: values of the fields that only this class has. The caller has read them.
     """
     stream = body.flag("stream")
     options = Body(body.object("stream_options"))
@@ -387,7 +390,7 @@ def _read_beams(
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}
-    # Service.set_max_tokens lowers this default to the tokens for which the model has room.
+    # Service.set_max_tokens lowers this default to the number of tokens for which the model has room.
     return BeamSearchParams(beam_width=body.take("n", 1), max_tokens=max_tokens or MAX_TOKENS, **given)
 
 

@@ -32,13 +32,13 @@ class Server:
         self._time_left = 0.0
 
     async def start(self) -> None:
-        """Listen. Raise OSError if the address is not available."""
+        """Start to accept calls. Raise OSError if the address is not available."""
         self.service.max_calls = self._listener.max_calls
         await self._listener.open(make_app(self.service, self._listener), self.host, self.port)
         self.port = self._listener.port
 
     async def stop(self, timeout: float) -> None:
-        """Accept no more calls and shut down. Calls not finished in ``timeout`` seconds get an error."""
+        """Accept no more calls and shut down. Calls unfinished after ``timeout`` seconds get an error."""
         self._time_left = timeout
         self.service.draining = True
         await self._listener.close()

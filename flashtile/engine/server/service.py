@@ -25,15 +25,18 @@ class Limits:
     """Limits of what one client may request from a server.
 
     Attributes:
-        api_keys: keys of which one must be sent as ``Authorization: Bearer KEY``. Empty: no key is needed.
-        max_concurrent_requests: calls answered at a time. Further calls get status 429.
-        max_prompts: prompts of a call.
-        max_prompt_tokens: tokens of a prompt; None: one less than the engine's ``max_model_len``.
-        max_logprobs: log-probabilities at each position.
-        max_body_bytes: bytes of a call's body.
-        body_timeout, request_timeout: seconds to receive a body, and to finish an answer.
-        idle_timeout: seconds that a connection may stay open without a call.
-        max_connections: connections at a time. The longest idle one is closed to accept another.
+        api_keys: valid keys. A client must send one of them as ``Authorization: Bearer KEY``. Empty: no key
+            is needed.
+        max_concurrent_requests: maximum number of calls answered at a time. Further calls get status 429.
+        max_prompts: maximum number of prompts of a call.
+        max_prompt_tokens: maximum number of tokens of a prompt. None: one less than the engine's
+            ``max_model_len``.
+        max_logprobs: maximum number of log-probabilities at each position.
+        max_body_bytes: maximum number of bytes of a call's body.
+        body_timeout, request_timeout: maximum seconds to receive a body, and to finish an answer.
+        idle_timeout: maximum seconds that a connection may stay open without a call.
+        max_connections: maximum number of connections at a time. To accept another connection, the server
+            closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
         access_log: whether each call is logged.
 
@@ -151,10 +154,12 @@ class Service:
             raise refused(error, ("messages",), "messages") from None
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
-        """Raise ApiError if ``max_tokens`` exceeds the room: max_model_len minus the longest prompt.
+        """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.
 
-        For a chat call without ``max_tokens``, set it to the room, or to what the KV cache can hold after the
-        prompt if that is less, but to at least 1.
+        The maximum is the engine's ``max_model_len`` minus the length of the longest prompt. ApiError is
+        raised if the given ``max_tokens`` is larger. A chat call without ``max_tokens`` gets the maximum or,
+        if that is smaller, the number of tokens that the KV cache can hold after the prompt. It gets at
+        least 1.
         """
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -168,7 +173,7 @@ class Service:
                     call.max_tokens_field, code="context_length_exceeded",
                 )  # fmt: skip
             return
-        if manager.window_left < 0:  # with a window, memory does not grow with the length
+        if manager.window_left < 0:  # with a window, the cache does not grow with the length
             pool = manager.pool
             room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
         params.max_tokens = max(1, room)
@@ -210,7 +215,7 @@ class Service:
         return TokenizedPrompt(text, tokens)
 
     def _count_step(self, engine: Engine) -> None:
-        """Record the tokens of the engine's last step. Runs on the engine's thread."""
+        """Record the number of tokens of the engine's last step. Runs on the engine's thread."""
         if engine.last_schedule is not self._counted:
             self._counted = engine.last_schedule
             self.metrics.observe("iteration_tokens_total", self._counted.num_tokens)

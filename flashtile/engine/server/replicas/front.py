@@ -1,4 +1,4 @@
-"""The front of the replicas: a proxy that passes each call to one of them and streams its answer back.
+"""The front of the replicas: a proxy that passes each call to one replica and streams the answer back.
 
 If a replica ends or hangs before the first byte of its answer, another replica gets the call. After the first
 byte, the stream ends with an error event.
@@ -31,22 +31,23 @@ HOP_BY_HOP = (
     "connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host", "te",
     "trailer", "upgrade", "proxy-authorization", "proxy-authenticate", "expect", "date", "server",
 )  # fmt: skip
-"""Headers that are not passed on: they apply to one connection, or are written anew."""
+"""Headers that are not passed on, because they apply to one connection only or are written anew."""
 
 HEAD_BYTES = 2**16
-"""Bytes at the beginning of a body that determine the choice of its replica."""
+"""Number of bytes at the beginning of a body by which its replica is chosen."""
 MAX_KEPT_BYTES = 2**20
 """Bytes of a body that are kept until the answer begins, so that another replica can get the call."""
 
 QUICK_CALL_SECONDS = 3.0
 """Seconds in which a replica must answer quick calls, such as ``/health``."""
 CHECK_SECONDS, MAX_FAILED_CHECKS = 1.0, 3
-"""Seconds between two health checks of a replica; failed checks in a row after which it counts as hanging."""
+"""Seconds between two health checks of a replica, and the number of successive failed checks after which the
+replica counts as hanging."""
 
 CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError)
 
 Choose = Callable[[Sequence[Replica], bytes], Replica | None]
-"""Choice of one of several replicas for a prompt, None if none accepts calls."""
+"""Chooses one of several replicas for a prompt. Returns None if no replica accepts calls."""
 
 logger = logging.getLogger("flashtile.server")
 
@@ -79,11 +80,12 @@ class RequestBody:
         return not self._forgotten and self.error is None
 
     def to_send(self) -> tuple[bytes | AsyncIterator[bytes] | None, dict[str, str]]:
-        """Return (data for an HTTP client to send, headers that describe it)."""
+        """Return (data for an HTTP client to send, headers that describe the data)."""
         if self._ended:
             return b"".join(self._kept) or None, {}
         length = self.request.headers.get("Content-Length")
-        is_coded = "Content-Encoding" in self.request.headers  # aiohttp decodes it, so the length changes
+        # aiohttp decodes a body with Content-Encoding, which changes the body's length.
+        is_coded = "Content-Encoding" in self.request.headers
         return self._chunks(), {} if length is None or is_coded else {"Content-Length": length}
 
     async def head(self) -> bytes:
@@ -135,8 +137,8 @@ class Front:
 
     Args:
         replicas: the replicas.
-        limits: limits of connections, bodies, keys and times are enforced here; each replica enforces the
-            others.
+        limits: limits of clients. The front enforces those of connections, bodies, keys and times, and each
+            replica enforces the others.
 
     Attributes:
         draining: whether the replicas are being shut down.
@@ -215,7 +217,7 @@ class Front:
             raise shutting_down()
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Show the engine of the busiest replica, because the page is opened to see one at work."""
+        """Forward the call to the busiest replica, because people open the page to see an engine at work."""
         return await self._forward(request, lambda replicas, prompt: busiest(replicas))
 
     async def _forward(self, request: web.Request, choose: Choose | None = None) -> web.StreamResponse:
@@ -292,7 +294,7 @@ class Front:
             return response
 
     async def _call_all(self, request: web.Request) -> list[tuple[Replica, bytes]]:
-        """Pass the call on to every replica that is up, and return (replica, body) of those that answer.
+        """Pass the call on to every replica that is up. Return (replica, body) of each replica that answers.
 
         Raises:
             ApiError: no replica answers.
@@ -356,7 +358,7 @@ def _replica_ended() -> ApiError:
 
 
 def _end_to_end(headers: Any) -> dict[str, str]:
-    """Return the headers that are passed on from one connection to the other."""
+    """Return the headers that the proxy passes on between client and replica."""
     return {name: value for name, value in headers.items() if name.lower() not in HOP_BY_HOP}
 
 
@@ -390,7 +392,9 @@ def serve_replicas(
     shutdown_timeout: float,
     on_start: Callable[[int], None],
 ) -> int:
-    """Serve until SIGTERM or SIGINT, which ends the replicas by SIGTERM. A second signal aborts their calls.
+    """Serve until SIGTERM or SIGINT, and then send SIGTERM to the replicas.
+
+    A second signal aborts the replicas' calls.
 
     Args:
         shutdown_timeout: seconds for calls to finish after the signal. Replicas that do not end soon
@@ -398,8 +402,8 @@ def serve_replicas(
         on_start: called with the port once calls are accepted.
 
     Returns:
-        The exit code: 0; 1 if replicas could not be started or all of them have failed for good; 2 if their
-        arguments are wrong.
+        The exit code: 0 after a signal, 1 if a replica could not be started or all replicas were given up, 2
+        if the replicas' arguments are wrong.
     """
 
     async def run() -> int:

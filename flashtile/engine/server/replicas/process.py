@@ -105,7 +105,7 @@ class Replica:
 
     @contextlib.contextmanager
     def while_it_answers(self) -> Iterator[None]:
-        """Context in which to await the replica. Raises asyncio.TimeoutError if the replica hangs."""
+        """Context for awaiting the replica's answer. Raises asyncio.TimeoutError if the replica hangs."""
         task, interrupted = asyncio.current_task(), False
         assert task is not None
 
@@ -156,7 +156,8 @@ class Replica:
         self._process = process = await asyncio.create_subprocess_exec(
             *self.command, env={**self.environment, ORPHAN: "1"}, stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, limit=2**20,
-            start_new_session=True,  # the front process stops replicas, not the terminal's SIGINT
+            # A terminal's SIGINT then does not reach the replicas; the front process stops them.
+            start_new_session=True,
         )  # fmt: skip
         if self._stopping.is_set():
             _send(process, signal.SIGTERM)

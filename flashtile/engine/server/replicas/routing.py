@@ -1,4 +1,4 @@
-"""Routing of calls: to the replica that has computed the same prefix, unless that replica is too busy."""
+"""Routing of a call to the replica that has computed the same prefix, unless that replica is too busy."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 PIECE = 256
-"""Bytes of the prompt's JSON text in a piece. Prefixes are compared in whole pieces."""
+"""Number of bytes of the prompt's JSON text in a piece. Prefixes are compared in whole pieces."""
 SLACK = 8
-"""A replica that knows the prefix is chosen if it has at most this many calls more than the idlest one."""
+"""A replica that knows the prefix is chosen if it has at most this many calls more than the replica with the
+fewest calls."""
 REMEMBERED = 2**16
 """Number of remembered prefixes; the least recently used ones are dropped."""
 
 
 class Candidate(Protocol):
-    """Interface of a replica to be chosen: calls that it is answering, and whether it accepts another."""
+    """Interface of a replica: how many calls it is answering, and whether it accepts another call."""
 
     in_flight: int
 
@@ -28,7 +29,7 @@ AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 class Routing:
-    """Chooses replicas, and remembers which one computed each prefix.
+    """Chooses replicas, and remembers which replica computed each prefix.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -69,17 +70,20 @@ def busiest(replicas: Sequence[AnyCandidate]) -> AnyCandidate | None:
 
 
 def prompt_of(head: bytes) -> bytes:
-    """Return the part of a body's first bytes ``head`` from its prompt or messages on, b"" if there are none.
+    """Return the part of ``head``, the first bytes of a body, that begins at the prompt or the messages.
 
-    The JSON is not parsed, because a client writes the same prompt in the same way each time. If it does not,
-    only the choice of a replica is worse.
+    Returns b"" if ``head`` has neither. The JSON is not parsed, because a client usually writes equal prompts
+    in the same way. If it does not, only the choice of a replica is worse.
     """
     starts = [start for name in (b'"messages"', b'"prompt"') if (start := head.find(name)) >= 0]
     return head[min(starts) :] if starts else b""
 
 
 def _prefixes(prompt: bytes) -> list[bytes]:
-    """Return a hash of each prefix of whole pieces, the shortest first."""
+    """Return the hashes of those prefixes of ``prompt`` that consist of whole pieces, the shortest first.
+
+    A piece has ``PIECE`` bytes.
+    """
     found, state = [], hashlib.blake2b(digest_size=16)
     for end in range(PIECE, len(prompt) + 1, PIECE):
         state.update(prompt[end - PIECE : end])

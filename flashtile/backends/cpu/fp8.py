@@ -78,7 +78,10 @@ class _Sequence(NamedTuple):
 def attend(
     problem: Fp8Problem, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) in the shapes of the problem; rows that belong to no sequence are 0 and -inf."""
+    """Return (out, lse) in the shapes of the problem.
+
+    Rows that belong to no sequence have out 0 and lse -inf.
+    """
     scales, extras = tensors.scales, tensors.extras
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
@@ -209,7 +212,7 @@ def _masked_scores(
     offset: int,
     window: tuple[int, int],
 ) -> Tensor:
-    """Turn products of e4m3 (heads_kv, group, rows, keys) into masked scores in log2 units."""
+    """Turn e4m3 products q k^T, (heads_kv, group, rows, keys), into masked scores in log2 units."""
     left, right = window
     distance = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop)[:, None] - offset
     scores = scores * (q_scale * (k_scale * problem.softmax_scale))

@@ -29,7 +29,8 @@ def merge_states(
         more: further pairs of out and lse.
 
     Returns:
-        (out, lse) in the shapes and dtypes of the arguments; a row without keys in all of them is 0 and -inf.
+        (out, lse) in the shapes and dtypes of the arguments. If no argument has keys for a row, the row's out
+        is 0 and its lse is -inf.
 
     Raises:
         TypeError: an argument is not a tensor, or of a dtype that is not allowed.
@@ -49,10 +50,10 @@ def merge_states(
     empty = largest == -torch.inf
     largest = largest.masked_fill(empty, 0.0)
     weights = [torch.exp(lse - largest) for lse in lses]
-    # All weights of an empty row are 0; a sum of 1 keeps its values and gradients finite.
+    # All weights of an empty row are 0. Setting their sum to 1 keeps the row's values and gradients finite.
     total = sum(weights[1:], weights[0]).masked_fill(empty, 1.0)
     lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
-    # The first factor gives a product its memory layout, so the result has that of ``out``.
+    # A product takes the memory layout of its first factor, so ``out`` comes first.
     parts = [
         out.masked_fill(_over_heads(part == -torch.inf), 0.0) * _over_heads(weight / total)
         for out, part, weight in zip(outs, lses, weights, strict=True)

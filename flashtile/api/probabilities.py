@@ -46,7 +46,7 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
 def signed_probabilities(
     q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
 ) -> Tensor:
-    """Return :func:`probabilities` in float32 (float64 for float64), negative where dropout dropped them."""
+    """Return :func:`probabilities` in float32 or wider, with a minus sign where dropout dropped them."""
     assert extras.rng_state is not None
     found = probabilities(
         q, k, v, **extras._replace(rng_state=None)._asdict(), max_seqlen_q=options.max_seqlen_q,

@@ -1,4 +1,4 @@
-"""Reports which kernel a product would get, by which measurement, and the time to read its weight."""
+"""Reports which kernel a product would get, which measurement decided it, and the time to read its weight."""
 
 from __future__ import annotations
 

@@ -294,7 +294,10 @@ def attend_descaled(
 def shared_method(
     given: dict[str, Any], method: str | None, hadamard: bool | None, seed: int | None
 ) -> tuple[str, int | None]:
-    """Return (method, seed) shared by the call's tensors; the seed is None without a Hadamard transform."""
+    """Return the (method, seed) that all tensors of a call share.
+
+    The seed is None without a Hadamard transform.
+    """
     if hadamard is not None and type(hadamard) is not bool:
         raise TypeError(f"hadamard must be True, False or None, got {type(hadamard).__name__}")
     check_choice("method", method, (None, *METHODS))

@@ -64,7 +64,7 @@ def linear(
         weight: (N, K) as ``torch.nn.Linear`` holds it, in the dtype of x, or float8_e4m3fn.
         bias: (N,) in the dtype of x.
         weight_scale: float32 scales of a weight in float8_e4m3fn: (N,) for its rows, or (N / 128, K / 128),
-            rounded up, for its blocks.
+            rounded up, for its blocks of 128 x 128.
         norm_weight: (K,) in the dtype of x: apply RMSNorm to x. The kernels multiply by the factor
             ``rsqrt(...)`` of each row after the product, which is equivalent.
         norm_eps: epsilon of the RMSNorm.

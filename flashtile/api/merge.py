@@ -17,9 +17,9 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge attention over two or more disjoint sets of keys into attention over their union.
 
-    ``out = sum_i e^lse_i out_i / sum_i e^lse_i``, ``lse = log(sum_i e^lse_i)``, computed in the dtype of lse
-    relative to the largest lse (Flash-Decoding, 2023); out is rounded once. The operation is associative, and
-    differentiable in all arguments.
+    ``out = sum_i e^lse_i out_i / sum_i e^lse_i`` and ``lse = log(sum_i e^lse_i)`` (Flash-Decoding, 2023). The
+    largest lse is subtracted from every lse_i first, so that no exponential overflows. Sums have the dtype of
+    lse, and out is rounded once. The operation is associative, and differentiable in all arguments.
 
     Args:
         out_a, out_b: (batch, seqlen, heads, head_dim) or (total, heads, head_dim), both of one dtype:

@@ -185,7 +185,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any
         # The last keys remain the last ones, so a causal mask stays aligned.
         parts = [(everything, causal)]
     else:
-        # Queries at the position of a valid key are causal; those after the last valid key see every key.
+        # A query at the position of a valid key sees the keys up to its own. Later queries see every key.
         parts = [(pattern.keys, True), (~pattern.keys, False)]
     out: Any = 0
     lse: Any = 0

@@ -18,8 +18,8 @@ from flashtile.reference import attention as reference
 def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
     """Return the probabilities before dropout, (batch, heads_q, seqlen_q, seqlen_k).
 
-    Their dtype is that of the argument ``upcast``, or of q.
-    The memory grows with seqlen_q * seqlen_k. Packed sequences are padded with zeros to the longest.
+    Their dtype is the argument ``upcast`` if it is given, otherwise that of q. The memory grows with
+    seqlen_q * seqlen_k. The probabilities of packed sequences are padded with zeros to the longest sequence.
     ``arguments`` are those of :func:`flashtile.reference.attention.attention`.
     """
     found: list[Tensor] = []

@@ -178,7 +178,7 @@ def launcher(
 
 
 def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
-    """Return (launcher, types of the kernel's arguments). The launcher takes the fields of structures singly.
+    """Return (launcher, types of the kernel's arguments). The launcher takes structures field by field.
 
     Up to Triton 3.6, Triton's launcher is a C function that parses nested tuples. Passing their leaves as
     single arguments saves 1 to 5 us (measured on an H200: 3.9 instead of 5.9 us for decoding, 6.4 instead of

@@ -21,7 +21,7 @@ INTERPRETER_MULTIPROCESSORS = 2
 class Target:
     """Description of a GPU that this machine may lack.
 
-    As the ``device`` of a problem it gives the configuration that a call would have on that GPU.
+    A problem whose ``device`` is a Target gets the configuration that a call would have on that GPU.
 
     Args:
         name: common name, such as "H100".

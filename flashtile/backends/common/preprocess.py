@@ -95,12 +95,13 @@ def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     """Compute neg_lse and neg_delta. Grid: (padded blocks of rows * heads * batch,).
 
     Rows past the end, and rows whose lse is -inf, get neg_lse -inf, so that their probabilities are 0, and
-    neg_delta 0. Each program writes the sum over its rows to one element of dsink [programs]. Programs of
-    adjacent heads have adjacent numbers.
+    neg_delta 0. Each program writes its part of the gradient of the sink, a sum over its rows, to one element
+    of dsink [programs]. Programs of adjacent heads have adjacent numbers.
 
     ``dq_accum`` is the fp32 accumulator of kernels that add dQ in memory, with C.DQ_ACCUM_COLUMNS columns per
     padded row. This kernel zeroes the accumulator of the first ``dq_accum_heads`` query heads: those of the
-    first sequence, then those of the second, and so on. It also zeroes ``counters``.
+    first sequence, then those of the second, and so on. Packed sequences have one accumulator per head. The
+    kernel also zeroes ``counters``.
     """
     num_heads_q, seqlen_q = lengths.num_heads_q, lengths.seqlen_q
     num_blocks = tl.cdiv(seqlen_q, PAD) * (PAD // C.BLOCK_M)

@@ -1,4 +1,4 @@
-"""Rows, keys and tiles that a window leaves visible: pure functions of lengths and ranges.
+"""Functions that tell which rows, keys and tiles a window leaves visible, from lengths and ranges.
 
 ``offset`` is ``seqlen_k - seqlen_q``: query row i is aligned with key ``i + offset`` (bottom-right
 alignment). A window side of -1 is unlimited.

@@ -1,4 +1,4 @@
-"""Tiles of attention with ``score_mod`` and ``mask_mod``, evaluated on the indices of a tile.
+"""Attention with ``score_mod`` and ``mask_mod``, which are evaluated tile by tile on the scores' indices.
 
 Blocks that a block mask leaves out are skipped, and full blocks are not masked.
 """
@@ -155,7 +155,7 @@ class FunctionChunk(Chunk):
         by_heads.copy_(torch.as_tensor(score))
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
-        """Differentiate ``score_mod``: turn ``ds``, the gradient of its result, into that of its input score.
+        """Differentiate ``score_mod``, in place: turn ``ds`` from the gradient of its result to that of its input.
 
         Gradients of captured tensors are added to ``EvaluatedFunctions.gradients``. Hidden scores get
         gradient 0, because a derivative there may be inf or NaN.

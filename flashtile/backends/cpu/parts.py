@@ -1,6 +1,7 @@
-"""Computes a call as dense calls on parts of it: packed sequences, used tokens, or keys without padding.
+"""Computes a call as several dense calls, its parts.
 
-Rows in no part have out 0, lse -inf and gradient 0. Keys in no part have gradient 0.
+A part is one sequence without its unused tokens, or some rows of several sequences and their keys without
+padding. Rows in no part have out 0, lse -inf and gradient 0. Keys in no part have gradient 0.
 """
 
 from __future__ import annotations

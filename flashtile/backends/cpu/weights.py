@@ -92,7 +92,7 @@ def _keep(
 ) -> None:
     """Write the requested form of the weights into ``weights`` (batch, heads, ...) and ``indices``.
 
-    ``weights`` contains zeros before.
+    ``weights`` must contain zeros.
     """
     for block in blocks:
         place = (block.batch, block.heads, slice(block.rows.start, block.rows.stop))

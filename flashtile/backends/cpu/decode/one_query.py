@@ -1,4 +1,4 @@
-"""A step of generation on the CPU: each sequence has one query, which sees all keys of a range.
+"""A step of generation on the CPU: each sequence has one query, which sees one range of the keys.
 
 torch's flash kernel computes each sequence of a call separately, so that results do not depend on the rest of
 the batch. Adjacent sequences that see the same positions share a call. A long sequence is split into pieces
@@ -163,7 +163,8 @@ def _consecutive(pages: list[int]) -> bool:
 def _by_heads(tokens: Tensor, piece: Piece, problem: DecodeProblem) -> Tensor:
     """View the keys of a piece as (sequences, heads_kv, keys, head_dim).
 
-    ``tokens`` (tokens, heads_kv, head_dim) are those of whole pages, so the first and last may be left out.
+    ``tokens`` (tokens, heads_kv, head_dim) has all tokens of the piece's pages. Those before and after the
+    piece are left out.
     """
     by_sequence = tokens.unflatten(0, (len(piece.sequences), -1)).transpose(1, 2)
     return by_sequence.narrow(2, piece.keys.start % problem.page_size, len(piece.keys))

@@ -269,7 +269,7 @@ def append_kvcache(
     backend: str | None = None,
     debug_checks: bool = False,
 ) -> None:
-    """Write new keys and values into a cache, in place. They can be rotated and quantised in the same kernel.
+    """Write new keys and values into a cache, in place, after optional rotation and quantisation.
 
     The positions are given either by ``cache_seqlens`` (with ``block_table`` or ``cache_batch_idx``) or by
     ``slot_mapping``. :func:`flash_attn_with_kvcache` describes the other arguments.

@@ -113,7 +113,7 @@ def merge_into(
 
         return merge(out, lse, more_out, more_lse, start, dtype)
     rows = slice(start, start + more_out.shape[1])
-    share = torch.sigmoid(more_lse - lse[:, :, rows]).nan_to_num_(0.0)  # -inf - -inf: neither has keys
+    share = torch.sigmoid(more_lse - lse[:, :, rows]).nan_to_num_(0.0)  # NaN if neither has keys
     out[:, rows].lerp_(more_out, _over_heads(share))
     lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], more_lse)
     return out.to(dtype)

@@ -39,8 +39,8 @@ from flashtile.reference.attention import visible
 from flashtile.reference.decode import sequence
 
 PART = 64
-"""Number of keys in a part, a block of adjacent keys of one row. No kernel checks the range of scores for a
-smaller block."""
+"""Number of keys in a part, a block of adjacent keys of one row. A kernel checks the range of scores for each
+part, or for several parts together."""
 PAYS = 0.02
 """A fixed maximum saves time if at most this share of parts is out of range and therefore computed twice."""
 _BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}

@@ -43,14 +43,14 @@ QUIET = "FLASHTILE_QUIET"
 
 
 class _Kept:
-    """Mixin for JIT functions that compile by :func:`load_or_compile`.
+    """Mixin for JIT functions that :func:`load_or_compile` compiles.
 
     ``do_not_specialize`` also applies to the integers of tuples.
     """
 
     @property
     def cache_key(self) -> str:
-        """A digest of the source of the kernel and of all functions it calls, and of the constants they use.
+        """Digest of the source of the kernel and of all functions it calls, and of the constants they use.
 
         Triton's own digest also depends on the order in which a process first compiles its kernels. A kernel
         that is hashed before the functions that it calls lacks their constants, and constants of equal names

@@ -1,9 +1,11 @@
 """FP8 on the CPU: FlashAttention-3's forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
 
 Products multiply e4m3 values and sum in float32. Probabilities are multiplied by 2**8 and rounded to e4m3.
-With block scales, the accumulator is stored divided by a unit, and P is multiplied by the block's scale of v
-divided by that unit. The unit is the current block's scale of v, so this factor is 1. Only if that scale is
-far below the largest one so far, the unit is larger (``LARGEST_RATIO``).
+
+If each block of v has its own scale, the accumulator is stored divided by a *unit*. P of a block is then
+multiplied by the block's scale divided by the unit. The unit is normally the scale of the current block, so
+that this factor is 1. If that scale is far below the largest one so far, the unit is larger
+(``LARGEST_RATIO``).
 """
 
 from __future__ import annotations

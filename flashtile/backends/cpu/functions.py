@@ -155,7 +155,7 @@ class FunctionChunk(Chunk):
         by_heads.copy_(torch.as_tensor(score))
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
-        """Differentiate ``score_mod``, in place: turn ``ds`` from the gradient of its result to that of its input.
+        """Turn ``ds`` from the gradient of the result of ``score_mod`` into that of its input, in place.
 
         Gradients of captured tensors are added to ``EvaluatedFunctions.gradients``. Hidden scores get
         gradient 0, because a derivative there may be inf or NaN.

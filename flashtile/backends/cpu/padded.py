@@ -45,7 +45,7 @@ def parts(problem: Problem, extras: OptionalTensors) -> Iterator[Part]:
             optional = OptionalInputs.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
             yield Part(problem, b, sequences, all_rows, slice(None), optional)
             continue
-        # Row i is aligned with key i + offset. Rows start to stop are aligned with visible keys.
+        # Row i is aligned with key i + offset. Rows ``start`` to ``stop`` are aligned with visible keys.
         start, stop = max(0, first - offset), max(0, min(problem.seqlen_q, end - offset))
         if start < stop:
             own = slice(first, stop + offset)

@@ -119,9 +119,9 @@ def attention(
         attention_chunk: if > 0, positions are divided into chunks of this size, and a query sees only keys of
             its own chunk (as in Llama 4 and FlashAttention-3). ``causal`` hides the later keys of the chunk.
         softcap: if > 0, scores become ``softcap * tanh(scores / softcap)`` before bias and mask.
-        alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``.
-            Slopes may require grad. The kernels for score_mod then compute ALiBi, so the call may have only
-            arguments that can be combined with score_mod.
+        alibi_slopes: (heads_q,) or (batch, heads_q) float32; adds ``-slope * |i + seqlen_k - seqlen_q - j|``
+            to the score of query i and key j. If the slopes require grad, the kernels for score_mod compute
+            ALiBi. The call may then have only arguments that can be combined with score_mod.
         sink: (heads_q,) float32 or q's dtype, learnable: one logit per head that joins the softmax of every
             row, like a key without a value. It is not scaled and never masked (attention sinks, Xiao et al.
             2023, arXiv:2309.17453, in the form of gpt-oss). -inf means no sink.
@@ -130,8 +130,8 @@ def attention(
             cu_seqlens the last two dimensions are max_seqlen_q and max_seqlen_k, and entry (i, j) belongs to
             query i and key j of a sequence.
         key_padding_mask: bool, (batch, seqlen_k), any strides: True for a key that takes part, for every
-            query and head. Keys before the first and after the last one that takes part cost nothing. causal
-            and window_size are aligned to the padded lengths. Cannot be combined with cu_seqlens.
+            query and head. Padding at the start and at the end of a sequence costs no time. causal and
+            window_size are aligned to the padded lengths. Cannot be combined with cu_seqlens.
         bias: float32 or q's dtype, learnable, broadcast as ``mask``: added to the scores after scale and
             softcap. -inf hides a key. Its gradient is summed in float32 over the broadcast dimensions, in a
             fixed order.
@@ -164,7 +164,8 @@ def attention(
         out, lse: tensors that receive the results and are returned. Each has exactly the result's shape and
             dtype, a last stride of 1, and shares no memory with another argument. The call then has no
             gradients. GPU kernels write directly into contiguous memory that starts at a multiple of 16
-            bytes; otherwise the result is copied. A given lse is also written without ``return_lse``.
+            bytes; otherwise the result is copied. If ``lse`` is given, it is written even without
+            ``return_lse``.
         backend: "hopper", "portable" or "cpu" to require one; None lets dispatch choose (see
             ``flashtile.explain``).
 
@@ -445,7 +446,8 @@ def flash_attn_varlen_func(
 
     q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence b is rows
     ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, and likewise of k and v. The other arguments are
-    those of :func:`attention`, the results those of :func:`flash_attn_func` with lse (heads_q, total_q).
+    those of :func:`attention`. The results are those of :func:`flash_attn_func`, but lse is (heads_q,
+    total_q).
 
     Args:
         block_table: (batch, max_blocks) int32, for a paged KV cache: k and v are then (num_blocks, page_size,
@@ -689,9 +691,10 @@ def _check_with_functions(
 def _with_state(
     extras: OptionalTensors, options: Options, q: Tensor, rng_state: Tensor | None = None
 ) -> OptionalTensors:
-    """Add dropout's random state to ``extras``. If it is None, draw one from torch's generator.
+    """Return ``extras`` with dropout's random state.
 
-    For an invalid dropout_p nothing is drawn, and a later check raises.
+    If ``rng_state`` is None and there is dropout, the state is drawn from torch's generator. If dropout_p is
+    invalid, nothing is drawn, and a later check raises.
     """
     if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
         from flashtile.dropout import draw_state
@@ -708,7 +711,10 @@ def _check_flags(return_attn_probs: bool, return_lse: bool) -> None:
 
 
 def _unpack(name: str, packed: Tensor, rank: int, parts: int, layout: str) -> tuple[Tensor, ...]:
-    """Split a packed tensor into views of its parts; their gradients are written into one tensor."""
+    """Split a packed tensor, such as qkv, into views of q, k and v.
+
+    The backward pass writes the gradients of the views into one tensor.
+    """
     check_dense(name, packed)
     if packed.dim() != rank or packed.shape[-3] != parts:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(packed.shape)}")

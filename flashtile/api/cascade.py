@@ -53,9 +53,9 @@ def flash_attn_with_shared_prefix(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim).
         k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim).
-        block_table: (batch, max_blocks) int32, for whole sequences: the rows of a group start with the same
-            pages.
-        cache_seqlens: (batch,) int32 tokens of each whole sequence, prefix and queries included.
+        block_table: (batch, max_blocks) int32: the pages of each whole sequence. The rows of a group start
+            with the same pages.
+        cache_seqlens: (batch,) int32: number of tokens of each sequence, including its prefix and queries.
         prefix_seqlens: number of tokens that the sequences of a group share, as an int or (num_groups,)
             int32. A prefix may end within a page. With ``causal`` every query must come after it.
         cu_prefix_groups: (num_groups + 1,) int32: group g is sequences ``cu_prefix_groups[g]`` to

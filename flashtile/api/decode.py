@@ -99,9 +99,10 @@ def flash_attn_with_kvcache(
         k, v: (batch, seqlen_new, heads_kv, head_dim), or (total_new, heads_kv, head_dim) with
             ``cu_seqlens_k_new``: written into the caches **in place** from position ``cache_seqlens`` on.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), dtype of q or float32, only with k. Rotary
-            embedding of the new keys, from position ``cache_seqlens`` on, and of the queries: each at its own
-            position if causal, windowed or in chunks, otherwise all at ``cache_seqlens``. rotary_dim is even
-            and at most head_dim; the other columns of a head are not rotated.
+            embedding of the new keys, from position ``cache_seqlens`` on, and of the queries. If the call is
+            causal, windowed or in chunks, each query is rotated by its own position. Otherwise all queries
+            are rotated by position ``cache_seqlens``. rotary_dim is even and at most head_dim; the other
+            columns of a head are not rotated.
         cache_seqlens: tokens in the cache before k is appended, as an int or (batch,) int32; None: the whole
             capacity.
         cache_batch_idx: (batch,) int32, the row of a dense cache that holds each sequence; None: row b holds
@@ -127,12 +128,12 @@ def flash_attn_with_kvcache(
             heads_kv). The second shape cannot be combined with a ``k_descale`` per page.
         k_descale, v_descale: float32 scales of an FP8 cache: (heads_kv,); (k_cache.shape[0], heads_kv), one
             per head of each page (row of a dense cache); or (batch, 1, heads_kv), one per head of each
-            sequence. New keys and values are divided by them and saturate; k and v of float8_e4m3fn are
-            stored unchanged.
-        tree_mask: (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q) bool, for speculative decoding: query i
-            sees every key before the last seqlen_q tokens, and token j of those if element (i, j) is True.
-            Cannot be combined with ``causal``, windows, ALiBi or rotary embedding. With ``cu_seqlens_q`` its
-            sides are max_seqlen_q.
+            sequence. New keys and values are divided by the scales and clamped to the range of e4m3. k and v
+            that are float8_e4m3fn are stored unchanged.
+        tree_mask: (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q) bool, for speculative decoding. Query i
+            sees every key before the last seqlen_q tokens. Of these last tokens, query i sees token j if
+            element (i, j) is True. Cannot be combined with ``causal``, windows, ALiBi or rotary embedding.
+            With ``cu_seqlens_q``, the last two dimensions are max_seqlen_q.
         split_size: number of keys in a part, instead of ``num_splits``.
         softmax_max: a number near the model's scores, or (heads_q,) float32, one per head. It is subtracted
             from the scores in place of each row's maximum, which then need not be computed (FlashDecoding++,
@@ -268,7 +269,7 @@ def append_kvcache(
     backend: str | None = None,
     debug_checks: bool = False,
 ) -> None:
-    """Write new keys and values into a cache in place, rotated and quantised on the way.
+    """Write new keys and values into a cache, in place, after optional rotation and quantisation.
 
     The positions are given either by ``cache_seqlens`` (with ``block_table`` or ``cache_batch_idx``) or by
     ``slot_mapping``. :func:`flash_attn_with_kvcache` describes the other arguments.
@@ -278,7 +279,7 @@ def append_kvcache(
             ``cu_seqlens_k_new`` or ``slot_mapping``.
         slot_mapping: (total_new,) int64, ``block * page_size + offset`` of each token
             (``row * seqlen_cache + position`` for a dense cache); a token with a negative slot is not
-            written. Cannot be combined with the rotary arguments or with those that give positions.
+            written. Cannot be combined with the rotary arguments or with other arguments that give positions.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flash_attn_with_kvcache`, before anything is
@@ -319,7 +320,7 @@ def copy_blocks(
     backend: str | None = None,
     debug_checks: bool = False,
 ) -> None:
-    """Copy blocks of a paged cache onto others (copy-on-write), all pairs and all layers in one launch.
+    """Copy blocks of a paged cache onto others (copy-on-write). One launch copies all pairs in all layers.
 
     Args:
         k_cache, v_cache: (num_blocks, page_size, heads_kv, head_dim), optionally with a leading num_layers.

@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def details(self) -> str:
-        """The backend, configuration and problem of every operation, and why not other backends."""
+        """The backend, configuration and problem of every operation, and why other backends were refused."""
         if len(self.choices) == 1:
             return str(self.choices[0])
         return "\n\n".join(f"{choice.operation}\n{choice}" for choice in self.choices)
@@ -76,7 +76,7 @@ class Explanation:
 
 
 def _kernel(choice: Choice) -> str:
-    """Describe the kernel of an operation: its backend, and its tile of queries by keys."""
+    """Describe the kernel of an operation: its backend, and its tile size (queries x keys)."""
     if choice.backend is None:
         return f"{choice.operation}: none"
     part = choice.config
@@ -99,7 +99,10 @@ def _why(choice: Choice) -> str:
 
 
 def _refusals(choices: tuple[Choice, ...]) -> list[str]:
-    """Return the reasons against each backend preferred to the chosen one, with the operations concerned."""
+    """Return, for each backend that is preferred to the chosen one, the reason why it was refused.
+
+    A reason that does not hold for all operations names its operations.
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
         preferred = PREFERENCE[: PREFERENCE.index(choice.backend)] if choice.backend else PREFERENCE
@@ -115,7 +118,7 @@ def _refusals(choices: tuple[Choice, ...]) -> list[str]:
 
 
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
-    """Say which backend and configuration a call would get, and why not the others.
+    """Say which backend and configuration a call would get, and why the other backends were refused.
 
     ``explain(q, k, v, causal=True)`` explains :func:`flashtile.attention`, forward and backward. For another
     function, pass it first: ``explain(flash_attn_with_kvcache, q, k_cache, v_cache)``. Nothing is launched

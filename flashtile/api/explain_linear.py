@@ -1,4 +1,4 @@
-"""Reports which kernel a product would get, by which measurement, and the time to read its weight."""
+"""Reports which kernel a product would get, which measurement decided it, and the time to read its weight."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice for a call of :func:`flashtile.linear.linear` or ``linear_qkv``.
+    """The kernel chosen for a call of :func:`flashtile.linear.linear` or ``linear_qkv``, and its speed.
 
     Args:
         choice: backend, configuration, and the reason against each other backend.
-        found: the row of the measured table that decides, and why this row; None if no row has these dtypes.
-        measured_us: time of the chosen kind of product in that row, without a fused epilogue; None without a
-            row.
-        floor_us: time to read that row's weight at the measured bandwidth of its card, a lower bound of
-            ``measured_us``. None without a row.
+        found: the row of the table of measurements that decided the choice, and why this row. None if no row
+            has these dtypes.
+        measured_us: time of the chosen kind of product in that row, without a fused epilogue. None if there
+            is no row.
+        floor_us: time to read that row's weight at the measured bandwidth of its card. It is a lower bound
+            of ``measured_us``. None if there is no row.
     """
 
     choice: Choice
@@ -48,7 +49,10 @@ class Explanation:
 
     @property
     def floor_share(self) -> float | None:
-        """``floor_us / measured_us``: 1 means as fast as the weight can be read. None without a time."""
+        """``floor_us / measured_us``. 1 means that the product takes no longer than reading the weight.
+
+        None if there is no measured time.
+        """
         if self.measured_us is None or self.floor_us is None:
             return None
         return self.floor_us / self.measured_us
@@ -72,7 +76,7 @@ class Explanation:
 
 
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
-    """Say which kernel a product would get, by which row of the measured table, and its speed in that row.
+    """Say which kernel a product would get, which measurement decided that, and the kernel's speed in it.
 
     ``explain(x, weight)`` explains :func:`flashtile.linear.linear`. For another function, pass it first:
     ``explain(flashtile.linear.linear_qkv, x, ...)``. Nothing is launched, so meta and fake tensors also work.

@@ -49,10 +49,14 @@ def quantize(
 ) -> Quantized:
     """Quantise one of q, k and v to e4m3 (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3).
 
-    x is read once with method "block", and twice with the others. Tokens that share a scale depend on each
-    other also under a causal mask, unless ``scale`` is given. Quantised keys and values can be used in any
-    number of calls. For gradients, quantising counts as the identity (straight-through estimator): x gets the
-    gradient of what attention reads, rotated back if there is a rotary embedding.
+    x is read once with method "block", and twice with the other methods. Quantised keys and values can be
+    used in any number of calls.
+
+    The tokens of a block, head or tensor share a scale. Even under a causal mask, the stored numbers of an
+    earlier token therefore depend on later tokens, unless ``scale`` is given.
+
+    In the backward pass, quantising counts as the identity (straight-through estimator). The gradient of x is
+    that of the dequantised tensor, rotated back if there is a rotary embedding.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``; float16 or
@@ -60,21 +64,21 @@ def quantize(
             e4m3 has no infinity. Infinities and NaNs do not affect the scale, and no finite number becomes
             NaN.
         role: "q", "k" or "v". Values are stored transposed, in the order that the kernels need.
-        method: the elements that share a scale, which is their largest magnitude divided by 448. "block": 64
-            rows of a head of q, or 128 keys of a head of k or v; "head": a head of a sequence; "tensor": all
-            of x.
+        method: the elements that share a scale. "block": 64 rows of a head of q, or 128 keys of a head of k
+            or v; "head": a head of a sequence; "tensor": all of x. The scale is the largest magnitude of
+            these elements divided by 448.
         hadamard: multiply q and k by a random orthogonal matrix first, which spreads outliers over the
             columns and leaves q k^T unchanged. q and k of a call must have the same ``hadamard`` and
             ``seed``. Values are not transformed.
         seed: seed of the matrix's random signs, from 0 to 2**31 - 1. A seed gives the same signs on every
             device and in every run.
-        scale: the scales to use with method "head" or "tensor": float32, above 0, (batch, heads), (1, heads)
-            or (1, 1); such as ``scales`` of an earlier result. None computes them. With given scales no row
-            changes how another is stored, and x is read once. Numbers beyond 448 times the scale, after the
-            transform, become that largest number.
+        scale: the scales to use with method "head" or "tensor", such as ``scales`` of an earlier result:
+            float32, above 0, (batch, heads), (1, heads) or (1, 1). None: they are computed from x. With given
+            scales, x is read once, and the stored numbers of a row do not depend on other rows. Numbers whose
+            magnitude, after the transform, exceeds 448 times the scale are clamped to that magnitude.
         cu_seqlens, max_seqlen: (batch + 1,) int32 offsets of the sequences, and the length of the longest (or
             more).
-        seqused: (batch,) int32: the number of rows in use in each sequence; the others become 0.
+        seqused: (batch,) int32: the number of rows in use in each sequence. The other rows become 0.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), float16, bfloat16 or float32: rotary embedding of
             q or k, applied first, in float32. rotary_dim is even and at most head_dim.
         rotary_offset: position of each sequence's first row, an int or (batch,) int32. Positions from a
@@ -122,7 +126,7 @@ def _quantize(
     names: dict[str, str] | None = None,
     scale: Tensor | None = None,
 ) -> Quantized:
-    """Quantise as :func:`quantize`, with ``names`` for its arguments in errors."""
+    """Quantise as :func:`quantize` does. Errors call an argument by its name in ``names``, if it has one."""
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
     tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets, scale)
@@ -186,8 +190,8 @@ def attention(
 
     q, k, v and sink have gradients. The forward pass keeps the quantised tensors, out and lse. The backward
     pass dequantises the tensors to the dtype of q, calls the backward pass of :func:`flashtile.attention`,
-    and passes the gradients to the tensors before quantisation. Gradients have no derivative, and
-    alibi_slopes and the rotary tables no gradient.
+    and passes the gradients to the tensors before quantisation. The gradients themselves cannot be
+    differentiated. alibi_slopes and the rotary tables get no gradient.
 
     Args:
         q, k, v: as for :func:`flashtile.attention`, float16 or bfloat16, or results of :func:`quantize`.
@@ -276,8 +280,8 @@ def attend_descaled(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) for row-major e4m3 tensors with FlashAttention-3's scales (batch, heads_kv).
 
-    out is bfloat16. Gradients are those of the stored numbers; autograd rounds them to e4m3, unless
-    ``grad_dtype`` of the tensor is another dtype.
+    out is bfloat16. The gradients are those of the stored e4m3 numbers, before multiplication by their
+    scales. Autograd rounds them to e4m3, unless the tensor's ``grad_dtype`` is another dtype.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_dense(name, x)
@@ -290,7 +294,10 @@ def attend_descaled(
 def shared_method(
     given: dict[str, Any], method: str | None, hadamard: bool | None, seed: int | None
 ) -> tuple[str, int | None]:
-    """Return (method, seed) shared by the call's tensors; the seed is None without a Hadamard transform."""
+    """Return the (method, seed) that all tensors of a call share.
+
+    The seed is None without a Hadamard transform.
+    """
     if hadamard is not None and type(hadamard) is not bool:
         raise TypeError(f"hadamard must be True, False or None, got {type(hadamard).__name__}")
     check_choice("method", method, (None, *METHODS))

@@ -15,7 +15,7 @@ from flashtile.problems.common import MAX_HEAD_DIM
 def join_qv(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor, extras: OptionalTensors, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return [q, qv] and [k, v], whose product is ``q k^T + qv v^T``; gradients flow through both.
+    """Return [q, qv] and [k, v], whose product is ``q k^T + qv v^T``. Both are differentiable.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.

@@ -52,25 +52,26 @@ def linear(
 
     With few rows and a large weight, reading the weight dominates the time. As in FlashDecoding++ (Hong et
     al. 2023, arXiv:2311.01282), the number of rows decides between a GEMV on the CUDA cores, a flat GEMM on
-    the tensor cores and the library's GEMM; :func:`explain` says which one a call gets. The operations run in
-    this order: ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``, the product, ``weight_scale``,
-    ``x_scale``, ``bias``, ``activation``, ``residual``. Sums are in float32, in the same order in every run,
-    and rounded once at the end. Forward only.
+    the tensor cores and the library's GEMM; :func:`explain` says which of them a call gets.
+
+    The result is that of these operations, in this order: ``x * rsqrt(mean(x**2) + norm_eps) * norm_weight``,
+    the product, ``weight_scale``, ``x_scale``, ``bias``, ``activation``, ``residual``. Sums are in float32,
+    in the same order in every run, and rounded once at the end. There is no backward pass.
 
     Args:
-        x: (..., K): float16, bfloat16, float32 or float64, any strides whose last is 1. torch computes
-            float32 and float64.
+        x: (..., K): float16, bfloat16, float32 or float64. The last stride must be 1. Products in float32 and
+            float64 are computed by torch.
         weight: (N, K) as ``torch.nn.Linear`` holds it, in the dtype of x, or float8_e4m3fn.
         bias: (N,) in the dtype of x.
         weight_scale: float32 scales of a weight in float8_e4m3fn: (N,) for its rows, or (N / 128, K / 128),
-            rounded up, for its blocks.
-        norm_weight: (K,) in the dtype of x: apply RMSNorm to x. The norm's factor of each row is applied
-            after the product.
+            rounded up, for its blocks of 128 x 128.
+        norm_weight: (K,) in the dtype of x: apply RMSNorm to x. The kernels multiply by the factor
+            ``rsqrt(...)`` of each row after the product, which is equivalent.
         norm_eps: epsilon of the RMSNorm.
         x_scale: (rows of x,) float32, a factor for each row. Cannot be combined with ``norm_weight``.
         activation: "silu_and_mul" is SwiGLU: silu of the first half of the columns times the second half; the
             result has N / 2 columns.
-        residual: added to the result, in its shape and dtype.
+        residual: tensor that is added to the result. It has the result's shape and dtype.
         prefetch: load the weight while the previous kernel still runs (programmatic dependent launch). Valid
             only if that kernel does not write the weight, its scales or ``norm_weight``, as in inference.
         backend: "hopper", "portable" or "cpu" to require one.
@@ -119,8 +120,9 @@ def linear_before_norm(
     """Compute :func:`linear` and, in the same kernel, the inputs of an RMSNorm of the result.
 
     For the result ``found``, ``linear(found.scaled, w, x_scale=found.factor)`` equals
-    ``linear(found.y, w, norm_weight=next_norm_weight)``. In the second call, every program that reads an
-    element of y multiplies it by the norm's weight. ``scaled`` holds these products, computed once.
+    ``linear(found.y, w, norm_weight=next_norm_weight)``. The first call does less work, because ``scaled``
+    already contains y times the norm's weight. In the second call, every program multiplies the elements of
+    y that it reads.
 
     Args:
         next_norm_weight: (N,) in the dtype of x.
@@ -175,8 +177,9 @@ def linear_qkv(
 ) -> Tensor:
     """Compute queries, keys and values in one product, with rotary embedding, and append k and v to a cache.
 
-    Equivalent to :func:`linear` followed by :func:`flashtile.append_kvcache`, in one kernel for few rows. The
-    rows of the weight are those of all query heads, then of the key heads, then of the value heads.
+    Equivalent to :func:`linear` followed by :func:`flashtile.append_kvcache`. With few rows of x, all of this
+    is one kernel. The weight has first the rows of all query heads, then those of the key heads, then those
+    of the value heads.
 
     Args:
         x: (tokens, K), or (batch, 1, K).

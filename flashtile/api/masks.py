@@ -126,7 +126,7 @@ A call whose score_mod captures tensors does not use the cache.
 
 
 def functions(score_mod: Any, mask_mod: Any, block_mask: Any) -> Functions:
-    """Trace the given functions, and return them in the form that operators take. None means not given."""
+    """Trace the functions that are not None, and return them in the form that operators take."""
     blocks: BlockMask | None = None
     if block_mask is not None:
         if mask_mod is not None:

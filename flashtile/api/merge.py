@@ -17,9 +17,9 @@ def merge_states(
 ) -> tuple[Tensor, Tensor]:
     """Merge attention over two or more disjoint sets of keys into attention over their union.
 
-    ``out = sum_i e^lse_i out_i / sum_i e^lse_i``, ``lse = log(sum_i e^lse_i)``, computed in the dtype of lse
-    relative to the largest lse (Flash-Decoding, 2023); out is rounded once. The operation is associative, and
-    differentiable in all arguments.
+    ``out = sum_i e^lse_i out_i / sum_i e^lse_i`` and ``lse = log(sum_i e^lse_i)`` (Flash-Decoding, 2023). The
+    largest lse is subtracted from every lse_i first, so that no exponential overflows. Sums have the dtype of
+    lse, and out is rounded once. The operation is associative, and differentiable in all arguments.
 
     Args:
         out_a, out_b: (batch, seqlen, heads, head_dim) or (total, heads, head_dim), both of one dtype:
@@ -29,7 +29,8 @@ def merge_states(
         more: further pairs of out and lse.
 
     Returns:
-        (out, lse) in the shapes and dtypes of the arguments; a row without keys in all of them is 0 and -inf.
+        (out, lse) in the shapes and dtypes of the arguments. If no argument has keys for a row, the row's out
+        is 0 and its lse is -inf.
 
     Raises:
         TypeError: an argument is not a tensor, or of a dtype that is not allowed.
@@ -49,10 +50,10 @@ def merge_states(
     empty = largest == -torch.inf
     largest = largest.masked_fill(empty, 0.0)
     weights = [torch.exp(lse - largest) for lse in lses]
-    # All weights of an empty row are 0; a sum of 1 keeps its values and gradients finite.
+    # All weights of an empty row are 0. Setting their sum to 1 keeps the row's values and gradients finite.
     total = sum(weights[1:], weights[0]).masked_fill(empty, 1.0)
     lse = (largest + torch.log(total)).masked_fill(empty, -torch.inf)
-    # The first factor gives a product its memory layout, so the result has that of ``out``.
+    # A product takes the memory layout of its first factor, so ``out`` comes first.
     parts = [
         out.masked_fill(_over_heads(part == -torch.inf), 0.0) * _over_heads(weight / total)
         for out, part, weight in zip(outs, lses, weights, strict=True)
@@ -112,7 +113,7 @@ def merge_into(
 
         return merge(out, lse, more_out, more_lse, start, dtype)
     rows = slice(start, start + more_out.shape[1])
-    share = torch.sigmoid(more_lse - lse[:, :, rows]).nan_to_num_(0.0)  # -inf - -inf: neither has keys
+    share = torch.sigmoid(more_lse - lse[:, :, rows]).nan_to_num_(0.0)  # NaN if neither has keys
     out[:, rows].lerp_(more_out, _over_heads(share))
     lse[:, :, rows] = torch.logaddexp(lse[:, :, rows], more_lse)
     return out.to(dtype)

@@ -60,7 +60,7 @@ def unpad(padded: Tensor, mask: Tensor) -> Packed:
 
 
 def pad(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Undo :func:`unpad`: (batch, seqlen, ...) with ``tokens`` at ``indices`` and 0 elsewhere."""
+    """Undo :func:`unpad`: return (batch, seqlen, ...) with ``tokens`` at ``indices``, and 0 elsewhere."""
     check_dense("tokens", tokens)
     check_dense("indices", indices)
     check_dtype("indices", indices, (torch.int64,))
@@ -119,7 +119,7 @@ def as_booleans(name: str, mask: Tensor) -> Tensor | None:
 
 
 def as_mask_or_bias(mask: Tensor) -> dict[str, Any]:
-    """Return a mask as keyword of :func:`flashtile.attention`: ``mask`` if it is bool, otherwise ``bias``."""
+    """Return ``mask`` as a keyword argument of attention: ``mask`` if it is bool, otherwise ``bias``."""
     return {"mask" if mask.dtype == torch.bool else "bias": mask}
 
 
@@ -185,7 +185,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: MaskPattern, **options: Any
         # The last keys remain the last ones, so a causal mask stays aligned.
         parts = [(everything, causal)]
     else:
-        # Queries at the position of a valid key are causal; those after the last valid key see every key.
+        # A query at the position of a valid key sees the keys up to its own. Later queries see every key.
         parts = [(pattern.keys, True), (~pattern.keys, False)]
     out: Any = 0
     lse: Any = 0

@@ -18,8 +18,8 @@ from flashtile.reference import attention as reference
 def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
     """Return the probabilities before dropout, (batch, heads_q, seqlen_q, seqlen_k).
 
-    Their dtype is that of the argument ``upcast``, or of q.
-    The memory grows with seqlen_q * seqlen_k. Packed sequences are padded with zeros to the longest.
+    Their dtype is the argument ``upcast`` if it is given, otherwise that of q. The memory grows with
+    seqlen_q * seqlen_k. The probabilities of packed sequences are padded with zeros to the longest sequence.
     ``arguments`` are those of :func:`flashtile.reference.attention.attention`.
     """
     found: list[Tensor] = []
@@ -46,7 +46,7 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
 def signed_probabilities(
     q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
 ) -> Tensor:
-    """Return :func:`probabilities` in float32 (float64 for float64), negative where dropout dropped them."""
+    """Return :func:`probabilities` in float32 or wider, with a minus sign where dropout dropped them."""
     assert extras.rng_state is not None
     found = probabilities(
         q, k, v, **extras._replace(rng_state=None)._asdict(), max_seqlen_q=options.max_seqlen_q,

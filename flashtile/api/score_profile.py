@@ -39,14 +39,15 @@ from flashtile.reference.attention import visible
 from flashtile.reference.decode import sequence
 
 PART = 64
-"""Keys per part of a row: the smallest number of keys whose range a kernel checks together."""
+"""Number of keys in a part, a block of adjacent keys of one row. A kernel checks the range of scores for each
+part, or for several parts together."""
 PAYS = 0.02
-"""A fixed maximum saves time if at most this share of parts is out of range and so computed twice."""
+"""A fixed maximum saves time if at most this share of parts is out of range and therefore computed twice."""
 _BITS = {torch.float16: (10.0, 16.0), torch.float32: (16.0, 16.0)}
 """(below, above) by the dtype of probabilities: exp(score - phi) must lie in [2^-below, 2^above]."""
 _BITS_OTHERWISE = (32.0, 120.0)
 _SLACK = 16.0
-"""At most this many nats of the allowed range are left free below the lowest mean score of a part."""
+"""Maximum distance in nats from the lower end of the allowed range to the lowest mean score of its parts."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ScoreProfile:
 
     @property
     def pays(self) -> bool:
-        """Whether so few parts are out of range that ``softmax_max`` can be useful.
+        """Whether few enough parts (64 keys of a row) are out of range for ``softmax_max`` to be useful.
 
         Whether it is faster depends on the call (docs/guides/decoding.md).
         """
@@ -96,19 +97,19 @@ def profile_scores(
     """Find ``softmax_max`` for :func:`flashtile.flash_attn_with_kvcache`, and whether the scores allow one.
 
     Args:
-        model_or_q: q (batch, seqlen_q, heads_q, head_dim), or a function, such as a module. After q, the only
-            other positional argument is k (batch, seqlen_k, heads_kv, head_dim); q and k are rotated already.
-            A function is called with ``arguments`` and ``keywords``. Each call of flashtile's attention or of
-            PyTorch's ``scaled_dot_product_attention`` in the function is profiled.
-        softmax_scale, causal, softcap: for q and k, as for :func:`flashtile.attention`. A model's calls have
-            their own.
+        model_or_q: q (batch, seqlen_q, heads_q, head_dim), or a function, such as a module. If it is q,
+            ``arguments`` is only k (batch, seqlen_k, heads_kv, head_dim), and rotary embedding has already
+            been applied to both. A function is called with ``arguments`` and ``keywords``. All calls that it
+            makes of flashtile's attention or PyTorch's ``scaled_dot_product_attention`` are profiled.
+        softmax_scale, causal, softcap: as for :func:`flashtile.attention`, only for q and k. The calls of a
+            model have their own values.
         dtype: dtype of the queries that will be decoded, or torch.float16 for an FP8 cache, because its
             products are computed in float16. float16 allows a narrower range of scores. None: that of q.
         max_rows: number of queries profiled in each sequence, evenly spaced from first to last.
 
     Returns:
         :class:`ScoreProfile`: ``softmax_max`` for all heads and for each head, the range of the scores, and
-        the share of parts out of range.
+        the share of parts (64 keys of a row) that are out of range.
 
     Raises:
         TypeError, ValueError: q or k does not have this layout, another argument has the wrong type or value,
@@ -225,9 +226,10 @@ class _Parts:
 
 
 def _best(means: Tensor, largest: Tensor, below: float, above: float) -> tuple[float, float]:
-    """Return (phi, share out of range) for the phi that keeps the most parts in range.
+    """Return (phi, share of parts out of range). phi is the maximum that keeps the most parts in range.
 
-    A part is in range if its mean is at least ``phi - below`` and its largest score at most ``phi + above``.
+    A part is 64 keys of a row. It is in range if its mean is at least ``phi - below`` and its largest score
+    at most ``phi + above``.
     """
     lows, highs = means.sort().values, largest.sort().values
     # Try each mean as the lower end of the range. A part is outside if its mean is below the range, or its

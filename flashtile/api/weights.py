@@ -139,7 +139,10 @@ def attention_weights(
 
 
 def check_form(name: str, form: Form) -> tuple[str, int]:
-    """Parse ``form``, called ``name`` in errors, into (form, weights per row). True means "full"."""
+    """Parse ``form`` into (form, number of weights per row). True means "full".
+
+    ``name`` is the argument's name in errors.
+    """
     if form is True or (isinstance(form, str) and form == "full"):
         return "full", 0
     if isinstance(form, str) and form == "columns":

@@ -89,7 +89,11 @@ def cuobjdump_path() -> str:
 
 
 def described(views: tuple, tensors: tuple) -> tuple[list, tuple]:
-    """Return (TMA descriptors of the first tensors, the other tensors). A view of None gives None."""
+    """Return (TMA descriptors, other tensors).
+
+    Each view makes a descriptor from the next tensor, beginning with the first. A view that is None takes no
+    tensor, and its descriptor is None.
+    """
     rest = iter(tensors)
     descriptors = [None if view is None else view.of(next(rest)) for view in views]
     return descriptors, tuple(rest)
@@ -109,14 +113,17 @@ def launcher(
         tensors: examples of the tensors of later calls. Each call may pass a tensor or its address. The
             kernel receives addresses, which saves a driver query per tensor.
         fixed: arguments after the tensors, the same for every launch.
-        views: make TMA descriptors of the first tensors; None stands for a descriptor that the call lacks.
+        views: views that make TMA descriptors of the first tensors. None stands for a descriptor that the
+            call lacks.
         pointers: structure (NamedTuple type) whose fields are the other tensors; if None, each of them is an
             argument.
 
-    The driver receives the leaves of all structures, unless Triton makes launchers differently
-    (:func:`_for_leaves`). Launch hooks, such as a profiler's, cost nothing if none is set; Triton itself
-    would build a dictionary and call two empty chains. ``launch.with_fixed(fixed)`` returns a launch with
-    other fixed arguments, for which Triton would compile the same kernel.
+    The driver receives each field of a structure as an argument of its own, unless Triton makes launchers
+    differently (:func:`_for_leaves`). Launch hooks, such as a profiler's, cost nothing if none is set. In
+    Triton's own launch path, they would cost a dictionary and two calls of empty hook chains.
+
+    ``launch.with_fixed(fixed)`` returns a launch with other fixed arguments, for which Triton would compile
+    the same kernel.
     """
     hooked = compiled[grid]
     present = tuple(view for view in views if view is not None)
@@ -171,12 +178,14 @@ def launcher(
 
 
 def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
-    """Return (launcher, types of the kernel's arguments) where the launcher takes the leaves of structures.
+    """Return (launcher, types of the kernel's arguments). The launcher takes structures field by field.
 
-    Up to Triton 3.6 a launcher is a C function that parses nested tuples 1 to 5 us slower than their leaves
-    (measured on an H200: 5.9 and 3.9 us for decoding, 11.5 and 6.4 us with a block mask). The types are those
-    of Triton's signature, in which a structure is a tuple. They are empty if the kernel has no structures, or
-    if Triton makes launchers differently; the launcher then takes structures as they are.
+    Up to Triton 3.6, Triton's launcher is a C function that parses nested tuples. Passing their leaves as
+    single arguments saves 1 to 5 us (measured on an H200: 3.9 instead of 5.9 us for decoding, 6.4 instead of
+    11.5 us with a block mask).
+
+    The types are those of Triton's signature, in which a structure is a tuple. They are empty if the kernel
+    has no structures, or if Triton makes launchers differently. In that case, the launcher takes structures.
     """
     types = tuple(compiled.src.signature.values())
     if not any(isinstance(t, tuple) for t in types):
@@ -189,7 +198,10 @@ def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
 
 
 def _leaves(values: Iterable, types: tuple) -> list:
-    """Return the values whose type is no structure, in order; without ``types`` no value is a structure."""
+    """Return ``values`` with each structure replaced by its fields, recursively and in order.
+
+    A value is a structure if its entry in ``types`` is a tuple. Without ``types``, no value is a structure.
+    """
     if not types:
         return list(values)
     found: list = []
@@ -202,7 +214,7 @@ def _leaves(values: Iterable, types: tuple) -> list:
 
 
 class TensorMaps(BoundedCache):
-    """Encoded TMA descriptors of one view, by the address of the tensor. Encoding one takes 2 us."""
+    """Encoded TMA descriptors of one view, by the address of the tensor. Encoding a descriptor takes 2 us."""
 
     LIMIT_BYTES = 128 * 1024
     ENTRY_BYTES = 1024
@@ -227,10 +239,11 @@ class TensorMaps(BoundedCache):
 
 
 def _tensor_maps(run: Any, views: tuple) -> tuple[Any, list[TensorMaps]]:
-    """Return (launcher, encoded descriptors of a kernel's first arguments).
+    """Return (launcher, a :class:`TensorMaps` for each view).
 
-    Up to Triton 3.7, a Python function around the launcher encodes the descriptors at each launch; that
-    function is bypassed. Any other Triton receives plain descriptors.
+    Up to Triton 3.7, a Python function around the launcher encodes the TMA descriptors at each launch. The
+    returned launcher bypasses that function and takes encoded descriptors. In other releases of Triton, the
+    launcher takes descriptors that are not encoded.
     """
     wrapped = getattr(run, "launch", None)
     variables = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}

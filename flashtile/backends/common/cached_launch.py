@@ -28,9 +28,10 @@ _recorded: ContextVar[list[Launched] | None] = ContextVar("recorded_launches", d
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launched]]:
-    """Record launches inside the context instead of launching, if their kernel is not compiled yet.
+    """Inside the context, record each launch whose kernel is not compiled yet, instead of launching it.
 
-    No kernel is ever compiled for tensors on torch's "meta" device, so all their launches are recorded.
+    Kernels are never compiled for tensors on torch's "meta" device, so all launches with such tensors are
+    recorded.
     """
     launches: list[Launched] = []
     token = _recorded.set(launches)

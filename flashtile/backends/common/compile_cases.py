@@ -45,7 +45,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def launches_of(capability: tuple[int, int], *calls: Callable[[], Any]) -> list[Launched]:
-    """Return the launches of ``calls`` on a GPU of this compute capability; their tensors are on "meta"."""
+    """Return the launches that ``calls`` would make on a GPU of this compute capability.
+
+    The tensors of the calls are on torch's "meta" device.
+    """
     with compiling_for(capability), recording() as launches:
         for call in calls:
             call()
@@ -53,7 +56,7 @@ def launches_of(capability: tuple[int, int], *calls: Callable[[], Any]) -> list[
 
 
 def case_of(launched: Launched, name: str, **others: Any) -> CompileCase:
-    """Return a recorded launch as a case for the compiler; ``others`` are further fields of the case."""
+    """Return the :class:`CompileCase` of a recorded launch. ``others`` are further fields of the case."""
     launch, tensors = launched
     options = dict(launch.options)
     num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages", 3)
@@ -71,7 +74,7 @@ def _compiled_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:
-    """Return a launch's ``signature``, ``constants`` and ``divisible_by_16``, as fields of a case."""
+    """Return the fields ``signature``, ``constants`` and ``divisible_by_16`` of a launch's compile case."""
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
     divisible = set()
@@ -90,7 +93,10 @@ def _arguments(launch: CachedLaunch, tensors: tuple) -> dict[str, Any]:
 
 
 def _type(value: Any, specialized: bool) -> Any:
-    """Return Triton's type of an argument, or of each field of a structure; constants stay as they are."""
+    """Return Triton's type of an argument, or a structure of the types of its fields.
+
+    An argument that Triton compiles as a constant, such as None, is returned unchanged.
+    """
     if isinstance(value, tuple):
         fields = [_type(field, specialized) for field in value]
         return type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)
@@ -110,9 +116,9 @@ def _integers(value: Any) -> list[int]:
 def preprocess_case(
     name: str, problem: Problem, dtype: str, has_dlse: bool = False, dq_accum_columns: int = 0
 ) -> CompileCase:
-    """Return the case of ``preprocess_kernel`` in the backward pass of ``problem``.
+    """Return the compile case of ``preprocess_kernel`` in the backward pass of ``problem``.
 
-    ``dtype``: Triton's name of the dtype of out, such as "bf16". With an accumulator of dQ
+    ``dtype`` is Triton's name of the dtype of out, such as "bf16". With an accumulator of dQ
     (``dq_accum_columns`` > 0), the kernel also zeroes the counters of the kernels after it.
     """
     given = {

@@ -107,7 +107,7 @@ class CompileCase:
     exhaustive: bool = False
 
     def compile(self, target: Architecture) -> Any:
-        """Compile for an architecture (from Triton's disk cache if it is there).
+        """Compile for an architecture, or load the binary from Triton's disk cache.
 
         Raises:
             TypeError: ``kernel`` is not a Triton kernel, as under TRITON_INTERPRET=1.
@@ -147,12 +147,15 @@ class CompileCase:
 
 
 def types_of(structure: Any, default: Any, **types: Any) -> Any:
-    """Return a structure for a case's signature: ``types`` of fields by name, ``default`` for all others."""
+    """Return a ``structure`` of types for the signature of a :class:`CompileCase`.
+
+    ``types`` gives the types of some fields by name. All other fields have the type ``default``.
+    """
     return structure(*(types.get(name, default) for name in structure._fields))
 
 
 def _fields(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Yield (path, value) of each leaf of nested structures; any other value is itself a leaf."""
+    """Yield (path, value) of each leaf of nested tuples. A value that is not a tuple is a single leaf."""
     if isinstance(value, tuple):
         for i, field_value in enumerate(value):
             yield from _fields(field_value, (*path, i))
@@ -161,7 +164,7 @@ def _fields(value: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...]
 
 
 def _types(value: Any) -> Any:
-    """Return a structure of types with "constexpr" for each constant."""
+    """Return a type, or a structure of types, with every constant in it replaced by "constexpr"."""
     if isinstance(value, tuple):
         return type(value)(*map(_types, value))
     return value if isinstance(value, str) else "constexpr"
@@ -212,7 +215,7 @@ def every_case(arch: str) -> list[CompileCase]:
     cases: list[CompileCase] = []
     for module in pkgutil.walk_packages(flashtile.backends.__path__, "flashtile.backends."):
         compile_cases = getattr(importlib.import_module(module.name), "compile_cases", None)
-        if isfunction(compile_cases):  # in a package, it may be the submodule of this name
+        if isfunction(compile_cases):  # a package may have a submodule of this name instead
             cases += compile_cases(architecture(arch).name)
     return cases
 
@@ -271,8 +274,8 @@ def _used_on_nvidia(asm: dict[str, Any]) -> dict[str, Any]:
 def used_on_amd(assembly: str) -> dict[str, Any]:
     """Return the resources that the compiler states at the end of an AMD kernel's assembly.
 
-    Spills are bytes of scratch memory, AMD's counterpart of local memory. Instructions that access scratch
-    memory end in _dword or _dwordx4, on gfx12 in _b32 or _b128.
+    Spills are bytes of scratch memory, AMD's counterpart of local memory. Names of instructions that access
+    scratch memory end with a width, such as _dword or _dwordx4; on gfx12, with _b32 or _b128.
     """
 
     def scratch(direction: str) -> int:
@@ -317,7 +320,7 @@ _BYTES_OF_WIDTH = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
 def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
-    """Return the bytes that ``opcode`` (STL or LDL) moves; 4 per instruction without a width modifier."""
+    """Return the bytes that ``opcode`` (STL or LDL) moves. Instructions without a width modifier move 4."""
     total = 0
     for full, count in opcodes.items():
         base, *modifiers = full.split(".")
@@ -327,7 +330,7 @@ def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
 
 
 def _lost_barriers(ttgir: str) -> int:
-    """Return the number of barriers that are initialised before the partitions start but captured by none."""
+    """Count the mbarriers that are initialised before the partitions start and that no partition captures."""
     start = re.search(r"ttg\.warp_specialize\(([^)]*)\)", ttgir)
     if start is None:  # a kernel without partitions loses no barrier
         return 0

@@ -36,7 +36,7 @@ logger = logging.getLogger("flashtile.kernels")
 
 
 def key_of(src: Any, target: Any, options: Any, variables: list[tuple[str, str]]) -> str:
-    """Return the name of a kernel in a folder, a hexadecimal digest.
+    """Return the key of a kernel, a hexadecimal digest that names the kernel's files in a folder.
 
     Args:
         src: source of the kernel with its signature and constants, an ``ASTSource`` of Triton.
@@ -97,7 +97,7 @@ class CompiledFolder:
         return found
 
     def load(self, key: str, src: Any) -> Any:
-        """Return the ``CompiledKernel`` of this key; None if the folder lacks it or its files are damaged."""
+        """Return the ``CompiledKernel`` of this key, or None if its files are missing or damaged."""
         digests = self.files.get(key)
         if digests is None:
             return None
@@ -179,7 +179,7 @@ def in_use() -> tuple[CompiledFolder, ...]:
 
 @cache
 def _of_environment(paths: str) -> tuple[CompiledFolder, ...]:
-    """Return the usable folders of a list of paths, and log the reason against each of the others."""
+    """Return the usable folders of a list of paths. For each other path, log why it cannot be used."""
     found = []
     for path in filter(None, paths.split(os.pathsep)):
         try:

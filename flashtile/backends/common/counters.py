@@ -24,7 +24,7 @@ CACHE_BYTES = 2**20
 ENTRY_BYTES = 1024
 """Host memory that one entry of the cache counts as."""
 LEAST = 4096
-"""Minimum counters of a stream's buffer."""
+"""Minimum number of counters in a stream's buffer."""
 
 
 class _Reserve:
@@ -35,7 +35,7 @@ class _Reserve:
         self._lock = Lock()
 
     def take(self, count: int) -> Tensor | None:
-        """Return ``count`` counters that no other call gets; None if too few are left."""
+        """Return ``count`` counters that no other call gets, or None if too few are left."""
         with self._lock:
             first, self._taken = self._taken, self._taken + count
         if first + count > RESERVED:
@@ -48,7 +48,10 @@ _reserves: dict[int, _Reserve] = {}
 
 
 def zeroed_counters(device: torch.device, count: int) -> Tensor:
-    """Return at least ``count`` int32 zeros for one launch on the current stream, which must leave them 0."""
+    """Return at least ``count`` int32 counters, all 0, for one launch on the current stream.
+
+    The launched kernel must reset them to 0.
+    """
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():

@@ -21,7 +21,7 @@ INTERPRETER_MULTIPROCESSORS = 2
 class Target:
     """Description of a GPU that this machine may lack.
 
-    As the ``device`` of a problem it gives the configuration that a call would have on that GPU.
+    A problem whose ``device`` is a Target gets the configuration that a call would have on that GPU.
 
     Args:
         name: common name, such as "H100".
@@ -38,7 +38,7 @@ class Target:
 
     @staticmethod
     def of_card(card: Card) -> Target:
-        """Return the GPU that a card of the table describes."""
+        """Return the target for a card of :data:`flashtile.io_model.CARDS`."""
         return Target(card.name, card.capability, card.sm_count)
 
     @property
@@ -78,7 +78,7 @@ def is_nvidia(device: torch.device | Target) -> bool:
 def capability(device: torch.device | Target) -> tuple[int, int]:
     """Return CUDA's compute capability, (major, minor); (0, 0) for a device that is not an NVIDIA GPU.
 
-    For torch's "meta" device it is that of :func:`compiling_for`.
+    torch's "meta" device has the compute capability that :func:`compiling_for` has set.
     """
     if not is_nvidia(device):
         return _of_meta.get().capability if device.type == "meta" else (0, 0)
@@ -86,7 +86,10 @@ def capability(device: torch.device | Target) -> tuple[int, int]:
 
 
 def multiprocessors(device: torch.device | Target) -> int:
-    """Return a GPU's multiprocessors; :data:`INTERPRETER_MULTIPROCESSORS` for other devices."""
+    """Return the number of a GPU's multiprocessors, or :data:`INTERPRETER_MULTIPROCESSORS` for other devices.
+
+    torch's "meta" device has the number that :func:`compiling_for` has set.
+    """
     if isinstance(device, Target):
         return device.multiprocessors
     if device.type == "meta":

@@ -15,8 +15,8 @@ from flashtile.problems import fp8_layout
 def to_bfloat16(w):
     """Convert float8e4nv to bfloat16, exactly, including NaN.
 
-    The conversion goes through float16 and float32, whose upper half is the bfloat16. PTX's conversion from
-    float16 to bfloat16 has a quarter of the rate of that to float32.
+    The conversion goes through float16 and float32, because the upper half of the float32 is the bfloat16.
+    PTX can also convert float16 directly to bfloat16, at a quarter of the rate of float16 to float32.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -60,11 +60,12 @@ def decode_number(bits):
 
 @triton.jit
 def split_pairs(pairs, IN_SOFTWARE: tl.constexpr):
-    """Convert pairs of e4m3 in uint16 to float16, exactly. Return (the low bytes, the high bytes).
+    """Convert pairs of e4m3, stored as uint16, to float16, exactly. Return (the low bytes, the high bytes).
 
-    The hardware converts two adjacent bytes at a time, and a 32-bit register of a product's operand holds two
-    pairs. Four elements thus take one permutation and two conversions. A tile of pairs has the shared layout
-    of 16-bit elements, which the tensor cores' loads can transpose.
+    The hardware converts two adjacent bytes at a time. A 32-bit register holds two pairs, so its four bytes
+    take one permutation, which brings the low bytes and the high bytes together, and two conversions.
+
+    e4m3 is loaded as pairs because the loads of tensor-core operands can transpose tiles of 16-bit elements.
     """
     if IN_SOFTWARE:
         return decode_bits(pairs & 0xFF), decode_bits(pairs >> 8)
@@ -99,8 +100,8 @@ def encode_bits(x):
     magnitude = bits & 0x7FFFFFFF
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20
     normal = rounded - (120 << 3)  # change the exponent's bias from 127 to 7
-    # Below 2^-6, e4m3 has steps of 2^-9. Adding 2^23 to the number of steps rounds it to an integer, which is
-    # then in the low bits.
+    # Below 2^-6, e4m3 has steps of 2^-9. Adding 2^23 to the number of steps rounds that number to an integer
+    # and puts the integer into the low bits of the float32.
     steps = magnitude.to(tl.float32, bitcast=True) * 512.0 + 8388608.0
     subnormal = steps.to(tl.uint32, bitcast=True) & 0xF
     code = tl.where(magnitude < 0x3C800000, subnormal, normal)

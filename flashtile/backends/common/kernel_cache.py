@@ -43,14 +43,14 @@ QUIET = "FLASHTILE_QUIET"
 
 
 class _Kept:
-    """Mixin for JIT functions that compile by :func:`load_or_compile`.
+    """Mixin for JIT functions that :func:`load_or_compile` compiles.
 
     ``do_not_specialize`` also applies to the integers of tuples.
     """
 
     @property
     def cache_key(self) -> str:
-        """A digest of the source of the kernel and of all functions it calls, and of the constants they use.
+        """Digest of the source of the kernel and of all functions it calls, and of the constants they use.
 
         Triton's own digest also depends on the order in which a process first compiles its kernels. A kernel
         that is hashed before the functions that it calls lacks their constants, and constants of equal names
@@ -78,14 +78,17 @@ class _Kept:
 
 
 def source_digest(function: Any) -> str:
-    """Return a digest of a function's source, of all it calls, and of the constants that they use."""
+    """Return a digest of the source of a function and of all functions it calls, and of their constants."""
     found: dict[int, tuple] = {}
     _gather(function, found)
     return hashlib.sha256(str(sorted(found.values())).encode()).hexdigest()
 
 
 def _gather(function: JITCallable, found: dict[int, tuple]) -> None:
-    """Add (name, source, first line, constants) of a function and of all it calls to ``found``, by ``id``."""
+    """Add (name, source, first line, constants) of a function, and of each function it calls, to ``found``.
+
+    The keys of ``found`` are the ``id`` of each function.
+    """
     if id(function) in found:
         return
     constants: list[tuple[str, str]] = []
@@ -118,9 +121,10 @@ def _names(code: CodeType) -> set[str]:
 
 
 def unspecialized(value: Any, kind: Any, key: Any) -> tuple[Any, Any]:
-    """Return (type, key) of an argument for Triton, independent of the values of its integers.
+    """Return Triton's (type, specialisation key) of an argument, without specialising on integer values.
 
-    ``kind`` and ``key`` are Triton's own, in which integers of a tuple are always specialised.
+    ``kind`` and ``key`` are the type and key that Triton has computed. Triton always specialises on the
+    integers of a tuple.
     """
     if isinstance(value, tuple):
         fields = [unspecialized(*field) for field in zip(value, kind, key, strict=True)]
@@ -136,7 +140,7 @@ class KeptFunction(_Kept, JITFunction):
 
 
 def kernel(**options: Any) -> Callable[[Callable], Any]:
-    """Return a decorator like :func:`triton.jit`; its kernels are compiled by :func:`load_or_compile`."""
+    """Return a decorator like :func:`triton.jit`. :func:`load_or_compile` compiles the decorated kernels."""
     if knobs.runtime.interpret:
         return triton.jit(**options)
     return lambda function: KeptFunction(function, **options)
@@ -172,7 +176,10 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
 
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[str, Any]]:
-    """Collect the kernels that are compiled or found inside the context, by their key in a folder."""
+    """Collect the kernels that are compiled or found inside the context.
+
+    The dictionary maps the key of each kernel (:func:`compiled_folder.key_of`) to the compiled kernel.
+    """
     collected: dict[str, Any] = {}
     token = _collected.set(collected)
     try:
@@ -192,7 +199,7 @@ def _key_in_folders(src: Any, target: Any, options: dict | None) -> str:
 
 
 def _parsed(src: Any, backend: Any, options: dict | None) -> tuple[Any, list[tuple[str, str]]]:
-    """Return the compiler's options, parsed, and the environment variables that change what it compiles."""
+    """Return the compiler's parsed options, and the environment variables that change what it compiles."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     parsed = backend.parse_options(dict(options or {}, **src.parse_options()))
@@ -252,7 +259,7 @@ def _is_observed() -> bool:
 
 
 def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
-    """Return the compiled kernel from Triton's cache, None if it is not found there by its name."""
+    """Return the compiled kernel from Triton's cache, or None if there is no readable entry of its name."""
     try:
         from triton.compiler.compiler import CompiledKernel, make_backend
         from triton.runtime.cache import get_cache_manager
@@ -270,7 +277,10 @@ def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
 
 
 def _keep_key(key_file: Path) -> None:
-    """Store ``triton_key``, which a compilation has just computed. Safe if other processes do the same."""
+    """Store ``triton_key``, which a compilation has just computed.
+
+    Several processes may do this at the same time.
+    """
     try:
         from triton.runtime.cache import triton_key
 

@@ -46,12 +46,15 @@ class TokenStrides(NamedTuple):
 
 
 def token_strides(tensor: Tensor) -> TokenStrides:
-    """Return the strides of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
+    """Return the strides of a tensor (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
     return TokenStrides(tensor.stride(0) if tensor.dim() == 4 else 0, tensor.stride(-3), tensor.stride(-2))
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether Triton loads rows of ``tensor`` asynchronously: 16-byte pointers, strides of 16 elements."""
+    """Whether Triton loads rows of ``tensor`` asynchronously.
+
+    The address must be a multiple of 16 bytes, and all strides but the last multiples of 16 elements.
+    """
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
@@ -61,13 +64,18 @@ def padded(head_dim: int, least: int = 16) -> int:
 
 
 def has_score_mod(problem: Problem) -> bool:
-    """Whether scores are more than raw products times a positive scale, so that their order may differ."""
+    """Whether a score is more than the product q k^T times a positive scale.
+
+    The largest score of a row then need not belong to the row's largest product.
+    """
     return problem.softcap > 0 or problem.alibi or problem.bias or problem.softmax_scale <= 0
 
 
 def outer_stride(tensor: Tensor | None) -> int:
-    """Return the stride of the first dimension, in elements; 0 for None and for a tensor of one dimension,
-    which all sequences share."""
+    """Return the stride between sequences in elements, which is that of the first dimension.
+
+    It is 0 for None, and for a tensor of one dimension, which all sequences share.
+    """
     return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
 
 
@@ -78,8 +86,11 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def allocator(
     like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, zeroed: bool = False
 ) -> Callable[[Tensor], Tensor]:
-    """Return the fastest torch function that allocates contiguous memory of this shape and dtype, given a
-    tensor with the signature of ``like``."""
+    """Return the fastest torch function that allocates contiguous memory of this shape and dtype.
+
+    The function takes a tensor that has the shape, strides and dtype of ``like``. It allocates on the device
+    of that tensor.
+    """
     if (like.shape, like.stride(), like.dtype) == (shape, contiguous_strides(shape), dtype):
         return torch.zeros_like if zeroed else torch.empty_like
     # The shape is passed as separate arguments: parsing a tuple takes twice as long.

@@ -1,9 +1,11 @@
 """Epilogues of a product y = x W^T, applied to its float32 sums and shared by all kernels of products.
 
-A program's sums belong to *places*: output columns, or pairs of them. A place has one row of W or two. It has
-two for SwiGLU (gate and up give one output) and for a pair that rotary embedding rotates; the program then
-computes both sums and ``HALVES`` is 2. These functions create no tensors, so that Gluon kernels, whose
-tensors have layouts, can call them as Triton kernels do.
+A *place* is an output column, or a pair of output columns. The plain epilogue has one sum per place, from one
+row of W. SwiGLU has two sums per place, because gate and up give one output. So has rotary embedding, which
+rotates a pair of columns. With two sums per place, the program computes both and ``HALVES`` is 2.
+
+The functions of this module create no tensors. Gluon kernels, whose tensors have layouts, can therefore call
+them as Triton kernels do.
 """
 
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ class ProductPointers(NamedTuple):
     """Tensors of a product and of its epilogue; None for each that a call does not use."""
 
     x: Any
-    """The input; or the product, if torch.mm has computed it and the kernel only applies the epilogue."""
+    """The input. It is the product if torch.mm has computed it and the kernel only applies the epilogue."""
     w: Any
     y: Any
     norm_weight: Any
@@ -64,7 +66,7 @@ class ProductPointers(NamedTuple):
     scaled: Any
     """y times next_norm_weight, in the layout of y."""
     squares: Any
-    """float32 (parts, rows of a tile): sums of squares of y, one row stored by each program."""
+    """float32 (programs, rows of a tile): each program's sums of squares of y, over its columns."""
     next_factor: Any
 
 
@@ -138,7 +140,10 @@ def column_of(within, half, E: tl.constexpr):
 
 @triton.jit
 def row_of(place, half, places, E: tl.constexpr):
-    """Return the row of W that gives the first (``half`` 0) or second (1) sum of a place."""
+    """Return the row of W that gives the first (``half`` 0) or second (``half`` 1) sum of a place.
+
+    A place is an output column, or a pair of output columns that rotary embedding rotates.
+    """
     if E.EPILOGUE == PLAIN:
         return place
     elif E.EPILOGUE == SWIGLU:
@@ -151,7 +156,7 @@ def row_of(place, half, places, E: tl.constexpr):
 
 @triton.jit
 def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
-    """Multiply sums by the factors of their rows of W and of x, and add the bias."""
+    """Multiply each sum by the scale of its row of W and by the factor of its row of x, and add the bias."""
     if E.CHANNEL_SCALES:
         sums = sums * tl.load(pointers.scales + row, mask=inside, other=0.0)
     if E.NORM or E.X_SCALES:
@@ -163,9 +168,10 @@ def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
 
 @triton.jit
 def store_sums(sums, place, end, m, factor, call, E: tl.constexpr):
-    """Apply the PLAIN epilogue, whose places are rows of W, store the result, and return it as stored.
+    """Apply the PLAIN epilogue, store the result, and return it in the dtype of the output.
 
-    place [n, 1], valid if less than ``end``; m [1, rows], rows of x; factor [1, rows].
+    ``place`` [n, 1] has the output columns, which are also rows of W; those below ``end`` are valid. ``m``
+    [1, rows] has the rows of x, and ``factor`` [1, rows] the factor of each row.
     """
     inside = place < end
     sums = scaled(sums, place, inside, factor, call.pointers, E)
@@ -174,7 +180,10 @@ def store_sums(sums, place, end, m, factor, call, E: tl.constexpr):
 
 @triton.jit
 def store_scaled(y, place, end, m, call):
-    """Store y (as rounded in memory) times the weight of the following norm; return the squares of y."""
+    """Store y times the weight of the following norm. Return the squares of y, 0 outside the output.
+
+    y has already been rounded to the dtype of the output.
+    """
     inside = (place < end) & (m < call.sizes.M)
     wide = y.to(tl.float32)
     weight = tl.load(call.pointers.next_norm_weight + place, mask=place < end, other=0.0)
@@ -185,14 +194,20 @@ def store_scaled(y, place, end, m, call):
 
 @triton.jit
 def load_squares(part, m, first, parts, rows, squares):
-    """Load the sums of squares of parts ``first + part`` [n, 1] and rows ``m`` [1, rows] of the tile."""
+    """Load the sums of squares that other programs stored for rows ``m`` [1, rows] of a tile.
+
+    The programs have the numbers ``first + part`` [n, 1]. Numbers of ``parts`` or more give 0.
+    """
     at = (first + part) * rows + m
     return tl.load(squares + at, mask=first + part < parts, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def store_factor(square, m, call):
-    """Store the factor of the norm that follows, from the sums of squares [rows] of all parts."""
+    """Store the factor of each row for the RMSNorm that follows.
+
+    ``square`` [rows] is the sum of the squares of y over all columns.
+    """
     factor = tl.rsqrt(square / call.places + call.sizes.next_eps)
     tl.store(call.pointers.next_factor + m, factor, mask=m < call.sizes.M)
 
@@ -212,7 +227,10 @@ def store_places(out, place, end, m, call, E: tl.constexpr):
 
 
 class Destinations(NamedTuple):
-    """Destinations of rows of x [1, rows] in the cache, and their positions."""
+    """The cache slot of each row of x (page, and token within the page) and its position in the sequence.
+
+    Each field has shape [1, rows]. ``written`` is false for rows without a cache slot.
+    """
 
     position: Any
     page: Any
@@ -222,7 +240,7 @@ class Destinations(NamedTuple):
 
 @triton.jit
 def load_destinations(m, pointers, sizes, E: tl.constexpr):
-    """Load the :class:`Destinations` of rows of x; ``written`` is false for rows without a cache slot."""
+    """Load the :class:`Destinations` (cache slots and positions) of rows ``m`` of x."""
     position = m * 0
     if pointers.positions is not None:
         position = tl.load(pointers.positions + m, mask=m < sizes.M, other=-1)
@@ -247,7 +265,8 @@ def load_destinations(m, pointers, sizes, E: tl.constexpr):
 def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr):
     """Apply the SWIGLU or ROTARY epilogue to the two sums of each place, and store the results.
 
-    ``to``: the :class:`Destinations` of ``m``. The other arguments are those of :func:`store_sums`.
+    The two sums are SwiGLU's gate and up, or the two columns of a rotary pair. ``to`` has the
+    :class:`Destinations` of ``m``. The other arguments are those of :func:`store_sums`.
     """
     pointers = call.pointers
     inside = place < end
@@ -263,9 +282,10 @@ def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr)
 
 @triton.jit
 def store_heads(first, second, place, end, m, to, call, E: tl.constexpr):
-    """Store pairs of queries to the output, and pairs of keys and values to the cache if ``to.written``.
+    """Store both columns of each rotary pair: queries to the output, keys and values to the cache.
 
-    Rotary embedding (Su et al. 2021, arXiv:2104.09864) is applied to the float32 sums, before rounding.
+    Keys and values are stored only for rows with ``to.written``. Rotary embedding (Su et al. 2021,
+    arXiv:2104.09864) is applied to the float32 sums, before rounding.
     """
     pointers, sizes, cache = call.pointers, call.sizes, call.cache_strides
     PAIRS: tl.constexpr = E.HEAD_DIM // 2

@@ -51,7 +51,7 @@ def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> Epilog
 
 
 class NextNorm(NamedTuple):
-    """Results of a product that the norm after it uses; each is None if no norm follows."""
+    """Results of a product that the following norm uses. Each is None if no norm follows."""
 
     scaled: Tensor | None = None
     squares: Tensor | None = None
@@ -62,7 +62,7 @@ NOTHING = NextNorm()
 
 
 def new_next_norm(problem: LinearProblem, y: Tensor, parts: int) -> NextNorm:
-    """Allocate a ``NextNorm``; ``parts`` is the number of float32 sums of squares."""
+    """Allocate the tensors for the norm that follows. ``parts`` is the number of float32 sums of squares."""
     if not problem.next_norm:
         return NOTHING
     squares, factor = (y.new_empty(size, dtype=torch.float32) for size in (parts, problem.M))
@@ -80,7 +80,10 @@ def product_pointers(
     partial: Any = None,
     arrived: Any = None,
 ) -> ProductPointers:
-    """Return a kernel's tensors. ``given``: ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``."""
+    """Return the structure of a kernel's tensors.
+
+    ``given`` is a ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``.
+    """
     k_cache, v_cache = caches or (None, None)
     return ProductPointers(
         x,
@@ -109,9 +112,10 @@ def product_pointers(
 def epilogue_scalars(
     problem: LinearProblem, given: Any, caches: tuple[Tensor, ...]
 ) -> tuple[int, EpilogueStrides, EpilogueCacheStrides, EpilogueSizes]:
-    """Return an epilogue's scalars (places, strides of y and residual, strides of the caches, sizes).
+    """Return an epilogue's scalars: (places, strides of y and residual, strides of the caches, sizes).
 
-    In the kernel's parameters they follow the scalars of the product.
+    ``places`` is the number of output columns, or of pairs of columns that the epilogue rotates. The kernel
+    takes these scalars after the scalars of the product.
     """
     heads, residual = problem.heads, getattr(given, "residual", None)
     strides = [stride for cache in caches for stride in cache.stride()[:3]] or [0] * 6

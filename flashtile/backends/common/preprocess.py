@@ -62,7 +62,7 @@ class PreprocessLengths(NamedTuple):
 
 
 def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
-    """Return the number of a head's padded rows: of one sequence if dense, of all sequences if varlen."""
+    """Return the number of padded rows of a head: in one sequence, or in all sequences if they are packed."""
     return triton.cdiv(total_q + batch * ROW_PAD if varlen else seqlen_q, ROW_PAD) * ROW_PAD
 
 
@@ -82,7 +82,7 @@ class PreprocessVariant:
 
 @triton.jit
 def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr):
-    """Return the offset of the padded rows of sequence ``b`` and ``head``, in rows, int64."""
+    """Return the offset, in rows, of the padded rows of head ``head`` of sequence ``b``, int64."""
     if VARLEN:
         # Each sequence begins at a multiple of PAD. With ``+ b``, ranges of adjacent sequences never overlap.
         return head.to(tl.int64) * padded_rows + (start_q // PAD + b) * PAD
@@ -94,10 +94,14 @@ def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.con
 def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     """Compute neg_lse and neg_delta. Grid: (padded blocks of rows * heads * batch,).
 
-    Rows whose lse is -inf, and rows past the end, get neg_lse -inf (their probabilities are 0) and neg_delta
-    0. Each program writes its term of dsink [programs], in which heads vary fastest. ``dq_accum`` is the fp32
-    accumulator of kernels that add dQ in memory, with C.DQ_ACCUM_COLUMNS columns per padded row. The kernel
-    zeroes it for the first ``dq_accum_heads`` heads, counted through the batch. It also zeroes ``counters``.
+    Rows past the end, and rows whose lse is -inf, get neg_lse -inf, so that their probabilities are 0, and
+    neg_delta 0. Each program writes its part of the gradient of the sink, a sum over its rows, to one element
+    of dsink [programs]. Programs of adjacent heads have adjacent numbers.
+
+    ``dq_accum`` is the fp32 accumulator of kernels that add dQ in memory, with C.DQ_ACCUM_COLUMNS columns per
+    padded row. This kernel zeroes the accumulator of the first ``dq_accum_heads`` query heads: those of the
+    first sequence, then those of the second, and so on. Packed sequences have one accumulator per head. The
+    kernel also zeroes ``counters``.
     """
     num_heads_q, seqlen_q = lengths.num_heads_q, lengths.seqlen_q
     num_blocks = tl.cdiv(seqlen_q, PAD) * (PAD // C.BLOCK_M)
@@ -168,13 +172,13 @@ def preprocess_launch(
     dq_accum_columns: int = 0,
     dq_accum_heads: int = 0,
 ) -> CachedLaunch:
-    """Return the launch of ``preprocess_kernel`` for one signature.
+    """Return the launch of ``preprocess_kernel`` for tensors of one signature.
 
     Args:
         lse_factor: log2(e), or 1 / softmax_scale if scores are raw products.
-        counters: number of the following kernels' int32 counters, which are zeroed.
+        counters: number of int32 counters of the following kernels. ``preprocess_kernel`` zeroes them.
         dq_accum_columns: columns of the fp32 accumulator of dQ; 0 if the following kernels have none.
-        dq_accum_heads: number of query heads, counted through the batch, whose accumulator is zeroed.
+        dq_accum_heads: number of query heads, summed over sequences, whose accumulator is zeroed.
     """
     blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // _rows_of(problem))
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
@@ -204,9 +208,9 @@ def preprocess_rows(
     dq_accum: Tensor | int | None = None,
     counters: Tensor | int | None = None,
 ) -> Tensor | None:
-    """Launch ``preprocess``, which fills ``neg_lse`` and ``neg_delta`` (one float per padded row each).
+    """Launch ``preprocess``, which writes one float per padded row to each of ``neg_lse`` and ``neg_delta``.
 
-    Returns the gradient of the sink (heads,), None without a sink.
+    Returns the gradient of the sink (heads,), or None without a sink.
     """
     sink = extras.sink
     terms = None

@@ -13,7 +13,10 @@ LN_2 = tl.constexpr(common.LN_2)
 
 @triton.jit
 def sequence(cu_seqlens, b, seqlen, total, VARLEN: tl.constexpr):
-    """Return (first row in memory, length) of sequence ``b``, clamped to the tensor."""
+    """Return (first row, length) of sequence ``b``, clamped to the tensor.
+
+    The first row is 0 if sequences are not packed.
+    """
     if VARLEN:
         start = min(max(tl.load(cu_seqlens + b), 0), total)
         end = min(max(tl.load(cu_seqlens + b + 1), start), total)
@@ -24,7 +27,10 @@ def sequence(cu_seqlens, b, seqlen, total, VARLEN: tl.constexpr):
 
 @triton.jit
 def row_of_token(b, start, heads, seqlen, VARLEN: tl.constexpr):
-    """Return the index, in (tokens, heads), of the first head of the sequence's first token, int64."""
+    """Return the index of the first head of a sequence's first token, int64.
+
+    The index counts rows of a tensor that is viewed as (tokens * heads, head_dim).
+    """
     if VARLEN:
         return start * heads
     else:
@@ -33,8 +39,10 @@ def row_of_token(b, start, heads, seqlen, VARLEN: tl.constexpr):
 
 @triton.jit
 def row_of_head(b, head, start, heads, seqlen, total, VARLEN: tl.constexpr):
-    """Return the index of a head's first token, int64, in (batch, heads, seqlen); if VARLEN (heads,
-    total)."""
+    """Return the index of a head's first token in a tensor of row statistics, int64.
+
+    The tensor has shape (batch, heads, seqlen), or (heads, total) if VARLEN.
+    """
     if VARLEN:
         return head.to(tl.int64) * total + start
     else:
@@ -43,7 +51,10 @@ def row_of_head(b, head, start, heads, seqlen, total, VARLEN: tl.constexpr):
 
 @triton.jit
 def tile_index(BLOCK: tl.constexpr, WIDE: tl.constexpr):
-    """Return row numbers within a tile, [BLOCK]; int64 if WIDE, for tiles that span 2^31 elements or more."""
+    """Return the row numbers within a tile, [BLOCK].
+
+    They are int64 if WIDE, for tiles that span 2^31 elements or more.
+    """
     index = tl.arange(0, BLOCK)
     if WIDE:
         index = index.to(tl.int64)
@@ -63,9 +74,10 @@ def load_tile(
     matrix, start, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
     WIDE: tl.constexpr, ONCE: tl.constexpr = False,
 ):  # fmt: skip
-    """Load [BLOCK, BLOCK_D]: rows from ``start`` on, zeros past the last row (if MASKED) and past HEAD_DIM.
+    """Load a tile [BLOCK, BLOCK_D]: the rows from ``start`` on.
 
-    ONCE: the rows are read only once, so caches evict them first.
+    Elements past the last row (if MASKED) and past column HEAD_DIM are 0. If ONCE, the rows are read only
+    once, so they are the first that the caches evict.
     """
     policy: tl.constexpr = "evict_first" if ONCE else ""
     rows = tile_index(BLOCK, WIDE)

@@ -1,4 +1,4 @@
-"""Views of tensors for TMA, which lack only the address; launches make descriptors from them."""
+"""Views of tensors for TMA. A view is a TMA descriptor without an address, which each launch adds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class View:
     def of(self, tensor: Tensor | int) -> TensorDescriptor:
         """Return the descriptor of ``tensor``, which may be given by its address if the kernel is compiled.
 
-        The tensor is not checked here, because selection has checked ``Problem.tma_obstacle``.
+        The tensor is not checked here. The selection of the kernel has already checked
+        ``Problem.tma_obstacle``.
         """
         descriptor = TensorDescriptor.__new__(TensorDescriptor)
         base = Address(tensor) if type(tensor) is int else tensor
@@ -76,18 +77,24 @@ class View:
 
 
 def dense_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: torch.dtype) -> View:
-    """View of (batch, seqlen, heads, head_dim); a block is ``rows`` rows of one head."""
+    """Return the view of a tensor (batch, seqlen, heads, head_dim). A block is ``rows`` rows of one head."""
     return View(list(shape), _usable(shape, strides), [1, rows, 1, block_d], dtype)
 
 
 def cells_view(shape: tuple, strides: tuple, rows: int, keys: int, dtype: torch.dtype) -> View:
-    """View of (batch, heads, seqlen_q, seqlen_k); a block is ``rows`` by ``keys`` of one head."""
+    """Return the view of a tensor (batch, heads, seqlen_q, seqlen_k), such as a bias.
+
+    A block is ``rows`` rows by ``keys`` keys of one head.
+    """
     return View(list(shape), _usable(shape, strides), [1, 1, rows, keys], dtype)
 
 
 def packed_view(shape: tuple, strides: tuple, pack: int, rows: int, block_d: int, dtype: torch.dtype) -> View:
-    """View of (batch, seqlen, heads, head_dim) as (batch, seqlen, heads / pack, pack, head_dim); a block is
-    ``rows / pack`` tokens of ``pack`` heads."""
+    """Return the view of a tensor (batch, seqlen, heads, head_dim) with ``pack`` adjacent heads per block.
+
+    The view has the dimensions (batch, seqlen, heads / pack, pack, head_dim). A block is ``rows / pack``
+    tokens of ``pack`` heads.
+    """
     batch, seqlen, heads, head_dim = shape
     split = [batch, seqlen, heads // pack, pack, head_dim]
     head_stride = strides[2]
@@ -96,7 +103,7 @@ def packed_view(shape: tuple, strides: tuple, pack: int, rows: int, block_d: int
 
 
 def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: torch.dtype) -> View:
-    """View of packed rows (total, heads, head_dim) whose loads end at the end of a sequence.
+    """Return the view of a packed tensor (total, heads, head_dim) whose loads end at the end of a sequence.
 
     A descriptor has one extent for all rows, here 2**30. Row i of a sequence has the coordinate
     ``2**30 - seqlen + i``, which is inside exactly if ``i < seqlen``. Two more dimensions correct the address
@@ -111,15 +118,17 @@ def ragged_view(shape: tuple, strides: tuple, rows: int, block_d: int, dtype: to
 
 
 def rows_between_sequences(k: Tensor) -> int:
-    """Return the distance between sequences of a dense k (batch, seqlen, heads, head_dim), in rows; 0 if k is
-    packed or has one sequence."""
+    """Return the distance between sequences of a dense k (batch, seqlen, heads, head_dim), in rows.
+
+    It is 0 if k is packed or has one sequence.
+    """
     if k.dim() == 3 or k.shape[0] == 1:
         return 0
     return k.stride(0) // _row_stride(k.shape, k.stride())
 
 
 def _row_stride(shape: tuple, strides: tuple) -> int:
-    """Return the stride between rows; if each sequence has one row, the stride between sequences."""
+    """Return the stride between rows. If each sequence has one row, return the stride between sequences."""
     if len(shape) == 4 and shape[1] == 1 and shape[0] > 1 and strides[0] > 0:
         return strides[0]
     return _usable(shape[-3:], strides[-3:])[0]

@@ -37,7 +37,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 
 
 def prepare_forward(problem: Problem, config: Config) -> Any:
-    """Return a launch ``(q, k, v, extras) -> (out, lse)``."""
+    """Return a function ``(q, k, v, extras) -> (out, lse)``."""
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_forward(*_widened(problem)), 3)
     attend = _prepare_attend(problem, config)
@@ -53,7 +53,7 @@ def prepare_forward(problem: Problem, config: Config) -> Any:
 
 
 def _prepare_attend(problem: Problem, config: Config) -> Any:
-    """Return a launch ``(q, k, v, extras) -> (out, lse)`` that ignores the sink."""
+    """Return a function ``(q, k, v, extras) -> (out, lse)`` that ignores the sink."""
 
     def dense(own: Problem, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs) -> Any:
         chosen = config.backward_lse if optional.masks else config.forward
@@ -75,16 +75,16 @@ def _optional(problem: Problem, extras: Any, dbias: Tensor | None, with_gradient
 
 
 def _parts_of(problem: Problem, config: Config) -> Any:
-    """Return the function that splits the call into dense ones; None for a dense call."""
+    """Return the function that splits a call into dense calls, or None if the call is dense."""
     if padded.covers(problem) and isinstance(config.forward, Fused):
         return padded.parts
     return parts.sequences if problem.varlen or problem.seqused_q or problem.seqused_k else None
 
 
 def prepare_backward(problem: Problem, config: Config) -> Any:
-    """Return ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``; dlse may be None.
+    """Return a function ``(dout, dlse, q, k, v, out, lse, extras) -> (dq, dk, dv, dsink, dbias)``.
 
-    With score or mask functions, the gradients of the captured tensors follow.
+    ``dlse`` may be None. With score or mask functions, the gradients of the captured tensors follow.
     """
     if problem.partial and problem.out_dtype != problem.dtype:
         return _wide(prepare_backward(*_widened(problem)), 7)
@@ -119,7 +119,7 @@ def _widened(problem: Problem) -> tuple[Problem, Config]:
 
 
 def _wide(launch: Any, tensors: int) -> Any:
-    """Return ``launch`` with its first ``tensors`` arguments cast to float32, which gives float32 results."""
+    """Return ``launch`` with its first ``tensors`` arguments cast to float32, so that results are float32."""
 
     def widened(*arguments: Any) -> Any:
         given = (None if t is None else t.float() for t in arguments[:tensors])

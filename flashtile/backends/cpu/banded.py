@@ -74,7 +74,10 @@ def backward(
 
 
 class _Tile(NamedTuple):
-    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys); None if it needs none."""
+    """Indices of one call of the kernel, and its bias (1, heads or 1, rows, keys).
+
+    The bias is None if the call needs no bias.
+    """
 
     queries: tuple[slice, slice, slice]  # into q and out
     keys: tuple[slice, slice, slice]  # into k and v
@@ -98,8 +101,8 @@ def _tiles(
     if alibi_slopes is None:
         parts = [(slice(0, batch), heads_kv)]
     else:
-        # Each head needs its own table, and so does each sequence with its own slopes. To bound the size of
-        # the tables, a few heads are computed at a time.
+        # Each head needs its own table of biases. If the slopes differ between sequences, so does each
+        # sequence. A few heads are computed at a time, to bound the size of the tables.
         heads = max(1, config.TABLE_ELEMENTS // (block_m * len(distances) * problem.group_size))
         sequences = split(range(batch), 1 if alibi_slopes.dim() == 2 else max(1, batch))
         parts = [(_slice(b), h) for b in sequences for h in split(heads_kv, heads)]
@@ -120,7 +123,7 @@ def _tiles(
 
 
 def _distances(window: tuple[int, int], rows: range, block_m: int, seqlen_k: int, offset: int) -> range:
-    """Return the range of distances, from a block's first row, of all keys that the block may see."""
+    """Return the range of distances from a block's first row to the keys that the block's rows may see."""
     left, right = window
     start = -(rows.stop - 1 + offset) if left == UNLIMITED else -left
     stop = seqlen_k - (rows.start + offset) if right == UNLIMITED else block_m + right
@@ -130,7 +133,10 @@ def _distances(window: tuple[int, int], rows: range, block_m: int, seqlen_k: int
 def _table(
     window: tuple[int, int], distances: range, block_m: int, slopes: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return a block's biases by distance from its first row: (1, heads or 1, block_m, distances)."""
+    """Return the table of biases of a block of rows, (1, heads or 1, block_m, distances).
+
+    Its last dimension is the distance of a key from the block's first row.
+    """
     own = torch.arange(block_m, dtype=torch.int32)[:, None]
     distance = torch.arange(distances.start, distances.stop, dtype=torch.int32) - own
     if slopes is None:

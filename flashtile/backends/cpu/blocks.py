@@ -1,4 +1,4 @@
-"""Rows, keys and tiles that a window leaves visible: pure functions of lengths and ranges.
+"""Functions that tell which rows, keys and tiles a window leaves visible, from lengths and ranges.
 
 ``offset`` is ``seqlen_k - seqlen_q``: query row i is aligned with key ``i + offset`` (bottom-right
 alignment). A window side of -1 is unlimited.
@@ -45,7 +45,10 @@ def sees_all(rows: range, keys: range, offset: int, window_left: int, window_rig
 
 
 def hidden_keys(distance: Tensor, window_left: int, window_right: int) -> Tensor | None:
-    """Return which keys the window hides, by their ``distance`` from the row; None without a window."""
+    """Return a bool mask that is True where the window hides a key; None without a window.
+
+    ``distance`` is the position of each key minus that of its row.
+    """
     if window_left == window_right == UNLIMITED:
         return None
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -57,12 +60,18 @@ def hidden_keys(distance: Tensor, window_left: int, window_right: int) -> Tensor
 
 
 def chunks_of(rows: range, offset: int, attention_chunk: int) -> tuple[int, int]:
-    """Return the first and the end position of the chunks of ``attention_chunk`` keys that hold ``rows``."""
+    """Return (start, end) of the chunks that contain the positions of ``rows``.
+
+    A chunk has ``attention_chunk`` positions.
+    """
     first, last = (row + offset for row in (rows.start, rows.stop - 1))
     return first // attention_chunk * attention_chunk, (last // attention_chunk + 1) * attention_chunk
 
 
 def same_chunk(rows: range, keys: range, offset: int, attention_chunk: int) -> Tensor:
-    """Return (rows, keys) bool: whether row and key are in one chunk of ``attention_chunk`` positions."""
+    """Return a bool mask (rows, keys), True where row and key lie in the same chunk.
+
+    A chunk has ``attention_chunk`` positions.
+    """
     own = torch.arange(rows.start + offset, rows.stop + offset) // attention_chunk
     return own[:, None] == torch.arange(keys.start, keys.stop) // attention_chunk

@@ -58,7 +58,10 @@ class Config:
 
 
 def configure(problem: Problem) -> Config:
-    """Return the configuration for ``problem``, whose lengths are those of the longest sequence if varlen."""
+    """Return the configuration for ``problem``.
+
+    If sequences are packed, the problem's lengths are those of the longest sequence.
+    """
     tiled = tiled_config(problem)
     masked = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
     masked = masked or problem.mods is not None or (problem.key_padding_mask and not padded.covers(problem))

@@ -64,7 +64,10 @@ def _attend_by_pairs(
     scale: float,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`attend` in parts of at most ``pairs`` pairs of a sequence and a key/value head."""
+    """Compute :func:`attend` in several calls.
+
+    Each call has at most ``pairs`` pairs of a sequence and a key/value head.
+    """
     batch, seqlen_q, heads_q, _ = q.shape
     heads_kv = k.shape[2]
     out = torch.empty(q.shape, dtype=q.dtype)
@@ -97,7 +100,10 @@ def differentiate(
     scale: float,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (dq, dk, dv), contiguous, in ``dtype`` or wider, given inputs and results of :func:`attend`."""
+    """Return (dq, dk, dv) from the inputs and results of :func:`attend`.
+
+    The gradients are contiguous, in ``dtype`` or wider.
+    """
     if q.dtype != dtype:
         dout, q, k, v, out = (t.to(dtype) for t in (dout, q, k, v, out))
     group = q.shape[2] // k.shape[2]

@@ -1,9 +1,11 @@
 """FP8 on the CPU: FlashAttention-3's forward (Shah et al. 2024, arXiv:2407.08608, section 3.3) in torch.
 
 Products multiply e4m3 values and sum in float32. Probabilities are multiplied by 2**8 and rounded to e4m3.
-With block scales, the accumulator is stored divided by a unit, and P is multiplied by the block's scale of v
-divided by that unit. The unit is the current block's scale of v, so this factor is 1. Only if that scale is
-far below the largest one so far, the unit is larger (``LARGEST_RATIO``).
+
+If each block of v has its own scale, the accumulator is stored divided by a *unit*. P of a block is then
+multiplied by the block's scale divided by the unit. The unit is normally the scale of the current block, so
+that this factor is 1. If that scale is far below the largest one so far, the unit is larger
+(``LARGEST_RATIO``).
 """
 
 from __future__ import annotations
@@ -78,7 +80,10 @@ class _Sequence(NamedTuple):
 def attend(
     problem: Fp8Problem, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) in the shapes of the problem; rows that belong to no sequence are 0 and -inf."""
+    """Return (out, lse) in the shapes of the problem.
+
+    Rows that belong to no sequence have out 0 and lse -inf.
+    """
     scales, extras = tensors.scales, tensors.extras
     out = q.new_zeros(problem.out_shape, dtype=problem.out_dtype)
     lse = q.new_full(problem.lse_shape, -torch.inf, dtype=torch.float32)
@@ -209,7 +214,7 @@ def _masked_scores(
     offset: int,
     window: tuple[int, int],
 ) -> Tensor:
-    """Turn products of e4m3 (heads_kv, group, rows, keys) into masked scores in log2 units."""
+    """Turn e4m3 products q k^T, (heads_kv, group, rows, keys), into masked scores in log2 units."""
     left, right = window
     distance = torch.arange(keys.start, keys.stop) - torch.arange(rows.start, rows.stop)[:, None] - offset
     scores = scores * (q_scale * (k_scale * problem.softmax_scale))

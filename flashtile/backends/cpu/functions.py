@@ -1,4 +1,4 @@
-"""Tiles of attention with ``score_mod`` and ``mask_mod``, evaluated on the indices of a tile.
+"""Attention with ``score_mod`` and ``mask_mod``, which are evaluated tile by tile on the scores' indices.
 
 Blocks that a block mask leaves out are skipped, and full blocks are not masked.
 """
@@ -46,7 +46,7 @@ class EvaluatedFunctions:
     def chunks(
         self, problem: Problem, config: Tiled, q: Tensor, k: Tensor, v: Tensor, optional: OptionalInputs
     ) -> Iterator[FunctionChunk]:
-        """Yield chunks of one sequence, and of one query head if each head has its own block lists."""
+        """Yield chunks of one sequence. If each head has its own block lists, a chunk has one query head."""
         for b in range(q.shape[0]):
             if self.lists is None or self.mods.list_heads == 1:
                 for h in split(range(problem.num_heads_kv), config.TILE_HEADS):
@@ -58,7 +58,7 @@ class EvaluatedFunctions:
                 yield FunctionChunk(problem, config, q, k, v, optional, b, of_kv, of_q)
 
     def of_captured(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the captured tensors in their dtypes."""
+        """Return the gradients of the captured tensors, each in the dtype of its tensor."""
         found = [
             None if gradient is None else gradient.to(tensor.dtype)
             for tensor, gradient in zip(self.captured, self.gradients, strict=True)
@@ -66,7 +66,10 @@ class EvaluatedFunctions:
         return (*found, *(None,) * (MAX_CAPTURED - len(found)))
 
     def add_gradient(self, load: Load, ds: Tensor, indices: list[Any]) -> None:
-        """Add ``ds`` (..., rows, keys) to the gradient's elements at ``indices``, which broadcast to it."""
+        """Add ``ds`` (..., rows, keys) to the gradient of a captured tensor, at the elements ``indices``.
+
+        ``indices`` has an index for each dimension of the captured tensor. They broadcast to ``ds``.
+        """
         gradient = self.gradients[load.tensor]
         assert gradient is not None
         if not indices:
@@ -145,14 +148,14 @@ class FunctionChunk(Chunk):
         if self.functions.score_program is None:
             return
         by_heads = self.by_heads(tile, rows, keys)
-        # The scores are copied, because a derivative may be the tensor of scores, which is overwritten below.
+        # The scores are copied, because they are overwritten below and a derivative may be the same tensor.
         inputs = self._inputs(rows, keys) | {"score": by_heads.clone()}
         given = self.functions.score_program, inputs, self.functions.captured, self.dtype, "score_mod"
         score, *self._results = evaluate(*given)
         by_heads.copy_(torch.as_tensor(score))
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
-        """Differentiate ``score_mod``: turn ``ds`` into the gradient of its input, in place.
+        """Turn ``ds`` from the gradient of the result of ``score_mod`` into that of its input, in place.
 
         Gradients of captured tensors are added to ``EvaluatedFunctions.gradients``. Hidden scores get
         gradient 0, because a derivative there may be inf or NaN.
@@ -168,7 +171,7 @@ class FunctionChunk(Chunk):
         by_heads.mul_(factor).masked_fill_(hidden, 0.0)
 
     def _inputs(self, rows: range, keys: range) -> dict[str, Tensor]:
-        """Return the indices b, h, q and kv of a tile's scores, which broadcast to :meth:`by_heads`."""
+        """Return the indices b, h, q and kv of a tile's scores. They broadcast to :meth:`by_heads`."""
         heads = torch.arange(self.heads_q.start, self.heads_q.stop)
         return {
             "b": torch.tensor(self.b),
@@ -179,7 +182,7 @@ class FunctionChunk(Chunk):
 
 
 def _lists(extras: Any) -> list[list[list[Blocks]]]:
-    """Return a block mask's lists: :data:`Blocks` by sequence, head and block of rows."""
+    """Return the lists of a block mask: :data:`Blocks`, indexed by sequence, head and block of rows."""
     counts = zip(extras.kv_num_blocks.tolist(), extras.full_kv_num_blocks.tolist(), strict=True)
     blocks = zip(extras.kv_indices.tolist(), extras.full_kv_indices.tolist(), strict=True)
     return [

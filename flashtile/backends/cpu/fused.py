@@ -15,8 +15,10 @@ from flashtile.problems.common import UNLIMITED
 
 
 def prepare_dense_forward(problem: Problem, config: Fused) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a launch for tensors of the problem's own lengths; all decisions that depend on lengths are made
-    here."""
+    """Return a function ``(q, k, v, extras) -> (out, lse)`` for tensors with the lengths of ``problem``.
+
+    Decisions that depend on the lengths are made here, not in each call.
+    """
     causal = _kernel_mask(problem, problem.batch, problem.seqlen_q, problem.seqlen_k)
     if causal is None or (problem.seqlen_q == 1 and problem.group_size > 1):
         return lambda q, k, v, extras: forward(problem, config, q, k, v, OptionalInputs.of(problem, extras))
@@ -74,7 +76,7 @@ def _kernel_mask(problem: Problem, batch: int, seqlen_q: int, seqlen_k: int) -> 
 def _attend_by_groups(
     problem: Problem, config: Fused, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Attend one query per sequence. A group's query heads become queries of one head."""
+    """Compute attention of one query per sequence. The query heads of a group become queries of one head."""
     heads_kv = k.shape[2]
     by_groups = q[:, 0].unflatten(1, (heads_kv, problem.group_size)).transpose(1, 2)
     out, lse = attend(config.compute_dtype, by_groups, k, v, False, problem.softmax_scale)

@@ -33,7 +33,10 @@ def _sums_dtype(problem: LinearProblem) -> torch.dtype:
 
 
 def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> Any:
-    """Return y, or (y, scaled, factor) before a norm. ``given``: LinearTensors, or BeforeNormTensors."""
+    """Return y. If the problem prepares the following norm, return (y, scaled, factor).
+
+    ``given`` is a LinearTensors or a BeforeNormTensors.
+    """
     if problem.is_plain:
         return torch.nn.functional.linear(x.detach(), weight.detach(), given.bias)
     factors = given.bias, given.weight_scale, given.norm_weight, given.x_scale

@@ -11,8 +11,11 @@ from flashtile.problems.attention import OptionalTensors, Problem
 
 
 class Dropout(NamedTuple):
-    """Parameters of dropout. A call that is computed in parts drops the same probabilities as in one piece,
-    because sequences are numbered in the whole call."""
+    """Parameters of dropout.
+
+    Which probabilities are dropped depends on the number of their sequence in the whole call. So a call that
+    is computed in parts has the same result. ``first_sequence`` is the number of a part's first sequence.
+    """
 
     rng_state: Tensor
     p: float

@@ -21,7 +21,7 @@ from flashtile.problems.common import UNLIMITED
 
 
 def covers(problem: Problem) -> bool:
-    """Whether key padding is the only mask except a causal one, as torch's kernel requires."""
+    """Whether a problem has key padding and, apart from a causal mask, no other mask, bias or dropout."""
     distances = problem.alibi or problem.window_left != UNLIMITED or problem.window_right > 0
     ragged = problem.varlen or problem.seqused_q or problem.seqused_k
     scores = problem.mask or problem.bias or problem.dropout_p > 0 or problem.attention_chunk > 0
@@ -29,7 +29,7 @@ def covers(problem: Problem) -> bool:
 
 
 def parts(problem: Problem, extras: OptionalTensors) -> Iterator[Part]:
-    """Yield the calls that compute all sequences with a visible key."""
+    """Yield the dense calls that together compute all sequences with a visible key."""
     assert extras.key_padding_mask is not None
     causal = problem.window_right == 0
     offset = problem.seqlen_k - problem.seqlen_q
@@ -45,7 +45,7 @@ def parts(problem: Problem, extras: OptionalTensors) -> Iterator[Part]:
             optional = OptionalInputs.of(problem, extras).of_sequence(b, problem.seqlen_q, problem.seqlen_k)
             yield Part(problem, b, sequences, all_rows, slice(None), optional)
             continue
-        # Row i is aligned with key i + offset. Rows start to stop are aligned with visible keys.
+        # Row i is aligned with key i + offset. Rows ``start`` to ``stop`` are aligned with visible keys.
         start, stop = max(0, first - offset), max(0, min(problem.seqlen_q, end - offset))
         if start < stop:
             own = slice(first, stop + offset)

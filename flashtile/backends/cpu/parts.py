@@ -1,6 +1,7 @@
-"""Computes a call as dense calls on parts of it: packed sequences, used tokens, or keys without padding.
+"""Computes a call as several dense calls, its parts.
 
-Rows in no part have out 0, lse -inf and gradient 0. Keys in no part have gradient 0.
+A part is one sequence without its unused tokens, or some rows of several sequences and their keys without
+padding. Rows in no part have out 0, lse -inf and gradient 0. Keys in no part have gradient 0.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of the whole call.
 
-    ``parts_of(problem, extras)`` yields the parts, and ``dense(problem, q, k, v, optional)`` computes one.
+    ``parts_of(problem, extras)`` yields the dense calls (:class:`Part`) that make up the call.
+    ``dense(problem, q, k, v, optional)`` returns (out, lse) of one part.
     """
     parts = list(parts_of(problem, extras))
     if _is_whole(parts, problem):
@@ -94,8 +96,8 @@ def backward(
     """Return (dq, dk, dv) of the whole call.
 
     ``parts_of`` is as in :func:`forward`, and ``dense(problem, dout, dlse, q, k, v, out, lse, optional)``
-    returns the gradients of one part. With key padding, a key may be in two parts, whose terms are summed in
-    float32.
+    returns the gradients of one part. With key padding, a key may be in two parts. Its gradients from both
+    parts are then added in float32 (float64 for float64 inputs).
     """
     parts = list(parts_of(problem, extras))
     if _is_whole(parts, problem):
@@ -129,7 +131,10 @@ def with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
 
 
 def sequences(problem: Problem, extras: OptionalTensors, dbias: Tensor | None = None) -> Iterator[Part]:
-    """Yield each sequence that has queries and keys as a part; ``dbias`` accumulates the bias's gradient."""
+    """Yield a part for each sequence that has queries and keys.
+
+    ``dbias`` accumulates the gradient of the bias.
+    """
     optional = OptionalInputs.of(problem, extras, dbias)
     for b, rows, keys in spans(problem, extras):
         if rows.start < rows.stop and keys.start < keys.stop:
@@ -138,7 +143,10 @@ def sequences(problem: Problem, extras: OptionalTensors, dbias: Tensor | None = 
 
 
 def spans(problem: Problem, extras: OptionalTensors) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (index, used rows, used keys) of each sequence. Slices of packed sequences index all tokens."""
+    """Yield (index, slice of its rows, slice of its keys) for each sequence. Unused tokens are left out.
+
+    If sequences are packed, the slices index the packed tensors.
+    """
     offsets, used = (
         [None if t is None else t.tolist() for t in pair]
         for pair in ((extras.cu_seqlens_q, extras.cu_seqlens_k), (extras.seqused_q, extras.seqused_k))
@@ -153,6 +161,6 @@ def spans(problem: Problem, extras: OptionalTensors) -> Iterator[tuple[int, slic
 
 
 def _is_whole(parts: list[Part], problem: Problem) -> bool:
-    """Whether a single part is the whole call. Never so for packed sequences."""
+    """Whether the call has a single part, which is the whole call. Always False for packed sequences."""
     everything = slice(0, problem.batch), slice(0, problem.seqlen_q), slice(0, problem.seqlen_k)
     return not problem.varlen and len(parts) == 1 and (*parts[0].queries, parts[0].keys) == everything

@@ -173,7 +173,10 @@ def chunks(
 
 
 class Chunk:
-    """Some sequences and key/value heads of a call, folded to (pairs, rows or keys, head_dim)."""
+    """Some sequences and key/value heads of a call, folded to (pairs, rows or keys, head_dim).
+
+    A pair is one sequence and one key/value head.
+    """
 
     def __init__(
         self,
@@ -187,7 +190,7 @@ class Chunk:
         heads_kv: slice,
         heads_q: slice | None = None,
     ):
-        """``heads_q``: one query head of the key/value head; None: all its query heads."""
+        """``heads_q`` is one query head of the key/value head, or None for all its query heads."""
         group = problem.group_size if heads_q is None else 1
         self.group = group
         self.batch, self.heads_kv = batch, heads_kv
@@ -225,29 +228,29 @@ class Chunk:
         return split(keys, self.block_n)
 
     def keys_of(self, tensor: Tensor) -> Tensor:
-        """View (sequences, heads_kv, seqlen_k, head_dim) of this chunk's part of k, v, dk or dv."""
+        """View this chunk's part of k, v, dk or dv as (sequences, heads_kv, seqlen_k, head_dim)."""
         return tensor[self.batch, :, self.heads_kv].transpose(1, 2)
 
     def tokens(self, tensor: Tensor, rows: range) -> Tensor:
-        """View (sequences, heads_q, rows, head_dim) of this chunk's part of q, out, dq or dout."""
+        """View ``rows`` of this chunk's q, out, dq or dout as (sequences, heads_q, rows, head_dim)."""
         return tensor[self.batch, rows.start : rows.stop, self.heads_q].transpose(1, 2)
 
     def statistics(self, tensor: Tensor, rows: range) -> Tensor:
-        """View (sequences, heads_q, rows) of this chunk's part of lse or its gradient."""
+        """View ``rows`` of this chunk's lse, or of its gradient, as (sequences, heads_q, rows)."""
         return tensor[self.batch, self.heads_q, rows.start : rows.stop]
 
     def folded(self, tensor: Tensor, rows: range) -> Tensor:
-        """Return a tile of q, out or dout: (pairs, group * rows, head_dim), a copy in compute dtype."""
+        """Copy ``rows`` of q, out or dout to a tile (pairs, group * rows, head_dim) in the compute dtype."""
         tile = self.tokens(tensor, rows).to(self.dtype).contiguous()
         return tile.view(-1, self.group * len(rows), tile.shape[-1])
 
     def unfolded(self, tile: Tensor, rows: range) -> Tensor:
-        """Invert :meth:`folded`: a view to copy into :meth:`tokens`."""
+        """View a tile in the shape of :meth:`tokens`, (sequences, heads_q, rows, head_dim)."""
         heads = self.heads_q.stop - self.heads_q.start
         return tile.view(-1, heads, len(rows), tile.shape[-1])
 
     def tile(self, name: str, num_rows: int, num_keys: int) -> Tensor:
-        """Return a (pairs, num_rows, num_keys) tile in the buffer ``name``. The next tile overwrites it."""
+        """Return a tile (pairs, num_rows, num_keys) in the buffer ``name``. The next tile overwrites it."""
         pairs = self.k.shape[0]
         if name not in self.buffers:
             rows = self.group * min(self.block_m, self.seqlen_q)
@@ -255,12 +258,12 @@ class Chunk:
         return self.buffers[name][: pairs * num_rows * num_keys].view(pairs, num_rows, num_keys)
 
     def by_heads(self, tile: Tensor, rows: range, keys: range) -> Tensor:
-        """View (sequences, heads_kv, group, rows, keys) of a tile."""
+        """View a tile of scores as (sequences, heads_kv, group, rows, keys)."""
         heads = self.heads_kv.stop - self.heads_kv.start
         return tile.view(-1, heads, self.group, len(rows), len(keys))
 
     def broadcast(self, tensor: Tensor, rows: range, keys: range) -> Tensor:
-        """View a tile's part of a mask or bias; the view broadcasts to :meth:`by_heads`."""
+        """View the part of a mask or bias that belongs to a tile. It broadcasts to :meth:`by_heads`."""
         batch, heads, seqlen_q, _ = tensor.shape
         part = tensor[
             self.batch if batch > 1 else slice(None),
@@ -271,14 +274,20 @@ class Chunk:
         return part.unflatten(1, (-1, self.group)) if heads > 1 else part[:, :, None]
 
     def seen(self, rows: range, keys: range) -> Tensor | None:
-        """Return the visible scores of a tile as bool, broadcast to :meth:`by_heads`; None without masks."""
+        """Return a bool mask of a tile, True where a score is visible, or None without masks.
+
+        The mask broadcasts to the shape of :meth:`by_heads`.
+        """
         parts = [self.broadcast(mask, rows, keys) for mask in self.optional.masks]
         if self.attention_chunk > 0:
             parts.append(same_chunk(rows, keys, self.offset, self.attention_chunk))
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def kept(self, rows: range, keys: range) -> Tensor | None:
-        """Return (pairs, group * rows, keys): 1 where dropout keeps, else 0; None without dropout."""
+        """Return a tile (pairs, group * rows, keys) that is 1 where dropout keeps a probability, else 0.
+
+        None without dropout.
+        """
         if self.optional.dropout is None:
             return None
         kept = self.optional.dropout.kept(self.batch, self.heads_q, rows, keys).to(self.dtype)
@@ -320,15 +329,18 @@ class Chunk:
         return tile
 
     def modify(self, tile: Tensor, rows: range, keys: range) -> None:
-        """Apply ``score_mod`` to a tile of scores; :meth:`through_functions` differentiates it."""
+        """Apply ``score_mod`` to a tile of scores, in place. A chunk without functions does nothing.
+
+        The backward pass of this step is :meth:`through_functions`.
+        """
 
     def through_functions(self, ds: Tensor, p: Tensor, rows: range, keys: range) -> None:
-        """Overwrite ``ds``, the gradient of scores after :meth:`modify`, with the gradient before it.
+        """Turn ``ds``, the gradient of the scores after ``score_mod``, into that of the scores before it.
 
-        ``p``: the probabilities.
+        ``ds`` is changed in place. ``p`` has the probabilities.
         """
 
     def _distance(self, rows: range, keys: range) -> Tensor:
-        """Return (rows, keys): key position minus the query's own position."""
+        """Return the distances (rows, keys): position of the key minus position of the query."""
         own = torch.arange(rows.start + self.offset, rows.stop + self.offset, dtype=self.dtype)
         return torch.arange(keys.start, keys.stop, dtype=self.dtype) - own[:, None]

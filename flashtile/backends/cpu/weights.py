@@ -22,7 +22,10 @@ configure_weights = tiled_config
 
 
 def prepare_weights(problem: WeightsProblem, config: Tiled) -> Any:
-    """Return ``(q, k, lse, extras) -> (weights, indices)``; indices are None except for the form "top"."""
+    """Return a function ``(q, k, lse, extras) -> (weights, indices)``.
+
+    ``indices`` are None except for the form "top".
+    """
     return partial(_launch, problem, config)
 
 
@@ -87,7 +90,10 @@ def _blocks(
 def _keep(
     problem: WeightsProblem, blocks: Iterable[_Rows], weights: Tensor, indices: Tensor | None = None
 ) -> None:
-    """Write the requested form into ``weights`` (batch, heads, ...), given as zeros, and into ``indices``."""
+    """Write the requested form of the weights into ``weights`` (batch, heads, ...) and ``indices``.
+
+    ``weights`` must contain zeros.
+    """
     for block in blocks:
         place = (block.batch, block.heads, slice(block.rows.start, block.rows.stop))
         if indices is not None:

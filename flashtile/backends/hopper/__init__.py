@@ -67,7 +67,10 @@ def reason_of_device(problem: Problem | DecodeProblem) -> str | None:
 
 
 def reason_of_tensors(problem: Problem) -> str | None:
-    """Return why the kernels, of any dtype, cannot address the problem's tensors; None if they can."""
+    """Return why this backend's kernels cannot address the problem's tensors; None if they can.
+
+    The reasons hold for the kernels of all dtypes.
+    """
     if problem.tma_obstacle is not None:
         return problem.tma_obstacle
     if 0 in (problem.batch, problem.total_q, problem.total_k, problem.seqlen_q, problem.seqlen_k):

@@ -104,7 +104,7 @@ class _Sequence:
         self.tree = None if given.tree_mask is None else given.tree_mask[min(b, given.tree_mask.shape[0] - 1)]
 
     def attend(self, rows: range) -> tuple[Tensor, Tensor]:
-        """Return out (rows, heads_q, head_dim_v) and lse (heads_q, rows) of some rows."""
+        """Return out (rows, heads_q, head_dim_v) and lse (heads_q, rows) of the query tokens ``rows``."""
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         q = self.q[rows.start : rows.stop]
         if self.qv is not None:  # one product gives q k^T + qv v^T
@@ -132,13 +132,18 @@ class _Sequence:
         return row_max, row_sum, acc
 
     def _unified(self, start: Sums, q: Tensor, rows: range) -> Sums | None:
-        """Return the result of :meth:`_online`, computed with the unified maximum phi of FlashDecoding++
-        (Hong et al. 2023, section 3). None if the scores are too far from phi."""
+        """Return the same sums as :meth:`_online`, or None if the scores are too far from phi.
+
+        phi is the unified maximum of FlashDecoding++ (Hong et al. 2023, section 3). It is subtracted from all
+        scores in place of a row's maximum.
+        """
         row_max, row_sum, acc = start
         assert self.phi is not None
         phi = self.phi.to(self.dtype).view(row_sum.shape[0], -1, 1, 1).expand(-1, -1, len(rows), 1)
         phi = phi.reshape(row_sum.shape)
-        factor = torch.exp(-phi)  # a factor, because score - phi would lose bits of scores near zero
+        # Multiplying exp(score) by exp(-phi) is more accurate than exp(score - phi), because the subtraction
+        # rounds scores near zero.
+        factor = torch.exp(-phi)
         total, values = torch.zeros_like(row_sum), torch.zeros_like(acc)
         for scores, keys in self._tiles(q, rows):
             p = scores.exp_().mul_(factor)
@@ -148,15 +153,18 @@ class _Sequence:
         in_range = ((total >= MIN_SUM) & (total <= MAX_SUM)).all() & (largest >= MIN_VALUE)
         if not (in_range and largest.isfinite()):
             return None
-        # The start (a sink, or attention over other keys) may be far from phi, so it is merged by its
-        # maximum.
+        # ``start`` holds a sink or attention over other keys, whose maximum may be far from phi. So both sums
+        # are scaled to the larger of the two maxima before they are added.
         lse = phi + total.log()
         new_max = torch.maximum(row_max, lse)
         before, here = torch.exp(row_max - new_max), torch.exp(lse - new_max)
         return new_max, row_sum * before + here, acc * before + values / total * here
 
     def _tiles(self, q: Tensor, rows: range) -> Iterator[tuple[Tensor, range]]:
-        """Yield (masked scores (heads_kv, group * rows, keys), keys) by blocks of keys that a row sees."""
+        """Yield (masked scores (heads_kv, group * rows, keys), range of keys) for each block of keys.
+
+        The blocks cover the keys that at least one of ``rows`` sees.
+        """
         window = self.problem.window_left, self.problem.window_right
         seen = visible_keys(rows, self.seqlen_k, self.offset, *window)
         if self.problem.attention_chunk > 0:
@@ -171,7 +179,10 @@ class _Sequence:
             yield self._masked(torch.matmul(q, k.permute(1, 2, 0)), rows, keys), keys
 
     def _start(self, rows: range) -> Sums:
-        """Return :data:`Sums` before the first key, from the sink and from attention over other keys."""
+        """Return the :data:`Sums` that the online softmax starts with, before the first key.
+
+        They contain the sink, and the result of attention over other keys (``prior``).
+        """
         heads_kv, group = self.problem.num_heads_kv, self.problem.group_size
         size = (heads_kv, group * len(rows))
         # The lowest finite number instead of -inf: hidden scores then give exp(-inf - lowest) = 0, not NaN.
@@ -194,7 +205,10 @@ class _Sequence:
         return row_max, row_sum, acc
 
     def _gather(self, cache: Tensor, descale: Tensor | None, keys: range) -> Tensor:
-        """Return tokens (keys, heads_kv, head_dim) in the dtype of computation, times their scales."""
+        """Return the tokens ``keys`` of a cache as (keys, heads_kv, head_dim), multiplied by their scales.
+
+        They have the dtype of computation.
+        """
         if self.blocks is None:
             return tokens_of_row(cache, self.row, keys, descale, self.dtype)
         page_size = cache.shape[1]
@@ -259,7 +273,7 @@ def combine(
     for out_part, lse_part in zip(out_partial, lse_partial, strict=True):
         weight = torch.exp(lse_part - largest)
         total += weight
-        # A part without keys has unwritten out, which may hold NaN; 0 times NaN is NaN.
+        # If a part has no keys, its out was not written and may hold NaN. A weight of 0 would not remove NaN.
         part = out_part.to(out.dtype).masked_fill((lse_part == -torch.inf).unsqueeze(-1), 0.0)
         out.addcmul_(part, weight.unsqueeze(-1))
     out /= total.masked_fill(empty, 1.0).unsqueeze(-1)

@@ -19,7 +19,10 @@ from flashtile.reference.decode import rotate_appended
 
 
 def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return tokens (keys, heads_kv, head_dim) of a dense cache in ``dtype``, multiplied by their scales."""
+    """Return the tokens ``keys`` of one row of a dense cache, multiplied by their scales.
+
+    The result has shape (keys, heads_kv, head_dim) and dtype ``dtype``.
+    """
     tokens = cache[row, keys.start : keys.stop].to(dtype)
     if descale is not None:
         tokens *= (descale if descale.dim() == 1 else descale[row]).to(dtype).unsqueeze(-1)
@@ -27,10 +30,11 @@ def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, 
 
 
 def tokens_of_pages(cache: Tensor, pages: Tensor, descale: Tensor | None, memory: Tensor) -> Tensor:
-    """Return (pages * page_size, heads_kv, head_dim) of a paged cache, written to ``memory``.
+    """Write the tokens of ``pages`` to ``memory``, multiplied by their scales, and return them.
 
-    ``memory`` has the dtype of computation and room for at least as many pages. Callers reuse it, because
-    allocating it each time costs more than the copy.
+    The result has shape (pages * page_size, heads_kv, head_dim). ``memory`` has the dtype of computation and
+    room for at least ``len(pages)`` pages. Callers reuse ``memory``, because allocating it each time costs
+    more than the copy.
     """
     tokens = memory[: len(pages)]
     if cache.dtype == memory.dtype:
@@ -83,7 +87,10 @@ def append(
 
 @torch.inference_mode()
 def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, given: CopyTensors) -> None:
-    """Copy (source, destination) blocks in all layers; the first dimension of all tensors is the layer."""
+    """Copy blocks onto others, in all layers, for each (source, destination) of ``block_pairs``.
+
+    The first dimension of all tensors is the layer.
+    """
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].long().unbind(1)
     for tensor in (k_cache, v_cache, *given):
         if tensor is not None:

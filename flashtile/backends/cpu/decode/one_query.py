@@ -1,4 +1,4 @@
-"""A step of generation on the CPU: each sequence has one query, which sees all keys of a range.
+"""A step of generation on the CPU: each sequence has one query, which sees one range of the keys.
 
 torch's flash kernel computes each sequence of a call separately, so that results do not depend on the rest of
 the batch. Adjacent sequences that see the same positions share a call. A long sequence is split into pieces
@@ -69,7 +69,7 @@ def attend(
 def _together(
     problem: DecodeProblem, count: int, parts: list[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """Merge the parts of ``count`` sequences.
+    """Merge the results (out, lse) of all pieces of the keys of ``count`` sequences.
 
     Returns out (count, heads_kv, group_size, head_dim), and lse (count, heads_kv, group_size).
     """
@@ -87,7 +87,7 @@ def _together(
 def _dense(
     problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> Iterator[KeysAndValues]:
-    """Yield the keys of a dense cache: in place, or converted to ``dtype`` a piece at a time."""
+    """Yield the keys and values of a dense cache, in place or converted to ``dtype`` piece by piece."""
     in_place, indexed = k_cache.dtype == dtype, given.cache_batch_idx is not None
     rows = range(problem.batch) if given.cache_batch_idx is None else given.cache_batch_idx.tolist()
     caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
@@ -108,7 +108,10 @@ def _dense(
 def _paged(
     problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> Iterator[KeysAndValues]:
-    """Yield the keys of a paged cache, in pieces that do not depend on where pages lie in memory."""
+    """Yield the keys and values of a paged cache, piece by piece.
+
+    Where the pages lie in memory does not change the division into pieces, so it does not change results.
+    """
     caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
     in_place = k_cache.dtype == dtype and given.k_descale is given.v_descale is None
     most_pages = -(-_most_keys(problem) // problem.page_size)
@@ -158,14 +161,21 @@ def _consecutive(pages: list[int]) -> bool:
 
 
 def _by_heads(tokens: Tensor, piece: Piece, problem: DecodeProblem) -> Tensor:
-    """View tokens of whole pages (tokens, heads_kv, head_dim) as (sequences, heads_kv, keys, head_dim)."""
+    """View the keys of a piece as (sequences, heads_kv, keys, head_dim).
+
+    ``tokens`` (tokens, heads_kv, head_dim) has all tokens of the piece's pages. Those before and after the
+    piece are left out.
+    """
     by_sequence = tokens.unflatten(0, (len(piece.sequences), -1)).transpose(1, 2)
     return by_sequence.narrow(2, piece.keys.start % problem.page_size, len(piece.keys))
 
 
 def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterator[tuple[range, range]]:
-    """Yield (sequences, keys that their queries see). A range of sequences has one sequence or, if
-    ``together``, all adjacent sequences with equal keys."""
+    """Yield (range of sequences, range of the keys that their queries see).
+
+    Each range has one sequence. With ``together``, adjacent sequences that see the same positions form one
+    range.
+    """
     leftpads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.tolist()
     bounds = list(zip(lengths_of(problem, given), leftpads, strict=True))
     first = 0
@@ -183,7 +193,10 @@ def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterat
 
 
 def _gathered_together(pieces: Iterator[Piece], most: int) -> Iterator[list[Piece]]:
-    """Yield groups of consecutive pieces with at most ``most`` pages, or of one larger piece."""
+    """Yield groups of consecutive pieces that have at most ``most`` pages together.
+
+    A piece with more pages is a group of its own.
+    """
     group: list[Piece] = []
     room = most
     for piece in pieces:

@@ -39,9 +39,9 @@ class BiasSizes(NamedTuple):
     group: Any
     """Query heads per key head."""
     bias_batch: Any
-    """Number of sequences that the bias tells apart; 1 if all share it."""
+    """Size of the bias in the batch dimension: 1 if all sequences share one bias."""
     bias_heads: Any
-    """Number of query heads that the bias tells apart; 1 if all share it."""
+    """Size of the bias in the dimension of heads: 1 if all query heads share one bias."""
     window_left: Any
     window_right: Any
     offset: Any
@@ -61,8 +61,10 @@ class BiasTile(NamedTuple):
 
 @gluon.jit
 def find_tile(C: gl.constexpr, tile_index, sizes):
-    """Return a :class:`BiasTile` by its index. Blocks of keys vary fastest, so programs that run at the same
-    time read rows of few heads."""
+    """Return the :class:`BiasTile` with number ``tile_index``.
+
+    Blocks of keys vary fastest, so programs that run at the same time read rows of few heads.
+    """
     key = tile_index % sizes.key_blocks * C.BLOCK_N
     rest = tile_index // sizes.key_blocks
     row = rest % sizes.row_blocks * C.BLOCK_M
@@ -78,7 +80,10 @@ def find_tile(C: gl.constexpr, tile_index, sizes):
 
 @gluon.jit
 def load_operands(rows_desc, keys_desc, numbers_desc, ring, keys, numbers, i, tile, b, head, sizes):
-    """Producer: load rows of a query head, keys of its key head, and a number for each row, as use ``i``."""
+    """Producer: load the operands of product ``i`` into the ring.
+
+    They are rows of a query head, keys of its key head, and a number (-lse or -delta) for each row.
+    """
     slot = ring.acquire(i)
     barrier = ring.full.index(slot)
     nbytes: gl.constexpr = (
@@ -92,7 +97,7 @@ def load_operands(rows_desc, keys_desc, numbers_desc, ring, keys, numbers, i, ti
 
 @gluon.jit
 def producer(C: gl.constexpr, ring, keys, numbers, bias, descs, sizes):
-    """Loads what work tiles need, in the order in which the consumers take them."""
+    """Load the operands of the work tiles, in the order in which the consumers use them."""
     q_desc, k_desc, v_desc, do_desc, neg_lse_desc, neg_delta_desc, bias_desc = descs
     i = 0
     t = 0
@@ -115,7 +120,10 @@ def producer(C: gl.constexpr, ring, keys, numbers, bias, descs, sizes):
 
 @gluon.jit
 def product(C: gl.constexpr, W: gl.constexpr, HEAD_DIM: gl.constexpr, ring, keys, i, layout: gl.constexpr):
-    """Return the product of warpgroup W's rows and the keys of use ``i``, [64, BLOCK_N], left in flight."""
+    """Start product ``i``, of warpgroup W's rows and the keys, and return its accumulator [64, BLOCK_N].
+
+    The wgmma instructions are asynchronous: wait for them before the accumulator is used.
+    """
     slot = ring.wait(i)
     rows = ring.tiles.index(slot).reshape([C.BLOCK_M, C.BLOCK_D]).slice(W * WARPGROUP_ROWS, WARPGROUP_ROWS, 0)
     zero = gl.full([WARPGROUP_ROWS, C.BLOCK_N], 0.0, gl.float32, layout)
@@ -124,14 +132,17 @@ def product(C: gl.constexpr, W: gl.constexpr, HEAD_DIM: gl.constexpr, ring, keys
 
 @gluon.jit
 def number_of_rows(C: gl.constexpr, W: gl.constexpr, numbers, slot, layout: gl.constexpr):
-    """Load the numbers (-lse or -delta) of warpgroup W's rows, [64]."""
+    """Load a number (-lse or -delta) for each of warpgroup W's rows, [64]."""
     tile = numbers.index(slot).reshape([C.BLOCK_M]).slice(W * WARPGROUP_ROWS, WARPGROUP_ROWS)
     return tile.load(gl.SliceLayout(1, layout))
 
 
 @gluon.jit
 def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr):
-    """Return ``ds``, the sum over a work tile's rounds, with 0 for keys that a row does not see."""
+    """Set ``ds`` to 0 where a row does not see a key, and return it.
+
+    ``ds`` is the sum of dS over the sequences and heads that share a work tile.
+    """
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, layout))
     keys = gl.arange(0, C.BLOCK_N, layout=gl.SliceLayout(0, layout))[None, :]
     positions = rows + (tile.row + W * WARPGROUP_ROWS + sizes.offset - tile.key)
@@ -146,7 +157,10 @@ def hide(C: gl.constexpr, W: gl.constexpr, ds, tile, sizes, layout: gl.constexpr
 def consumer(
     C: gl.constexpr, W: gl.constexpr, ring, keys, numbers, bias, dbias_desc, sizes, scores, lse_scale
 ):
-    """Warpgroup W: compute rows 64 W to 64 W + 63 of work tiles. ``lse_scale`` scales -lse to log2 units."""
+    """Consumer warpgroup W: compute rows 64 W to 64 W + 63 of dbias in each work tile.
+
+    ``lse_scale`` scales -lse to log2 units.
+    """
     layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     own_bias = bias.tiles.index(W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
     i = 0

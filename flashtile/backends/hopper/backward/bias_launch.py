@@ -36,7 +36,7 @@ from flashtile.problems.attention import Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
 GRADIENT_STAGES = {64: 5, 128: 3}
-"""Stages of ``bias_gradient``, by columns of the operands."""
+"""Stages of ``gradient_kernel``, by the number of columns of its operands."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,11 @@ class BiasGradientVariant:
 
 
 def writes_ds(problem: Problem, bias: Tensor) -> bool:
-    """Return whether the backward kernel writes the gradient of the bias: it is needed and equals dS.
+    """Return whether the backward kernel writes the gradient of the bias, by storing dS.
 
-    It equals dS if each score has its own element of the bias and there is no soft-cap, whose derivative dS
-    contains. For TMA, seqlen_k must be a multiple of 8.
+    This gradient must be needed, and it must equal dS. It does if each score has its own element of the bias
+    and there is no soft-cap. With a soft-cap, dS also contains the derivative of the soft-cap, which the
+    gradient of the bias does not. TMA requires that seqlen_k is a multiple of 8.
     """
     scores = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
     dense = not (problem.varlen or problem.seqused_k) and own_sizes(bias) == scores
@@ -74,14 +75,16 @@ def writes_ds(problem: Problem, bias: Tensor) -> bool:
 
 
 def has_own_gradient(problem: Problem) -> bool:
-    """Return whether ``gradient_kernel`` supports the shapes of a call. If not, the portable kernel does."""
+    """Return whether ``gradient_kernel`` supports the shapes of a call. If not, the portable kernel runs."""
     dense = not (problem.varlen or problem.seqused_k)
     return dense and padded(problem.head_dim) == padded(problem.head_dim_v) and problem.seqlen_k % 8 == 0
 
 
 class BiasGradient:
-    """Prepares and computes the bias's gradient for calls of one signature. It is called after
-    ``backward_kernel``, as ``(dbias, dout, q, k, v, statistics, extras)``."""
+    """Prepares and computes the gradient of the bias for calls of one signature.
+
+    Call it after ``backward_kernel``, with ``(dbias, dout, q, k, v, statistics, extras)``.
+    """
 
     def __init__(self, problem: Problem, variant: BackwardVariant) -> None:
         self._problem, self._variant = problem, variant
@@ -89,7 +92,10 @@ class BiasGradient:
         self._zero_hidden: ZeroHidden | None = None
 
     def allocate(self, bias: Tensor) -> Tensor:
-        """Return memory for dbias. If the backward writes it, blocks with hidden scores are zeroed here."""
+        """Return memory for dbias.
+
+        If the backward kernel writes dbias, blocks with hidden scores are zeroed here.
+        """
         dbias = bias.new_empty(bias.shape)
         variant = self._variant
         if variant.STORES_DS and (variant.HAS_LEFT or variant.HAS_RIGHT):
@@ -101,7 +107,10 @@ class BiasGradient:
     def __call__(
         self, dbias: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor, extras: Any
     ) -> None:
-        """Write ``dbias``, unless the backward kernel does. ``statistics`` starts with neg_lse, neg_delta."""
+        """Write ``dbias``, unless the backward kernel has written it.
+
+        ``statistics`` starts with neg_lse and neg_delta.
+        """
         problem, variant, bias = self._problem, self._variant, extras.bias
         if variant.STORES_DS:
             return
@@ -124,7 +133,10 @@ class BiasGradient:
 
 
 def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVariant:
-    """Return the variant of ``bias_gradient``; ``has_score_mod`` is a flag of the backward's variant."""
+    """Return the compile-time parameters of ``gradient_kernel``.
+
+    ``has_score_mod`` is HAS_SCORE_MOD of the backward kernel's variant.
+    """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     columns = padded(problem.head_dim)
     return BiasGradientVariant(
@@ -143,7 +155,7 @@ def gradient_variant_of(problem: Problem, has_score_mod: bool) -> BiasGradientVa
 
 
 def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor) -> BiasSizes:
-    """Return the integers of ``bias_gradient``'s launch."""
+    """Return the integer arguments of ``gradient_kernel``."""
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     batch, heads, rows, keys = bias.shape
     blocks = math.ceil(rows / variant.BLOCK_M), math.ceil(keys / variant.BLOCK_N)
@@ -165,7 +177,7 @@ def gradient_sizes(problem: Problem, variant: BiasGradientVariant, bias: Tensor)
 def gradient_views(
     problem: Problem, variant: BiasGradientVariant, q: Tensor, k: Tensor, v: Tensor, bias: Tensor
 ) -> dict[str, View]:
-    """Return the TMA view of each tensor, by the name of ``gradient_kernel``'s parameter."""
+    """Return the TMA view of each tensor. The keys are the names of ``gradient_kernel``'s parameters."""
     dtype, columns = problem.dtype, variant.BLOCK_D
     heads, rows = statistics_shape(problem)
     statistics = View([heads, rows], [rows, 1], [1, variant.BLOCK_M], torch.float32, swizzled=False)

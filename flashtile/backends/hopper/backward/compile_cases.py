@@ -66,10 +66,11 @@ _SHARED = Splits(heads=4, rows=2)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the compile cases of the backward.
+    """Yield the compile cases of the kernels of the backward pass.
 
-    Each pair of head sizes has cases without a mask, causal, and with every feature at once. Unequal head
-    sizes, which are not timed, have only the last. Cases of splits, padded head sizes and modifiers follow.
+    Each pair of equal head sizes has three cases: without a mask, causal, and with every feature at once.
+    Unequal head sizes have only the case with every feature, because they are not timed. Further cases have
+    splits (several programs share a block of keys), padded head sizes, or modifiers such as dropout.
     """
     if arch != HOPPER:
         return

@@ -73,7 +73,9 @@ def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) 
 
 
 def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor, Any]:
-    """Map ``words`` zeroed 64-bit words of each rank. All ranks must call this with equal arguments.
+    """Allocate ``words`` 64-bit words of zeros on each rank, and map the memory of all ranks.
+
+    All ranks must call this with equal arguments.
 
     Returns:
         (addresses (ranks,) int64 on the device, an object that keeps the memory alive).

@@ -191,8 +191,8 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
     of_kind: type[Mod] = ScoreMod if kind == "score_mod" else MaskMod
 
     def call(*arguments: Any) -> Any:
-        # Flattened at each call, because a flattened copy would not see later writes to the tensor, and a
-        # flattened view would not see a later requires_grad_().
+        # Tensors are flattened at each call, because a flattened copy would not see later writes to the
+        # tensor, and a flattened view would not see a later requires_grad_().
         flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
         return python(*arguments, *map(Pointer, flat))
 

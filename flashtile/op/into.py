@@ -162,7 +162,7 @@ class LaunchInto:
     def refuse_overlap(self, tensors: tuple, optional: Any) -> None:
         """Refuse buffers that overlap other tensors.
 
-        Checked on every call, because launches are cached by signature, which has no addresses.
+        This is checked on every call, because launches are cached by signatures, which contain no addresses.
         """
         given = (*tensors, *optional)
         for i, size, name, others in self._pairs:

@@ -101,7 +101,8 @@ def select(operation: Served, problem: Any, backend: str | None = None) -> Selec
 
     Raises:
         ValueError: ``backend`` is not a backend.
-        NotImplementedError: no backend (or not the named one) supports the problem, with the reasons.
+        NotImplementedError: the named backend, or every backend, does not support the problem. The message
+            lists the reasons.
     """
     if backend is not None and backend not in PREFERENCE:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
@@ -117,9 +118,9 @@ def select(operation: Served, problem: Any, backend: str | None = None) -> Selec
 
 
 def choose(operation: Served, problem: Any, backend: str | None = None) -> Choice:
-    """Return the choice of :func:`select`, with the reasons against all other backends.
+    """Return the backend that :func:`select` selects, with the reasons against all other backends.
 
-    If no backend serves the problem, the choice has ``backend`` None; nothing is raised.
+    If no backend supports the problem, ``backend`` of the result is None, and no error is raised.
     """
     chosen: str | None = None
     config: Any = None

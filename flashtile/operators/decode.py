@@ -229,10 +229,11 @@ def append_and_decode(
     options: DecodeOptions,
     buffers: Buffers = (),
 ) -> tuple[Tensor, Any]:
-    """Append k and v to the cache, then compute (out, lse) over it, into ``buffers`` if there are any.
+    """Append k and v to the cache, then compute (out, lse) of q over the cache.
 
-    The whole call is checked before anything is written. ``appended`` must not contain queries: q is rotated
-    here if ``appended`` has rotary angles.
+    The results are written into ``buffers``, if there are any. The whole call is checked before anything is
+    written. If ``appended`` has rotary angles, this function also rotates q. Therefore ``appended`` must not
+    contain queries.
     """
     new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens

@@ -62,9 +62,10 @@ class Fp8Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operands, tensors, options, q_source, k_source, v_source, sink):
-        """Compute (out, lse). The sources and ``sink`` repeat what the operands and ``tensors`` hold.
+        """Compute (out, lse).
 
-        Autograd sees only tensors that are arguments.
+        ``operands`` and ``tensors`` also contain the sources and ``sink``. They are passed again as separate
+        arguments, because autograd sees only tensors that are arguments themselves.
         """
         values = tuple(map(_values_of, operands))
         out, lse = ATTEND(values, tensors, options)

@@ -323,9 +323,10 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
 
 
 def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
-    """Whether a call on this device checks the values of its tensors.
+    """Whether a call whose first tensor is ``tensor`` checks the values of its tensors.
 
-    Reading values on a GPU synchronises, so it needs ``debug_checks`` or ``FLASHTILE_DEBUG=1`` there.
+    Reading values on a GPU synchronises. There, values are checked only with ``debug_checks`` or
+    ``FLASHTILE_DEBUG=1``.
     """
     return debug_checks or not tensor.is_cuda or environment.get(DEBUG) == ON
 

@@ -1,10 +1,11 @@
 """Selects the backend and configuration for a problem, with the reasons against the other backends.
 
-A backend takes part in an operation with a module, ``flashtile.backends.<backend>`` or its subpackage
-``part``, that offers
+A backend implements an operation in a module, which is ``flashtile.backends.<backend>`` or its subpackage
+``part``. The module offers
 
-* ``reason_against(problem, explicit)``: why it does not support the problem; None if it does. ``explicit``:
-  whether the caller named the backend. If ``reason_against_<operation>`` exists, it is called instead.
+* ``reason_against(problem, explicit)``: why the backend does not support the problem, or None if it does.
+  ``explicit`` says whether the caller named the backend. If ``reason_against_<operation>`` exists, it is
+  called instead.
 * ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature. It
   validates nothing. With ``writes_into`` it also takes buffers for its results (``op/into.py``).
 * ``configure_<operation>(problem)``: the frozen configuration, if the operation has one.

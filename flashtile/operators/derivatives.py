@@ -28,7 +28,7 @@ LEARNED = ("sink", "bias")
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) as the kernels would."""
+    """Compute (out, lse) with plain PyTorch, as the kernels would."""
     wide = torch.promote_types(q.dtype, torch.float32)
     given, _ = plain_part(extras, options)
     out, lse = reference.attention(
@@ -73,9 +73,9 @@ def _score(text: str, captured: Sequence[Tensor], score: Tensor, b: Any, h: Any,
 
 
 def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Return which scores are visible.
+    """Return which scores are visible under ``mask_mod`` and the block mask.
 
-    All scores in full blocks of the block mask are visible, and none in empty blocks. In partial blocks
+    In full blocks of the block mask all scores are visible, and in empty blocks none. Everywhere else
     ``mask_mod`` decides.
     """
     seen: Any = True

@@ -124,7 +124,10 @@ def _dequantized(
 
 
 class StraightThrough(torch.autograd.Function):
-    """Return x as the source of a Quantized. Its gradient is rotated back, and 0 for rows not in use."""
+    """Return x as the source of a Quantized.
+
+    The gradient of x is that of the source, rotated back by the rotary embedding. It is 0 for unused rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> Tensor:

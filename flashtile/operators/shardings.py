@@ -18,7 +18,7 @@ Rules = list[tuple[list[Any], list[Any]]]
 def forward_shardings(q: Any, k: Any, v: Any, extras: OptionalTensors, options: Options) -> Rules:
     """Return the sharding rules of ``flashtile::forward``, (placements of results, of arguments) each.
 
-    q, k, v and the extras are DTensor specs.
+    q, k, v and ``extras`` (the optional tensors) are DTensor specs.
     """
     return [
         ([rows, lse], [rows, rows, rows, *of_extras, *(None,) * len(options)])
@@ -53,8 +53,8 @@ def _placements(
 ) -> list[tuple[Any, Any, list[Any], Any, Any]]:
     """Return the possible ways to divide the work over one dimension of a mesh.
 
-    Each way is a tuple of placements: one for q, k, v and out, one for lse, a list for the extras, one for
-    dsink and one for dbias.
+    Each way is a tuple of placements: one for q, k, v and out, one for lse, a list for the optional tensors,
+    one for dsink and one for dbias.
     """
     if len(extras) > len(OptionalTensors._fields):
         raise NotImplementedError("score_mod, mask_mod and block_mask must be None for DTensors")

@@ -1,7 +1,7 @@
 """The operators under ``torch.func``'s transforms: grad, vmap, jacrev and their combinations.
 
-A transform needs its own form of ``autograd.Function`` and a batching rule: the samples that vmap maps over
-become part of the batch of one call.
+A transform needs its own form of ``autograd.Function`` and a batching rule. The rule puts all samples that
+vmap maps over into the batch of one call.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) ->
 class Forward(torch.autograd.Function):
     """Compute (out, lse) under a transform.
 
-    Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of extras and options.
+    Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of OptionalTensors and Options.
     """
 
     @staticmethod

@@ -52,7 +52,8 @@ class Shards:
 
     Args:
         ranks: the group.
-        pieces_q, pieces_k: for each rank, the tokens of its q, and those of its k and v.
+        pieces_q: for each rank, the pieces of the sequence that its q holds.
+        pieces_k: for each rank, the pieces of the sequence that its k and v hold.
         mask: the mask of the whole sequence.
         scores: the other options of attention.
         timeout: seconds to wait for a rank.
@@ -256,7 +257,7 @@ class Total:
 
 @dataclass
 class Saved:
-    """Tensors of a rank's queries that the backward pass needs; out and lse are over all keys.
+    """Tensors of a rank's queries that the backward pass needs. out and lse are results over all keys.
 
     With ``partial``, gradients stay float32 (float64 for float64 inputs), because the caller sums them over
     calls or ranks.
@@ -317,7 +318,7 @@ def _forward(
     partial: bool,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute one call, and return out (batch, rows, heads_q, head_dim_v) and lse (batch, heads_q, rows).
+    """Run one attention call. Return out (batch, rows, heads_q, head_dim_v) and lse (batch, heads_q, rows).
 
     With ``partial``, out is float32 (float64 for float64 inputs) instead of q's dtype.
     """

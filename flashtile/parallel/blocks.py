@@ -1,8 +1,8 @@
 """Blocks of visible scores between the queries of one rank and the keys of another.
 
 A block is a rectangle around the visible band of scores. Its rows and keys are indices into the two ranks'
-own tensors. Each block is one call of attention. Keys outside of all blocks are not sent, and scores outside
-are not computed. Everything here is integer arithmetic on the host.
+own tensors. A block is computed by one attention call, alone or packed with other blocks. Keys outside of all
+blocks are not sent, and scores outside are not computed. Everything here is integer arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Packed:
         for block in (*self.blocks, None):
             start_q = self.tokens_q if block is None else block.q_start
             start_k = self.tokens_k if block is None else block.k_start
-            # Queries before the block form a sequence without keys, and keys before it one without queries.
+            # Queries before the block form a sequence without keys. Keys before it form one without queries.
             if start_q > q[-1]:
                 q, k = [*q, start_q], [*k, k[-1]]
             if start_k > k[-1]:
@@ -94,7 +94,7 @@ class Packed:
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """The call's ``max_seqlen_q`` and ``max_seqlen_k``."""
+        """``max_seqlen_q`` and ``max_seqlen_k`` of the call."""
         q, k = (max(b - a for a, b in pairwise(of)) for of in self._offsets)
         return q, k
 
@@ -137,7 +137,7 @@ class Pair:
 
     @cached_property
     def disjoint(self) -> bool:
-        """Whether no query is in two calls, so that no results must be merged."""
+        """Whether each query is in at most one call, so that no partial results have to be merged."""
         rows = sorted((b.q_start, b.q_stop) for b in self.blocks)
         return all(a[1] <= b[0] for a, b in pairwise(rows)) and (
             sum(isinstance(call, Packed) for call in self.calls) == 0 or len(self.calls) == 1
@@ -250,7 +250,7 @@ def _moved(block: Block, rows: int, keys: int) -> Block:
 
 
 def _merged(blocks: list[Block]) -> list[Block]:
-    """Merge adjacent blocks without masked scores."""
+    """Merge adjacent blocks that contain no masked scores."""
     merged: list[Block] = []
     for block in blocks:
         last = merged[-1] if merged else None

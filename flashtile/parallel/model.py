@@ -125,7 +125,7 @@ class Sharing:
         """Return the FLOPs of a pass over all heads and sequences.
 
         Args:
-            which: "forward", which has two products, or "backward", which has five.
+            which: "forward", which has two matrix products, or "backward", which has five.
             pairs: number of visible scores of one head.
         """
         both = self.head_dim + self.head_dim_v
@@ -141,7 +141,7 @@ class ParallelEstimate:
         method: name of the method.
         ranks: number of ranks.
         seconds: time of all passes.
-        compute_seconds: time of the products.
+        compute_seconds: time of the matrix products.
         exposed_seconds: time of messages that does not overlap with computation.
         bytes: bytes that the rank receives.
         extra_bytes: peak memory in addition to the rank's own tensors, in bytes.
@@ -162,7 +162,7 @@ class ParallelEstimate:
 
 
 MAX_RANKS = 2**14
-"""Largest number of ranks, because the time of an estimate grows with the number of the ring's steps."""
+"""Largest number of ranks. It is limited because the time of an estimate grows with the steps of a ring."""
 
 
 def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[ParallelEstimate]:

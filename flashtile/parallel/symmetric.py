@@ -1,4 +1,4 @@
-"""Memory that every rank of a group can write to, on torch's symmetric memory."""
+"""Memory that all ranks of a group can write to, allocated with torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_symmetric(q: Tensor) -> None:
 
 
 def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) -> Shared:
-    """Return shared memory for ``rows`` rows of ``head_dim`` float32 numbers and their lse.
+    """Return shared memory for ``rows`` rows of ``head_dim`` float32 numbers and one lse per row.
 
     All ranks must call this with equal arguments.
 

@@ -13,7 +13,7 @@ from flashtile.problems.common import address_of
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCALE_BLOCK = 128
-"""Rows and columns of a block of the weight with its own scale."""
+"""Number of rows, and of columns, in a block of the weight that has its own scale."""
 COPY_BYTES = 16
 """Size and alignment in bytes of an asynchronous copy."""
 

@@ -139,7 +139,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _check_with_weights(self, name: str, tensor: Tensor) -> None:
         """Raise unless the module's weights can multiply the tensor.
 
-        Under autocast their dtypes may differ, because autocast casts both to one.
+        Under autocast the dtypes of tensor and weights may differ, because autocast casts both to one dtype.
         """
         weight = self.out_proj.weight
         if tensor.device != weight.device:

@@ -33,7 +33,7 @@ class BlockMask:
     """Lists of partial and full blocks, with FlexAttention's names.
 
     All lists are int32 on one device. ``kv_*`` lists hold the key blocks of each query block, ``q_*`` lists
-    the query blocks of each key block. ``full_*`` lists hold full blocks, the others partial ones.
+    the query blocks of each key block. ``full_*`` lists hold full blocks, the other lists partial blocks.
 
     * ``*kv_num_blocks`` (batch or 1, heads or 1, query blocks) and ``*q_num_blocks`` (..., key blocks):
       number of blocks in each list.

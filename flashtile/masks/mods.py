@@ -170,7 +170,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
             ``tl.load`` reads elements in the order of a contiguous tensor. The function may use operations of
             ``tl`` on scalars. Its globals are read once, in this call, because Triton does not allow them to
             change.
-        tensors: captured tensors; those of a ``score_mod`` get gradients.
+        tensors: captured tensors, which get gradients if ``kind`` is "score_mod".
 
     Raises:
         ValueError: ``kind`` is not "score_mod" or "mask_mod".

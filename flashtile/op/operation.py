@@ -294,7 +294,7 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
             if extra is not None and type(extra) not in PLAIN_TYPES:
                 return False
     return (
-        (required[0].is_cuda or required[0].is_cpu)  # the others must be on the same device
+        (required[0].is_cuda or required[0].is_cpu)  # the other tensors must be on the same device
         and dispatch_modes() == 0
         and transform() is None
         and forward_ad._current_level < 0

@@ -47,7 +47,7 @@ def _fake_forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def of_forward(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *others: Any
 ) -> Any:
-    """Return the arguments of the forward pass from those of its backward pass."""
+    """Return the arguments of the forward pass, given the arguments of its backward pass."""
     return q, k, v, *others
 
 
@@ -88,9 +88,10 @@ class ForwardOperation(Operation):
 
 class BackwardOperation(Operation):
     def launch(self, tensors: tuple, extras: OptionalTensors, options: Options) -> Any:
-        """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero).
+        """Return (dq, dk, dv, dsink, dbias) from dout and dlse. One of the two may be None, which means 0.
 
-        With score or mask functions, gradients of captured tensors follow; None if a tensor needs none.
+        With score or mask functions, the gradients of captured tensors follow. They are None for captured
+        tensors that need no gradient.
         """
         return super().launch(self.normalized(tensors), extras, options)
 

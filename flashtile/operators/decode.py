@@ -205,7 +205,7 @@ _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *Cache
 
 
 Buffers = tuple[Any, ...]
-"""The caller's (out, lse), either of which may be None; empty if both are."""
+"""The caller's buffers (out, lse). One of them may be None. The tuple is empty if both are."""
 
 
 def decode(

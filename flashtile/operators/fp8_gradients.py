@@ -4,9 +4,9 @@ The forward pass keeps the e4m3 operands with their scales, out and lse. The bac
 operands, rounds them to the dtype of out, and calls the backward pass of attention with this out and lse.
 NVIDIA's TransformerEngine divides the work in the same way under ``NVTE_FP8_DPA_BWD=0``.
 
-Quantising counts as the identity (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432). A
-gradient of dequantised numbers therefore becomes that of the tensor before quantisation. Rotary embedding is
-differentiated. The Hadamard transform cancels, because dequantising undoes it.
+Quantising counts as the identity (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432). The
+gradient of the dequantised numbers is therefore used as the gradient of the tensor before quantisation.
+Rotary embedding is differentiated. The Hadamard transform cancels, because dequantising undoes it.
 """
 
 from __future__ import annotations

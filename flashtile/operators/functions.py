@@ -1,8 +1,7 @@
-"""Attention with score and mask functions: its further tensors and options, its checks and its problem.
+"""Attention with score and mask functions: its additional tensors and options, its checks and its problem.
 
-A call with functions has further fields after those of its ``OptionalTensors`` and ``Options``: captured
-tensors, the lists of a block mask, and the functions' programs as text. Calls without functions pay nothing
-for them.
+A call with score or mask functions has more fields than ``OptionalTensors`` and ``Options``: captured
+tensors, the lists of a block mask, and the functions' programs as text. They cost other calls nothing.
 """
 
 from __future__ import annotations

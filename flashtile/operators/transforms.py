@@ -1,7 +1,7 @@
 """The operators under ``torch.func``'s transforms: grad, vmap, jacrev and their combinations.
 
 A transform needs its own form of ``autograd.Function`` and a batching rule. The rule puts all samples that
-vmap maps over into the batch of one call.
+vmap maps over into the batch of one call, if that is possible.
 """
 
 from __future__ import annotations

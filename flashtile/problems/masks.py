@@ -50,7 +50,7 @@ class Mods:
     block_size: tuple[int, int] | None = None
     """Queries and keys of a block of the block mask."""
     list_heads: int = 1
-    """Number of query heads with block lists of their own in the block mask; 1 if all heads share them."""
+    """Number of heads in the block mask's lists: that of the queries, or 1 if all heads share the lists."""
     positions: int = POSITIONS
     """Upper bound of query and key positions: it decides which ints fit in 32 bits."""
 

@@ -54,12 +54,13 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             query: (batch, seqlen_q, embed_dim) with ``batch_first``, (seqlen_q, batch, embed_dim) without, or
                 (seqlen_q, embed_dim).
             key, value: as query, with seqlen_k instead of seqlen_q, and kdim or vdim instead of embed_dim.
-            key_padding_mask: (batch, seqlen_k), True for excluded keys; or floats to add.
+            key_padding_mask: (batch, seqlen_k), True for excluded keys; or floats to add to the scores.
             need_weights: also return the weights, which take memory of (batch, heads, seqlen_q, seqlen_k).
                 The default is True, as in torch; pass False unless the weights are needed.
-            attn_mask: (seqlen_q, seqlen_k) or (batch * heads, seqlen_q, seqlen_k), True for what is excluded;
-                or floats to add, which get their gradient. Scores hidden by a causal mask (aligned to the
-                bottom right), or by a mask that excludes the same keys for every query, cost no work.
+            attn_mask: (seqlen_q, seqlen_k) or (batch * heads, seqlen_q, seqlen_k), True for excluded scores;
+                or floats that are added to the scores and may require a gradient. Scores hidden by a causal
+                mask (aligned to the bottom right), or by a mask that excludes the same keys for every query,
+                cost no work.
             average_attn_weights: whether the weights are averaged over the heads.
             is_causal: states that ``attn_mask`` is causal. If seqlen_q equals seqlen_k, the mask is then not
                 read, and ``attn_mask`` may be omitted.
@@ -138,7 +139,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _check_with_weights(self, name: str, tensor: Tensor) -> None:
         """Raise unless the module's weights can multiply the tensor.
 
-        Under autocast their dtypes may differ, because autocast casts both to one.
+        Under autocast the dtypes of tensor and weights may differ, because autocast casts both to one dtype.
         """
         weight = self.out_proj.weight
         if tensor.device != weight.device:
@@ -170,7 +171,11 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     def _masking(
         self, padding: Tensor | None, attn_mask: Tensor | None, is_causal: bool, q: Tensor, k: Tensor
     ) -> _Masking:
-        """Check the masks and combine them: a pattern if they form one, otherwise booleans and a bias."""
+        """Check the masks and combine them.
+
+        The result is only a pattern if the masks hide nothing but padding and keys after the query. Otherwise
+        it also has a mask of booleans, a bias, or both.
+        """
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         keys: Tensor | None = None
         mask: Tensor | None = None
@@ -202,7 +207,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             pattern = MaskPattern(None, causal, False) if keys is None else pattern_of(keys, causal, seqlen_q)
         if pattern is not None:
             return _Masking(pattern, None, bias)
-        if causal and keys is not None:  # padding that is not on one side or not readable
+        if causal and keys is not None:  # the padding is not at one end, or the host may not read it
             causal, mask = False, torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=q.device).tril()
             mask = mask[None, None]
         return _Masking(MaskPattern(keys, causal, False), mask, bias)
@@ -241,7 +246,10 @@ class _Masking(NamedTuple):
 
     @property
     def is_pattern(self) -> bool:
-        """Whether there is only a pattern, and the host may read its keys to pack them."""
+        """Whether ``pattern`` describes the whole mask, and the host may read which keys are padding.
+
+        The sequences can then be packed without their padding.
+        """
         keys = self.pattern.keys
         return self.mask is self.bias is None and (keys is None or can_look(keys))
 
@@ -272,8 +280,8 @@ class _Masking(NamedTuple):
 def _as_visible(name: str, mask: Tensor) -> Tensor | None:
     """Convert a mask in torch's form to booleans that are True for visible keys or scores.
 
-    In torch's form, True excludes a key or score, or floats are added to the scores. The result is None for a
-    mask that adds values other than 0 and -inf, or that requires a gradient.
+    In torch's form, a bool mask is True for excluded keys or scores, and a float mask is added to the scores.
+    The result is None for a float mask that has values other than 0 and -inf, or that requires a gradient.
     """
     if mask.requires_grad:
         return None

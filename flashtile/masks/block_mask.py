@@ -33,7 +33,7 @@ class BlockMask:
     """Lists of partial and full blocks, with FlexAttention's names.
 
     All lists are int32 on one device. ``kv_*`` lists hold the key blocks of each query block, ``q_*`` lists
-    the query blocks of each key block. ``full_*`` lists hold full blocks, the others partial ones.
+    the query blocks of each key block. ``full_*`` lists hold full blocks, the other lists partial blocks.
 
     * ``*kv_num_blocks`` (batch or 1, heads or 1, query blocks) and ``*q_num_blocks`` (..., key blocks):
       number of blocks in each list.
@@ -69,7 +69,7 @@ class BlockMask:
         return tuple([getattr(self, name) for name in LISTS])
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """Copy the lists to another device. Tensors that ``mask_mod`` captures are not copied."""
+        """Return a copy whose lists of blocks are on ``device``. Tensors captured by ``mask_mod`` stay."""
         return replace(self, **{name: getattr(self, name).to(device) for name in LISTS})
 
     def sparsity(self) -> float:
@@ -193,13 +193,16 @@ def _any(seen: Tensor, blocks_q: int, blocks_kv: int, sizes: tuple[int, int]) ->
 
 
 def _lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (counts, indices), both int32, of the True blocks along the last dimension."""
+    """Return (counts, indices) of the True blocks along the last dimension, both int32.
+
+    ``indices`` has the shape of ``blocks``. The indices of the True blocks come first, in ascending order.
+    """
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32).contiguous()
 
 
 def listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """Convert lists of a block mask to bool, True for listed blocks, in the shape of ``indices``."""
+    """Convert lists of a block mask to a bool tensor in the shape of ``indices``, True for listed blocks."""
     within = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     places = indices.long().clamp(0, max(indices.shape[-1] - 1, 0))
     counts = torch.zeros_like(indices).scatter_add_(-1, places, within.to(indices.dtype))
@@ -215,8 +218,8 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
 
     A :class:`BlockMask` is returned unchanged.
 
-    Lists of the backward pass that it does not have (``compute_q_blocks=False``) are made from those of the
-    forward pass.
+    FlexAttention's mask has no lists for the backward pass if it was made with ``compute_q_blocks=False``.
+    They are then computed from the lists for the forward pass.
 
     Raises:
         TypeError: the argument is not a block mask.
@@ -251,7 +254,7 @@ def of_flex_attention(block_mask: Any) -> BlockMask:
         BLOCK_SIZE=tuple(block_mask.BLOCK_SIZE),
         mask_mod=as_mask_mod(block_mask.mask_mod),
     )
-    # A result with other lists is not cached, because it would miss later writes to the originals.
+    # If a list was copied or computed, the result is not cached: it would miss later writes to the original.
     if keeps and has_q_lists and all(contiguous[name] is tensor for name, tensor in lists.items()):
         _of_flex[block_mask] = attributes, made
     return made

@@ -87,7 +87,7 @@ def _inside(
 ) -> tuple[Tensor, ...]:
     """Return the indices, clamped to the tensor. Negative indices count from the end, as in torch.
 
-    With ``check``, as in :func:`evaluate`, an index outside the tensor raises ValueError.
+    An index outside the tensor raises ValueError where ``check`` says so, as in :func:`evaluate`.
     """
     inside = []
     for index, size in zip(indices, tensor.shape, strict=True):

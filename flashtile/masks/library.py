@@ -68,7 +68,7 @@ def causal(offset: int = 0) -> MaskMod:
 
 @_ready
 def window(left: int, right: int, offset: int = 0) -> MaskMod:
-    """Mask of keys at most ``left`` before and ``right`` after the query; a negative number means no limit.
+    """Mask that shows keys from ``left`` before to ``right`` after the query. A negative number is no limit.
 
     Examples:
         >>> from flashtile import masks
@@ -145,7 +145,7 @@ def document(ids: Tensor, ids_kv: Tensor | None = None) -> MaskMod:
 
 @_ready
 def padding(lengths: Tensor) -> MaskMod:
-    """Mask of the first ``lengths[batch]`` keys of each sequence, with ``lengths`` (batch,) ints.
+    """Mask that shows the first ``lengths[batch]`` keys of each sequence. ``lengths`` are (batch,) ints.
 
     Examples:
         >>> from flashtile import masks
@@ -158,7 +158,7 @@ def padding(lengths: Tensor) -> MaskMod:
 
 @_ready
 def dilated(size: int, dilation: int, offset: int = 0) -> MaskMod:
-    """Mask of every ``dilation``-th key: the query's own, ``size`` keys before it and ``size`` after it.
+    """Mask that shows every ``dilation``-th key: the query's own, and ``size`` keys before and after it.
 
     From Beltagy et al. 2020 (arXiv:2004.05150), section 3.1.
 

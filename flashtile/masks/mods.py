@@ -170,7 +170,7 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
             ``tl.load`` reads elements in the order of a contiguous tensor. The function may use operations of
             ``tl`` on scalars. Its globals are read once, in this call, because Triton does not allow them to
             change.
-        tensors: captured tensors; those of a ``score_mod`` get gradients.
+        tensors: captured tensors, which get gradients if ``kind`` is "score_mod".
 
     Raises:
         ValueError: ``kind`` is not "score_mod" or "mask_mod".
@@ -191,8 +191,8 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
     of_kind: type[Mod] = ScoreMod if kind == "score_mod" else MaskMod
 
     def call(*arguments: Any) -> Any:
-        # Flattened at each call, because a flattened copy would not see later writes to the tensor, and a
-        # flattened view would not see a later requires_grad_().
+        # Tensors are flattened at each call, because a flattened copy would not see later writes to the
+        # tensor, and a flattened view would not see a later requires_grad_().
         flat = [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
         return python(*arguments, *map(Pointer, flat))
 

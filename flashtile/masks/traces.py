@@ -87,7 +87,10 @@ _called_as: dict[type, str] = {}
 
 
 def called_as(attribute: str) -> Callable[[type], type]:
-    """Decorate a class whose objects, when called, call their ``attribute`` and read nothing else."""
+    """Decorate a class of callable objects that only pass their calls on to the function in ``attribute``.
+
+    Such an object is guarded by guarding this function.
+    """
 
     def note(cls: type) -> type:
         _called_as[cls] = attribute
@@ -149,7 +152,7 @@ class _Kept(NamedTuple):
     guards: _Guards
     trace: Trace
 
-    def __reduce__(self) -> Any:  # a copied function must not share the trace, so its entry is None
+    def __reduce__(self) -> Any:  # a copy of the function gets None instead of the trace
         return type(None), ()
 
 
@@ -165,7 +168,7 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
-    """Trace a function, and cache the trace in the function's attributes if all that it read is guarded."""
+    """Trace a function. If all that it read is guarded, cache the trace in the function's attributes."""
     guards = _guards_of(function)  # before the function runs, because running may change what it reads
     made = trace(kind, function)
     if guards is not None and made.properties is not None:
@@ -242,9 +245,10 @@ class _Walk:
         return was is _MISSING or self.may_read(was)
 
     def attributes_are_guarded(self) -> bool:
-        """Guard the value of each of ``attributes`` in each of ``spaces``, and everything reachable from it.
+        """Guard all attributes that the code may read, and everything reachable from them.
 
-        Returns False if that is not possible.
+        The code may read each name in ``attributes`` on each object in ``spaces``, so all combinations are
+        guarded. Returns False if one of them cannot be guarded.
         """
         done: set[tuple[int, str]] = set()
         while True:

@@ -87,7 +87,7 @@ class _InOnePiece:
 
 
 def apart(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with Dynamo disabled. After a graph break Dynamo would compile it in pieces."""
+    """Return ``function`` with Dynamo disabled. Otherwise Dynamo compiles parts of it after a graph break."""
     return _disabled(function) if "torch._dynamo" in sys.modules else function
 
 
@@ -100,7 +100,8 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
     recorder = _Recorder(compiling, has_derivative=kind == "score_mod" and not compiling)
     arguments = [recorder.symbol(Name(name)) for name in SIGNATURES[kind]]
     try:
-        # Without gradients in a part of the function, its derivative would differ from the program's.
+        # Gradients are enabled, so that the recorder can refuse code that disables them (torch.no_grad). The
+        # derivative of the program would ignore that.
         with nullcontext() if compiling else torch.enable_grad(), recorder:
             result = _as_run(function)(*arguments)
         operand = None if result is None else recorder.operand(result)
@@ -230,7 +231,7 @@ class _Recorder(TorchFunctionMode):
         placeholder, name = self.placeholders[len(value)]
         if placeholder is value:
             return name
-        if value.dtype == torch.float32:  # abs() of a complex symbol, which Dynamo computes without this mode
+        if value.dtype == torch.float32:  # abs() of a complex placeholder: Dynamo bypasses this mode
             return self.builder.emit("abs", name)
         raise TypeError("torch.compile does not show an operation on a value: use torch's functions")
 
@@ -268,7 +269,11 @@ class _Recorder(TorchFunctionMode):
         self.properties[function, id(tensor), more] = function, (tensor, *more), function(tensor, *more)
 
     def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Record an operation. Tensor properties that the recorder itself reads for it are not recorded."""
+        """Record an operation on symbols.
+
+        Meanwhile the recorder itself reads properties of tensors. These are not recorded as read by the
+        function.
+        """
         self.busy = True
         try:
             return self._call(name, args, kwargs)
@@ -349,7 +354,7 @@ class _Recorder(TorchFunctionMode):
         return value if self.builder.kind(self.operand(value)) == "float" else self.emit("float", value)
 
     def arithmetic(self, operation: str, a: Any, b: Any) -> Any:
-        """Record an arithmetic operation. Of two operands, a bool becomes an int unless both are bools."""
+        """Record an arithmetic operation. If only one operand is a bool, it is converted to an int."""
         kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
         if kinds == ["bool", "bool"] and operation not in ("and", "or", "xor"):
             raise TypeError(f"two booleans must be joined by &, | or ^, got {operation}")
@@ -379,7 +384,7 @@ class _PartlyRead:
         raise _wrong_count(self.tensor, self.indices)
 
     def refuse(self, *others: Any) -> Any:
-        """Raise the error of an operation on the rest of the tensor."""
+        """Raise the error for an operation on a tensor that was indexed with too few indices."""
         raise _wrong_count(self.tensor, self.indices)
 
 
@@ -439,7 +444,7 @@ def _pow(recorder: _Recorder, base: Any, exponent: Any) -> Any:
     if isinstance(exponent, float):
         base = recorder.as_float(base)
     stays_int = isinstance(exponent, int) and recorder.builder.kind(recorder.operand(base)) == "int"
-    # Repeated squaring also works for negative bases, and wraps ints as torch does.
+    # Repeated squaring also works for negative bases, and ints wrap around on overflow as in torch.
     if number and (exponent in range(1, 65) or (stays_int and exponent >= 0)):
         if exponent < 2:
             return base if exponent else 1
@@ -480,7 +485,10 @@ def _logical(operation: str) -> Callable[..., Any]:
 
 
 def _convert(recorder: _Recorder, x: Any, dtype: Any = None, **options: Any) -> Any:
-    """Record ``x.to(dtype)``, which only changes the kind, because all floats are computed in one dtype."""
+    """Record ``x.to(dtype)`` as a conversion between the kinds bool, int and float.
+
+    Different float dtypes are the same kind, because all floats of a program are computed in one dtype.
+    """
     dtype = options.pop("dtype", dtype)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"to must be called with a dtype, the only argument that compiles, got {dtype!r:.60}")
@@ -499,7 +507,10 @@ def _as_kind(kind: str) -> Callable[..., Any]:
 
 
 def _new(number: int) -> Callable[..., Any]:
-    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``: FlexAttention makes constants so."""
+    """Return the handler of ``x.new_ones(())`` or ``x.new_zeros(())``.
+
+    FlexAttention makes constants with these functions.
+    """
 
     def apply(recorder: _Recorder, x: Any, size: Any = (), dtype: Any = None, **options: Any) -> Any:
         if size != ():

@@ -1,8 +1,9 @@
 """Operations that write their results into the caller's memory: ``out=`` and ``lse=``.
 
 Each is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A launch
-that has ``writes_into`` takes a buffer or None for each result, after its other arguments. If it cannot write
-to a buffer directly, or if a launch has no ``writes_into``, the result is copied into the buffer.
+with the attribute ``writes_into`` takes a buffer or None for each result, after its other arguments, and
+writes directly into these buffers. Without the attribute, or if a buffer is not contiguous and aligned, the
+result is copied into the buffer.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class LaunchInto:
     def refuse_overlap(self, tensors: tuple, optional: Any) -> None:
         """Refuse buffers that overlap other tensors.
 
-        Checked on every call, because launches are cached by signature, which has no addresses.
+        This is checked on every call, because launches are cached by signatures, which contain no addresses.
         """
         given = (*tensors, *optional)
         for i, size, name, others in self._pairs:

@@ -87,7 +87,7 @@ def tell_dtensors(operation: Observed, tensors: tuple[Any, ...]) -> None:
 
 
 def remember_shardings(operation: Observed) -> None:
-    """Store the sharding rules, to be registered by :func:`tell_dtensors` when the first DTensor appears."""
+    """Store an operation's sharding rules. :func:`tell_dtensors` registers them for the first DTensor."""
     _sharded[operation.name] = operation
 
 
@@ -98,7 +98,7 @@ def _count_flops(operation: Observed, *arguments: Any, **unused: Any) -> int:
 
 
 def _register_sharding(name: str) -> None:
-    """Register the sharding rules once.
+    """Register the sharding rules of an operation with DTensor, if that has not happened yet.
 
     Importing DTensor's rules takes half a second, which only users of DTensors should pay.
     """

@@ -59,7 +59,7 @@ _launch_caches: list[BoundedCache] = []
 
 
 def launch_cache() -> BoundedCache:
-    """Return a new cache of prepared launches, which :func:`remembering` empties."""
+    """Return a new cache of prepared launches. :func:`remembering` clears all of these caches."""
     _launch_caches.append(BoundedCache(CACHE_BYTES))
     return _launch_caches[-1]
 
@@ -92,8 +92,8 @@ class Operation:
         flops: ``(*tensors, optional, options) -> number`` of floating-point operations of a call.
         shardings: ``(*tensors, optional, options) -> placements`` of DTensors that need no communication.
         suffix: suffix of the operator's name, for a second operator that the same backends implement.
-        extended_to: the types of ``optional`` and ``options`` in calls with further arguments. Their further
-            fields come last in the operator's schema, with defaults.
+        extended_to: the types of ``optional`` and ``options`` in calls with more arguments. The fields that
+            these types add come last in the operator's schema, with defaults.
     """
 
     def __init__(
@@ -148,7 +148,11 @@ class Operation:
             register_autograd(operator, self._refuse_backward)
 
     def __call__(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        """Compute a call without a backward pass, by the shortest path that is valid for it."""
+        """Compute a call: a plain one by its prepared launch, any other through the torch operator.
+
+        A call is plain if nothing observes it (:func:`is_plain`). If the operation has no backward pass and a
+        tensor requires a gradient, the results get a backward pass that raises NotImplementedError.
+        """
         if is_plain(tensors, optional):
             if self.no_gradient is not None and torch.is_grad_enabled() and any_learns(tensors, optional):
                 run = partial(self.launch, tensors, optional, options)
@@ -157,13 +161,13 @@ class Operation:
         return self.traced(tensors, optional, options)
 
     def launch(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        """Compute a plain call, with the launch prepared for its signature."""
+        """Compute a plain call (:func:`is_plain`) with the launch that is prepared for its signature."""
         prepared = self.prepared(tensors, optional, options)
         self.check_values(tensors, optional, options)
         return prepared(*tensors, optional)
 
     def prepared(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
-        """Return the launch for this signature. A new signature is checked first."""
+        """Return the launch for the signature of this call. A call with a new signature is checked first."""
         try:
             key: tuple = (options, *signatures(tensors))
             if optional is not self.nothing:
@@ -179,7 +183,7 @@ class Operation:
 
     @staticmethod
     def signature(optional: Any) -> tuple:
-        """Return the properties of the optional tensors that a launch depends on."""
+        """Return those properties of the optional tensors that a launch depends on."""
         return signatures(optional)
 
     def prepare_checked(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
@@ -193,7 +197,7 @@ class Operation:
         return select(self, self.describe(*tensors, optional, options), options.backend).prepare()
 
     def normalized(self, tensors: Tensors) -> Tensors:
-        """Return the tensors as launches take them."""
+        """Return the tensors in the form that launches expect."""
         return tensors
 
     def _remember(self, tensors: Tensors, optional: Any, options: Any) -> None:
@@ -201,13 +205,13 @@ class Operation:
             calls.append((self, tensors, optional, options))
 
     def check_values(self, tensors: Tensors, optional: Any, options: Any) -> None:
-        """Check the data where that costs no synchronisation, or where debug checks are requested."""
+        """Check the data if that needs no synchronisation, or if debug checks are requested."""
         debug_checks = getattr(options, "debug_checks", False)
         if self._check_values is not None and reads_values(tensors[0], debug_checks):
             self._check_values(*tensors, optional, options)
 
     def traced(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        """Compute a call that is not plain, through the operator."""
+        """Compute a call that is not plain (:func:`is_plain`), through the torch operator."""
         if torch.compiler.is_dynamo_compiling():
             leave_graph_of_gradients()
             self._check_traced(*tensors, optional, options)
@@ -235,7 +239,7 @@ class Operation:
         return (*tensors, *optional[:first], *options[:second], *optional[first:], *options[second:])
 
     def flat_of_all(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
-        """Return all of the operator's arguments, with the defaults of those that the call does not have."""
+        """Return all of the operator's arguments. Those that the call does not have get their defaults."""
         given = self.flat(tensors, optional, options)
         return given + self._defaults[len(self._defaults) - (len(self.arguments) - len(given)) :]
 
@@ -257,7 +261,7 @@ class Operation:
         return tensors, type(self.nothing)(*optional) if given else self.nothing, self.options(*options)
 
     def returned(self, results: Any, tensors: Tensors) -> Any:
-        """Return the results of a launch for the operator: tensors only, with an empty one for None."""
+        """Convert the results of a launch to those of the operator: an empty tensor replaces each None."""
         if isinstance(results, tuple) and any(r is None for r in results):
             like = next(t for t in tensors if t is not None)
             return tuple(like.new_empty(0) if r is None else r for r in results)
@@ -279,7 +283,7 @@ class Operation:
 
 
 def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -> bool:
-    """Whether nothing observes the call: no trace, mode, transform, tangent or subclass."""
+    """Whether a call is plain: eager, without dispatch modes, transforms, tangents and tensor subclasses."""
     if torch.compiler.is_dynamo_compiling():
         return False
     for tensor in required:
@@ -290,7 +294,7 @@ def is_plain(required: tuple[Tensor, ...], *optional: Iterable[Tensor | None]) -
             if extra is not None and type(extra) not in PLAIN_TYPES:
                 return False
     return (
-        (required[0].is_cuda or required[0].is_cpu)  # the others must be on the same device
+        (required[0].is_cuda or required[0].is_cpu)  # the other tensors must be on the same device
         and dispatch_modes() == 0
         and transform() is None
         and forward_ad._current_level < 0
@@ -319,9 +323,10 @@ def signatures(tensors: Iterable[Tensor | None]) -> tuple:
 
 
 def reads_values(tensor: Tensor, debug_checks: bool = False) -> bool:
-    """Whether a call on this device checks the values of its tensors.
+    """Whether a call whose first tensor is ``tensor`` checks the values of its tensors.
 
-    Reading values on a GPU synchronises, so it needs ``debug_checks`` or ``FLASHTILE_DEBUG=1`` there.
+    Reading values on a GPU synchronises. There, values are checked only with ``debug_checks`` or
+    ``FLASHTILE_DEBUG=1``.
     """
     return debug_checks or not tensor.is_cuda or environment.get(DEBUG) == ON
 

@@ -27,11 +27,11 @@ def transforming() -> bool:
 def leave_graph_of_gradients() -> None:
     """Break the graph while ``torch.compile`` traces a gradient of ``torch.func``.
 
-    Custom operators cannot be differentiated there. After the break, everything under the transform runs
-    eagerly.
+    ``torch.func`` cannot differentiate custom operators within a graph. After the break, everything under the
+    transform runs eagerly.
     """
     functorch = torch._C._functorch
-    # While this is traced, ``peek_interpreter_stack() is None`` is False even without a transform.
+    # While Dynamo traces this line, the stack is not None even if no transform is active.
     if not isinstance(functorch.peek_interpreter_stack(), functorch.CInterpreter):
         return
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -41,7 +41,10 @@ def leave_graph_of_gradients() -> None:
 
 
 def carries_tangents(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of ``tensors`` carries a tangent of forward-mode differentiation, at any of its levels."""
+    """Whether one of ``tensors`` carries a tangent of forward-mode differentiation.
+
+    If transforms of ``torch.func`` wrap a tensor, the tensors inside the wrappers are checked as well.
+    """
     if forward_ad._current_level < 0 or torch.compiler.is_dynamo_compiling():
         return False
     return _first(_carries_tangent, [("", t) for t in tensors]) is not None
@@ -61,7 +64,8 @@ def refuse_transformed_gradients(
 ) -> None:
     """Raise NotImplementedError for the first of ``tensors`` that requires a gradient.
 
-    Under a transform an error cannot wait for the backward pass.
+    Outside of transforms, :func:`without_backward` raises this error in the backward pass instead. Under a
+    transform of ``torch.func`` that is not possible.
     """
     name = _first(_requires_gradient, list(zip(names, tensors, strict=False)))
     if name is not None and torch.is_grad_enabled():
@@ -94,7 +98,11 @@ def _requires_gradient(tensor: Tensor) -> bool:
 
 
 def _first(holds: Callable[[Tensor], bool], named: Named) -> str | None:
-    """Return the name of the first tensor for which ``holds``, at the level of any active transform."""
+    """Return the name of the first tensor for which ``holds(tensor)`` is True, or None.
+
+    Each active transform of ``torch.func`` wraps tensors once. The function checks the tensors at every level
+    of wrapping, except for those of vmap.
+    """
     transform = torch._C._functorch.peek_interpreter_stack() if transforming() else None
     if transform is None or transform.key() != torch._C._functorch.TransformType.Vmap:
         for name, tensor in named:

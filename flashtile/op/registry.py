@@ -35,7 +35,7 @@ def schema(
 ) -> str:
     """Return a schema like ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)``.
 
-    The further fields of the types in ``extended_to`` come last, with defaults.
+    Fields that only the types in ``extended_to`` have come last, with their defaults.
     """
     kinds = {n.rstrip("?"): "Tensor?" if n.endswith("?") else "Tensor" for n in tensors}
     kinds |= {n: _schema_type(kind) for n, kind in optional.__annotations__.items()}
@@ -52,7 +52,10 @@ def schema(
 
 
 def _schema_type(annotation: Any) -> str:
-    """Return the schema's name of a type that is written as text, because evaluating the text is slow."""
+    """Return the name that schemas use for a type.
+
+    ``annotation`` is text such as "Tensor | None". It is not evaluated, because evaluating is slow.
+    """
     kind, *none = str(getattr(annotation, "__forward_arg__", annotation)).split(" | ")
     return _TYPES[kind] + "?" * len(none)
 
@@ -76,7 +79,7 @@ def define(operator: str, text: str) -> Any:
     """Define the operator ``torch.ops.flashtile.<operator>`` with the schema ``text`` and return it.
 
     Raises:
-        RuntimeError: another flashtile has defined it differently in this process.
+        RuntimeError: another version of flashtile has defined it differently in this process.
     """
     known = _serving.setdefault((operator, "schema"), text)
     if known != text:
@@ -121,10 +124,10 @@ def _library() -> Any:
 
 
 def _serve(operator: str, purpose: str, function: Callable[..., Any], register: Callable[..., Any]) -> None:
-    """Make ``function`` the implementation that an operator uses for a purpose, in place of an earlier one.
+    """Make ``function`` the implementation of an operator for one purpose, such as "CPU" or "backward".
 
-    torch can register an implementation only once. So the first call registers a function that looks up the
-    current one.
+    It replaces an earlier implementation. torch can register an implementation only once, so the first call
+    registers a function that looks up the current implementation.
     """
     key = operator, purpose
     if key not in _serving:

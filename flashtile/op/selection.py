@@ -1,10 +1,11 @@
 """Selects the backend and configuration for a problem, with the reasons against the other backends.
 
-A backend takes part in an operation with a module, ``flashtile.backends.<backend>`` or its subpackage
-``part``, that offers
+A backend implements an operation in a module, which is ``flashtile.backends.<backend>`` or its subpackage
+``part``. The module offers
 
-* ``reason_against(problem, explicit)``: why it does not support the problem; None if it does. ``explicit``:
-  whether the caller named the backend. If ``reason_against_<operation>`` exists, it is called instead.
+* ``reason_against(problem, explicit)``: why the backend does not support the problem, or None if it does.
+  ``explicit`` says whether the caller named the backend. If ``reason_against_<operation>`` exists, it is
+  called instead.
 * ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature. It
   validates nothing. With ``writes_into`` it also takes buffers for its results (``op/into.py``).
 * ``configure_<operation>(problem)``: the frozen configuration, if the operation has one.
@@ -101,7 +102,8 @@ def select(operation: Served, problem: Any, backend: str | None = None) -> Selec
 
     Raises:
         ValueError: ``backend`` is not a backend.
-        NotImplementedError: no backend (or not the named one) supports the problem, with the reasons.
+        NotImplementedError: the named backend, or every backend, does not support the problem. The message
+            lists the reasons.
     """
     if backend is not None and backend not in PREFERENCE:
         raise ValueError(f"backend must be None or one of {', '.join(PREFERENCE)}, got {backend!r}")
@@ -117,9 +119,9 @@ def select(operation: Served, problem: Any, backend: str | None = None) -> Selec
 
 
 def choose(operation: Served, problem: Any, backend: str | None = None) -> Choice:
-    """Return the choice of :func:`select`, with the reasons against all other backends.
+    """Return the backend that :func:`select` selects, with the reasons against all other backends.
 
-    If no backend serves the problem, the choice has ``backend`` None; nothing is raised.
+    If no backend supports the problem, ``backend`` of the result is None, and no error is raised.
     """
     chosen: str | None = None
     config: Any = None

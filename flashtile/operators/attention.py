@@ -47,7 +47,7 @@ def _fake_forward(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def of_forward(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, *others: Any
 ) -> Any:
-    """Return the arguments of the forward pass from those of its backward pass."""
+    """Return the arguments of the forward pass, given the arguments of its backward pass."""
     return q, k, v, *others
 
 
@@ -77,7 +77,7 @@ def _count_scores(q: Tensor, k: Tensor, extras: OptionalTensors, options: Option
 
 class ForwardOperation(Operation):
     def check_values(self, tensors: tuple, extras: OptionalTensors, options: Options) -> None:
-        """Check offsets and lengths. These are extras, so a call without extras has no values to check."""
+        """Check offsets and lengths, which are optional tensors. Calls without them have nothing to check."""
         if extras is not NO_EXTRAS:
             super().check_values(tensors, extras, options)
 
@@ -88,20 +88,24 @@ class ForwardOperation(Operation):
 
 class BackwardOperation(Operation):
     def launch(self, tensors: tuple, extras: OptionalTensors, options: Options) -> Any:
-        """Return (dq, dk, dv, dsink, dbias) from dout and dlse, one of which may be None (zero).
+        """Return (dq, dk, dv, dsink, dbias) from dout and dlse. One of the two may be None, which means 0.
 
-        With score or mask functions, gradients of captured tensors follow; None if a tensor needs none.
+        With score or mask functions, the gradients of captured tensors follow. They are None for captured
+        tensors that need no gradient.
         """
         return super().launch(self.normalized(tensors), extras, options)
 
     def normalized(self, tensors: tuple) -> tuple:
-        """Return the tensors with contiguous gradients. Those of autograd may have any strides."""
+        """Return the tensors, with dout and dlse made contiguous: autograd's may have any strides."""
         dout, dlse, q, k, v, out, lse = tensors
         dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
         return (dout, None if dlse is None else dlse.contiguous(), q, k, v, out, lse)
 
     def returned(self, results: Any, tensors: Any) -> Any:
-        """Return the operator's results. The last is dbias, or one vector for all captured tensors."""
+        """Return the operator's five results.
+
+        The last is dbias. With score or mask functions it is one vector of the gradients of captured tensors.
+        """
         *gradients, dbias = results[:5]
         return super().returned((*gradients, functions.pack(results[5:]) if results[5:] else dbias), tensors)
 
@@ -140,7 +144,11 @@ BACKWARD = BackwardOperation(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) by the shortest path that is valid for the call."""
+    """Compute (out, lse) of a call without score and mask functions.
+
+    A plain call (:func:`is_plain`) is launched directly, under an autograd node if it needs gradients. Other
+    calls go through the torch operator.
+    """
     tensors = (q, k, v)
     if is_plain(tensors, extras) and (extras.alibi_slopes is None or not extras.alibi_slopes.requires_grad):
         if torch.is_grad_enabled() and (
@@ -176,7 +184,7 @@ def forward_with_functions(
 
 
 def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of a call that is not plain."""
+    """Compute (out, lse) of a call that is not plain (:func:`is_plain`)."""
     if carries_tangents((*tensors, *extras)):
         FORWARD.check(*tensors, extras, options)
         from flashtile.operators import derivatives
@@ -199,7 +207,7 @@ def _watched(tensors: tuple[Tensor, Tensor, Tensor], extras: Any, options: Any) 
 
 
 def _needs_gradients(tensors: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, options: Any) -> bool:
-    """Whether a plain call with score or mask functions needs a backward pass."""
+    """Whether a call with score or mask functions needs a backward pass."""
     q, k, v = tensors
     return torch.is_grad_enabled() and bool(
         options.learned or q.requires_grad or k.requires_grad or v.requires_grad or _learns(sink)

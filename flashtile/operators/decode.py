@@ -205,7 +205,7 @@ _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *Cache
 
 
 Buffers = tuple[Any, ...]
-"""The caller's (out, lse), either of which may be None; empty if both are."""
+"""The caller's buffers (out, lse). One of them may be None. The tuple is empty if both are."""
 
 
 def decode(
@@ -229,10 +229,11 @@ def append_and_decode(
     options: DecodeOptions,
     buffers: Buffers = (),
 ) -> tuple[Tensor, Any]:
-    """Append k and v to the cache, then compute (out, lse) over it, into ``buffers`` if there are any.
+    """Append k and v to the cache, then compute (out, lse) of q over the cache.
 
-    The whole call is checked before anything is written. ``appended`` must not contain queries: q is rotated
-    here if ``appended`` has rotary angles.
+    The results are written into ``buffers``, if there are any. The whole call is checked before anything is
+    written. If ``appended`` has rotary angles, this function also rotates q. Therefore ``appended`` must not
+    contain queries.
     """
     new = (q, k_cache, v_cache, k, v)
     angles = appended.rotary_cos, appended.rotary_sin, appended.rotary_seqlens

@@ -24,11 +24,11 @@ Attend = Callable[..., tuple[Tensor, Tensor]]
 """Function from (q, k, v, *learned) to (out, lse)."""
 
 LEARNED = ("sink", "bias")
-"""OptionalTensors that can have derivatives."""
+"""Fields of OptionalTensors that can have derivatives."""
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) as the kernels would."""
+    """Compute (out, lse) with plain PyTorch, as the kernels would."""
     wide = torch.promote_types(q.dtype, torch.float32)
     given, _ = plain_part(extras, options)
     out, lse = reference.attention(
@@ -43,8 +43,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
 def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
     """Return (attend, learned) of a call.
 
-    ``learned`` is a dict of the call's sink, bias and captured tensors, as far as they are given and can need
-    a gradient. ``attend`` is :func:`plain` as a function of q, k, v and these tensors.
+    ``learned`` maps names to the call's sink, bias and captured tensors. It has only those that are given and
+    can need a gradient. ``attend`` is :func:`plain` as a function of q, k, v and these tensors.
     """
     names = (*LEARNED, *(CAPTURED[i] for i in learned_of(options)))
     learned = {name: getattr(extras, name) for name in names if getattr(extras, name) is not None}
@@ -73,7 +73,11 @@ def _score(text: str, captured: Sequence[Tensor], score: Tensor, b: Any, h: Any,
 
 
 def _seen(extras: Any, options: Any, captured: Sequence[Tensor], b: Any, h: Any, i: Any, j: Any) -> Any:
-    """Return which scores are visible: those of ``mask_mod``, all in full blocks, and none in empty ones."""
+    """Return which scores are visible under ``mask_mod`` and the block mask.
+
+    In full blocks of the block mask all scores are visible, and in empty blocks none. Everywhere else
+    ``mask_mod`` decides.
+    """
     seen: Any = True
     if options.mask_mod:
         inputs = {"b": b, "h": h, "q": i, "kv": j}
@@ -102,7 +106,10 @@ def of_gradients(
     dlse: Tensor | None,
     tensors: Sequence[Tensor],
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor]]:
-    """Differentiate :func:`gradients`: return the contributions to dout, dlse and ``tensors``."""
+    """Differentiate :func:`gradients`, and return the gradients of dout, dlse and ``tensors``.
+
+    ``cotangents`` are the gradients of the results of :func:`gradients`.
+    """
     given = [t for t in (dout, dlse) if t is not None]
 
     def first(*arguments: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,6 @@
 """FP8 as operations: quantisation, and attention over quantised tensors.
 
-Neither has a derivative. :mod:`flashtile.operators.fp8_gradients` gives them one.
+These operations have no derivative of their own. :mod:`flashtile.operators.fp8_gradients` adds one.
 """
 
 from __future__ import annotations

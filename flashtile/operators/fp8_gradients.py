@@ -4,9 +4,9 @@ The forward pass keeps the e4m3 operands with their scales, out and lse. The bac
 operands, rounds them to the dtype of out, and calls the backward pass of attention with this out and lse.
 NVIDIA's TransformerEngine divides the work in the same way under ``NVTE_FP8_DPA_BWD=0``.
 
-Quantising counts as the identity (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432). A
-gradient of dequantised numbers therefore becomes that of the tensor before quantisation. Rotary embedding is
-differentiated. The Hadamard transform cancels, because dequantising undoes it.
+Quantising counts as the identity (straight-through estimator, Bengio et al. 2013, arXiv:1308.3432). The
+gradient of the dequantised numbers is therefore used as the gradient of the tensor before quantisation.
+Rotary embedding is differentiated. The Hadamard transform cancels, because dequantising undoes it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ class Fp8Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, operands, tensors, options, q_source, k_source, v_source, sink):
-        """Compute (out, lse). The sources and ``sink`` repeat what the operands and ``tensors`` hold.
+        """Compute (out, lse).
 
-        Autograd sees only tensors that are arguments.
+        ``operands`` and ``tensors`` also contain the sources and ``sink``. They are passed again as separate
+        arguments, because autograd sees only tensors that are arguments themselves.
         """
         values = tuple(map(_values_of, operands))
         out, lse = ATTEND(values, tensors, options)
@@ -123,7 +124,10 @@ def _dequantized(
 
 
 class StraightThrough(torch.autograd.Function):
-    """Return x as the source of a Quantized. Its gradient is rotated back, and 0 for rows not in use."""
+    """Return x as the source of a Quantized.
+
+    The gradient of x is that of the source, rotated back by the rotary embedding. It is 0 for unused rows.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> Tensor:

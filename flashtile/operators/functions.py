@@ -1,8 +1,7 @@
-"""Attention with score and mask functions: its further tensors and options, its checks and its problem.
+"""Attention with score and mask functions: its additional tensors and options, its checks and its problem.
 
-A call with functions has further fields after those of its ``OptionalTensors`` and ``Options``: captured
-tensors, the lists of a block mask, and the functions' programs as text. Calls without functions pay nothing
-for them.
+A call with score or mask functions has more fields than ``OptionalTensors`` and ``Options``: captured
+tensors, the lists of a block mask, and the functions' programs as text. They cost other calls nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 class SignedExtras(ModifiedExtras):
     """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
 
-    All tensors are plain. The lists get a new signature only when their memory changes.
+    No tensor's type is a subclass of Tensor. The lists get a new signature only when their memory changes.
     """
 
     captured: tuple[Tensor, ...]
@@ -61,7 +60,7 @@ class SignedExtras(ModifiedExtras):
 
     @classmethod
     def of(cls, captured: tuple[Tensor, ...], lists: tuple[Tensor, ...]) -> SignedExtras | None:
-        """Return the extras, or None if a tensor is of a subclass, which may override operations."""
+        """Return the extras, or None if a tensor's type is a subclass, because it may override operations."""
         lists = lists[:-BACKWARD_LISTS]
         if any(type(tensor) not in PLAIN_TYPES for tensor in (*captured, *lists)):
             return None
@@ -103,7 +102,7 @@ def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
 
 
 def extras_of(tensors: Sequence[Tensor | None]) -> Any:
-    """Return the extras that hold these tensors; NO_EXTRAS if there are none."""
+    """Return ``tensors`` as the named tuple of optional tensors; NO_EXTRAS if ``tensors`` is empty."""
     if not tensors:
         return NO_EXTRAS
     return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
@@ -129,16 +128,17 @@ def plain_part(extras: Any, options: Any) -> tuple[OptionalTensors, Options]:
 
 
 def pack(gradients: Iterable[Tensor | None]) -> Tensor | None:
-    """Return the gradients of captured tensors as one vector, None if there are none.
+    """Concatenate the gradients of captured tensors to one vector; return None if there are none.
 
-    An operator has the same number of results in every call, and vmap takes only results that are tensors.
+    The operator returns this vector, because it must have the same number of results in every call, and
+    because vmap accepts only tensors as results.
     """
     given = [gradient.flatten() for gradient in gradients if gradient is not None]
     return torch.cat(given) if given else None
 
 
 def unpack(packed: Tensor | None, extras: Any, options: Any) -> dict[str, Tensor | None]:
-    """Return the gradients in ``packed`` by the names of their captured tensors."""
+    """Split the vector of :func:`pack` into the gradients of captured tensors, and return them by name."""
     names = [CAPTURED[i] for i in learned_of(options)]
     if packed is None or not names:
         return dict.fromkeys(names)
@@ -269,14 +269,14 @@ def describe(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> Prob
 
 
 def with_functions(extras: OptionalTensors, functions: Functions) -> Any:
-    """Return the extras of a call with score or mask functions."""
+    """Return all optional tensors of a call with score or mask functions, as one named tuple."""
     captured, lists = functions.captured, functions.lists
     tensors = *extras, *captured, *_NOT_CAPTURED[len(captured) :], *(lists or _NO_LISTS)
     return ModifiedExtras._make(tensors)
 
 
 def further_options(functions: Functions) -> tuple:
-    """Return the values of FURTHER_OPTIONS for a call with score or mask functions."""
+    """Return the values of the options that only calls with score or mask functions have."""
     captured, _, score_mod, mask_mod, block_size, lengths, *_ = functions
     learned = 0
     if captured and torch.is_grad_enabled():
@@ -285,5 +285,5 @@ def further_options(functions: Functions) -> tuple:
 
 
 def without_backward_lists(extras: Any) -> Any:
-    """Return the extras without the lists by keys, which only the backward pass reads."""
+    """Return the extras without those lists of the block mask that only the backward pass reads."""
     return ModifiedExtras._make((*extras[:-BACKWARD_LISTS], *_NO_LISTS[:BACKWARD_LISTS]))

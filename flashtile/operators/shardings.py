@@ -16,7 +16,10 @@ Rules = list[tuple[list[Any], list[Any]]]
 
 
 def forward_shardings(q: Any, k: Any, v: Any, extras: OptionalTensors, options: Options) -> Rules:
-    """Return rules (results, arguments) for ``flashtile::forward``, whose tensors are DTensor specs."""
+    """Return the sharding rules of ``flashtile::forward``, (placements of results, of arguments) each.
+
+    q, k, v and ``extras`` (the optional tensors) are DTensor specs.
+    """
     return [
         ([rows, lse], [rows, rows, rows, *of_extras, *(None,) * len(options)])
         for rows, lse, of_extras, _, _ in _placements(q, k, v, extras)
@@ -34,7 +37,7 @@ def backward_shardings(
     extras: OptionalTensors,
     options: Options,
 ) -> Rules:
-    """Return rules (results, arguments) for ``flashtile::backward``."""
+    """Return the sharding rules of ``flashtile::backward``, (placements of results, of arguments) each."""
     from torch.distributed.tensor import Replicate
 
     rules: Rules = []
@@ -48,19 +51,20 @@ def backward_shardings(
 def _placements(
     q: Any, k: Any, v: Any, extras: OptionalTensors
 ) -> list[tuple[Any, Any, list[Any], Any, Any]]:
-    """Return the possible placements of q, k, v and out; of lse; of the extras; of dsink; of dbias.
+    """Return the possible ways to divide the work over one dimension of a mesh.
 
-    There is one entry for each way to divide the work.
+    Each way is a tuple of placements: one for q, k, v and out, one for lse, a list for the optional tensors,
+    one for dsink and one for dbias.
     """
     if len(extras) > len(OptionalTensors._fields):
         raise NotImplementedError("score_mod, mask_mod and block_mask must be None for DTensors")
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def way(rows: Any, lse: Any, dsink: Any, **sharded: Any) -> tuple[Any, Any, list[Any], Any, Any]:
-        """Return one entry; extras that are not ``sharded`` are replicated, as is dsink without a sink."""
+        """Return one way. Extras that are not in ``sharded`` are replicated."""
         given = zip(OptionalTensors._fields, extras, strict=True)
         of_extras = [None if t is None else sharded.get(name, Replicate()) for name, t in given]
-        whole = Replicate() if lse == Replicate() else Partial()  # a sum over parts
+        whole = Replicate() if lse == Replicate() else Partial()  # each rank has one term of a sum
         dbias = sharded.get("bias", whole)
         return rows, lse, of_extras, Replicate() if extras.sink is None else dsink, dbias
 

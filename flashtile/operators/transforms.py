@@ -1,7 +1,7 @@
 """The operators under ``torch.func``'s transforms: grad, vmap, jacrev and their combinations.
 
-A transform needs its own form of ``autograd.Function`` and a batching rule: the samples that vmap maps over
-become part of the batch of one call.
+A transform needs its own form of ``autograd.Function`` and a batching rule. The rule puts all samples that
+vmap maps over into the batch of one call, if that is possible.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from flashtile.problems.attention import OptionalTensors, Options
 _NUM_EXTRAS = len(OptionalTensors._fields)
 _BIAS = OptionalTensors._fields.index("bias")
 _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
-"""Index from which on extras need not have a batch dimension."""
+"""Index of the first field of OptionalTensors that need not have a batch dimension."""
 
 
 def backward(operation: Operation, *arguments: Any) -> Any:
-    """Compute ``flashtile::backward`` under the active transforms, or for gradients with tangents.
+    """Compute ``flashtile::backward`` under a transform of ``torch.func``, or if dout or dlse has a tangent.
 
-    ``operation`` is the backward pass.
+    ``operation`` is :data:`flashtile.operators.attention.BACKWARD`.
     """
     if not carries_tangents(arguments[:2]):
         return _Backward.apply(operation, *arguments)
@@ -41,9 +41,10 @@ def backward(operation: Operation, *arguments: Any) -> Any:
 
 
 def second_derivative(operation: Operation, ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
-    """Map the gradients of the backward pass's results to those of its arguments.
+    """Differentiate ``flashtile::backward``, and return the gradients of its arguments.
 
-    out and lse get none: the gradient goes to the tensors that they are computed from.
+    ``cotangents`` are the gradients of its results. The arguments out and lse get None, because their
+    gradients are included in those of q, k, v and the other tensors from which they are computed.
     """
     tensors, extras, options = ctx.saved_tensors[:5], extras_of(ctx.saved_tensors[5:]), ctx.options
     attend, learned = derivatives.of_call(extras, options)
@@ -70,7 +71,7 @@ def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) ->
 class Forward(torch.autograd.Function):
     """Compute (out, lse) under a transform.
 
-    Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of extras and options.
+    Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of OptionalTensors and Options.
     """
 
     @staticmethod
@@ -120,10 +121,11 @@ class _Backward(torch.autograd.Function):
 def _vmap(
     operator: Callable[..., tuple[Tensor, ...]], num_tensors: int, samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Return the results of ``operator`` for all samples, and the sample dimension of each (None: shared).
+    """Apply ``operator`` to all samples of a vmap. Return its results, and the sample dimension of each.
 
-    ``arguments`` are ``num_tensors`` tensors with a batch, some of which may be None, then the fields of
-    OptionalTensors and Options, then the further fields of a call with functions.
+    The dimension is None for a result that all samples share. ``arguments`` are ``num_tensors`` tensors with
+    a batch dimension (or None), then the fields of OptionalTensors and Options. Calls with score or mask
+    functions have more fields after these.
     """
     tensors, rest = arguments[:num_tensors], arguments[num_tensors:]
     extras, options = OptionalTensors(*rest[:_NUM_EXTRAS]), rest[_NUM_EXTRAS:]
@@ -152,10 +154,11 @@ def _vmap(
 def _one_by_one(
     operator: Callable[..., tuple[Tensor, ...]], samples: int, in_dims: Any, arguments: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
-    """Compute the samples in a loop: for score or mask functions, or a tensor without a batch dimension.
+    """Apply ``operator`` to each sample in a loop.
 
-    Such samples cannot become one larger batch, because a sink gets one gradient per call, and one mask may
-    serve a whole batch.
+    Calls with score or mask functions, or with tensors that have no batch dimension, need this, because their
+    samples cannot be merged into one larger batch. For example, a sink has one gradient per call, but needs
+    one per sample.
     """
     given = list(zip(arguments, in_dims, strict=True))
     if samples == 0:  # empty results, in the shapes of a sample's results

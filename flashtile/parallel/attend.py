@@ -52,7 +52,8 @@ class Shards:
 
     Args:
         ranks: the group.
-        pieces_q, pieces_k: for each rank, the tokens of its q, and those of its k and v.
+        pieces_q: for each rank, the pieces of the sequence that its q holds.
+        pieces_k: for each rank, the pieces of the sequence that its k and v hold.
         mask: the mask of the whole sequence.
         scores: the other options of attention.
         timeout: seconds to wait for a rank.
@@ -69,7 +70,7 @@ class Shards:
     keys_shared: bool = False
 
     def pair(self, rank_q: int, rank_k: int) -> Pair:
-        """Return the calls of one rank's queries with the keys of another."""
+        """Return the attention calls that compute one rank's queries against another rank's keys."""
         return pair_of(self.pieces_q[rank_q], self.pieces_k[rank_k], self.mask)
 
     @property
@@ -140,7 +141,11 @@ class State:
         self._last: tuple[Tensor, Tensor, int] | None = None
 
     def attend(self, k: Tensor, v: Tensor, pair: Pair) -> None:
-        """Attend to the keys of ``pair``: k and v (batch, pair.tokens, heads_kv, head_dim)."""
+        """Run the attention calls of ``pair``, and merge their results into the state.
+
+        ``k`` and ``v`` are the keys and values that these calls need, (batch, pair.tokens, heads_kv,
+        head_dim).
+        """
         for call in pair.calls:
             out, lse = _forward(self.q, k, v, call, self.scores, partial=True)
             rows = _rows(call)
@@ -169,9 +174,10 @@ class State:
 def attend_once(
     q: Tensor, k: Tensor, v: Tensor, pair: Pair, scores: Scores, sink: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to only the keys of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
+    """Run the attention calls of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
 
-    If there are no partial results to merge, the kernel itself converts ``out`` to q's dtype.
+    The queries see no other keys than those of ``pair``. If no query is in two calls, there are no partial
+    results to merge, and the kernel itself converts ``out`` to q's dtype.
     """
     if not pair.disjoint:
         state = State(q, v.shape[-1], scores, sink)
@@ -212,7 +218,10 @@ class Total:
         self._parts: list[tuple[Tensor, int, int]] = []
 
     def add(self, part: Tensor, start: int, stop: int) -> None:
-        """Add gradients of tokens ``start`` to ``stop``. The tensor ``part`` may be overwritten later."""
+        """Add ``part``, the gradients of tokens ``start`` to ``stop``.
+
+        The sum may later be written into the memory of ``part``.
+        """
         if len(self._parts) == 2:
             self._parts = [(self.value(), *self._whole)]
         self._parts.append((part, start, stop))
@@ -222,7 +231,7 @@ class Total:
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in ``dtype``."""
-        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # a part of all tokens comes first
+        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # a part of all tokens sorts first
         bounds = [bound for _, *of_part in parts for bound in of_part]
         if bounds == [*self._whole]:
             return parts[0][0].to(dtype)
@@ -248,9 +257,10 @@ class Total:
 
 @dataclass
 class Saved:
-    """Tensors of a rank's queries that the backward pass needs; out and lse are over all keys.
+    """Tensors of a rank's queries that the backward pass needs. out and lse are results over all keys.
 
-    With ``partial``, gradients will be summed over calls or ranks, and stay float32 (float64) until then.
+    With ``partial``, gradients stay float32 (float64 for float64 inputs), because the caller sums them over
+    calls or ranks.
     """
 
     q: Tensor
@@ -308,7 +318,7 @@ def _forward(
     partial: bool,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute one call, and return out (batch, rows, heads_q, head_dim_v) and lse (batch, heads_q, rows).
+    """Run one attention call. Return out (batch, rows, heads_q, head_dim_v) and lse (batch, heads_q, rows).
 
     With ``partial``, out is float32 (float64 for float64 inputs) instead of q's dtype.
     """
@@ -331,7 +341,7 @@ def _keys(call: Block | Packed) -> tuple[int, int]:
 
 
 def covers(pair: Pair, q: Tensor, k: Tensor) -> bool:
-    """Whether a single call covers all queries and keys."""
+    """Whether ``pair`` is a single attention call over all queries of ``q`` and all keys of ``k``."""
     return len(pair.calls) == 1 and (_rows(pair.calls[0]), _keys(pair.calls[0])) == (
         (0, q.shape[1]),
         (0, k.shape[1]),

@@ -1,8 +1,8 @@
 """Blocks of visible scores between the queries of one rank and the keys of another.
 
 A block is a rectangle around the visible band of scores. Its rows and keys are indices into the two ranks'
-own tensors. Each block is one call of attention. Keys outside of all blocks are not sent, and scores outside
-are not computed. Everything here is integer arithmetic on the host.
+own tensors. A block is computed by one attention call, alone or packed with other blocks. Keys outside of all
+blocks are not sent, and scores outside are not computed. Everything here is integer arithmetic on the host.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Block:
-    """Queries ``q_start`` to ``q_stop`` by keys ``k_start`` to ``k_stop``, under a window.
+    """Scores of queries ``q_start`` to ``q_stop`` and keys ``k_start`` to ``k_stop``, under a window.
 
     The window is aligned at the bottom right of this rectangle. Every row and every key has a visible score.
     """
@@ -83,7 +83,7 @@ class Packed:
         for block in (*self.blocks, None):
             start_q = self.tokens_q if block is None else block.q_start
             start_k = self.tokens_k if block is None else block.k_start
-            # Tokens before the block: queries without keys, then keys without queries.
+            # Queries before the block form a sequence without keys. Keys before it form one without queries.
             if start_q > q[-1]:
                 q, k = [*q, start_q], [*k, k[-1]]
             if start_k > k[-1]:
@@ -94,7 +94,7 @@ class Packed:
 
     @cached_property
     def longest(self) -> tuple[int, int]:
-        """The call's ``max_seqlen_q`` and ``max_seqlen_k``."""
+        """``max_seqlen_q`` and ``max_seqlen_k`` of the call."""
         q, k = (max(b - a for a, b in pairwise(of)) for of in self._offsets)
         return q, k
 
@@ -116,9 +116,9 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """The calls of attention from one rank's queries to another rank's keys.
+    """The attention calls that compute one rank's queries against another rank's keys.
 
-    Only ``ranges`` of those keys are needed. Key indices in the calls refer to these ranges, concatenated.
+    The calls need only the keys in ``ranges``. Their key indices refer to the concatenation of these ranges.
     """
 
     ranges: Ranges
@@ -137,7 +137,7 @@ class Pair:
 
     @cached_property
     def disjoint(self) -> bool:
-        """Whether no query is in two calls, so that no results must be merged."""
+        """Whether each query is in at most one call, so that no partial results have to be merged."""
         rows = sorted((b.q_start, b.q_stop) for b in self.blocks)
         return all(a[1] <= b[0] for a, b in pairwise(rows)) and (
             sum(isinstance(call, Packed) for call in self.calls) == 0 or len(self.calls) == 1
@@ -151,7 +151,7 @@ class Pair:
 
 @lru_cache(maxsize=4096)
 def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> Pair:
-    """Return the calls between one rank's tokens ``queries`` and another rank's tokens ``keys``."""
+    """Return the attention calls that compute the queries of one rank against the keys of another."""
     one_document = len(mask.starts_q) == 2
     if one_document and _own_causal(queries, keys, mask):
         length = tokens_of(queries)
@@ -165,7 +165,10 @@ def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
 
 
 def _own_causal(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> bool:
-    """Whether these are a rank's queries and its own keys under a plain causal mask, which is one call."""
+    """Whether a single causal call computes these queries and keys.
+
+    It does if both are the same tokens in ascending order, and the mask is causal without a window.
+    """
     causal = mask.right == 0 and mask.left == UNLIMITED and mask.starts_q == mask.starts_k
     ordered = all(a.stop - a.step < b.start for a, b in pairwise(queries))
     return causal and queries == keys and ordered and tokens_of(queries) > 0
@@ -211,9 +214,10 @@ def _cut(piece: Piece, start: int, stop: int) -> tuple[int, Piece]:
 
 
 def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Block | None:
-    """Return the smallest rectangle around the scores that are visible under the window; None without any.
+    """Return the smallest rectangle that contains all visible scores, or None if no score is visible.
 
-    Query i sees key j where ``low <= j - i <= high``.
+    ``row`` and ``column`` are added to the rectangle's indices. Query i of ``queries`` sees key j of ``keys``
+    where ``low <= j - i <= high``.
     """
     step, apart = max(queries.step, keys.step), keys.start - queries.start
     q_start, q_stop, k_start, k_stop = 0, queries.length, 0, keys.length
@@ -246,7 +250,7 @@ def _moved(block: Block, rows: int, keys: int) -> Block:
 
 
 def _merged(blocks: list[Block]) -> list[Block]:
-    """Merge adjacent blocks without masked scores."""
+    """Merge adjacent blocks that contain no masked scores."""
     merged: list[Block] = []
     for block in blocks:
         last = merged[-1] if merged else None
@@ -271,7 +275,10 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """Return ``block``, whose keys lie in one of ``ranges``, with key indices of the concatenated ranges."""
+    """Return ``block`` with key indices into the concatenation of ``ranges``.
+
+    The keys of the block all lie in one of the ranges.
+    """
     before = 0
     for start, stop in ranges:
         if start <= block.k_start < stop:
@@ -281,7 +288,10 @@ def _counted_through(ranges: Ranges, block: Block) -> Block:
 
 
 def _packed(blocks: list[Block], tokens_q: int, tokens_k: int) -> Iterator[Block | Packed]:
-    """Group blocks of documents into calls, whose blocks have equal windows, ascending queries and keys."""
+    """Group blocks of documents into attention calls.
+
+    The blocks of one call have equal windows. Their queries and their keys are ascending and do not overlap.
+    """
     waiting = sorted(blocks, key=lambda block: (block.q_start, block.k_start))
     while waiting:
         taken: list[Block] = []

@@ -95,13 +95,14 @@ def context_parallel_decode(
         interleave: number of consecutive tokens on one rank.
         merge: how partial results are merged.
 
-            * "allgather": every rank gets out of all heads.
-            * "reduce_scatter": rank r gets out of the r-th part of the query heads. Their number must be a
-              multiple of the number of ranks.
-            * "symmetric": as "allgather", by one kernel over torch's symmetric memory, for NVIDIA GPUs of one
-              host that can map each other's memory. The first call of a size must not be within the capture
-              of a graph. Calls of one group must run one after another on the GPU, for example on one
-              stream, and in the same order on all ranks. The memory is kept as long as the group.
+            * "allgather": every rank gets the output of all heads.
+            * "reduce_scatter": rank r gets the output of the r-th part of the query heads. The number of
+              query heads must be a multiple of the number of ranks.
+            * "symmetric": as "allgather", but one kernel exchanges and merges the partial results in torch's
+              symmetric memory. This requires NVIDIA GPUs of one host that can map each other's memory. The
+              first call with these sizes must not be captured in a CUDA graph. Calls of one group must run
+              one after another on the GPU, for example on one stream, and in the same order on all ranks.
+              The memory is kept as long as the group.
         causal: query i of a sequence of ``length`` tokens sees the keys up to position
             ``length - seqlen_q + i``. False: every query sees all keys.
         sink: (heads_q,), the same on all ranks, or None.
@@ -171,7 +172,7 @@ def context_parallel_decode(
         assert k is not None
         lengths = lengths + k.shape[1]
     rows, table, own = with_unit_stride(q), block_table, CacheTensors()
-    if seqlen_q > 1:  # each query becomes a sequence of the length that it sees
+    if seqlen_q > 1:  # each query becomes a sequence, which ends at the last key that it sees
         of_rows = torch.arange(seqlen_q, dtype=torch.int32, device=q.device) + 1 - seqlen_q
         lengths = lengths[:, None] + (of_rows if causal else torch.zeros_like(of_rows))
         lengths, rows = lengths.clamp(min=0).flatten(), rows.flatten(0, 1).unsqueeze(1)
@@ -250,7 +251,8 @@ def _merged(
         lse: (batch, seqlen_q, heads).
 
     Returns:
-        out in ``dtype``, and lse (batch, seqlen_q, heads), of all heads or of this rank's part.
+        out in ``dtype``, and lse (batch, seqlen_q, heads). With "reduce_scatter" they have only this rank's
+        part of the heads.
     """
     if shared is not None:
         from flashtile.backends.portable.exchange import exchange
@@ -267,7 +269,7 @@ def _merged(
         states = torch.stack(ranks.all_to_all(sent, [sent[0].numel()] * ranks.size, timeout))
     rows = (*out.shape[:2], heads)
     sizes = [num_bytes([((*rows, out.shape[3]), out.dtype)]), num_bytes([(rows, lse.dtype)])]
-    outs, lses = states.split(sizes, dim=1)  # strided views, which combining accepts
+    outs, lses = states.split(sizes, dim=1)  # strided views; flash_attn_combine accepts them
     outs = outs.view(out.dtype).unflatten(1, (*rows, out.shape[3]))
     lses = lses.view(lse.dtype).unflatten(1, rows)
     return flash_attn_combine(outs, lses, out_dtype=dtype)

@@ -61,7 +61,7 @@ def context_parallel_attention(
     The result is differentiable. All ranks of the group call this together, each with its own tokens of q, k
     and v, as :func:`flashtile.parallel.shard` cuts them. Partial results of a row are float32 until they are
     merged by their log-sum-exp. Gradients of keys and values are float32 until those of all ranks have been
-    added, in a fixed order. For float64 inputs, both are float64.
+    added, in a fixed order. For float64 inputs, these partial results and gradients are float64.
 
     Args:
         q: (batch, tokens of this rank, heads_q, head_dim), or (tokens, heads_q, head_dim) with
@@ -299,7 +299,7 @@ def _device(q: Any) -> torch.device:
 
 
 def _own_error(q: Any, k: Any, v: Any, sink: Any, options: Options) -> Exception | None:
-    """Return the error in this rank's own arguments, if any. All ranks learn of it before it is raised."""
+    """Return the error in this rank's own arguments, if any. It is sent to all ranks before it is raised."""
     try:
         extras = NO_EXTRAS if sink is None else OptionalTensors(sink=sink)
         check_call(q, k, v, extras, options)
@@ -385,7 +385,7 @@ def _in_two_dimensions(
 def _ulysses(
     call: _Call, ranks: Ranks, groups_q: tuple, groups_k: tuple, ring: Ranks, shards: Shards
 ) -> Method:
-    """Make the method that uses Ulysses in each group of ranks, and a ring of the groups."""
+    """Return the method that runs Ulysses within each group of ranks, and a ring over the groups."""
     inner_q, inner_k = (
         tuple(in_order([piece for pieces in group for piece in pieces]) for group in groups)
         for groups in (groups_q, groups_k)

@@ -72,8 +72,10 @@ class AllGather:
         return [rank for rank in range(self.shards.ranks.size) if rank != self._rank]
 
     def _pair(self, rank: int) -> Pair:
-        """Return the calls of a rank's queries with the keys of all ranks. Keys are in the order of the
-        sequence, or rank after rank if the pieces are interleaved."""
+        """Return the attention calls that compute a rank's queries against the keys of all ranks.
+
+        The keys are in the order of the sequence, or rank after rank if the pieces are interleaved.
+        """
         keys: tuple[Piece, ...] = tuple(piece for pieces in self.shards.pieces_k for piece in pieces)
         if all(piece.step == 1 for piece in keys):
             keys = joined(sorted(keys))
@@ -95,9 +97,10 @@ class AllGather:
         return found
 
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Gather the tokens of every rank's tensors that this rank's queries see.
+        """Gather from all ranks the keys and values that this rank's queries see.
 
-        Each tensor (batch, tokens of this rank, heads, head_dim) becomes (batch, gathered tokens, ...).
+        Each of ``tensors`` is (batch, tokens of this rank, heads, head_dim). The results are (batch, gathered
+        tokens, heads, head_dim).
         """
         tokens = self._pair(self._rank).tokens
         gathered = [t.new_empty((t.shape[0], tokens, *t.shape[2:])) for t in tensors]
@@ -128,7 +131,7 @@ class AllGather:
         return gathered
 
     def _sums(self, gradients: list[Tensor], like: list[Tensor]) -> list[Total]:
-        """Sum the gradients of this rank's own tokens over ranks.
+        """Sum the gradients of this rank's own tokens over all ranks.
 
         This rank's own term is added first, and the terms of the others follow in the order of ranks.
         """

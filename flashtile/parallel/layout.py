@@ -30,9 +30,9 @@ class Piece(NamedTuple):
 def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...]:
     """Return the pieces of ``total`` tokens that ``rank`` of ``size`` holds, in the rank's own order.
 
-    "contiguous" cuts evenly. "zigzag" cuts into 2 * size chunks, of which rank r has numbers r and
-    2 * size - 1 - r: under a causal mask all ranks then have the same work (Llama 3,
-    arXiv:2407.21783, section 3.3.2). "striped" gives rank r tokens r, r + size, ... (Brandon et al. 2023,
+    "contiguous" cuts the sequence into one part for each rank. "zigzag" cuts it into 2 * size chunks, and
+    rank r gets chunks r and 2 * size - 1 - r. Under a causal mask all ranks then have the same work (Llama 3,
+    arXiv:2407.21783, section 3.3.2). "striped" gives rank r the tokens r, r + size, ... (Brandon et al. 2023,
     arXiv:2311.09431).
     """
     if layout == "striped":
@@ -118,7 +118,7 @@ def unshard(
     mesh: Any = None,
     timeout: float = TIMEOUT,
 ) -> Tensor:
-    """Join the parts that :func:`shard` cut, on every rank. Not recorded by autograd.
+    """Join the parts that :func:`shard` cut. Every rank gets the whole tensor. Not recorded by autograd.
 
     Args:
         x: this rank's part. Dtype and shape, except for ``dim``, must be equal on all ranks.
@@ -156,7 +156,7 @@ def unshard(
 
 
 def all_pieces(layout: str, lengths: Sequence[int], name: str) -> tuple[tuple[Piece, ...], ...]:
-    """Return the pieces of every rank, given the number of tokens of each.
+    """Return the pieces of every rank, given the number of tokens on each rank.
 
     A contiguous layout allows any lengths. The other layouts must have the lengths that :func:`shard` gives.
     """

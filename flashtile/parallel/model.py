@@ -1,8 +1,9 @@
 """Cost of each method of context parallelism by the IO model, to choose a method or to plan for a machine.
 
-Times cover only attention, with one rank per GPU. Products run at ``REACHED`` of a card's peak. A message
-takes the latency of a link plus its bytes over the bandwidth, both directions at once. A ring overlaps
-messages with products; the other methods do not. Merging and copying partial results are left out.
+Times cover only attention, with one rank per GPU. Matrix products are assumed to reach the share ``REACHED``
+of a card's peak. A message takes the latency of the link, plus its bytes divided by the bandwidth. Both
+directions of a link are used at once. A ring overlaps messages with products; the other methods do not.
+Merging and copying partial results are left out.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class Sharing:
         """Return the FLOPs of a pass over all heads and sequences.
 
         Args:
-            which: "forward", which has two products, or "backward", which has five.
+            which: "forward", which has two matrix products, or "backward", which has five.
             pairs: number of visible scores of one head.
         """
         both = self.head_dim + self.head_dim_v
@@ -140,7 +141,7 @@ class ParallelEstimate:
         method: name of the method.
         ranks: number of ranks.
         seconds: time of all passes.
-        compute_seconds: time of the products.
+        compute_seconds: time of the matrix products.
         exposed_seconds: time of messages that does not overlap with computation.
         bytes: bytes that the rank receives.
         extra_bytes: peak memory in addition to the rank's own tensors, in bytes.
@@ -156,19 +157,19 @@ class ParallelEstimate:
 
     @property
     def efficiency(self) -> float:
-        """Share of the time spent in products, from 0 to 1."""
+        """Share of the time spent in matrix products, from 0 to 1."""
         return self.compute_seconds / self.seconds if self.seconds else 1.0
 
 
 MAX_RANKS = 2**14
-"""Largest number of ranks, because the time of an estimate grows with the number of the ring's steps."""
+"""Largest number of ranks. It is limited because the time of an estimate grows with the steps of a ring."""
 
 
 def estimates(sharing: Sharing, ranks: int, card: Card, link: Link) -> list[ParallelEstimate]:
     """Estimate the cost of every method. Return the estimates, the fastest first.
 
     Args:
-        sharing: the call of all ranks together.
+        sharing: sizes and mask of the attention call, for all ranks together.
         ranks: number of ranks, from 1 to 16384.
         card: the GPU of each rank.
         link: the link between GPUs.
@@ -202,10 +203,12 @@ def two_dimensions(
     """Estimate Ulysses over ``inner_link`` within groups, with a ring of the groups over ``link``.
 
     Args:
-        sharing: the call of all ranks together.
-        ring, ulysses: number of groups, and of ranks in each group.
+        sharing: sizes and mask of the attention call, for all ranks together.
+        ring: number of groups.
+        ulysses: number of ranks in each group.
         card: the GPU of each rank.
-        link, inner_link: the links between groups, and within a group.
+        link: the link between groups.
+        inner_link: the link within a group.
 
     Raises:
         TypeError: a size is not an int.
@@ -240,7 +243,7 @@ def two_dimensions(
 
 @lru_cache(maxsize=256)
 def choose(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstimate:
-    """Return the estimate of the fastest method; among equals, of the first one in ``METHODS``."""
+    """Return the estimate of the fastest method. On a tie, the method that is first in ``METHODS`` wins."""
     return min(
         estimates(sharing, ranks, card, link), key=lambda row: (row.seconds, METHODS.index(row.method))
     )
@@ -280,11 +283,12 @@ def explain(
     """Explain which method ``method="auto"`` chooses, by the estimated costs.
 
     Args:
-        sharing: the call of all ranks together.
+        sharing: sizes and mask of the attention call, for all ranks together.
         ranks: number of ranks that share the sequence.
-        card: one of :data:`flashtile.io_model.CARDS`. None: this machine's, or an H200 if it has no GPU.
-        link: one of :data:`flashtile.parallel.LINKS`. None: NVLink if the ranks fit into this machine, or if
-            it has no GPU; otherwise InfiniBand.
+        card: one of :data:`flashtile.io_model.CARDS`. None: the card of this machine, or an H200 if
+            the machine has no GPU or an unknown one.
+        link: one of :data:`flashtile.parallel.LINKS`. None: NVLink if this machine has a GPU for each rank or
+            no GPU at all, otherwise InfiniBand.
 
     Examples:
         >>> from flashtile.parallel import LINKS, Sharing, explain
@@ -335,8 +339,8 @@ def _ring(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstim
         for which in sharing.passes:
             work = [_seconds(sharing, card, which, pair.pairs) for pair in steps]
             sizes = [pair.tokens * sharing.key_bytes for pair in steps[1:]]
-            # Gradients of keys return one step later. As many tokens return as came, because all ranks have
-            # nearly the same pieces.
+            # Gradients of keys are sent back one step later. As many tokens are sent back as were received,
+            # because all ranks have nearly the same pieces.
             back = [0] + [pair.tokens * sharing.key_gradient_bytes for pair in steps[1:]]
             for t in range(ranks):
                 arriving = sizes[t] if t < ranks - 1 else 0
@@ -362,7 +366,7 @@ def _ulysses(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEs
     element = ELEMENT_BYTES[sharing.dtype]
     per_token = sharing.batch * most_heads * (sharing.head_dim + sharing.head_dim_v) * element
     group = sharing.heads_q // sharing.heads_kv
-    copies = -(-most_heads // group) * ranks / sharing.heads_kv  # key heads that go to several ranks
+    copies = -(-most_heads // group) * ranks / sharing.heads_kv  # ranks per key head, on average
     keys = sharing.key_bytes * max(1.0, copies) / ranks
     others = sharing.seqlen * (ranks - 1) / ranks
     sizes = {"forward": [others * (per_token // 2 + keys), others * per_token // 2]}
@@ -391,7 +395,10 @@ def _estimate(
     method: str, sharing: Sharing, ranks: int, card: Card, link: Link, pairs: float,
     sizes: Mapping[str, Sequence[float]], extra: float,
 ) -> ParallelEstimate:  # fmt: skip
-    """Return the cost of a method without overlap of products and messages, whose ``sizes`` are in bytes."""
+    """Return the cost of a method that does not overlap matrix products with messages.
+
+    ``sizes`` maps "forward" and "backward" to the sizes of their messages in bytes.
+    """
     computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
     messages = [size for which in sharing.passes for size in sizes[which]]
     waited = sum(map(link.seconds, messages))

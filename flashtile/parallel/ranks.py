@@ -1,9 +1,9 @@
 """Communication between the ranks that share a sequence, and checks that they make the same call.
 
-Messages are sent as bytes, so that every backend of torch.distributed supports every dtype. NCCL runs them on
-its own stream, so a message posted before a product overlaps with it. With gloo, every wait ends after
-``timeout``. With NCCL, its watchdog ends the process after the group's own timeout
-(``init_process_group(timeout=)``).
+Messages are sent as bytes, so that every backend of torch.distributed supports every dtype. NCCL sends
+messages on its own stream, so a message that is posted before a matrix product overlaps with the product.
+With gloo, every wait ends after ``timeout``. With NCCL, the watchdog ends the process after the group's own
+timeout (``init_process_group(timeout=)``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT = 600.0
 """Default time that a rank waits for the others, in seconds."""
 
 AGREEMENTS = 256
-"""Number of calls that a group of GPUs remembers because its ranks have compared their arguments."""
+"""Number of calls that a group of GPUs remembers. The ranks do not compare these calls' arguments again."""
 
 
 class Message(NamedTuple):
@@ -100,7 +100,7 @@ class Ranks:
         return list(incoming.split(list(sizes)))
 
     def gather(self, x: Tensor, lengths: Sequence[int], timeout: float) -> list[Tensor]:
-        """Gather every rank's ``x`` (own length, ...) and return a list of (lengths[rank], ...)."""
+        """Gather the ``x`` of every rank into a list. Entry ``rank`` has the shape (lengths[rank], ...)."""
         # Padded, because some backends of torch.distributed gather only parts of equal size.
         rest, longest = tuple(x.shape[1:]), max(lengths)
         own = x
@@ -111,7 +111,7 @@ class Ranks:
         return [part[:length] for part, length in zip(whole, lengths, strict=True)]
 
     def stack(self, x: Tensor, timeout: float) -> Tensor:
-        """Stack every rank's ``x`` to (ranks, ...). Its shape must be equal on all ranks."""
+        """Stack every rank's ``x`` to (ranks, ...). The shape of ``x`` must be equal on all ranks."""
         if self.size == 1:
             return x.unsqueeze(0)
         flat = as_bytes([x])
@@ -144,11 +144,12 @@ class Ranks:
 
         If ``error`` is given, it is sent to the other ranks, which raise it as well.
 
-        The exchange goes over the group's store, without the GPUs. For tensors on the CPU it is made at every
-        call. On a GPU, a call that was agreed on before is not exchanged again, unless FLASHTILE_DEBUG=1.
+        The ranks exchange these values over the group's store, without the GPUs. For tensors on the CPU they
+        do so at every call. For tensors on a GPU, values on which all ranks agreed before are not exchanged
+        again, unless FLASHTILE_DEBUG=1.
 
         Raises:
-            ValueError: ranks differ in a value; the message lists each rank's.
+            ValueError: ranks differ in a value; the message lists the value of each rank.
             RuntimeError: some ranks have not answered within ``timeout``.
         """
         record = repr((same, own, error))

@@ -1,10 +1,10 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889): queries stay, keys and values travel between ranks.
 
 In step t, rank r attends to the keys of rank r - t while those of rank r - t - 1 are in transit. Each rank
-sends its own keys directly to the rank that needs them next, instead of forwarding what it has received. The
-bytes are those of a ring, but a rank receives only the keys that its queries see. The backward pass uses the
-same steps, but processes a rank's own keys last, so that the return of the last gradients overlaps with a
-product. Returned gradients are float32, and are added in the order of the steps.
+sends its own keys directly to the rank that needs them next, instead of forwarding what it has received. As
+many bytes are sent as in a ring, except that a rank receives only the keys that its queries see. The backward
+pass uses the same steps, but processes a rank's own keys last, so that the return of the last gradients
+overlaps with a matrix product. Returned gradients are float32, and are added in the order of the steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ring:
         shards, ranks = self.shards, self.shards.ranks
         if ranks.size == 1:
             pair = shards.pair(0, 0)
-            keys, values = (_at(pair.ranges, x) for x in (k, v))  # calls hold indices into these keys
+            keys, values = (_at(pair.ranges, x) for x in (k, v))  # the calls' key indices refer to these
             out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
             return Forward(out, lse, (q, k, v, out, lse))
         state = State(q, v.shape[-1], shards.scores, sink)
@@ -74,8 +74,11 @@ class Ring:
         return Gradients(dq.rounded(q.dtype), dk.rounded(of_keys), dv.rounded(of_keys), dsink)
 
     def _return(self, t: int, parts: list[Tensor], of: list[Tensor]) -> _Returning:
-        """Exchange gradients of step ``t``. Send those of the keys of rank number ``rank - t``, and receive
-        those of this rank's keys from rank number ``rank + t``."""
+        """Start the exchange of the gradients of keys and values that step ``t`` has computed.
+
+        In step t this rank attends to the keys of rank ``rank - t``, and rank ``rank + t`` attends to this
+        rank's keys. So gradients are sent to rank ``rank - t`` and received from rank ``rank + t``.
+        """
         shards, ranks = self.shards, self.shards.ranks
         receiver, sender = (ranks.rank - t) % ranks.size, (ranks.rank + t) % ranks.size
         own = shards.pair(sender, ranks.rank)
@@ -99,9 +102,10 @@ class _Returning(NamedTuple):
 def _travel(
     shards: Shards, k: Tensor, v: Tensor, steps: Sequence[int]
 ) -> Iterator[tuple[int, Pair, Tensor, Tensor]]:
-    """Yield (t, pair, keys, values) of each step. Step t has the keys of rank number ``rank - t``.
+    """Yield (t, pair, keys, values) for each step ``t``: the keys and values are those of rank ``rank - t``.
 
-    The next step's keys and values are in transit while the caller computes.
+    ``pair`` holds the attention calls of the step. While the caller computes them, the keys and values of the
+    next step are in transit.
     """
     rank, size = shards.ranks.rank, shards.ranks.size
     outgoing: dict[Ranges, list[Tensor]] = {}
@@ -147,7 +151,10 @@ def _at(ranges: Ranges, x: Tensor) -> Tensor:
 
 
 def _add(ranges: Ranges, parts: list[Tensor], dk: Total, dv: Total) -> None:
-    """Add ``parts``, the gradients (of keys, of values) at the tokens of ``ranges``, to dk and dv."""
+    """Add the gradients of the tokens in ``ranges`` to dk and dv.
+
+    ``parts`` are (gradients of keys, gradients of values), each concatenated over the ranges.
+    """
     for part, total in zip(parts, (dk, dv), strict=True):
         at = 0
         for start, stop in ranges:

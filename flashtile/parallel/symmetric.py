@@ -1,4 +1,4 @@
-"""Memory that every rank of a group can write to, on torch's symmetric memory."""
+"""Memory that all ranks of a group can write to, allocated with torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_symmetric(q: Tensor) -> None:
 
 
 def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) -> Shared:
-    """Return shared memory for ``rows`` rows of ``head_dim`` float32 numbers and their lse.
+    """Return shared memory for ``rows`` rows of ``head_dim`` float32 numbers and one lse per row.
 
     All ranks must call this with equal arguments.
 
@@ -73,7 +73,9 @@ def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) 
 
 
 def mapped_memory(words: int, group: Any, device: torch.device) -> tuple[Tensor, Any]:
-    """Map ``words`` zeroed 64-bit words of each rank. All ranks must call this with equal arguments.
+    """Allocate ``words`` 64-bit words of zeros on each rank, and map the memory of all ranks.
+
+    All ranks must call this with equal arguments.
 
     Returns:
         (addresses (ranks,) int64 on the device, an object that keeps the memory alive).

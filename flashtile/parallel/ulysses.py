@@ -40,13 +40,13 @@ def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
 
 
 def keys_shared(heads_q: int, heads_kv: int, size: int) -> bool:
-    """Whether a key head is sent to several ranks, or several times to one."""
+    """Whether a key head is sent to several ranks, or several times to one rank."""
     return sum(len(key_heads(heads_q, heads_kv, size, rank)) for rank in range(size)) > heads_kv
 
 
 @dataclass(frozen=True)
 class Ulysses:
-    """Exchange of tokens for heads within a group, around another method.
+    """Exchange of tokens for heads within a group of ranks. An inner method computes attention in between.
 
     Args:
         inner: attention over the group's tokens, in the order of :func:`in_order`.
@@ -124,7 +124,10 @@ class Ulysses:
         return [t if order is None else t[:, order] for t, order in zip(whole, orders, strict=True)]
 
     def _to_tokens(self, tensors: list[Tensor], of_queries: list[bool]) -> list[list[Tensor]]:
-        """Invert :meth:`_to_heads`: return, for each tensor, this rank's tokens of every rank's heads."""
+        """Undo :meth:`_to_heads`: exchange all tokens of this rank's heads for its own tokens of all heads.
+
+        Returns a list for each tensor. Entry ``rank`` of the list has the heads of ``rank``.
+        """
         rank, ranks = self.shards.ranks.rank, range(self.shards.ranks.size)
         as_they_came = []
         for t, of in zip(tensors, of_queries, strict=True):
@@ -143,7 +146,7 @@ class Ulysses:
     def _exchange(self, sent: list[list[Tensor]], sizes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
         """Send the tensors ``sent[rank]`` to each rank, and return each tensor's parts from all ranks.
 
-        ``sizes[rank]`` are the (tokens, heads) of the parts that come from a rank.
+        ``sizes[rank]`` has the (tokens, heads) of each part that comes from ``rank``.
         """
         ranks = self.shards.ranks
         specs = [
@@ -156,9 +159,9 @@ class Ulysses:
         return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
     def _order(self, of_queries: bool, device: torch.device) -> Tensor | None:
-        """Return the indices that sort received tokens (rank after rank) into the order of ``inner``.
+        """Return the indices that sort received tokens into the order that the inner method expects.
 
-        None: they are in that order already.
+        Tokens are received rank after rank. The result is None if this is already the expected order.
         """
         of_ranks = self.shards.pieces_q if of_queries else self.shards.pieces_k
         pieces = [piece for of_rank in of_ranks for piece in of_rank]
@@ -168,7 +171,10 @@ class Ulysses:
         return torch.argsort(positions(pieces, device))
 
     def _sum(self, parts: list[Tensor]) -> Tensor:
-        """Return the gradients of all key heads, summed over the ranks that have a copy, in their order."""
+        """Return the gradients of all key heads. ``parts[rank]`` are those of the key heads of ``rank``.
+
+        If several ranks have the same key head, their gradients are added in the order of the ranks.
+        """
         if not keys_shared(self.heads_q, self.heads_kv, self.shards.ranks.size):
             return torch.cat(parts, dim=2)
         first = parts[0]
@@ -180,9 +186,10 @@ class Ulysses:
 
 
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Return the pieces of a group in the order of positions.
+    """Return the pieces of a group of ranks in the order in which the inner method gets the tokens.
 
-    Interleaved pieces keep their order. But if together they are the whole sequence, the result is one piece.
+    Pieces of consecutive tokens are sorted by position and merged. Interleaved pieces (layout "striped") keep
+    their order, unless together they are the whole sequence: then the result is one piece.
     """
     if all(piece.step == 1 for piece in pieces):
         return joined(sorted(pieces))

@@ -14,7 +14,8 @@ from flashtile.problems.decode import AppendTensors, CacheTensors
 def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (sequence, index within the sequence) of each token of k, both (tokens,) int64.
 
-    k holds new keys, or queries. ``cu_seqlens_k_new`` are its offsets if it is packed.
+    ``k`` are the new keys, or the queries. If they are packed, ``cu_seqlens_k_new`` are the offsets of the
+    sequences.
 
     Tokens after the last offset belong to no sequence and are left out.
     """
@@ -32,7 +33,7 @@ def sequence_lengths(
 ) -> Tensor | None:
     """Return each sequence's number of keys, new ones included, (batch,) int64.
 
-    None if ``cache_seqlens`` is None: every sequence then fills the whole capacity.
+    The result is None if ``cache_seqlens`` is None, because every sequence then fills the whole capacity.
     """
     if tensors.cache_seqlens is None:
         return None
@@ -63,7 +64,7 @@ def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> T
     Args:
         descale: (heads_kv,), (pages or rows, heads_kv) or (batch, 1, heads_kv).
         sequence: sequences of the tokens.
-        row: pages, or rows of a dense cache, of the tokens.
+        row: pages that hold the tokens, or their rows in a dense cache.
 
     Returns:
         (heads_kv,), or (..., heads_kv) with the dimensions of ``sequence`` or ``row`` if scales depend on
@@ -75,9 +76,12 @@ def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> T
 
 
 def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """Return (rows of k in memory, page or row of the cache, offset) of all n tokens that an append writes.
+    """Return, for the n tokens that an append writes, where they are in k and where they go in the cache.
 
-    Page and offset are (n,) int64. Rows of k are (n,) int64, or a slice if they are the first n.
+    Returns:
+        (token, row, offset). ``token`` are the rows of k in memory, (n,) int64, or a slice if they are the
+        first n rows. ``row`` is the page, or the row of a dense cache, and ``offset`` is the position in it.
+        Both are (n,) int64.
     """
     if tensors.slot_mapping is not None:
         token = (tensors.slot_mapping >= 0).nonzero().squeeze(1)

@@ -110,7 +110,7 @@ class Problem(Results):
 
     @property
     def needs_general_mask(self) -> str | None:
-        """Name of the first argument of ``NEEDS_GENERAL_MASK`` that the call has, or None.
+        """Name of the first argument in ``NEEDS_GENERAL_MASK`` that the call has, or None.
 
         Such arguments need a general mask, because their effect on a score does not follow from the distance
         of row and key and the sequence lengths.
@@ -143,7 +143,7 @@ class Problem(Results):
         options: Options = Options(),  # noqa: B008 - immutable
         **others: Any,
     ) -> Problem:
-        """Describe a call that :func:`flashtile.checks.attention.check_call` has passed.
+        """Describe a call that :func:`flashtile.checks.attention.check_call` has accepted.
 
         ``others`` replace fields that are otherwise derived from the arguments.
         """
@@ -215,7 +215,7 @@ class WeightsProblem(Problem):
 
 
 def find_bias_obstacle(bias: Tensor, dtype: torch.dtype) -> str | None:
-    """Return why TMA cannot load tiles of the bias in ``dtype``, the dtype of q; None if it can."""
+    """Return why TMA cannot load tiles of the bias, or None if it can. ``dtype`` is the dtype of q."""
     if bias.dtype != dtype:
         return f"bias must have q's dtype {dtype} for TMA, got {bias.dtype}"
     if bias.shape[2] == 1 or bias.stride(2) == 0:

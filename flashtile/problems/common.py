@@ -25,7 +25,10 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_LENGTH = 2**31 - 1
 """Largest length and window, because kernels hold them in int32."""
 POSITIONS = 2**24
-"""Bound of positions for which kernels with functions are compiled: all lengths up to it share a kernel."""
+"""Bound of positions for which kernels with score or mask functions are compiled.
+
+All sequences up to this length share a kernel.
+"""
 
 PREFERENCE = ("hopper", "portable", "cpu")
 """Backends in the order in which they are tried. An explicit ``backend=`` never falls back to another."""

@@ -65,7 +65,7 @@ class DecodeOptions(NamedTuple):
     """Whether out is float32, to be merged with other results before it is rounded."""
     return_lse: bool = True
     phi: float | None = None
-    """``softmax_max`` if it is a number."""
+    """``softmax_max``, if the caller gave one number instead of a tensor."""
     backend: str | None = None
     debug_checks: bool = False
     attention_chunk: int = 0
@@ -130,7 +130,7 @@ class CopyOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeProblem(Results):
-    """Description of attention of each sequence's last tokens, the queries, over its keys in a cache.
+    """Description of attention over a KV cache. The queries are the last tokens of each sequence.
 
     Lengths are in tokens. Bool fields such as ``alibi`` say whether the call has that argument.
 
@@ -182,7 +182,7 @@ class DecodeProblem(Results):
     def from_tensors(
         cls, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
     ) -> DecodeProblem:
-        """Describe a call that :func:`flashtile.checks.decode.check_decode` has passed."""
+        """Describe a call that :func:`flashtile.checks.decode.check_decode` has accepted."""
         varlen = tensors.cu_seqlens_q is not None
         if tensors.cu_seqlens_q is not None:
             assert options.max_seqlen_q is not None
@@ -272,7 +272,7 @@ class AppendProblem(NamedTuple):
         tensors: AppendTensors,
         options: AppendOptions,
     ) -> AppendProblem:
-        """Describe a call that :func:`flashtile.checks.decode.check_append` has passed."""
+        """Describe a call that :func:`flashtile.checks.decode.check_append` has accepted."""
         slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
         if slots:
             batch, seqlen_new = 1, k.shape[0]
@@ -334,7 +334,10 @@ class CombineProblem(NamedTuple):
     def from_tensors(
         cls, out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
     ) -> CombineProblem:
-        """Describe the combination of partial results (num_splits, batch, seqlen, heads, head_dim)."""
+        """Describe a merge of the partial results ``out_partial``.
+
+        ``out_partial`` is (num_splits, batch, seqlen, heads, head_dim).
+        """
         shape: tuple[int, ...] = out_partial.shape
         num_splits, batch, seqlen, heads, head_dim = shape
         dtypes = out_partial.dtype, options.out_dtype
@@ -355,7 +358,10 @@ class CopyProblem(NamedTuple):
     def from_tensors(
         cls, k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
     ) -> CopyProblem:
-        """Describe a copy in caches (num_layers, num_blocks, page_size, heads_kv, head_dim)."""
+        """Describe a copy of blocks within two caches.
+
+        Both caches are (num_layers, num_blocks, page_size, heads_kv, head_dim).
+        """
         return cls(
             num_pairs=block_pairs.shape[0],
             num_layers=k_cache.shape[0],
@@ -374,7 +380,10 @@ def capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
 
 
 def find_obstacle_in_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> str | None:
-    """Return why TMA cannot address q, or a cache as one (tokens, heads, head_dim) tensor; None if it can."""
+    """Return why TMA cannot address q or the caches, or None if it can.
+
+    TMA addresses a cache as one tensor (tokens, heads, head_dim).
+    """
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.shape[0] > 1 and cache.stride(0) % max(cache.stride(1), 1):
             return (
@@ -394,7 +403,7 @@ def out_dtype(q: Tensor, options: DecodeOptions) -> torch.dtype:
 def descale_kind(descale: Tensor | None) -> str:
     """Return the granularity of the scales: "none", "head", "block" or "sequence".
 
-    "block" has a scale for each head of each page, or of each row of a dense cache; "sequence" for each head
-    of each sequence.
+    "head" is one scale for each head. "block" is one scale for each head of each page, or of each row of a
+    dense cache. "sequence" is one scale for each head of each sequence.
     """
     return "none" if descale is None else ("head", "block", "sequence")[descale.dim() - 1]

@@ -125,16 +125,20 @@ class QuantizeProblem:
 
     @property
     def normalizer(self) -> float:
-        """Factor that makes the Hadamard transform orthogonal; 1 without it."""
+        """Factor that makes the Hadamard transform orthogonal; 1 without the transform."""
         return layout.hadamard_normalizer(self.stored_head_dim) if self.transformed else 1.0
 
     def largest_of(self, scale: Tensor) -> Tensor:
-        """Return the magnitudes, before the normalizer, that ``scale`` maps to the largest e4m3 number."""
+        """Return the largest magnitude that can be quantised with each entry of ``scale``.
+
+        With the Hadamard transform, this is a magnitude after the transform and before multiplication by
+        ``normalizer``.
+        """
         return (scale * (layout.E4M3_MAX / self.normalizer)).expand(self.scales_shape).contiguous()
 
     @property
     def rows(self) -> int:
-        """Number of rows in a block."""
+        """Number of rows in a block, which share a scale."""
         return layout.rows_of(self.role)
 
     @property
@@ -173,12 +177,12 @@ class QuantizeProblem:
 
     @property
     def _sequences(self) -> tuple[int, ...]:
-        """Leading dimensions of tensors that are addressed by block: (batch,), or () for packed sequences."""
+        """Leading dimensions of block scales and of a stored v: (batch,), or () for packed sequences."""
         return () if self.varlen else (self.batch,)
 
     @classmethod
     def from_tensors(cls, x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> QuantizeProblem:
-        """Describe a call that :func:`flashtile.checks.fp8.check_quantize` has passed."""
+        """Describe a call that :func:`flashtile.checks.fp8.check_quantize` has accepted."""
         cu_seqlens, seqused, cos, *_ = tensors
         varlen = cu_seqlens is not None
         if cu_seqlens is not None:
@@ -227,7 +231,7 @@ class Fp8Problem(Problem):
     def from_call(
         cls, q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions
     ) -> Fp8Problem:
-        """Describe a call that :func:`flashtile.checks.fp8.check_attend` has passed."""
+        """Describe a call that :func:`flashtile.checks.fp8.check_attend` has accepted."""
         heads_q = q.shape[-2]
         of_heads = not options.block_scales and tensors.q_descale is not None
         q_scale_heads = tensors.q_descale.shape[1] if of_heads else heads_q  # type: ignore[union-attr]
@@ -235,7 +239,7 @@ class Fp8Problem(Problem):
         return cls.from_tensors(  # type: ignore[return-value]
             q,
             k,
-            k if options.v_transposed else v,  # a transposed v has no row per key
+            k if options.v_transposed else v,  # from_tensors expects a row per key
             tensors.extras,
             options.shared,
             head_dim_v=v.shape[-2] if options.v_transposed else v.shape[-1],

@@ -28,9 +28,10 @@ KEY_GROUP = 32
 SMALLEST_LARGEST = 2.0**-100
 """Lower bound for the largest magnitude of a block, so that scales are positive and inverses finite."""
 LARGEST_RATIO = 2.0**64
-"""The accumulator is in units of a block's scale of v, but of at least the largest earlier scale over this.
+"""Largest ratio between the largest scale of v so far and the unit of the accumulator.
 
-P is scaled down for a block whose scale is smaller.
+The unit is the current block's scale of v. If that is less than the largest scale so far divided by this
+ratio, the unit is the quotient instead, and P is scaled down accordingly.
 """
 P_EXPONENT = 8
 """Probabilities are multiplied by 2**8 before rounding. The products are at most 256, within e4m3's range."""
@@ -46,7 +47,7 @@ def num_blocks(length: int, rows: int) -> int:
 
 
 def num_blocks_varlen(total: int, batch: int, rows: int) -> int:
-    """Return the exclusive upper bound of block numbers in ``batch`` packed sequences of ``total`` rows."""
+    """Return an exclusive upper bound of the block numbers of packed sequences with ``total`` rows in all."""
     return total // rows + batch
 
 
@@ -56,10 +57,11 @@ def first_block(start: int, b: int, rows: int) -> int:
 
 
 def stored_head_dim(head_dim: int, transformed: bool) -> int:
-    """Return the number of columns of a stored q or k: a multiple of 16, or a power of 2 if transformed.
+    """Return the number of columns in which FP8 values of q or k are stored, a multiple of 16.
 
-    TMA requires multiples of 16 bytes, and an element is one byte. Columns beyond head_dim are zero before
-    the transform, so products of q and k are unchanged.
+    TMA requires multiples of 16 bytes, and an element is one byte. If the values are Hadamard-transformed,
+    the number is a power of 2. Columns beyond head_dim are zero before the transform, so products of q and k
+    are unchanged.
     """
     if transformed:
         return max(16, 1 << (int(head_dim) - 1).bit_length())
@@ -67,11 +69,11 @@ def stored_head_dim(head_dim: int, transformed: bool) -> int:
 
 
 def key_order(num_keys: int, device: torch.device | str | None = None) -> Tensor:
-    """Return the key in each column of a stored V^T, (num_keys,) int64; num_keys is a multiple of 32.
+    """Return the index of the key in each column of a stored V^T, (num_keys,) int64.
 
-    Within 32 columns, column ``16 a + 4 b + 2 c + d`` holds key ``16 a + 8 c + 2 b + d``. Each thread of
-    a Hopper warpgroup then holds its scores of a row in the order in which the product P V reads them, so P
-    stays in registers.
+    ``num_keys`` is a multiple of 32. Within 32 columns, column ``16 a + 4 b + 2 c + d`` holds key
+    ``16 a + 8 c + 2 b + d``. Each thread of a Hopper warpgroup then holds its scores of a row in the order in
+    which the product P V reads them, so P stays in registers.
     """
     column = torch.arange(num_keys, device=device)
     a, b, c, d = column // 16 % 2, column // 4 % 4, column // 2 % 2, column % 2

@@ -13,7 +13,7 @@ from flashtile.problems.common import address_of
 E4M3 = torch.float8_e4m3fn
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SCALE_BLOCK = 128
-"""Rows and columns of a block of the weight with its own scale."""
+"""Number of rows, and of columns, in a block of the weight that has its own scale."""
 COPY_BYTES = 16
 """Size and alignment in bytes of an asynchronous copy."""
 
@@ -152,7 +152,7 @@ class LinearProblem:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight, which are read at least once for any M."""
+        """Bytes of the weight. A call reads all of them at least once, however small M is."""
         return self.N * self.K * self.weight_dtype.itemsize
 
     @property
@@ -165,7 +165,7 @@ class LinearProblem:
     def from_linear(
         cls, x: Tensor, weight: Tensor, tensors: LinearTensors, options: LinearOptions
     ) -> LinearProblem:
-        """Describe a call that :func:`flashtile.checks.linear.check_linear` has passed."""
+        """Describe a call that :func:`flashtile.checks.linear.check_linear` has accepted."""
         return cls(
             epilogue=options.activation or PLAIN,
             residual=tensors.residual is not None,
@@ -176,7 +176,7 @@ class LinearProblem:
     def from_before_norm(
         cls, x: Tensor, weight: Tensor, tensors: BeforeNormTensors, options: BeforeNormOptions
     ) -> LinearProblem:
-        """Describe a call that :func:`flashtile.checks.linear.check_before_norm` has passed."""
+        """Describe a call that :func:`flashtile.checks.linear.check_before_norm` has accepted."""
         return cls(
             residual=tensors.residual is not None,
             next_norm=True,
@@ -189,7 +189,7 @@ class LinearProblem:
         cls, x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: QkvTensors,
         options: QkvOptions,
     ) -> LinearProblem:  # fmt: skip
-        """Describe a call that :func:`flashtile.checks.linear.check_qkv` has passed."""
+        """Describe a call that :func:`flashtile.checks.linear.check_qkv` has accepted."""
         num_blocks, page_size, heads_kv, head_dim = k_cache.shape
         cos, table = tensors.rotary_cos, tensors.block_table
         heads = Heads(
@@ -228,7 +228,7 @@ def _product(x: Tensor, weight: Tensor, tensors: Any, options: Any) -> dict[str,
 
 
 def _aligned(tensor: Tensor) -> bool:
-    """Whether address and length of every row are multiples of ``COPY_BYTES``."""
+    """Whether the address and the length in bytes of every row are multiples of ``COPY_BYTES``."""
     strides = [
         stride for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if size > 1
     ]

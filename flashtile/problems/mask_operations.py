@@ -1,4 +1,6 @@
-"""The operations that programs are made of: how torch computes each, its kind, and its derivative.
+"""The operations of programs: how torch computes them, the kinds of their results, and their derivatives.
+
+A program is the traced form of a score or mask function (:mod:`flashtile.problems.mask_program`).
 
 A derivative is written with the operations themselves: ``gradient(emit, result, *operands)`` returns the
 partial derivative with respect to each operand, or None for an operand without one. For an operation that
@@ -44,7 +46,7 @@ class Operation(NamedTuple):
     simplify: Callable[..., Any] | None = None
 
     def number(self, *numbers: Any) -> Any:
-        """Compute the result for operands that are all numbers."""
+        """Compute the result, as a number, of operands that are all numbers."""
         result = self.evaluate(*numbers)
         return result.item() if isinstance(result, Tensor) else result
 
@@ -62,9 +64,10 @@ def _always(kind: str) -> Callable[..., str]:
 
 
 def _only(symbol: str, *allowed: str) -> Callable[[str], str]:
-    """Return a ``kind`` function for unary operations that returns the operand's kind if it is allowed.
+    """Return the ``kind`` function of a unary operation that is defined only for the ``allowed`` kinds.
 
-    For any other kind it raises TypeError; ``symbol`` names the operation in the message.
+    The function returns the kind of the operand, or raises TypeError if this kind is not allowed. ``symbol``
+    is the operation's name in the error message.
     """
 
     def kind_of(kind: str) -> str:

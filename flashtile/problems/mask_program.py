@@ -111,7 +111,7 @@ class Builder:
         return self.kinds[operand] if isinstance(operand, Name) else kind_of_number(operand)
 
     def emit(self, operation: str, *operands: Operand, kind: str | None = None, where: str = "") -> Operand:
-        """Return the result of an operation. ``kind`` is given only for a load: the kind of the element."""
+        """Return the result of an operation. ``kind`` is given only for a load: the kind of its element."""
         if kind is None:
             of = OPERATIONS[operation]
             kind = of.kind(*map(self.kind, operands))
@@ -196,19 +196,19 @@ def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
 
 
 class Load(NamedTuple):
-    """The captured tensor to whose element a derivative belongs."""
+    """A load of an element of a captured tensor, with respect to which a program computes a derivative."""
 
     tensor: int
     indices: int
-    """Number of the program's results that are the element's indices."""
+    """Number of indices of the element, which are results of the program."""
 
 
 def derivatives(program: Program, tensors: frozenset[int] = frozenset()) -> tuple[Program, tuple[Load, ...]]:
     """Return (program, loads), where the new program also computes derivatives.
 
-    The first results of the new program are the original result and its derivative with respect to the score.
-    Then follow, for each load from one of ``tensors``, the derivative with respect to the loaded element, and
-    the indices of this element.
+    The new program returns the original result, and then its derivative with respect to the score. For each
+    load from one of ``tensors``, it also returns the derivative with respect to the loaded element, followed
+    by the indices of this element. ``loads`` describes these loads.
     """
     builder = Builder(program.lines)
     (result,) = program.results
@@ -275,7 +275,10 @@ def is_variable(program: Program, line: Line, operand: Operand) -> bool:
 
 
 def variables(program: Program) -> Iterator[int]:
-    """Yield the numbers for which :func:`is_variable` holds, in order."""
+    """Yield the numbers of a program that a kernel may receive as arguments of its launch, in order.
+
+    :func:`is_variable` decides which numbers these are.
+    """
     for line in program.lines:
         yield from (operand for operand in line.operands if is_variable(program, line, operand))
 
@@ -285,9 +288,9 @@ def _is_zero(operand: Operand) -> bool:
 
 
 def _chosen(partial: tuple, adjoint: Operand) -> tuple:
-    """Return the operands of a ``where`` that passes the gradient to the selected operand, and 0 otherwise.
+    """Return the operands of a ``where`` that is the gradient if the operand was selected, otherwise 0.
 
-    A product of the gradient with 0 or 1 would be NaN for an infinite gradient.
+    Multiplying the gradient by 0 instead would give NaN where the gradient is infinite.
     """
     condition, is_chosen = partial
     return (condition, adjoint, 0.0) if is_chosen else (condition, 0.0, adjoint)

@@ -21,7 +21,10 @@ Range = tuple[int, int]
 
 
 def positions_of(seqlen_q: int, seqlen_k: int) -> int:
-    """Return ``POSITIONS``, or for longer sequences the next power of two."""
+    """Return the upper bound of positions for which a kernel is compiled.
+
+    It is ``POSITIONS``, or the next power of two for longer sequences.
+    """
     return max(POSITIONS, 1 << (max(seqlen_q, seqlen_k, 1) - 1).bit_length())
 
 
@@ -74,7 +77,7 @@ def _range(line: Line, operands: list[Range]) -> Range:
     if line.operation == "lshift":
         bits = min(max(operands[-1][1], 0), 64)
         return min(operands[0][0], 0) << bits, max(operands[0][1], 0) << bits
-    # floordiv, rshift and bit operations stay below the next power of two above their operands.
+    # Results of floordiv, rshift and bit operations are below the next power of two above their operands.
     most = 1 << max(abs(low), abs(high), 1).bit_length()
     return -most if low < 0 or line.operation == "not" else 0, most - 1
 

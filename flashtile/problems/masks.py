@@ -34,7 +34,10 @@ BACKWARD_LISTS = 4
 
 @dataclass(frozen=True)
 class Mods:
-    """The functions of a call as texts of programs, which read captured tensors from one common list."""
+    """The score and mask functions of a call, as texts of programs (:mod:`flashtile.problems.mask_program`).
+
+    Both programs index the same list of captured tensors.
+    """
 
     score_mod: str = ""
     """Program of score_mod, "" for none."""
@@ -47,7 +50,7 @@ class Mods:
     block_size: tuple[int, int] | None = None
     """Queries and keys of a block of the block mask."""
     list_heads: int = 1
-    """Number of query heads with block lists of their own in the block mask; 1 if all heads share them."""
+    """Number of heads in the block mask's lists: that of the queries, or 1 if all heads share the lists."""
     positions: int = POSITIONS
     """Upper bound of query and key positions: it decides which ints fit in 32 bits."""
 
@@ -61,10 +64,10 @@ class Mods:
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Ints of the programs that kernels receive as launch arguments, not as constants.
+        """Ints in the programs that a kernel gets as launch arguments instead of compile-time constants.
 
-        They are the first ``MAX_SIZES - sum(ranks)`` distinct ints that :func:`variables` yields for
-        score_mod and then mask_mod.
+        They are the first ``MAX_SIZES - sum(ranks)`` distinct ints that :func:`variables` yields, first for
+        score_mod and then for mask_mod.
         """
         from flashtile.problems.mask_program import variables
 
@@ -73,13 +76,16 @@ class Mods:
         return tuple(found)[: MAX_SIZES - sum(self.ranks)]
 
     def kernel_sizes(self, captured: Iterable[Tensor | None]) -> list[int]:
-        """Return a launch's MAX_SIZES ints: sizes of captured tensors, zeros, and ``numbers`` reversed."""
+        """Return the ``MAX_SIZES`` int arguments of a launch.
+
+        They are the sizes of the captured tensors, then zeros, then ``numbers`` in reverse order.
+        """
         sizes = [size for tensor in captured if tensor is not None for size in tensor.shape]
         return sizes + [0] * (MAX_SIZES - len(sizes) - len(self.numbers)) + [*reversed(self.numbers)]
 
     @property
     def given(self) -> str:
-        """Argument name of the first function that the user gave."""
+        """Name of the argument through which the user gave a function, for error messages."""
         return "score_mod" if self.score_mod else "block_mask" if self.block_size else "mask_mod"
 
 

@@ -120,7 +120,11 @@ class Quantized:
         return scales[:, block * inside].mT.where(inside[:, None], 0.0)[..., None]
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (sequence, index in the sequence, block, whether the row is used) of each packed row."""
+        """Return four tensors (total,) that locate each packed row.
+
+        They are the index of the row's sequence, the row's index within the sequence, the index of its block
+        among the blocks of all sequences, and a bool: whether the row belongs to a sequence.
+        """
         assert self.cu_seqlens is not None
         rows = torch.arange(self.shape[0], device=self.device, dtype=torch.int32)
         last = max(self.cu_seqlens.shape[0] - 2, 0)
@@ -133,9 +137,9 @@ class Quantized:
 def sequences(
     of: tuple[object, ...], cu_seqlens: Tensor | None, max_seqlen: int | None, seqused: Tensor | None
 ) -> tuple[Tensor | None, int | None, Tensor | None]:
-    """Return (cu_seqlens, max_seqlen, seqused), with None replaced by the values of tensors in ``of``.
+    """Return (cu_seqlens, max_seqlen, seqused), and replace those that are None by values stored in ``of``.
 
-    Only quantised tensors carry these values. The first one that has a value decides.
+    Only the quantised tensors of ``of`` store these values. The first tensor that has a value is used.
     """
     for x in of:
         if isinstance(x, Quantized):

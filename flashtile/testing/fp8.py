@@ -49,12 +49,12 @@ def check(
     function: Callable[..., Any] | None = None,
     **arguments: Any,
 ) -> Report:
-    """Raise AssertionError unless FP8 attention over q, k and v meets the error rule; return the report.
+    """Raise AssertionError unless FP8 attention over q, k and v is within the error rule; return the report.
 
-    Takes the memory of standard attention in float64.
+    The rule is that of :mod:`flashtile.testing`. The check takes the memory of standard attention in float64.
 
     Args:
-        q, k, v: as for :func:`flashtile.fp8.attention`, or float8_e4m3fn as for
+        q, k, v: as for :func:`flashtile.fp8.attention`, or float8_e4m3fn tensors as for
             :func:`flashtile.flash_attn_func`.
         method, hadamard, seed: as for :func:`flashtile.fp8.attention`.
         poison: run under :func:`flashtile.testing.poisoned_memory`.
@@ -89,9 +89,11 @@ def check(
 def _noise(
     parts: tuple[Any, Any, Any], arguments: dict[str, Any], on_gpu: bool
 ) -> tuple[tuple[float, float], float]:
-    """Return (errors (largest, rms) of out due to rounding of P, error of lse due to rounding of scores).
+    """Return (out_noise, lse_noise), the errors that rounding may cause.
 
-    Errors of different probabilities are assumed to be independent.
+    ``out_noise`` is the (largest, rms) error of out when P is rounded to e4m3. The rounding errors of
+    different probabilities are assumed to be independent. ``lse_noise`` is the error of lse that is caused by
+    rounding errors of the scores.
     """
     scales = [arguments.pop(f"{name}_descale", None) for name in "qkv"]
     (q, k, v), arguments = reference.dequantize(*parts, tuple(scales), torch.float64, arguments)

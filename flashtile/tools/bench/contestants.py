@@ -94,7 +94,10 @@ class FlashAttention3InFp8(FlashAttention):
 
 
 def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
-    """Return x in e4m3, with one scale for the heads of each key head's group, and the scales (heads_kv,)."""
+    """Quantise x to e4m3 with one scale per key head, and return (values, scales (heads_kv,)).
+
+    All query heads of a group share the scale of their key head.
+    """
     groups = x.unflatten(-2, (heads_kv, -1)).float()
     others = [dim for dim in range(groups.dim()) if dim != groups.dim() - 3]
     scale = groups.abs().amax(others) / E4M3_MAX
@@ -225,7 +228,10 @@ class SdpaLatent(Peer):
 
 
 def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, **arguments: Any) -> PeerCall:
-    """Return a call of ``function`` on each copy of the cache; ``table_name`` is its block table argument."""
+    """Return a contestant's call with one variant for each copy of the KV cache, to rotate over in timing.
+
+    Each variant passes its copy's block table to ``function`` as the argument ``table_name``.
+    """
     tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
     copies = tuple(partial(function, **{table_name: table}, **arguments) for table in tables)
     return PeerCall(copies[0], copies=copies)

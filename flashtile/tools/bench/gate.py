@@ -85,8 +85,8 @@ class Oracle:
     def _noise(self, exact: Tensor) -> tuple[float, float]:
         """Return the absolute error (largest, rms) that rounding in the accumulator may cause.
 
-        P is exp(score - lse), so an absolute error of the score or of lse is a relative error of P, and with
-        it of the result.
+        P is exp(score - lse). A small absolute error of the score or of lse is therefore an equal relative
+        error of P and of the result.
         """
         eps = torch.finfo(torch.promote_types(self._workload.source_dtype, torch.float32)).eps
         lse = math.log(max(1, self._workload.seqlen_k)) + 1.0
@@ -199,7 +199,7 @@ def _attend_rows(
     rows, group = q.shape[:2]
     window = (workload.window_left, workload.window_right)
     seen = reference.visible(rows, k.shape[0], *window, q.device, position)
-    # The query heads of a group share their keys, so each of them is computed as further rows of one head.
+    # The query heads of a group have the same keys and values, so they are computed as rows of a single head.
     hidden = ~seen.repeat_interleave(group, 0)
     bias = column = None
     if alibi_slopes is not None:

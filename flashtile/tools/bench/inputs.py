@@ -86,7 +86,11 @@ def _by_head(workload: Workload, device: torch.device | str) -> tuple[Tensor | N
 
 
 def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:
-    """Return inputs with random KV caches: one copy on the CPU, ``workload.copies`` copies on a GPU."""
+    """Return the inputs of decoding with random KV caches.
+
+    On a GPU, a paged cache has ``workload.copies`` copies of the keys and values, each with its own block
+    table. On the CPU it has one.
+    """
     assert workload.cache is not None
     device, prefix = q.device, workload.cache.prefix
     generator = torch.Generator(device=device).manual_seed(0)

@@ -44,8 +44,10 @@ class Chart:
 
 
 def charts(document: dict[str, Any]) -> Iterator[Chart]:
-    """Yield the charts of each series: speed of each pass, time by operation if measured, then, if there are
-    several lengths, speed-up and memory.
+    """Yield the charts of each series of workloads that differ only in sequence length.
+
+    A series has a chart of the speed in each pass, and of the time of each operation if that was measured. A
+    series with several lengths also has charts of the speed-up and of the memory.
 
     Raises:
         ValueError: nothing was measured.
@@ -63,7 +65,7 @@ def charts(document: dict[str, Any]) -> Iterator[Chart]:
                     yield _chart(document, series, f"{which} speed-up", what, _speed_up_lines, measured)
             with_memory = [measured for measured in passes.values() if _curves(document, measured, _peak)]
             if with_memory:
-                # The passes differ little: both need the tensors kept for the backward pass.
+                # One chart is enough: the memory of the passes differs little.
                 yield _chart(document, series, "memory", what, _memory_lines, with_memory[-1])
 
 
@@ -91,7 +93,10 @@ def figure_of(draw: Draw, title: str, footer: str = "") -> Figure:
 
 
 def as_svg(figure: Figure) -> str:
-    """Return an SVG element in the colour of the text around it; equal figures give equal elements."""
+    """Return the figure as an SVG element in the colour of the text around it.
+
+    Equal figures give equal elements.
+    """
     file = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.axes[0].get_title(loc="left")}):
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -121,7 +126,7 @@ def write_plot(document: dict[str, Any], path: Path, unit: str | None = None) ->
 
 
 def _by_series(document: dict[str, Any]) -> Iterator[tuple[str, list[Cell], dict[str, list[Cell]]]]:
-    """Yield (series, its cells, its cells by pass)."""
+    """Yield each series as (name, cells, cells by pass)."""
     if not document["cells"]:
         raise ValueError("there is nothing to draw: no cell was measured")
     for series in dict.fromkeys(cell["series"] for cell in document["cells"]):
@@ -188,9 +193,9 @@ def _operation_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell])
 
 
 def operation_bars(axes: Axes, cell: Cell, ours: str) -> None:
-    """Draw two stacks of milliseconds: standard attention by operation, and the fused call.
+    """Draw two bars of milliseconds: the stacked operations of standard attention, and the fused call.
 
-    Both sides have dropout. Neither has it if the fused call was not timed with dropout.
+    Both bars include dropout if the fused call was timed with dropout. Otherwise both exclude it.
     """
     height, found = 0.0, cell["operations"]
     dropped = found.get("fused_dropout_ms")
@@ -258,7 +263,7 @@ def _curves(
     cells: Sequence[Cell],
     value: Callable[[dict[str, Any], Cell, str], float | None],
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return points (sequence length, value) of each contestant that has any."""
+    """Return the points (sequence length, value) of each contestant that has at least one value."""
     curves = {}
     for name in _names(document):
         points = [

@@ -155,7 +155,7 @@ class Workload:
 
     @property
     def call(self) -> Call:
-        """The workload as a call of the I/O model."""
+        """The call as an input of the I/O model, which counts its visible pairs and bytes."""
         return Call(
             self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
             self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
@@ -209,7 +209,7 @@ class Workload:
 
     def flops(self, which: str = "forward") -> float:
         """Return the number of floating-point operations of a pass."""
-        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a product, per column of a head
+        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a matrix product with head_dim 1
         forward = pair * (self.head_dim + self.width_v)
         backward = pair * (3 * self.head_dim + 2 * self.width_v)
         both = forward + backward
@@ -240,7 +240,10 @@ class Workload:
 
     @property
     def copies(self) -> int:
-        """Number of copies of the KV cache to rotate over, so reads miss the L2 cache; 1 unless paged."""
+        """Number of copies of the KV cache; 1 unless the cache is paged.
+
+        Measurements rotate over the copies, so that reads miss the L2 cache.
+        """
         paged = self.cache is not None and self.cache.page_size
         return max(1, min(MAX_COPIES, round(L2_BYTES / self.kv_bytes()))) if paged else 1
 
@@ -294,7 +297,10 @@ def _dense(
 
 
 def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> list[Workload]:
-    """Return the FlashAttention papers' grid: head sizes with heads * head_dim = 2048, full and causal."""
+    """Return the workloads of the FlashAttention papers' plots, without a mask and causal.
+
+    They have the head sizes 64, 128 and 256 and as many heads that heads * head_dim is 2048.
+    """
     return [
         workload
         for d in PAPER_HEAD_DIMS
@@ -309,7 +315,7 @@ def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> 
 def _lengths(
     name: str, lengths: Sequence[tuple[int, int]], tags: str, heads: Heads, series: str = "", **more: Any
 ) -> Workload:
-    """Return a workload of sequences whose ``lengths`` are pairs (seqlen_q, seqlen_k)."""
+    """Return a workload whose sequences have these ``lengths``, pairs (seqlen_q, seqlen_k)."""
     longest_q, longest_k = (max(pair[side] for pair in lengths) for side in (0, 1))
     return Workload(
         name, series or name, len(lengths), longest_q, longest_k, *heads,
@@ -562,7 +568,10 @@ TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for ta
 
 
 def small_call(kind: str, device_type: str) -> Workload:
-    """Return a call of a kind of workload whose GPU time is below its host time, to measure host time."""
+    """Return a small call of a kind of workload, with which the host time of a call is measured.
+
+    The call's time on the GPU is below its time on the host.
+    """
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
     if kind == "decode":
         return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)

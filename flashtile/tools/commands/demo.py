@@ -152,7 +152,7 @@ def measure_operations(console: Console, workload: Workload, device: torch.devic
 
 
 def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: Path) -> None:
-    """Save the trained model to ``folder`` for ``flashtile generate``, and print answers of its engine."""
+    """Save the trained model to ``folder`` for ``flashtile generate``, and print answers of the engine."""
     console.rule("serving the model: continuous batching over paged keys and values", align="left")
     try:
         from flashtile.tools.demo.serving import serve

@@ -93,7 +93,7 @@ def _program(text: str) -> Program | None:
 def behind(text: str, first: int) -> str:
     """Renumber the captured tensors of a mask program from ``first``, and return the program's text.
 
-    The program then reads tensors that are listed behind ``first`` tensors of another program.
+    The caller lists these tensors behind the ``first`` tensors of another program.
     """
     from flashtile.problems.mask_program import parse, renumbered
 

@@ -25,7 +25,7 @@ class Quantized:
         method: "block", "head" or "tensor".
         seed: seed of the Hadamard transform; None if there was none.
         shape: shape of the tensor before quantisation.
-        dtype: dtype of the tensor before quantisation, which is also that of attention's results.
+        dtype: dtype of the tensor before quantisation. The results of attention have the same dtype.
         cu_seqlens, max_seqlen, seqused: as given to :func:`flashtile.fp8.quantize`.
         source: the tensor that gets the gradient of attention, in the shape and dtype before quantisation;
             None if it required no gradient.
@@ -77,7 +77,7 @@ class Quantized:
             transformed: whether to return q and k after the Hadamard transform, with all stored columns, as
                 the kernels read them. False undoes the transform.
         """
-        if self.cu_seqlens is not None and self.cu_seqlens.shape[0] == 1:  # rows, but no sequence
+        if self.cu_seqlens is not None and self.cu_seqlens.shape[0] == 1:  # there are rows, but no sequences
             return self.values.new_zeros(self.shape, dtype=dtype)
         x = self._values_in_rows(dtype) * self._scales_in_rows(dtype)
         if self.seed is not None and not transformed:

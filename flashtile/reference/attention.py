@@ -60,7 +60,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
         seqused_q,
     )  # fmt: skip
-    if isinstance(alibi_slopes, Tensor):  # detached: the check refuses slopes that require grad
+    if isinstance(alibi_slopes, Tensor):  # detach, because the check refuses slopes that require grad
         check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
     else:
         check_call(q, k, v, extras, options)
@@ -180,7 +180,7 @@ def standard(
         scores = torch.as_tensor(modify(scores)).to(scores.dtype).expand(scores.shape).clone()
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
-    if modify is not None:  # the function may have hidden the remaining keys of a row
+    if modify is not None:  # it may have set all scores of a row to -inf
         empty = (scores == -torch.inf).all(-1, keepdim=True)
     if sink is not None:  # one more column of scores
         column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)

@@ -1,4 +1,4 @@
-"""References of FP8: quantisation, bit-identical to the kernels, and standard attention over its results."""
+"""References for FP8: quantisation, bit-identical to the kernels', and attention over quantised tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashtile.reference.decode import rotate
 
 
 class _Sequence(NamedTuple):
-    """One sequence as float32 after rotary embedding and transform, in whole blocks.
+    """One sequence in float32 after rotary embedding and Hadamard transform, padded to whole blocks.
 
     Attributes:
         b: index of the sequence.

@@ -63,7 +63,8 @@ def epilogue(problem: LinearProblem, y: Tensor, residual: Tensor | None) -> Tens
 def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (y, y * next_norm_weight, factor) for the RMSNorm that follows this product.
 
-    The first two are (M, N). ``factor`` is ``rsqrt(mean(y**2) + next_norm_eps)`` of each row, (M,) float32.
+    y and the product are (M, N). ``factor``, (M,) float32, is ``rsqrt(mean(y**2) + next_norm_eps)`` of each
+    row.
     """
     wide = y.to(torch.promote_types(y.dtype, torch.float32))
     factor = torch.rsqrt(wide.square().mean(-1) + problem.next_norm_eps)

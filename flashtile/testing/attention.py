@@ -6,8 +6,8 @@
 
 The rule is FlashAttention's: the error of an implementation may exceed that of plain PyTorch in the same
 dtype by at most a small factor. Errors are differences from standard attention in float64. The rule applies
-to the largest error. It also applies to the root mean square: a few rows with large values could hide errors
-in all others.
+to the largest error. It also applies to the root mean square of the errors, because the largest error may be
+that of a few rows with large values.
 """
 
 from __future__ import annotations

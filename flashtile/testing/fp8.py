@@ -3,9 +3,9 @@
     from flashtile.fp8 import testing
     print(testing.check(q, k, v, causal=True))
 
-The reference is standard attention in float64 over the dequantised e4m3 tensors. So the error of quantisation
-is not counted. Plain PyTorch, whose error sets the limit, multiplies its probabilities by 2**8 and rounds
-them to e4m3, as flashtile does.
+The reference is standard attention in float64 over the dequantised e4m3 tensors, so the error of quantisation
+is not counted. The error of plain PyTorch sets the limit. There, probabilities are multiplied by 2**8 and
+rounded to e4m3, as in flashtile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashtile.rounding import finite, largest, rms
 from flashtile.testing import Report, compare, poisoned_memory
 
 P_ROUNDING = 2.0**-5
-"""Typical relative error of a probability in e4m3: a quarter of the distance between neighbours."""
+"""Typical relative error of a probability in e4m3: a quarter of the distance between neighbouring values."""
 
 SCORE_ERROR = 2.0**-20
 """Rounding error of a score, relative to the largest score that the norms of q and k allow."""

@@ -16,7 +16,7 @@ from flashtile.engine.config import ModelConfig
 from flashtile.op.operation import remembering
 
 SEQLENS = (128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
-"""Lengths of training sequences. Kernels are chosen by length, in ranges; 1000 is no multiple of a tile."""
+"""Lengths of training sequences. Kernels are chosen by ranges of lengths. No tile size divides 1000."""
 BATCHES = (1, 8)
 
 

@@ -1,7 +1,7 @@
 """The contestants of a run by kind of workload; :mod:`.peers` has the adapters for attention and masks.
 
 For FP8 all contestants get the same bfloat16 inputs. A contestant that computes in FP8 quantises them to e4m3
-with its own scales. This happens before timing, except in ``flashtile-from-bf16``, which times it.
+with its own scales. Quantisation is not timed, except in ``flashtile-from-bf16``.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
 }
-"""Adapters of flashtile by kind of workload; their argument is a backend's name, or None for dispatch."""
+"""Adapters of flashtile by kind of workload. Their argument names a backend; None lets dispatch choose."""
 
 
 def peers(kind: str) -> tuple[Peer, ...]:

@@ -143,7 +143,7 @@ class TransformersBatching(Transformers):
 
         self.model.set_attn_implementation("paged|sdpa")
         answers: list[list[int]] = []
-        # generate_batch has one length for all requests, so requests of different lengths get their mean.
+        # generate_batch takes one length for all requests, so all requests get the mean of the lengths.
         length = round(sum(lengths) / len(lengths))
         config = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0)
         with torch.inference_mode():

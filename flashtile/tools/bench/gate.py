@@ -25,7 +25,7 @@ from flashtile.tools.bench.workloads import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
-"""Most scores that the reference computes for one workload, by device type; at least one head is compared."""
+"""Most scores that the reference computes for a workload, by device type. At least one head is compared."""
 
 HEADS_CHECKED = 64
 """Most key/value heads that are compared."""

@@ -28,7 +28,7 @@ SHAPES = {
     **{name: find_model(name).products for name in ("llama-2-7b", "llama-3-8b")},
     SMALL_MODEL: ((96, 64), (64, 64), (172, 64), (64, 86)),
 }
-"""(N, K) of each product of a layer: the q, k and v projections together; output; gate and up; down."""
+"""(N, K) of a layer's four products: q, k and v projections; output projection; gate and up; down."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 LAYERS = 4
 OURS = "flashtile"

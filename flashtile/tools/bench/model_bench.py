@@ -13,7 +13,7 @@ from flashtile.hardware.timing import copy_ceiling
 
 
 class OfModel(Protocol):
-    """A workload that belongs to a model, in contrast to one of a single attention call."""
+    """A workload that belongs to a model, unlike the workloads of single attention calls."""
 
     @property
     def name(self) -> str: ...
@@ -23,7 +23,7 @@ class OfModel(Protocol):
 
 
 SMALL_MODEL = "ci"
-"""Name of the small model for CPUs, whose workloads only run if they are named explicitly."""
+"""Name of the small model for CPUs. Its workloads run only if they are named explicitly."""
 
 Named = TypeVar("Named", bound=OfModel)
 

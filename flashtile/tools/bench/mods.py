@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile import masks
 
 SAMPLED_ROWS = 512
-"""Limit of rows whose visible keys are counted. The other rows are assumed to see as many on average."""
+"""Most rows whose visible keys are counted. The other rows are assumed to see as many keys on average."""
 
 
 class Functions(NamedTuple):

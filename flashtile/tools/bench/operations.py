@@ -2,7 +2,7 @@
 
 This repeats the measurement of GPT-2 in FlashAttention's paper (Dao et al. 2022, arXiv:2205.14135, figure 1).
 Matrix product, mask, softmax, dropout and matrix product each read or write the scores in memory; the fused
-kernel does not. The two sides are compared with dropout on both, and without it on both.
+kernel does not. The sum and the fused call are compared twice: both with dropout, and both without.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Operations(Standard):
 
     name = "standard, by operation"
     STORED_COPIES = 6
-    """Scores, masked scores, probabilities, probabilities after dropout, dropout mask, and current result."""
+    """Tensors of the scores' size: scores, masked scores, P, P with dropout, dropout mask, current result."""
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen or workload.changes_scores or workload.cache is not None or workload.fp8:

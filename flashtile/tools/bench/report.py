@@ -205,7 +205,7 @@ def _host_times(document: dict[str, Any]) -> str:
 
 
 def _print_refusals(document: dict[str, Any], console: Console) -> None:
-    """Print each reason for which a contestant was not timed, with the number of cells."""
+    """Print each reason why a contestant was not timed, and in how many cells."""
     reasons: Counter[tuple[str, str, str]] = Counter()
     for cell in document["cells"]:
         apart = {"standard, by operation": cell["operations"]} if "operations" in cell else {}

@@ -1,9 +1,9 @@
 """Runs measurements: checks the contestants' results, times them in turns, and collects one JSON document.
 
-A cell of the document is one workload in one pass. A measurement is the median time of repeated calls, on
-CUDA each with a cold L2 cache. In the pass "graph", a measurement is the time per call of a replayed CUDA
-graph. If a contestant refuses, fails, runs out of memory or is wrong, the reason is recorded and the others
-are still measured.
+A cell of the document is one workload in one pass. A measurement is the median time of repeated calls. On
+CUDA, the L2 cache is cold before each call. In the pass "graph", a measurement is the time per call of a
+replayed CUDA graph. If a contestant refuses, fails, runs out of memory or is wrong, the reason is recorded.
+The other contestants are still measured.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
             timing.synchronize(device)
             return
         except torch.OutOfMemoryError as error:
-            said_first = _first_line(error).split(". ")[:2]  # the rest describes this process
+            said_first = _first_line(error).split(". ")[:2]  # the other sentences describe this process
             entry.reject(NO_MEMORY, ". ".join(said_first))
         except ArithmeticError as error:
             entry.reject(WRONG, str(error))

@@ -297,9 +297,9 @@ def _dense(
 
 
 def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> list[Workload]:
-    """Return the workloads of the FlashAttention papers' plots, without a mask and causal.
+    """Return the workloads of the FlashAttention papers' plots, with and without a causal mask.
 
-    They have the head sizes 64, 128 and 256 and as many heads that heads * head_dim is 2048.
+    The head sizes are 64, 128 and 256, and heads * head_dim is 2048.
     """
     return [
         workload

@@ -40,7 +40,7 @@ from flashtile.tools.commands.options import Device, bad_parameters, console, pa
 
 HERE = "here"
 MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
-"""Maxima of sequences, heads and head sizes; of tokens per sequence; of tokens per sequence with costs."""
+"""Maxima: of sequences, heads and head sizes; of tokens per sequence; of the same if costs are shown."""
 MEASURED = (9, 0)
 """Compute capability of the cards on which flashtile has been measured."""
 MODEL_SEQLENS = (2048, 8192, 32768, 131072)

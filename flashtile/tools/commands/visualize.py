@@ -18,7 +18,7 @@ from flashtile.learn.visualizer.settings import MASKS, Setting, grid, own_runs
 from flashtile.tools.commands.options import BadArgument, output_file, progress_bar
 
 LONGEST, WIDEST, MAX_KIB = 16384, 4096, 2**20
-"""Largest seqlen, head_dim and SRAM (KiB) of a user's run. Limited because every move is recorded."""
+"""Largest seqlen, head_dim and SRAM size (KiB) of a user's run. Every data movement of a run is recorded."""
 
 
 def visualize(

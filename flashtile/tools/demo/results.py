@@ -22,7 +22,7 @@ from flashtile.tools.demo.findings import claim, findings
 from flashtile.tools.demo.training import Agreement, TrainingConfig, TrainingResult, bits_per_byte
 
 LEARNED_BITS = 6.0
-"""Most bits per byte that the trained model may need: even the shortest run gets there if gradients work."""
+"""Most bits per byte that the trained model may need. Even the shortest run reaches it if gradients work."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Time and memory of a forward and backward pass by sequence length, compared with standard attention.
 
-On a CPU every measurement runs in a new process, and its memory is the peak resident memory of that process,
-which includes buffers inside of kernels. On a GPU it is the peak of torch's allocator.
+On a CPU every measurement runs in a new process. The memory is the peak resident memory of that process,
+which includes buffers inside of kernels. On a GPU the memory is the peak of torch's allocator.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """Costs at one length; ``standard`` is None if it cannot run, for the reason in ``obstacle``."""
+    """Costs at one length. If standard attention did not run, ``standard`` is None; ``obstacle`` says why."""
 
     seqlen: int
     flashtile: Cost
@@ -153,8 +153,8 @@ def cost(attention: str, workload: ScalingWorkload, seqlen: int) -> Cost:
         return _cost_on_gpu(attention, workload, seqlen)
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return _cost_on_cpu(attention, workload, seqlen)
-    # The fork server imports all modules once and computes nothing, so its children start quickly and forking
-    # is safe.
+    # The fork server imports all modules once, so its children start quickly. It computes nothing, so forking
+    # it is safe.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "flashtile.backends.portable", "flashtile.backends.cpu"])
     with context.Pool(1) as pool:
@@ -171,13 +171,13 @@ def _prepare(attention: str, workload: ScalingWorkload, seqlen: int):
     )
     inputs = tuple(t.requires_grad_() for t in (q, k, v))
     attend: Attention = flashtile
-    if attention == "standard":  # as in a model, which keeps its mask between calls
+    if attention == "standard":  # the mask is made once, as in a model that keeps it between calls
         attend = partial(standard, hidden=later_keys(seqlen, seqlen, device))
     return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
 
 
 def _cost_on_cpu(attention: str, workload: ScalingWorkload, seqlen: int) -> Cost:
-    _prepare(attention, workload, min(64, seqlen))()  # threads, libraries and their buffers
+    _prepare(attention, workload, min(64, seqlen))()  # starts threads, loads libraries, allocates buffers
     run = _prepare(attention, workload, seqlen)
     before = _peak_resident_bytes()
     times = time_call(run, 1e3 * workload.seconds_each, torch.device("cpu"), warm_up=False)

@@ -126,8 +126,8 @@ def default_config(device: torch.device) -> TrainingConfig:
 class TrainingResult:
     """Losses and times of a run.
 
-    ``losses`` are in nats per byte, one per step. ``tokens_per_second`` comes from the median step, because
-    the first step may compile kernels. ``seconds`` is the time of all steps.
+    ``losses`` are in nats per byte, one per step. ``tokens_per_second`` is computed from the median time of a
+    step, because the first step may compile kernels. ``seconds`` is the time of all steps.
     """
 
     losses: list[float]
@@ -281,9 +281,9 @@ def generate(
 class CurveTolerance:
     """Allowed differences between the losses of two runs at the same step, in nats per byte.
 
-    Two implementations of exact attention differ only by rounding, which training amplifies from step to
-    step. The tolerance ``early`` for the first steps is tight and detects a gradient that is wrong by a few
-    percent. The tolerance ``whole`` for all steps is loose.
+    Two implementations of exact attention differ only by rounding, but training amplifies the difference from
+    step to step. The tolerance ``early`` applies to the first steps. It is tight and detects a gradient that
+    is wrong by a few percent. The tolerance ``whole`` applies to all steps and is loose.
     """
 
     early: float

@@ -478,7 +478,7 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
 
 
 def _difference(actual: Tensor, exact: Tensor) -> Tensor:
-    """Return the absolute difference, 0 where both are the same infinity."""
+    """Return the absolute difference of two tensors. It is 0 where both have the same infinity."""
     actual = actual.double()
     return torch.where(actual == exact, 0.0, actual - exact).abs()
 

@@ -103,7 +103,7 @@ def check_cache(name: str, actual: Tensor, expected: Tensor, before: Tensor, com
 
 
 def _copy(cache: Tensor) -> Tensor:
-    """Copy a cache with its memory layout, gaps included."""
+    """Copy a cache, and keep its strides."""
     copy = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=cache.device)
     return copy.copy_(cache)
 

@@ -228,9 +228,10 @@ class SdpaLatent(Peer):
 
 
 def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, **arguments: Any) -> PeerCall:
-    """Return a contestant's call with one variant for each copy of the KV cache, to rotate over in timing.
+    """Return a contestant's call that runs ``function`` over the KV cache.
 
-    Each variant passes its copy's block table to ``function`` as the argument ``table_name``.
+    The call has one variant for each copy of the cache, and timing rotates over the variants. Each variant
+    passes the block table of its copy as the argument ``table_name``.
     """
     tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
     copies = tuple(partial(function, **{table_name: table}, **arguments) for table in tables)
@@ -248,7 +249,7 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
 
 
 def peers(kind: str) -> tuple[Peer, ...]:
-    """Return new adapters of all peers of a kind of workload, in the order of the report's columns."""
+    """Return a new adapter of each peer for a kind of workload, in the order of the report's columns."""
     if kind == "fp8":
         return (InBf16(), FlashAttention3InFp8())
     if kind == "decode":

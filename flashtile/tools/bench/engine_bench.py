@@ -107,7 +107,10 @@ def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
-    """Return ShareGPT-like log-normal lengths from 1 to ``most``; their log has standard deviation 1."""
+    """Return log-normal lengths from 1 to ``most``, similar to those of ShareGPT.
+
+    The logarithm of the lengths has a standard deviation of 1.
+    """
     draw = random.Random(seed)
     return [min(most, max(1, round(draw.lognormvariate(math.log(mean) - 0.5, 1.0)))) for _ in range(count)]
 

@@ -46,7 +46,10 @@ class Head:
 
 
 class Oracle:
-    """Exact results of a workload on a sample of heads, and results of plain PyTorch in the inputs' dtype."""
+    """Reference results of a workload on a sample of heads: exact ones, and those of plain PyTorch.
+
+    The results of plain PyTorch are computed in the dtype of the inputs. They set the allowed error.
+    """
 
     def __init__(self, workload: Workload, inputs: Inputs, gradients: bool) -> None:
         self._workload, self._inputs = workload, inputs
@@ -130,9 +133,10 @@ def through_e4m3(x: Tensor) -> Tensor:
 
 
 def sample_heads(workload: Workload, device_type: str) -> list[Head]:
-    """Return the key/value heads to compare: all if they are few, else the first, the last and a sample.
+    """Return the key/value heads to compare.
 
-    The sample depends only on the workload's name.
+    If all heads are too many, these are the first, the last and a random sample. The sample depends only on
+    the workload's name.
     """
     every = [
         Head(sequence, kv_head)
@@ -164,7 +168,7 @@ def _attend_head(
     """Return (out,) or, with ``gradients``, (out, dq, dk, dv) of one key/value head.
 
     q and dout are (seqlen_q, group, head_dim), k and v are (seqlen_k, head_dim), and the tensors of
-    ``by_head`` are (group,). dk and dv are summed over chunks of rows in float32 or wider.
+    ``by_head`` are (group,). dk and dv are summed over chunks of query rows in float32 or wider.
     """
     k, v = (t.detach().requires_grad_(gradients) for t in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -135,7 +135,7 @@ def measure_shape(
     read_tbps: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> Row:
-    """Measure every kernel on one shape and return the shape's row of the table.
+    """Measure every kernel on one shape (N, K) of the weight, and return the table's row for this shape.
 
     ``rows`` are the numbers of rows of x to measure, and ``read_tbps`` is the read bandwidth in TB/s. ``say``
     is called with lines of progress.

@@ -38,7 +38,7 @@ def by_pass(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def print_head(document: dict[str, Any], console: Console) -> None:
-    """Print how the document was measured: device, versions, date, ceilings and rounds."""
+    """Print how the measurements were made: device, versions, date, measured ceilings and rounds."""
     settings, ceilings = document["settings"], document["ceilings"]
     threads = f", {settings['threads']} threads" if settings["threads"] else ""
     console.print(f"{headline(document)}{threads}", highlight=False, markup=False)

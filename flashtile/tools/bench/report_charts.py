@@ -1,7 +1,7 @@
 """Charts of a document of measurements: bars of speed, speed-up and memory against sequence length.
 
-Charts are SVG whose lines and letters have the colour of the surrounding text, so that they suit light and
-dark pages. Each names the device, the versions and the date.
+Charts are SVG. Their lines and letters have the colour of the surrounding text, so they suit light and dark
+pages. Each chart names the device, the versions and the date.
 """
 
 from __future__ import annotations
@@ -151,8 +151,10 @@ def _chart(
 
 
 def _speed_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell], unit: str | None = None) -> None:
-    """Draw a group of bars for each workload, with a bar for each contestant that was timed in any of
-    them."""
+    """Draw a group of bars for each workload.
+
+    A group has a bar for each contestant that was timed on at least one of the workloads.
+    """
     unit = unit or documents.unit_of(cells)
     factor, label = scale(document, unit)
     shown = [name for name in _names(document) if any(documents.timed(cell, [name]) for cell in cells)]
@@ -251,7 +253,7 @@ def _lines(document: dict[str, Any], axes: Axes, curves: dict[str, list[tuple[in
 
 
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    """Label the x axis with sequence lengths, logarithmic."""
+    """Make the x axis logarithmic, and label it with sequence lengths."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [format_tokens(length) for length in lengths])
     axes.xaxis.set_minor_formatter(NullFormatter())

@@ -218,7 +218,8 @@ class Workload:
     def bytes(self, which: str = "forward") -> int:
         """Return the least bytes of memory traffic of a pass.
 
-        Each input is read once, a shared prefix once for all sequences, and each result is written once.
+        Each input is read once, and each result is written once. A shared prefix is read once for all
+        sequences.
         """
         call = self.call
         out = call.rows_q * self.width_v * self.source_dtype.itemsize
@@ -229,7 +230,7 @@ class Workload:
         return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
 
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values, a shared prefix counted once."""
+        """Return the bytes of keys and values. A shared prefix is counted once."""
         prefix = self.cache.prefix if self.cache is not None else 0
         tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
         return tokens * self.num_heads_kv * (self.own_columns + self.width_v) * self.cache_dtype.itemsize
@@ -287,7 +288,7 @@ Heads = tuple[int, int, int]
 def _dense(
     series: str, seqlens: Iterable[int], tokens: int, tags: str, heads: Heads, **more: Any
 ) -> list[Workload]:
-    """Return a dense workload for each length, with ``tokens // seqlen`` sequences, or one if that is 0."""
+    """Return a dense workload for each length, with ``tokens // seqlen`` sequences, but at least one."""
     return [
         Workload(
             f"{series}-s{s}", series, max(1, tokens // s), s, s, *heads, tags=tuple(tags.split()), **more
@@ -366,7 +367,10 @@ def _square(*lengths: int) -> list[tuple[int, int]]:
 
 
 def _ragged() -> list[Workload]:
-    """Return workloads of log-uniform and equal lengths, with similar numbers of tokens and visible pairs."""
+    """Return workloads with log-uniform lengths, and workloads with equal lengths to compare them with.
+
+    Both have similar numbers of tokens and of visible (query, key) pairs.
+    """
     lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
     batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
     return [

@@ -82,7 +82,7 @@ def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:
 
 
 def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Source]:
-    """Return the attention calls to compile kernels for, from all files, models and presets.
+    """Return the calls for which kernels are compiled, from all files, models and presets.
 
     Equal calls are returned once.
     """

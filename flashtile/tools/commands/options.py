@@ -154,13 +154,13 @@ def console() -> Console:
 
 
 def progress_bar(to: Console) -> Progress:
-    """Return a progress bar that disappears when it is full and is shown only on a terminal."""
+    """Return a progress bar. It is shown only on a terminal and disappears when it is full."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
 
 
 def say(progress: Progress, line: str) -> None:
-    """Print a line of progress if there is no terminal to show the bar."""
+    """Print a line of progress if the progress bar is not shown, because the output is not a terminal."""
     if progress.disable:
         progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -85,7 +85,7 @@ def visualize(
 
 
 def start_of(own: list[Setting]) -> dict[str, Any]:
-    """Return the state in which the page opens, which shows the user's runs if there are any."""
+    """Return the state of the page when it opens. If the user gave settings, the page shows their runs."""
     if not own:
         return {}
     first = own[0]

@@ -34,7 +34,7 @@ def case(
     name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
     head_dim: int = 64, batch: int = 2, lengths: Lengths | None = None, **more: Any,
 ) -> Workload:  # fmt: skip
-    """Return the workload of one case; ``lengths`` are (seqlen_q, seqlen_k) of packed sequences."""
+    """Return the workload of one case. ``lengths`` has (seqlen_q, seqlen_k) of each packed sequence."""
     if lengths is not None:
         batch, seqlen_q, seqlen_k = len(lengths), *map(max, zip(*lengths, strict=True))
     sizes = (batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim)

@@ -168,7 +168,7 @@ class Results:
 def write(results: Results, folder: Path, page: str | None = None) -> list[Path]:
     """Write ``results.json``, the figures and ``report.html``, replacing those of an earlier run.
 
-    The report is one self-contained page with its style and its pictures, which are SVG elements.
+    The report is one self-contained page. It includes its style, and its pictures as SVG elements.
 
     Args:
         page: file name of the interactive page in the same folder, for the report to link to.

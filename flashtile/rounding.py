@@ -12,7 +12,10 @@ SCORE_UNITS = 2.0
 
 
 def score_noise(q: Tensor, k: Tensor, softmax_scale: float | None, of: Callable[[Tensor], float]) -> float:
-    """Return the allowed rounding error of scores in the norm ``of`` (:func:`largest` or :func:`rms`)."""
+    """Return the allowed rounding error of the scores, as a largest or rms error.
+
+    ``of`` is :func:`largest` or :func:`rms`.
+    """
     eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
     return SCORE_UNITS * eps_of_sums * scale_of(q, softmax_scale) * product(q, k, of)
 
@@ -24,14 +27,15 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 def product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:
     """Estimate the size of the dot product of a row of ``left`` and a row of ``right``.
 
-    Their directions are assumed to be unrelated. ``of`` reduces the norms of a tensor's rows to one number.
+    The directions of the two rows are assumed to be unrelated. ``of``, :func:`largest` or :func:`rms`,
+    reduces the lengths of all rows of a tensor to one number.
     """
     sizes = [of(finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
     return sizes[0] * sizes[1] / left.shape[-1] ** 0.5
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return the magnitudes of the finite values. Rows that a call does not use may hold NaN."""
+    """Return the magnitudes of the finite values, (count,). NaN is left out: unused rows may hold it."""
     sizes = values.detach().double().abs()
     return sizes[sizes.isfinite()]
 

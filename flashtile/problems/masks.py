@@ -97,7 +97,10 @@ def _program(text: str) -> Program | None:
 
 @functools.lru_cache(maxsize=1024)
 def behind(text: str, first: int) -> str:
-    """Return the text of the program with its captured tensors numbered from ``first``."""
+    """Renumber the captured tensors of a mask program from ``first``, and return the program's text.
+
+    The caller lists these tensors behind the ``first`` tensors of another program.
+    """
     from flashtile.problems.mask_program import parse, renumbered
 
     return str(renumbered(parse(text), {i: first + i for i in range(MAX_CAPTURED)}))

@@ -25,7 +25,7 @@ class Quantized:
         method: "block", "head" or "tensor".
         seed: seed of the Hadamard transform; None if there was none.
         shape: shape of the tensor before quantisation.
-        dtype: dtype of the tensor before quantisation, which is also that of attention's results.
+        dtype: dtype of the tensor before quantisation. The results of attention have the same dtype.
         cu_seqlens, max_seqlen, seqused: as given to :func:`flashtile.fp8.quantize`.
         source: the tensor that gets the gradient of attention, in the shape and dtype before quantisation;
             None if it required no gradient.
@@ -77,7 +77,7 @@ class Quantized:
             transformed: whether to return q and k after the Hadamard transform, with all stored columns, as
                 the kernels read them. False undoes the transform.
         """
-        if self.cu_seqlens is not None and self.cu_seqlens.shape[0] == 1:  # rows, but no sequence
+        if self.cu_seqlens is not None and self.cu_seqlens.shape[0] == 1:  # there are rows, but no sequences
             return self.values.new_zeros(self.shape, dtype=dtype)
         x = self._values_in_rows(dtype) * self._scales_in_rows(dtype)
         if self.seed is not None and not transformed:
@@ -120,7 +120,11 @@ class Quantized:
         return scales[:, block * inside].mT.where(inside[:, None], 0.0)[..., None]
 
     def _places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (sequence, index in the sequence, block, whether the row is used) of each packed row."""
+        """Return four tensors (total,) that locate each packed row.
+
+        They are the index of the row's sequence, the row's index within the sequence, the index of its block
+        among the blocks of all sequences, and a bool: whether the row belongs to a sequence.
+        """
         assert self.cu_seqlens is not None
         rows = torch.arange(self.shape[0], device=self.device, dtype=torch.int32)
         last = max(self.cu_seqlens.shape[0] - 2, 0)
@@ -133,9 +137,9 @@ class Quantized:
 def sequences(
     of: tuple[object, ...], cu_seqlens: Tensor | None, max_seqlen: int | None, seqused: Tensor | None
 ) -> tuple[Tensor | None, int | None, Tensor | None]:
-    """Return (cu_seqlens, max_seqlen, seqused), with None replaced by the values of tensors in ``of``.
+    """Return (cu_seqlens, max_seqlen, seqused), and replace those that are None by values stored in ``of``.
 
-    Only quantised tensors carry these values. The first one that has a value decides.
+    Only the quantised tensors of ``of`` store these values. The first tensor that has a value is used.
     """
     for x in of:
         if isinstance(x, Quantized):

@@ -48,9 +48,8 @@ def attention(
     """Compute (out, lse) by definition, with the arguments and conventions of :func:`flashtile.attention`.
 
     Args:
-        upcast: dtype of all arithmetic and of out, for a reference more exact than the inputs. None: the
-            dtype of q, as a plain PyTorch program computes; the error rule compares with that. lse is at
-            least float32.
+        upcast: dtype of all arithmetic and of out. float64 gives an exact reference for inputs of lower
+            precision. None: the dtype of q, as in a plain PyTorch program. lse is at least float32.
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
     """
     options = Options(
@@ -61,7 +60,7 @@ def attention(
         cu_seqlens_q, cu_seqlens_k, seqused_k, alibi_slopes, sink, mask, key_padding_mask, bias, rng_state,
         seqused_q,
     )  # fmt: skip
-    if isinstance(alibi_slopes, Tensor):  # detached: the check refuses slopes that require grad
+    if isinstance(alibi_slopes, Tensor):  # detach, because the check refuses slopes that require grad
         check_call(q, k, v, extras._replace(alibi_slopes=alibi_slopes.detach()), options)
     else:
         check_call(q, k, v, extras, options)
@@ -162,7 +161,8 @@ def standard(
         sink: (heads_q,), or broadcast to (..., heads_q, seqlen_q, 1): an additional score of every row,
             without a value.
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
-        factors: factors of the probabilities before they multiply v, as in dropout.
+        factors: the probabilities are multiplied by this before they multiply v, for dropout. lse is not
+            affected.
         lse_dtype: dtype of lse; None: lse is not computed.
 
     Returns:
@@ -180,7 +180,7 @@ def standard(
         scores = torch.as_tensor(modify(scores)).to(scores.dtype).expand(scores.shape).clone()
     if hidden is not None:
         scores = scores.masked_fill_(hidden, -torch.inf)
-    if modify is not None:  # the function may have hidden the remaining keys of a row
+    if modify is not None:  # it may have set all scores of a row to -inf
         empty = (scores == -torch.inf).all(-1, keepdim=True)
     if sink is not None:  # one more column of scores
         column = (sink[:, None, None] if sink.dim() == 1 else sink).to(scores.dtype)
@@ -246,10 +246,10 @@ def masked(
 
 
 def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the part of ``cells`` for the scores of sequence ``b``, or of all sequences if ``b`` is None.
+    """Return the part of ``cells``, a mask or a bias, that belongs to sequence ``b``; None: to all sequences.
 
-    ``cells`` broadcasts to the scores of the whole batch. The part has at most ``seqlen_q`` rows and
-    ``seqlen_k`` columns.
+    ``cells`` broadcasts to the scores (batch, heads, seqlen_q, seqlen_k) of the whole batch. The part has at
+    most ``seqlen_q`` rows and ``seqlen_k`` columns.
     """
     if b is not None and cells.shape[0] > 1:
         cells = cells[b : b + 1]
@@ -259,10 +259,10 @@ def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tens
 def _modified(
     score_mod: Callable[..., Any], scores: Tensor, seen: Tensor, grids: tuple[Tensor, ...]
 ) -> Tensor:
-    """Apply ``score_mod`` to all ``scores``, differentiably only where they are visible.
+    """Apply ``score_mod`` to all ``scores``. Autograd differentiates only the visible ones.
 
-    Derivatives of scores that are not ``seen``, or that the function hides, may be infinite, and 0 * inf is
-    NaN.
+    A score is hidden if it is not ``seen`` or if ``score_mod`` sets it to -inf. The derivative of
+    ``score_mod`` at a hidden score may be infinite, and multiplying it by a gradient of 0 would give NaN.
     """
     values = torch.as_tensor(score_mod(scores, *grids)).to(scores.dtype).expand(scores.shape)
     seen = seen & (values.detach() != -torch.inf)
@@ -274,7 +274,7 @@ def _modified(
 
 
 def _grids(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the indices (batch, head, row, key) of the scores of dense q and k, which broadcast together."""
+    """Return index tensors (batch, head, row, key) that broadcast to the scores of dense q and k."""
     batch, rows, heads, _ = q.shape
     b, h, i, j = (torch.arange(n, device=q.device) for n in (batch, heads, rows, k.shape[1]))
     return b[:, None, None, None], h[:, None, None], i[:, None], j

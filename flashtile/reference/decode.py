@@ -168,7 +168,7 @@ def sequence(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
     """Rotate the first ``rotary_dim`` elements of each head by the angles of its token's position.
 
-    Computed in float32 (float64 for float64) and rounded once to the dtype of x.
+    The rotation is computed in float32 (float64 for x in float64) and rounded once to the dtype of x.
 
     Args:
         x: (tokens, heads, head_dim).
@@ -181,7 +181,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x (..., heads, head_dim) as :func:`rotate`, by cos and sin (..., 1, rotary_dim / 2)."""
+    """Rotate x (..., heads, head_dim) by the angles with cos and sin (..., 1, rotary_dim / 2)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotary_dim = 2 * cos.shape[-1]
     c, s = cos.to(wide), sin.to(wide)
@@ -198,10 +198,13 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rotate_appended(
     x: Tensor, cu_seqlens: Tensor | None, tensors: AppendTensors, interleaved: bool, by_token: bool = True
 ) -> Tensor:
-    """Rotate new keys or queries, and return (rows, heads, head_dim) of all rows that belong to a sequence.
+    """Apply rotary embedding to new keys or queries.
 
     With ``by_token``, positions of a sequence's rows count up from its first new position. Otherwise all rows
-    of a sequence have that position.
+    of a sequence are rotated by that first position.
+
+    Returns:
+        The rotated rows (rows, heads, head_dim), without the rows of x after the last sequence.
     """
     first = tensors.cache_seqlens if tensors.rotary_seqlens is None else tensors.rotary_seqlens
     assert first is not None

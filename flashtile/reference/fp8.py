@@ -1,4 +1,4 @@
-"""References of FP8: quantisation, bit-identical to the kernels, and standard attention over its results."""
+"""References for FP8: quantisation, bit-identical to the kernels', and attention over quantised tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashtile.reference.decode import rotate
 
 
 class _Sequence(NamedTuple):
-    """One sequence as float32 after rotary embedding and transform, in whole blocks.
+    """One sequence in float32 after rotary embedding and Hadamard transform, padded to whole blocks.
 
     Attributes:
         b: index of the sequence.
@@ -95,8 +95,11 @@ def _prepare(
 
 
 def _write(problem: QuantizeProblem, values: Tensor, one: _Sequence, largest: Tensor) -> None:
-    """Write the e4m3 values of one sequence, given each block's largest magnitude (heads, blocks or 1)."""
-    # A tensor as numerator, because torch computes number / tensor as a product with the reciprocal.
+    """Write the e4m3 values of one sequence.
+
+    ``largest`` is the largest magnitude of each block, (heads, blocks), or of each head, (heads, 1).
+    """
+    # The numerator is a tensor, because torch computes number / tensor as number * (1 / tensor).
     inverse = torch.full_like(largest, E4M3_MAX) / largest
     scaled = (one.blocks * inverse[..., None, None]).clamp(-E4M3_MAX, E4M3_MAX)
     scaled = scaled.masked_fill(~one.blocks.isfinite(), torch.nan).to(E4M3)  # e4m3 has no infinity
@@ -126,13 +129,14 @@ def attention(
     """Compute (out, lse) of standard attention over dequantised q, k and v.
 
     Args:
-        q, k, v: results of :func:`flashtile.fp8.quantize`, float8_e4m3fn with the descales of
-            :func:`flashtile.flash_attn_func`, or any other floating dtype.
+        q, k, v: one of three kinds: results of :func:`flashtile.fp8.quantize`; float8_e4m3fn tensors, whose
+            scales are the descales; or tensors in any other floating dtype.
+        q_descale, k_descale, v_descale: as for :func:`flashtile.flash_attn_func`.
         p_scale: probabilities are multiplied by this and rounded to e4m3 before the second product, as in FP8
             attention; None does not round them.
         upcast: dtype of all arithmetic and of out.
         arguments: the other arguments of :func:`flashtile.reference.attention.attention`. ``cu_seqlens``,
-            ``max_seqlen`` and ``seqused`` default to those that quantised tensors hold.
+            ``max_seqlen`` and ``seqused`` default to the values stored in the quantised tensors.
     """
     scales = (q_descale, k_descale, v_descale)
     dequantized, arguments = dequantize(q, k, v, scales, upcast, arguments)
@@ -148,7 +152,11 @@ def dequantize(
     dtype: torch.dtype,
     arguments: dict[str, Any],
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """Return ((q, k, v) dequantised in ``dtype``, arguments with the lengths of quantised tensors)."""
+    """Dequantise q, k and v to ``dtype``, and return ((q, k, v), arguments of standard attention over them).
+
+    The returned arguments have the ``cu_seqlens``, ``max_seqlen`` and ``seqused`` that the quantised tensors
+    store, unless the caller gave these arguments.
+    """
     arguments = dict(arguments)
     for side, of in (("q", (q,)), ("k", (k, v))):
         names = f"cu_seqlens_{side}", f"max_seqlen_{side}", "seqused_k"
@@ -159,7 +167,7 @@ def dequantize(
         arguments["softmax_scale"] = q.shape[-1] ** -0.5
     if arguments.get("sink") is not None:
         arguments["sink"] = arguments["sink"].float()
-    # Products are over all columns of the transform, perhaps more than head_dim: each column was rounded.
+    # q k^T sums over all columns of the transform, which may be more than head_dim: all of them were rounded.
     transformed = isinstance(q, Quantized) and isinstance(k, Quantized)
     rows = tuple(
         x.dequantize(dtype, transformed=transformed)
@@ -171,7 +179,11 @@ def dequantize(
 
 
 def descaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Multiply x (batch, seqlen, heads, head_dim), or packed, by its scales (batch, heads or heads_kv)."""
+    """Multiply x by ``descale``, which has one factor per sequence and head, or per sequence and key head.
+
+    x is (batch, seqlen, heads, head_dim), or packed, (total, heads, head_dim). ``descale`` is (batch, heads)
+    or (batch, heads_kv).
+    """
     if descale is None:
         return x
     scale = descale.to(x.dtype).repeat_interleave(x.shape[-2] // descale.shape[1], 1)

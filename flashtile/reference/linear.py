@@ -51,14 +51,21 @@ def product(
 
 
 def epilogue(problem: LinearProblem, y: Tensor, residual: Tensor | None) -> Tensor:
-    """Apply the epilogue to y (M, N). Appending of keys and values (QKV) is not part of it."""
+    """Apply SwiGLU to y (M, N) if it is the problem's epilogue, and add the residual if there is one.
+
+    The QKV epilogue, which appends keys and values to a cache, is not computed here.
+    """
     if problem.epilogue == SWIGLU:
         y = silu_and_mul(y)
     return y if residual is None else y + residual.to(y.dtype)
 
 
 def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (y (M, N), y times the next norm's weight (M, N), the norm's factors (M,) float32)."""
+    """Return (y, y * next_norm_weight, factor) for the RMSNorm that follows this product.
+
+    y and the product are (M, N). ``factor``, (M,) float32, is ``rsqrt(mean(y**2) + next_norm_eps)`` of each
+    row.
+    """
     wide = y.to(torch.promote_types(y.dtype, torch.float32))
     factor = torch.rsqrt(wide.square().mean(-1) + problem.next_norm_eps)
     return y, (wide * next_norm_weight.to(wide.dtype)).to(y.dtype), factor.float()
@@ -67,7 +74,10 @@ def before_norm(problem: LinearProblem, y: Tensor, next_norm_weight: Tensor) -> 
 def turn(
     x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, interleaved: bool
 ) -> Tensor:
-    """Apply rotary embedding to x (tokens, heads, head_dim). Positions outside the tables are unchanged."""
+    """Apply rotary embedding to x (tokens, heads, head_dim).
+
+    A token whose position is outside the tables ``cos`` and ``sin`` is returned unrotated.
+    """
     if cos is None or sin is None or positions is None:
         return x
     known = (positions >= 0) & (positions < cos.shape[0])

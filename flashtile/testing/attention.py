@@ -6,8 +6,8 @@
 
 The rule is FlashAttention's: the error of an implementation may exceed that of plain PyTorch in the same
 dtype by at most a small factor. Errors are differences from standard attention in float64. The rule applies
-to the largest error. It also applies to the root mean square: a few rows with large values could hide errors
-in all others.
+to the largest error. It also applies to the root mean square of the errors, because the largest error may be
+that of a few rows with large values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CANCELLED_UNITS = 16.0
 """Rounding units allowed for a gradient of a score, which is a difference of sums that may cancel."""
 
 LSE_UNITS = 1 / 8
-"""Rounding units of q's dtype allowed for lse; its error is a relative error of P, far below P's rounding."""
+"""Rounding units of q's dtype allowed for lse. This is far less than the error of rounding P to q's dtype."""
 
 LEARNED = ("sink", "bias")
 """Arguments other than q, k and v that get gradients."""
@@ -51,7 +51,7 @@ LAYOUTS = ("contiguous", "packed", "transposed", "offset", "expanded")
 
 @dataclass(frozen=True)
 class Bound:
-    """One norm of an error and its limit: ``factor`` times plain PyTorch's error, plus a rounding unit."""
+    """One norm of an error, and its limit: ``factor`` times plain PyTorch's error, plus ``unit``."""
 
     norm: str
     error: float
@@ -96,7 +96,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """All comparisons of one call; ``str()`` lists every number."""
+    """All comparisons of one call. ``str()`` lists every measured and allowed error."""
 
     call: str
     comparisons: tuple[Comparison, ...]
@@ -109,17 +109,17 @@ class Report:
         return "\n  ".join([self.call, *map(str, self.comparisons)])
 
     def require(self) -> Report:
-        """Return the report, or raise an AssertionError that lists every number if it does not hold."""
+        """Return the report. Raise an AssertionError that lists all errors if a result breaks the rule."""
         if not self.holds:
             raise AssertionError(str(self))
         return self
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Report:
-    """Raise AssertionError unless the call meets the error rule.
+    """Raise AssertionError unless the results of the call are within the error rule.
 
-    The arguments are those of :func:`measure`. The error's message, and ``str()`` of the returned report,
-    list every number of every comparison.
+    The rule and the arguments are those of :func:`measure`. The error's message lists every measured and
+    allowed error, and so does ``str()`` of the returned report.
 
     Examples:
         >>> from flashtile import testing
@@ -142,18 +142,21 @@ def measure(
     function: Callable[..., Any] = functional.attention,
     **arguments: Any,
 ) -> Report:
-    """Measure the errors of out, lse and the gradients of one call, and what the error rule allows.
+    """Measure the errors of out, lse and the gradients of one call, and compare them with the error rule.
 
-    Errors of out and the gradients may be a multiple of those of plain PyTorch in the dtype of q. lse is not
-    rounded to that dtype. Its error may be a multiple of that of plain PyTorch in lse's dtype (float32), plus
-    a small part of a rounding unit of q's dtype. The measurement takes the memory of standard attention in
-    float64: several times 8 bytes per score (batch * heads * seqlen_q * seqlen_k).
+    The error rule compares the call with standard attention in plain PyTorch. The error of out and of each
+    gradient may be at most 2 or 3 times (``FACTORS``) the error of PyTorch in the dtype of q, plus rounding
+    noise. lse is not rounded to the dtype of q: its error is compared with that of PyTorch's lse in float32
+    (float64 for float64 inputs).
+
+    The measurement takes the memory of standard attention in float64: several times 8 bytes per score
+    (batch * heads * seqlen_q * seqlen_k).
 
     Args:
         q, k, v: as for :func:`flashtile.attention`, on any device. They are not changed and get no gradients.
         dout: gradient of out, in the shape and dtype of out. If dout and dlse are None, both are random.
         dlse: gradient of lse, in the shape and dtype of lse.
-        gradients: whether dq, dk, dv and, with a sink, dsink are computed and compared.
+        gradients: whether dq, dk and dv are computed and compared, and dsink and dbias if the call has them.
         poison: run the call under :func:`poisoned_memory`.
         function: the function to measure, with the arguments and results of :func:`flashtile.attention`.
         arguments: the other arguments of :func:`flashtile.attention`, passed to ``function`` and, except for
@@ -202,9 +205,9 @@ def compare(
     factor: float = 2.0,
     noise: tuple[float, float] = (0.0, 0.0),
 ) -> Comparison:
-    """Apply the error rule to one result.
+    """Apply the error rule to one result: its error is bounded by ``factor`` times the error of ``plain``.
 
-    An infinity must be met exactly, and NaN is always an error.
+    Where the exact result is infinite, ``actual`` must be the same infinity. NaN is always an error.
 
     Args:
         name: name of the result in the report.
@@ -244,7 +247,7 @@ def poisoned_memory() -> Iterator[None]:
     """Fill all memory that ``torch.empty`` and similar functions return with NaN (integers: the maximum).
 
     Output elements that are never written become visible. torch fills memory in its deterministic mode, which
-    is switched on inside the context; operations without a deterministic form only warn. There
+    is switched on inside the context. Operations without a deterministic form only warn. Inside the context,
     ``torch.are_deterministic_algorithms_enabled()`` still returns its previous value, so flashtile chooses
     the same kernels as without the context.
 
@@ -371,7 +374,8 @@ def _run(
 ) -> list[Tensor]:
     """Return [out, lse], and with ``gradients`` also the gradient of every tensor in ``given``.
 
-    ``given`` holds q, k, v and learned tensors. A gradient is 0 if no result depends on its tensor.
+    ``given`` holds q, k, v, and the sink and bias if the call has them. The gradient of a tensor is 0 if no
+    result depends on the tensor.
     """
     leaves = [t.detach().requires_grad_(gradients) for t in given.values()]
     results = attend(*leaves[:3], **dict(zip([*given][3:], leaves[3:], strict=True)))
@@ -400,16 +404,17 @@ def _rounding_noise(
     exact: dict[str, Tensor],
     arguments: dict[str, Any],
 ) -> dict[str, tuple[float, float]]:
-    """Return (largest, rms) rounding errors allowed in each result even if plain PyTorch is exact.
+    """Return the rounding errors (largest, rms) allowed in each result even if plain PyTorch is exact.
 
-    A score is a sum of products of q and k. Its rounding, and in the backward pass that of lse, is a relative
-    error of P and of everything computed from P.
+    A score is a sum of products of q and k, and P is exp(score - lse). A small absolute error of the score is
+    therefore an equal relative error of P, and of all that is computed from P. In the backward pass, the same
+    holds for an error of lse.
 
-    A gradient of a score is ``dS = P (dP - delta)``, the difference of two sums of products of dout and v. It
-    is 0 where a query sees one key. With more keys, delta is computed from an out that is rounded to the
-    dtype of q, and dS is rounded to this dtype before its products with k and q. The gradient of a key sums
-    dS over the queries that see the key. The sink has no value, so its dS is ``P (dlse - delta)``, summed
-    over all rows.
+    The gradient of a score is ``dS = P (dP - delta)``, where dP and delta are sums of products of dout and v.
+    With one visible key, dP equals delta and dS is 0. With more keys, delta is computed from an out that is
+    rounded to the dtype of q, and dS is rounded to this dtype before it multiplies k and q. The gradient of a
+    key sums dS over all queries that see the key. The sink has no value vector, so the gradient of its score
+    is ``P (dlse - delta)``, summed over all rows.
     """
     dout, dlse = upstream
     eps = torch.finfo(q.dtype).eps
@@ -444,9 +449,10 @@ def _rounding_noise(
 
 
 def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
-    """Return (heads,): the Euclidean norm over all rows of the sink's probability.
+    """Return the Euclidean norm of the sink's probabilities over all rows, (heads,).
 
-    The probability is the factor with which an error of a row enters the gradient of the sink.
+    The gradient of the sink is a sum over rows. The sink's probability in a row is the factor by which the
+    error of this row is multiplied in the sum.
     """
     p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     squares = p.square().sum(-1)
@@ -472,7 +478,7 @@ def _keys_seen(q: Tensor, k: Tensor, arguments: dict[str, Any]) -> float:
 
 
 def _difference(actual: Tensor, exact: Tensor) -> Tensor:
-    """Return the absolute difference, 0 where both are the same infinity."""
+    """Return the absolute difference of two tensors. It is 0 where both have the same infinity."""
     actual = actual.double()
     return torch.where(actual == exact, 0.0, actual - exact).abs()
 

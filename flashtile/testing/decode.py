@@ -34,9 +34,10 @@ def check(
     poison: bool = True,
     **arguments: Any,
 ) -> Report:
-    """Raise AssertionError unless the call meets the error rule and writes exactly the new tokens.
+    """Raise AssertionError unless the call is within the error rule and writes exactly the new tokens.
 
-    The call gets copies of the caches, and takes the memory of standard attention in float64.
+    The rule is that of :mod:`flashtile.testing`. The caches are not changed, because the checked call gets
+    copies. The check takes the memory of standard attention in float64.
 
     Args:
         q, k_cache, v_cache, k, v: as for :func:`flashtile.flash_attn_with_kvcache`.
@@ -56,7 +57,8 @@ def check(
     plain_lse = reference.attention_with_kvcache(*call, upcast=lse.dtype, **defining)[1]
     noise = score_noise(q, exact[2], arguments.get("softmax_scale"), largest)
     noise += LSE_UNITS * torch.finfo(q.dtype).eps
-    # Where terms cancel to almost 0, the error is that of the larger terms, but plain PyTorch may be exact.
+    # Where the terms of out cancel to almost 0, its error is as large as the rounding of the largest term,
+    # while plain PyTorch may be exact by chance.
     sums = torch.finfo(lse.dtype).eps * largest(finite(exact[3]))
     if arguments.get("v_descale") is not None:
         sums *= largest(finite(arguments["v_descale"]))
@@ -101,7 +103,7 @@ def check_cache(name: str, actual: Tensor, expected: Tensor, before: Tensor, com
 
 
 def _copy(cache: Tensor) -> Tensor:
-    """Copy a cache with its memory layout, gaps included."""
+    """Copy a cache, and keep its strides."""
     copy = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=cache.device)
     return copy.copy_(cache)
 

@@ -3,9 +3,9 @@
     from flashtile.fp8 import testing
     print(testing.check(q, k, v, causal=True))
 
-The reference is standard attention in float64 over the dequantised e4m3 tensors. So the error of quantisation
-is not counted. Plain PyTorch, whose error sets the limit, multiplies its probabilities by 2**8 and rounds
-them to e4m3, as flashtile does.
+The reference is standard attention in float64 over the dequantised e4m3 tensors, so the error of quantisation
+is not counted. The error of plain PyTorch sets the limit. There, probabilities are multiplied by 2**8 and
+rounded to e4m3, as in flashtile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashtile.rounding import finite, largest, rms
 from flashtile.testing import Report, compare, poisoned_memory
 
 P_ROUNDING = 2.0**-5
-"""Typical relative error of a probability in e4m3: a quarter of the distance between neighbours."""
+"""Typical relative error of a probability in e4m3: a quarter of the distance between neighbouring values."""
 
 SCORE_ERROR = 2.0**-20
 """Rounding error of a score, relative to the largest score that the norms of q and k allow."""
@@ -49,20 +49,20 @@ def check(
     function: Callable[..., Any] | None = None,
     **arguments: Any,
 ) -> Report:
-    """Raise AssertionError unless FP8 attention over q, k and v meets the error rule; return the report.
+    """Raise AssertionError unless FP8 attention over q, k and v is within the error rule; return the report.
 
-    Takes the memory of standard attention in float64.
+    The rule is that of :mod:`flashtile.testing`. The check takes the memory of standard attention in float64.
 
     Args:
-        q, k, v: as for :func:`flashtile.fp8.attention`, or float8_e4m3fn as for
+        q, k, v: as for :func:`flashtile.fp8.attention`, or float8_e4m3fn tensors as for
             :func:`flashtile.flash_attn_func`.
         method, hadamard, seed: as for :func:`flashtile.fp8.attention`.
         poison: run under :func:`flashtile.testing.poisoned_memory`.
         backend: the required backend of attention. The default backend quantises if this one cannot.
         function: the function to measure. None: :func:`flashtile.attention` for q of float8_e4m3fn, otherwise
             :func:`flashtile.fp8.attention`, which gets quantised tensors.
-        arguments: other arguments of :func:`flashtile.fp8.attention` except rotary embedding, or of
-            :func:`flashtile.attention` with its descales.
+        arguments: the other arguments of the measured function: those of :func:`flashtile.fp8.attention`
+            without rotary embedding, or those of :func:`flashtile.attention` and the descales.
     """
     parts: tuple[Any, Any, Any] = (q, k, v)
     with poisoned_memory() if poison else nullcontext():
@@ -89,9 +89,11 @@ def check(
 def _noise(
     parts: tuple[Any, Any, Any], arguments: dict[str, Any], on_gpu: bool
 ) -> tuple[tuple[float, float], float]:
-    """Return (errors (largest, rms) of out due to rounding of P, error of lse due to rounding of scores).
+    """Return (out_noise, lse_noise), the errors that rounding may cause.
 
-    Errors of different probabilities are assumed to be independent.
+    ``out_noise`` is the (largest, rms) error of out when P is rounded to e4m3. The rounding errors of
+    different probabilities are assumed to be independent. ``lse_noise`` is the error of lse that is caused by
+    rounding errors of the scores.
     """
     scales = [arguments.pop(f"{name}_descale", None) for name in "qkv"]
     (q, k, v), arguments = reference.dequantize(*parts, tuple(scales), torch.float64, arguments)
@@ -106,11 +108,11 @@ def _noise(
 def standard(
     q: Tensor, k: Tensor, v: Tensor, *, p_scale: float | None = 1.0, **arguments: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of standard attention in FP8, FlashAttention-3's baseline in section 4.3.
+    """Compute (out, lse) of standard attention in FP8, the baseline of FlashAttention-3's section 4.3.
 
     Each tensor has one scale. Products, softmax and out are in float32. The paper reports an rms error of
-    2.4e-2 for its baseline, on data with outliers. On such data of 4 heads, 4096 tokens and head_dim 128, the
-    error is 2.5e-2 with ``p_scale=1``, and 1.7e-2 with unrounded probabilities (None).
+    2.4e-2 for its baseline, on data with outliers. This function has an error of 2.5e-2 with ``p_scale=1`` on
+    such data with 4 heads, 4096 tokens and head_dim 128. With ``p_scale=None`` the error is 1.7e-2.
 
     Args:
         q, k, v: float16 or bfloat16, as for :func:`flashtile.attention`.

@@ -1,4 +1,4 @@
-"""Calls of training attention layers, made on fake tensors: nothing is computed, and no memory is needed."""
+"""The attention calls of training, recorded on fake tensors: nothing is computed, and no memory is needed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashtile.engine.config import ModelConfig
 from flashtile.op.operation import remembering
 
 SEQLENS = (128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
-"""Lengths of training sequences. Kernels are chosen by length, in ranges; 1000 is no multiple of a tile."""
+"""Lengths of training sequences. Kernels are chosen by ranges of lengths. No tile size divides 1000."""
 BATCHES = (1, 8)
 
 
@@ -47,15 +47,15 @@ DOCUMENTED = tuple(
     for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
     for heads_kv in (16, 4)
 )
-"""Heads that presets compile for."""
+"""Heads for which the presets of ``flashtile compile`` compile kernels."""
 
 
 def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call]:
-    """Return the calls of forward and backward passes, of batches and of packed sequences.
+    """Return the attention calls of forward and backward passes, over dense batches and packed sequences.
 
     Args:
         layers: heads of the layers.
-        features: also dropout, soft caps, ALiBi, windows, biases and the predefined masks.
+        features: whether to add calls with dropout, soft caps, ALiBi, windows, biases and predefined masks.
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
@@ -71,7 +71,10 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
 
 
 def _packed(batch: int, seqlen: int) -> dict[str, Any]:
-    """Return the arguments of a call with ``batch`` packed sequences, the longest of ``seqlen`` tokens."""
+    """Return the arguments of a call with ``batch`` packed sequences of up to ``seqlen`` tokens.
+
+    The offsets are all 0, because fake tensors have no values.
+    """
     offsets = torch.zeros(batch + 1, dtype=torch.int32)
     return {
         "cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen,
@@ -96,7 +99,10 @@ def _training_arguments(layer: Heads, batch: int, seqlen: int, features: bool) -
 
 
 def heads_of(config: ModelConfig) -> list[Heads]:
-    """Return the heads of a model's layers, each kind once."""
+    """Return the heads of a model's layers.
+
+    Layers with the same heads and window are listed once.
+    """
     dtype = config.dtype if config.dtype in ("bfloat16", "float16") else "bfloat16"
     sizes = config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim
     return [Heads(*sizes, dtype, window) for window in dict.fromkeys(config.windows)]

@@ -1,7 +1,7 @@
 """The contestants of a run by kind of workload; :mod:`.peers` has the adapters for attention and masks.
 
 For FP8 all contestants get the same bfloat16 inputs. A contestant that computes in FP8 quantises them to e4m3
-with its own scales. This happens before timing, except in ``flashtile-from-bf16``, which times it.
+with its own scales. Quantisation is not timed, except in ``flashtile-from-bf16``.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class FlashAttention3InFp8(FlashAttention):
 
 
 def by_key_head(x: Tensor, heads_kv: int) -> tuple[Tensor, Tensor]:
-    """Return x in e4m3, with one scale for the heads of each key head's group, and the scales (heads_kv,)."""
+    """Quantise x to e4m3 with one scale per key head, and return (values, scales (heads_kv,)).
+
+    All query heads of a group share the scale of their key head.
+    """
     groups = x.unflatten(-2, (heads_kv, -1)).float()
     others = [dim for dim in range(groups.dim()) if dim != groups.dim() - 3]
     scale = groups.abs().amax(others) / E4M3_MAX
@@ -225,7 +228,11 @@ class SdpaLatent(Peer):
 
 
 def over_copies(function: Callable[..., Any], inputs: Inputs, table_name: str, **arguments: Any) -> PeerCall:
-    """Return a call of ``function`` on each copy of the cache; ``table_name`` is its block table argument."""
+    """Return a contestant's call that runs ``function`` over the KV cache.
+
+    The call has one variant for each copy of the cache, and timing rotates over the variants. Each variant
+    passes the block table of its copy as the argument ``table_name``.
+    """
     tables: tuple[Tensor | None, ...] = inputs.block_tables or (None,)
     copies = tuple(partial(function, **{table_name: table}, **arguments) for table in tables)
     return PeerCall(copies[0], copies=copies)
@@ -238,11 +245,11 @@ OURS: dict[str, tuple[type[Flashtile], ...]] = {
     "fp8": (Quantized, Quantizing),
     "decode": (Decoding, SharedPrefix),
 }
-"""Adapters of flashtile by kind of workload; their argument is a backend's name, or None for dispatch."""
+"""Adapters of flashtile by kind of workload. Their argument names a backend; None lets dispatch choose."""
 
 
 def peers(kind: str) -> tuple[Peer, ...]:
-    """Return new adapters of all peers of a kind of workload, in the order of the report's columns."""
+    """Return a new adapter of each peer for a kind of workload, in the order of the report's columns."""
     if kind == "fp8":
         return (InBf16(), FlashAttention3InFp8())
     if kind == "decode":

@@ -1,4 +1,7 @@
-"""JSON documents of measurements: writing, reading with checks, and comparisons of their results."""
+"""JSON documents of measurements: writing, reading with checks, and comparisons of their results.
+
+A cell of a document is one workload measured in one pass (such as "forward"), with a result per contestant.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
 
 
 def write(document: dict[str, Any], path: Path) -> None:
-    """Replace the file atomically: an interrupted run leaves the last complete document."""
+    """Replace the file atomically, so an interrupted run leaves the last complete document."""
     replace_file(path, json.dumps(document, indent=1) + "\n")
 
 
@@ -47,7 +50,7 @@ def read(path: Path) -> dict[str, Any]:
 BEST_PEER = "best peer"
 
 DECODE_RATIO = 16
-"""Least keys per query at which reading keys and values bounds a call; its speed is then shown in GB/s."""
+"""Least keys per query at which a call is bound by reading keys and values. Its speed is shown in GB/s."""
 
 
 def names(document: dict[str, Any], *, ours: bool) -> list[str]:
@@ -56,7 +59,7 @@ def names(document: dict[str, Any], *, ours: bool) -> list[str]:
 
 
 def timed(cell: dict[str, Any], candidates: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the results in the cell of those ``candidates`` that were timed, by name."""
+    """Return the cell's results of those ``candidates`` (names of contestants) that were timed, by name."""
     return {name: cell["results"][name] for name in candidates if cell["results"][name]["status"] == "ok"}
 
 
@@ -67,16 +70,17 @@ def best(cell: dict[str, Any], candidates: Iterable[str]) -> str | None:
 
 
 def ratio(cell: dict[str, Any], ours: str, peer: str | None) -> float | None:
-    """Return the speed of ``ours`` divided by that of ``peer``; None unless both were timed."""
+    """Return the speed of ``ours`` divided by the speed of ``peer``; None unless both were timed."""
     results = timed(cell, [ours] + ([peer] if peer is not None else []))
     return results[peer]["ms"] / results[ours]["ms"] if peer in results and ours in results else None
 
 
 def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each pass, flashtile contestant and peer, with their speed ratios over common cells.
+    """Compare flashtile with each peer: return a row for each pass, contestant of flashtile and peer.
 
-    Each row has ``pass, ours, peer, cells, geometric_mean, lowest, lowest_cell``. Rows whose ``peer`` is
-    "best peer" compare with the fastest peer of each cell.
+    A row summarizes the ratios of flashtile's speed to the peer's, one ratio for each cell in which both were
+    timed. A row has ``pass, ours, peer, cells, geometric_mean, lowest, lowest_cell``. Rows whose ``peer`` is
+    "best peer" compare flashtile with the fastest peer of each cell.
     """
     peers = names(document, ours=False)
     rows = []
@@ -112,7 +116,7 @@ def ceiling(document: dict[str, Any], cell: dict[str, Any], unit: str) -> float 
 
 
 def share_of_ceiling(document: dict[str, Any], cell: dict[str, Any], name: str, unit: str) -> float | None:
-    """Return the share of :func:`ceiling` that a contestant reaches; None if either is unknown."""
+    """Return a contestant's speed divided by :func:`ceiling`; None if the speed or the ceiling is unknown."""
     result, most = cell["results"][name], ceiling(document, cell, unit)
     return None if result["status"] != "ok" or most is None else result[unit] / most
 
@@ -129,10 +133,10 @@ def beyond_ceiling(document: dict[str, Any]) -> list[str]:
 
 
 def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
-    """Return the least milliseconds of a cell at the measured ceilings.
+    """Return the least milliseconds that a cell can take; None if no ceilings were measured.
 
-    This is the larger of two times: the cell's FLOPs at the speed of a matrix product, and its least memory
-    traffic at the speed of a copy. None if no ceiling was measured.
+    This is the larger of two times: the time of the cell's FLOPs at the measured speed of a matrix product,
+    and the time of its least memory traffic at the measured speed of a copy.
     """
     flops, bytes_ = (ceiling(document, cell, unit) for unit in ("tflops", "gbps"))
     if flops is None or bytes_ is None:
@@ -141,12 +145,12 @@ def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
 
 
 def over_floor(document: dict[str, Any], cell: dict[str, Any], name: str) -> float | None:
-    """Return a contestant's time over :func:`floor_ms`; None if either is unknown."""
+    """Return a contestant's time divided by :func:`floor_ms`; None if the time or the floor is unknown."""
     result, floor = cell["results"][name], floor_ms(document, cell)
     return None if result["status"] != "ok" or floor is None else result["ms"] / floor
 
 
 def unit_of(cells: Sequence[dict[str, Any]]) -> str:
-    """Return "gbps" if reading keys and values bounds all cells, as in decoding; else "tflops"."""
+    """Return "gbps" if all cells are bound by reading keys and values, as in decoding; else "tflops"."""
     decoding = all(cell["seqlen_k"] >= DECODE_RATIO * max(1, cell["seqlen_q"]) for cell in cells)
     return "gbps" if decoding else "tflops"

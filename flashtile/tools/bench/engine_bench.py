@@ -51,7 +51,7 @@ SERVED: dict[str, tuple[Model, int, dict[str, Any]]] = {
 def write_model(name: str, folder: Path) -> Path:
     """Write a model's configuration to ``folder`` and return ``folder``.
 
-    Only the small model gets weights. For the others the engines make random weights.
+    Weights are written only for the small model. For the other models, each engine makes random weights.
     """
     model, vocab_size, rope = SERVED[name]
     config = {
@@ -107,7 +107,10 @@ def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
-    """Return ShareGPT-like log-normal lengths from 1 to ``most``; their log has standard deviation 1."""
+    """Return log-normal lengths from 1 to ``most``, similar to those of ShareGPT.
+
+    The logarithm of the lengths has a standard deviation of 1.
+    """
     draw = random.Random(seed)
     return [min(most, max(1, round(draw.lognormvariate(math.log(mean) - 0.5, 1.0)))) for _ in range(count)]
 
@@ -166,8 +169,8 @@ def run(
     """Measure every workload with every named contender and return a document that is ready for JSON.
 
     Without names, all contenders that can run are measured. One contender is in memory at a time. ``rep``
-    (milliseconds) and ``rounds`` also apply to the measurement of the read bandwidth. ``after_cell`` is
-    called with the document so far after each result.
+    (milliseconds) and ``rounds`` also apply to the measurement of the read bandwidth. After each result,
+    ``after_cell`` is called with the unfinished document.
 
     Raises:
         ValueError: a name is unknown, a named contender cannot run here, or a large model is chosen on a CPU.
@@ -224,7 +227,10 @@ def _measured(
 def measure(
     contender: Contender, workload: EngineWorkload, device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """Return the result of a workload on a loaded contender: tokens per second, and milliseconds per step."""
+    """Measure a workload on a contender that has loaded the model, and return the result.
+
+    The result has tokens per second, and for decoding steps also the milliseconds per step.
+    """
     prompts, answers = workload.requests(vocabulary(workload.model))
     if not workload.context:
         contender.generate(prompts[:4], [4] * len(prompts[:4]))  # compiles
@@ -253,9 +259,10 @@ def _failed(error: Exception) -> dict[str, Any]:
 
 
 def compare(results: dict[str, Any]) -> None:
-    """Mark flashtile's result as wrong if its tokens differ from those of Transformers, where both have them.
+    """Mark flashtile's result as wrong if its tokens differ from those of Transformers.
 
-    Only results of the small model have tokens: with equal weights in float32, all contenders must agree.
+    Only results of the small model have tokens, because its weights are the same in all contenders and in
+    float32. Other results are not compared.
     """
     tokens_of = {name: found.pop("tokens") for name, found in results.items() if "tokens" in found}
     if tokens_of.get("transformers", tokens_of.get(OURS)) != tokens_of.get(OURS):
@@ -264,10 +271,10 @@ def compare(results: dict[str, Any]) -> None:
 
 
 def floor_bytes(workload: EngineWorkload) -> float:
-    """Return the bytes that a decoding step must read in bf16: keys, values, and weights except the
-    embedding.
+    """Return the bytes that a decoding step must read: keys, values, and all weights except the embedding.
 
-    0 for workloads of requests and for the small model.
+    Weights, keys and values are in bf16. The result is 0 for the small model, and for workloads that measure
+    whole requests instead of decoding steps.
     """
     if workload.model == SMALL_MODEL or not workload.context:
         return 0.0
@@ -278,7 +285,11 @@ def floor_bytes(workload: EngineWorkload) -> float:
 
 
 def table(document: dict[str, Any]) -> Table:
-    """Return a table of milliseconds per step, with the ratio to the time of reading, or tokens/s."""
+    """Return a table with a row for each workload and a column for each contestant.
+
+    Decoding steps are shown in milliseconds per step, followed by the ratio to the time of reading all bytes.
+    Requests are shown in tokens per second.
+    """
 
     def text_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
         if "ms" not in result:

@@ -34,15 +34,18 @@ class Contender:
         return None
 
     def load(self, folder: Path, model: str, device: torch.device, most_tokens: int) -> None:
-        """Load a model for workloads with up to ``most_tokens`` tokens, summed over their sequences."""
+        """Load a model from ``folder``.
+
+        ``most_tokens`` is the largest number of tokens that a workload has in all of its sequences together.
+        """
         raise NotImplementedError
 
     def generate(self, prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
-        """Return each prompt's new tokens, decoded greedily; ``lengths`` has their number for each prompt."""
+        """Decode greedily, and return the new tokens of each prompt: ``lengths[i]`` tokens for prompt i."""
         raise NotImplementedError
 
     def numbers(self) -> dict[str, Any]:
-        """Return further statistics of the last call of :meth:`generate`, by name."""
+        """Return statistics of the last call of :meth:`generate`, by name, for the JSON document."""
         return {}
 
 
@@ -140,7 +143,7 @@ class TransformersBatching(Transformers):
 
         self.model.set_attn_implementation("paged|sdpa")
         answers: list[list[int]] = []
-        # generate_batch has one length for all requests, so requests of different lengths get their mean.
+        # generate_batch takes one length for all requests, so all requests get the mean of the lengths.
         length = round(sum(lengths) / len(lengths))
         config = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=-1, pad_token_id=0)
         with torch.inference_mode():
@@ -157,7 +160,10 @@ CONTENDERS: dict[str, type[Contender]] = {
 
 @contextmanager
 def host_waits() -> Iterator[list[float]]:
-    """Yield a list that gets the seconds of each wait of the host for a step's tokens in the block."""
+    """Measure how long the host waits for the GPU inside the ``with`` block.
+
+    Yields a list. Whenever the engine waits for the tokens of a step, the seconds of the wait are appended.
+    """
     from flashtile.engine.runner import InFlight
 
     waits: list[float] = []

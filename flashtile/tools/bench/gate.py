@@ -25,7 +25,7 @@ from flashtile.tools.bench.workloads import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
-"""Most scores that the reference computes for one workload, by device type; at least one head is compared."""
+"""Most scores that the reference computes for a workload, by device type. At least one head is compared."""
 
 HEADS_CHECKED = 64
 """Most key/value heads that are compared."""
@@ -46,7 +46,10 @@ class Head:
 
 
 class Oracle:
-    """Exact results of a workload on a sample of heads, and results of plain PyTorch in the inputs' dtype."""
+    """Reference results of a workload on a sample of heads: exact ones, and those of plain PyTorch.
+
+    The results of plain PyTorch are computed in the dtype of the inputs. They set the allowed error.
+    """
 
     def __init__(self, workload: Workload, inputs: Inputs, gradients: bool) -> None:
         self._workload, self._inputs = workload, inputs
@@ -85,8 +88,8 @@ class Oracle:
     def _noise(self, exact: Tensor) -> tuple[float, float]:
         """Return the absolute error (largest, rms) that rounding in the accumulator may cause.
 
-        P is exp(score - lse), so an absolute error of the score or of lse is a relative error of P, and with
-        it of the result.
+        P is exp(score - lse). A small absolute error of the score or of lse is therefore an equal relative
+        error of P and of the result.
         """
         eps = torch.finfo(torch.promote_types(self._workload.source_dtype, torch.float32)).eps
         lse = math.log(max(1, self._workload.seqlen_k)) + 1.0
@@ -130,9 +133,10 @@ def through_e4m3(x: Tensor) -> Tensor:
 
 
 def sample_heads(workload: Workload, device_type: str) -> list[Head]:
-    """Return the key/value heads to compare: all if they are few, else the first, the last and a sample.
+    """Return the key/value heads to compare.
 
-    The sample depends only on the workload's name.
+    If all heads are too many, these are the first, the last and a random sample. The sample depends only on
+    the workload's name.
     """
     every = [
         Head(sequence, kv_head)
@@ -164,7 +168,7 @@ def _attend_head(
     """Return (out,) or, with ``gradients``, (out, dq, dk, dv) of one key/value head.
 
     q and dout are (seqlen_q, group, head_dim), k and v are (seqlen_k, head_dim), and the tensors of
-    ``by_head`` are (group,). dk and dv are summed over chunks of rows in float32 or wider.
+    ``by_head`` are (group,). dk and dv are summed over chunks of query rows in float32 or wider.
     """
     k, v = (t.detach().requires_grad_(gradients) for t in (k, v))
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -199,7 +203,7 @@ def _attend_rows(
     rows, group = q.shape[:2]
     window = (workload.window_left, workload.window_right)
     seen = reference.visible(rows, k.shape[0], *window, q.device, position)
-    # The query heads of a group share their keys, so each of them is computed as further rows of one head.
+    # The query heads of a group have the same keys and values, so they are computed as rows of a single head.
     hidden = ~seen.repeat_interleave(group, 0)
     bias = column = None
     if alibi_slopes is not None:

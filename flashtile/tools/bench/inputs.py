@@ -36,11 +36,17 @@ class Inputs:
     """Queries for the columns that absorbed MLA shares with v; k does not contain these columns."""
 
     def rows_of(self, tensor: Tensor, b: int) -> Tensor:
-        """Return sequence b, (seqlen_q, heads, head_dim), of q or of a tensor with the tokens of q."""
+        """Return the rows of sequence b, (seqlen_q, heads, head_dim).
+
+        ``tensor`` is q or another tensor with the same tokens, such as out.
+        """
         return _sequence(tensor, self.cu_seqlens_q, b)
 
     def keys_of(self, tensor: Tensor, b: int) -> Tensor:
-        """Return sequence b, (seqlen_k, heads_kv, head_dim), of k, v or a tensor with their tokens."""
+        """Return the rows of sequence b, (seqlen_k, heads_kv, head_dim).
+
+        ``tensor`` is k, v or another tensor with the same tokens, such as dk.
+        """
         if self.cache_seqlens is None:
             return _sequence(tensor, self.cu_seqlens_k, b)
         table = self.block_tables[0] if self.block_tables else None
@@ -86,7 +92,11 @@ def _by_head(workload: Workload, device: torch.device | str) -> tuple[Tensor | N
 
 
 def _with_cache(workload: Workload, q: Tensor, dout: Tensor) -> Inputs:
-    """Return inputs with random KV caches: one copy on the CPU, ``workload.copies`` copies on a GPU."""
+    """Return the inputs of decoding with random KV caches.
+
+    On a GPU, a paged cache has ``workload.copies`` copies of the keys and values, each with its own block
+    table. On the CPU it has one.
+    """
     assert workload.cache is not None
     device, prefix = q.device, workload.cache.prefix
     generator = torch.Generator(device=device).manual_seed(0)

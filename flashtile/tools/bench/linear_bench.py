@@ -28,7 +28,7 @@ SHAPES = {
     **{name: find_model(name).products for name in ("llama-2-7b", "llama-3-8b")},
     SMALL_MODEL: ((96, 64), (64, 64), (172, 64), (64, 86)),
 }
-"""(N, K) of each product of a layer: the q, k and v projections together; output; gate and up; down."""
+"""(N, K) of a layer's four products: q, k and v projections; output projection; gate and up; down."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 LAYERS = 4
 OURS = "flashtile"
@@ -60,7 +60,7 @@ WORKLOADS = tuple(
 
 
 def contestants(device: torch.device) -> dict[str, Product]:
-    """Return the products to compare by name: flashtile, torch and, on a GPU, torch with max-autotune."""
+    """Return the functions to compare, by name: flashtile.linear, torch's and, on a GPU, torch.compile."""
     found: dict[str, Product] = {
         OURS: partial(linear, prefetch=True),
         "torch": torch.nn.functional.linear,
@@ -80,7 +80,10 @@ def run(
     names: Sequence[str] = (),
     after_cell: Callable[[dict[str, Any]], None] = lambda document: None,
 ) -> dict[str, Any]:
-    """Measure every workload with every named contestant (default: all); return a document ready for JSON."""
+    """Measure every workload with every named contestant, and return a document that is ready for JSON.
+
+    Without names, all contestants are measured.
+    """
     known = contestants(device)
     check_peers(names, known)
     entrants = {name: f for name, f in known.items() if not names or name in (OURS, *names)}
@@ -134,7 +137,7 @@ def _clock(function: Callable[[], None], device: torch.device, rep: float) -> Ca
 
 
 def _wrong(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) -> str | None:
-    """Describe the error of the first product that exceeds the allowed error; None if all are within it."""
+    """Describe the first product whose error is larger than allowed; None if there is no such product."""
     for weight in weights:
         rows = x[weight.shape[1]]
         exact = rows.double() @ weight.double().T
@@ -147,7 +150,7 @@ def _wrong(product: Product, x: dict[int, Tensor], weights: Sequence[Tensor]) ->
 
 
 def table(document: dict[str, Any]) -> Table:
-    """Return a table of the TB/s at which weights are read, with the share of the read bandwidth."""
+    """Return a table of the speed at which weights are read, in TB/s and as a share of the read bandwidth."""
     read = document["read_tbps"]
 
     def text_of(cell: dict[str, Any], result: dict[str, Any]) -> str:
@@ -162,7 +165,7 @@ CHART_NAMES = {GEMV: "GEMV (CUDA cores)", FLAT: "flat (tensor cores)", LIBRARY: 
 
 
 def draw_chart(row: Row, path: Path) -> None:
-    """Write a chart of one shape's measurements: microseconds of each kind of kernel by rows of x."""
+    """Write a chart for one shape of weights: the time of each kind of kernel by the number of rows of x."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")

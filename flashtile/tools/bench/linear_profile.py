@@ -66,7 +66,11 @@ def problem_of(
 
 
 def candidates(problem: LinearProblem) -> Iterator[tuple[str, str, list[int], Launch]]:
-    """Yield (kind, backend, configuration as in the table, launch) of each kernel that computes a problem."""
+    """Yield (kind, backend, configuration, launch) of each kernel that computes a problem.
+
+    The kind is GEMV, FLAT (tensor cores on a tile with few rows) or LIBRARY (the vendor's library). The
+    configuration is a list of numbers, as :mod:`flashtile.hardware.linear_table` stores it.
+    """
     from flashtile.backends import hopper, portable
     from flashtile.backends.hopper import linear as ring
     from flashtile.backends.hopper.linear.config import candidates as ring_tiles
@@ -109,7 +113,7 @@ class ProfiledOperands:
         return min(replay_time(graph, REP) for _ in range(2)) / len(calls) * 1e3
 
     def check(self, launch: Launch, rows: int) -> None:
-        """Compare a product with torch's in float32.
+        """Compare a kernel's product with torch's product in float32.
 
         Raises:
             ArithmeticError: the product differs too much.
@@ -131,7 +135,7 @@ def measure_shape(
     read_tbps: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> Row:
-    """Measure every kernel on one shape and return the shape's row of the table.
+    """Measure every kernel on one shape (N, K) of the weight, and return the table's row for this shape.
 
     ``rows`` are the numbers of rows of x to measure, and ``read_tbps`` is the read bandwidth in TB/s. ``say``
     is called with lines of progress.
@@ -172,12 +176,12 @@ def measure_shape(
 
 
 def inflections(kernels: dict[str, dict[str, dict[str, Any]]]) -> tuple[int, int]:
-    """Return (M1, M2), the numbers of rows at which the fastest kind of kernel changes.
+    """Return (M1, M2), the numbers of rows of x at which the fastest kind of kernel changes.
 
-    GEMV is fastest below M1 rows, flat products from M1 to below M2, and the library from M2 rows. The
-    library also wins if it is at most about 1 % slower, because users know it. Row counts between two
-    measured counts get the kind of the larger one, because the tiles of the smaller one may have too few
-    rows.
+    GEMV is fastest below M1 rows, and the vendor's library from M2 rows. From M1 to below M2, the fastest
+    kernels are flat: they use tensor cores on tiles with few rows. The library also wins if it is at most
+    about 1 % slower, because users know it. A row count between two measured counts gets the kind that is
+    fastest at the larger count, because the tiles of the smaller count may have too few rows.
     """
     gemv_below, library_from = 1, 1
     for m in sorted(map(int, kernels)):
@@ -200,9 +204,10 @@ def compile_share(
     part: int,
     parts: int,
 ) -> None:
-    """Run every ``parts``-th kernel once, from number ``part``, so later processes find it compiled.
+    """Run every ``parts``-th kernel once, beginning with number ``part``, to compile it.
 
-    Several processes, each with its own ``part``, compile all kernels in parallel.
+    Several processes, each with its own ``part``, compile all kernels in parallel. Later processes find the
+    kernels in the compilation cache.
     """
     device = torch.device("cuda", torch.cuda.current_device())
     number = 0

@@ -13,7 +13,7 @@ from flashtile.hardware.timing import copy_ceiling
 
 
 class OfModel(Protocol):
-    """A workload that belongs to a model, in contrast to one of a single attention call."""
+    """A workload that belongs to a model, unlike the workloads of single attention calls."""
 
     @property
     def name(self) -> str: ...
@@ -23,7 +23,7 @@ class OfModel(Protocol):
 
 
 SMALL_MODEL = "ci"
-"""Name of the small model for CPUs, whose workloads only run if they are named explicitly."""
+"""Name of the small model for CPUs. Its workloads run only if they are named explicitly."""
 
 Named = TypeVar("Named", bound=OfModel)
 
@@ -31,8 +31,9 @@ Named = TypeVar("Named", bound=OfModel)
 def select_models(kind: str, workloads: Sequence[Named], names: Sequence[str]) -> tuple[Named, ...]:
     """Return the workloads that ``names`` choose.
 
-    A name chooses one workload, "KIND-MODEL" all workloads of a model, and ``kind`` all workloads except
-    those of the small model. The result is () if all names belong to another kind of workload.
+    Each of ``names`` is the name of a workload, or "KIND-MODEL" for all workloads of a model, or ``kind`` for
+    all workloads except those of the small model. The result is () if all names belong to another kind of
+    workload.
 
     Raises:
         ValueError: some names belong to these workloads and some do not.
@@ -63,7 +64,10 @@ def check_peers(names: Sequence[str], known: Iterable[str]) -> None:
 def new_document(
     kind: str, device: torch.device, rounds: int, rep: float, cells: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a document for a run, ready for JSON, with the measured read bandwidth as its speed limit."""
+    """Measure the read bandwidth, and return a new JSON document for a run.
+
+    The document holds the versions, the device, the read bandwidth in TB/s, and ``cells``.
+    """
     return {
         "kind": kind,
         "versions": machine.versions(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from flashtile import masks
 
 SAMPLED_ROWS = 512
-"""Limit of rows whose visible keys are counted. The other rows are assumed to see as many on average."""
+"""Most rows whose visible keys are counted. The other rows are assumed to see as many keys on average."""
 
 
 class Functions(NamedTuple):
@@ -22,7 +22,10 @@ class Functions(NamedTuple):
 
 
 def document_ids(seqlen: int) -> Tensor:
-    """Return each token's document number, (seqlen,) int32; lengths are log-uniform from 64 to 4096."""
+    """Return the document number of each token, (seqlen,) int32.
+
+    The lengths of documents are log-uniform from 64 to 4096 tokens.
+    """
     draw = random.Random(0)
     ids = torch.empty(seqlen, dtype=torch.int32)
     start = number = 0
@@ -76,7 +79,7 @@ MODS: dict[str, Callable[[int, int, Any], Functions]] = {
 
 @functools.lru_cache(maxsize=64)
 def visible_pairs(name: str, seqlen: int) -> int:
-    """Return the number of (query, key) pairs of a sequence that a mask shows, estimated from some rows."""
+    """Estimate the number of visible (query, key) pairs of a sequence under a mask, from a sample of rows."""
     mask = MODS[name](seqlen, 1, "cpu").mask_mod
     if mask is None:
         return seqlen * seqlen

@@ -1,8 +1,8 @@
-"""The operations of standard attention, to time each of them and compare their sum with the fused call.
+"""The operations of standard attention. Each is timed, and their sum is compared with flashtile's fused call.
 
 This repeats the measurement of GPT-2 in FlashAttention's paper (Dao et al. 2022, arXiv:2205.14135, figure 1).
 Matrix product, mask, softmax, dropout and matrix product each read or write the scores in memory; the fused
-kernel does not. The two sides are compared with dropout on both, and without it on both.
+kernel does not. The sum and the fused call are compared twice: both with dropout, and both without.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Operations(Standard):
 
     name = "standard, by operation"
     STORED_COPIES = 6
-    """Scores, masked scores, probabilities, probabilities after dropout, dropout mask, and current result."""
+    """Tensors of the scores' size: scores, masked scores, P, P with dropout, dropout mask, current result."""
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen or workload.changes_scores or workload.cache is not None or workload.fp8:
@@ -44,7 +44,10 @@ class Operations(Standard):
         return super().refuses(workload, device)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
-        """Return the operations in sequence, without dropout: the gate cannot check random results."""
+        """Return a call that runs the operations one after the other, without dropout.
+
+        With dropout, the result would be random and could not be checked.
+        """
         steps = _steps(workload, inputs)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -54,9 +57,9 @@ class Operations(Standard):
         return PeerCall(attend, heads_first=True)
 
     def functions(self, workload: Workload, inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
-        """Return a function for each operation that applies it to its inputs.
+        """Return a function without arguments for each operation, by name, which runs the operation once.
 
-        The inputs are results of the previous operations and are computed once, here.
+        The inputs of an operation are the results of the previous ones, which are computed here.
         """
         call = PeerCall(lambda q, k, v: q, heads_first=True)
         q, k, v = (call.arrange(t) for t in (inputs.q, inputs.k, inputs.v))
@@ -70,9 +73,9 @@ class Operations(Standard):
 
 
 def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor]]:
-    """Return the operations by name, for tensors (batch, heads, seqlen, head_dim).
+    """Return the five operations by name, for tensors (batch, heads, seqlen, head_dim).
 
-    The mask returns its input if it hides no score.
+    If the workload has no mask, the operation "mask" returns its input.
     """
     hidden, scale = hidden_scores(workload, inputs), workload.head_dim**-0.5
     return {
@@ -85,9 +88,10 @@ def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor
 
 
 def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:
-    """Return medians over rounds in milliseconds: each operation's, their sum, and the fused call's.
+    """Return a cell's entry "operations": the median over rounds of each operation, in milliseconds.
 
-    ``fused_dropout_ms`` is missing if ``fused`` is empty: the fused call with dropout did not run.
+    ``together_ms`` is the sum over the operations. ``fused_dropout_ms`` is the median of ``fused``, the times
+    of flashtile's call with dropout. It is missing if ``fused`` is empty.
     """
     medians = {name: statistics.median(rounds) for name, rounds in times.items()}
     found = {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT}

@@ -51,13 +51,16 @@ class PeerCall:
     copies: tuple[Attend, ...] = ()
 
     def arrange(self, tensor: Tensor) -> Tensor:
-        """Return the contestant's view of (batch, seqlen, heads, head_dim) or (total, heads, head_dim)."""
+        """Return a view of an input in the contestant's layout.
+
+        Inputs are (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
+        """
         if not self.heads_first:
             return tensor
         return (tensor[None] if tensor.dim() == 3 else tensor).transpose(1, 2)
 
     def restore(self, tensor: Tensor, like: Tensor) -> Tensor:
-        """Invert :meth:`arrange` for a result; ``like`` is a tensor in the inputs' layout."""
+        """Convert a result back to the layout of the inputs. ``like`` is one of the inputs."""
         if not self.heads_first:
             return tensor
         tensor = tensor.transpose(1, 2)
@@ -82,7 +85,10 @@ class Peer:
         return None if self.needs is None else _import_error(*self.needs)
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
-        """Return why the contestant refuses a workload; None if it accepts it or if only a call can tell."""
+        """Return why the contestant does not take a workload; None if it does.
+
+        None is also returned where only a call can show that the contestant refuses the workload.
+        """
         return None
 
     def prepare(self, workload: Workload, inputs: Inputs) -> PeerCall:
@@ -105,7 +111,7 @@ class Flashtile(Peer):
         return self._call(workload, inputs)
 
     def prepare_with_dropout(self, workload: Workload, inputs: Inputs, p: float) -> PeerCall:
-        """Return the call with dropout. Its result is random, so the gate cannot check it."""
+        """Return the call with dropout. Its result is random, so it is timed without a check."""
         return self._call(workload, inputs, dropout_p=p)
 
     def _call(self, workload: Workload, inputs: Inputs, **more: Any) -> PeerCall:
@@ -154,8 +160,8 @@ class Standard(Peer):
 class LoopsOfFlash1(Peer):
     """FlashAttention-1's loop order as a Triton kernel, forward only.
 
-    The outer loop is over keys, the inner loop over queries. FlashAttention-2, whose paper reports about
-    twice the speed, swapped the two.
+    The outer loop is over keys, and the inner loop is over queries. FlashAttention-2 swapped the two loops,
+    and its paper reports about twice the speed.
     """
 
     name, device_type = "flash1-loops", "cuda"
@@ -386,7 +392,10 @@ def _sees_all(workload: Workload) -> bool:
 
 
 def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, inputs: Inputs) -> Attend:
-    """Return standard attention for (batch, heads, seqlen, head_dim), with mask and bias prepared."""
+    """Prepare the mask and bias of a workload, and return a function that computes standard attention.
+
+    The function takes q, k, v (batch, heads, seqlen, head_dim) and returns out.
+    """
     hidden = empty = bias = None
     device, dtype = inputs.q.device, inputs.q.dtype
     if inputs.alibi_slopes is not None:
@@ -408,7 +417,8 @@ def _standard(workload: Workload, seqlen_q: int, seqlen_k: int, inputs: Inputs) 
 def _retainable_graphs() -> AbstractContextManager:
     """Return a context in which torch.compile keeps the tensors saved for the backward pass.
 
-    The benchmark repeats the backward pass on one graph, so torch must not reuse their memory.
+    The benchmark repeats the backward pass on one graph. torch must therefore not reuse the memory of the
+    saved tensors.
     """
     config: Any = importlib.import_module("torch._functorch.config")
     return config.patch(donated_buffer=False) if hasattr(config, "donated_buffer") else nullcontext()
@@ -437,7 +447,7 @@ def _flex_mask(workload: Workload, inputs: Inputs) -> Callable[..., Tensor] | No
 
 
 def _positions(cu_seqlens: Tensor, cu_seqlens_k: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Return (sequence, position) of each token of a packed batch, (total,) each.
+    """Return the sequence and the position of each token of a packed batch, two tensors (total,).
 
     Positions are aligned such that the last token of a sequence is at the position of its last key.
     """

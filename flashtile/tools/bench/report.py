@@ -38,7 +38,7 @@ def by_pass(document: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def print_head(document: dict[str, Any], console: Console) -> None:
-    """Print how the document was measured: device, versions, date, ceilings and rounds."""
+    """Print how the measurements were made: device, versions, date, measured ceilings and rounds."""
     settings, ceilings = document["settings"], document["ceilings"]
     threads = f", {settings['threads']} threads" if settings["threads"] else ""
     console.print(f"{headline(document)}{threads}", highlight=False, markup=False)
@@ -73,7 +73,8 @@ def print_notes(document: dict[str, Any], console: Console) -> None:
 def cells_table(document: dict[str, Any], cells: Sequence[dict[str, Any]], unit: str | None = None) -> Table:
     """Return the table of one pass: a row per workload, a column per contestant, the fastest in bold.
 
-    ``unit`` is "tflops" or "gbps"; None takes that of :func:`documents.unit_of`.
+    A cell of ``cells`` is one workload in one pass. ``unit`` is "tflops" or "gbps"; None takes the unit that
+    :func:`documents.unit_of` returns.
     """
     unit = unit or documents.unit_of(cells)
     ours, peers = (documents.names(document, ours=side) for side in (True, False))
@@ -125,7 +126,10 @@ def taken_apart(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def operations_table(cells: Sequence[dict[str, Any]], ours: str) -> Table:
-    """Return a table of milliseconds: operations of standard attention and the fused call, by cell."""
+    """Return a table of milliseconds with a column for each workload.
+
+    The rows are the operations of standard attention, their sum, and flashtile's fused call.
+    """
     table = Table(
         "forward, milliseconds",
         *(Column(escape(cell["workload"]), justify="right") for cell in cells),
@@ -155,7 +159,10 @@ def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]
 
 
 def summary_table(document: dict[str, Any]) -> Table:
-    """Return a table of geometric means of flashtile's speed over each peer's, on cells that both ran."""
+    """Return a table of the speed of flashtile divided by that of each peer.
+
+    Each row shows the geometric mean and the lowest ratio over the workloads that both ran.
+    """
     table = Table(
         *(Column(heading, no_wrap=True) for heading in ("pass", "flashtile", "peer")),
         *(Column(heading, justify="right") for heading in ("geometric mean", "cells", "lowest")),
@@ -198,7 +205,7 @@ def _host_times(document: dict[str, Any]) -> str:
 
 
 def _print_refusals(document: dict[str, Any], console: Console) -> None:
-    """Print each reason for a missing time once, with the number of cells."""
+    """Print each reason why a contestant was not timed, and in how many cells."""
     reasons: Counter[tuple[str, str, str]] = Counter()
     for cell in document["cells"]:
         apart = {"standard, by operation": cell["operations"]} if "operations" in cell else {}

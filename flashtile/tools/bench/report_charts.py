@@ -1,7 +1,7 @@
 """Charts of a document of measurements: bars of speed, speed-up and memory against sequence length.
 
-Charts are SVG whose lines and letters have the colour of the surrounding text, so that they suit light and
-dark pages. Each names the device, the versions and the date.
+Charts are SVG. Their lines and letters have the colour of the surrounding text, so they suit light and dark
+pages. Each chart names the device, the versions and the date.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class Chart:
 
 
 def charts(document: dict[str, Any]) -> Iterator[Chart]:
-    """Yield the charts of each series: speed of each pass, time by operation if measured, then, if there are
-    several lengths, speed-up and memory.
+    """Yield the charts of each series of workloads that differ only in sequence length.
+
+    A series has a chart of the speed in each pass, and of the time of each operation if that was measured. A
+    series with several lengths also has charts of the speed-up and of the memory.
 
     Raises:
         ValueError: nothing was measured.
@@ -63,7 +65,7 @@ def charts(document: dict[str, Any]) -> Iterator[Chart]:
                     yield _chart(document, series, f"{which} speed-up", what, _speed_up_lines, measured)
             with_memory = [measured for measured in passes.values() if _curves(document, measured, _peak)]
             if with_memory:
-                # The passes differ little: both need the tensors kept for the backward pass.
+                # One chart is enough: the memory of the passes differs little.
                 yield _chart(document, series, "memory", what, _memory_lines, with_memory[-1])
 
 
@@ -91,7 +93,10 @@ def figure_of(draw: Draw, title: str, footer: str = "") -> Figure:
 
 
 def as_svg(figure: Figure) -> str:
-    """Return an SVG element in the colour of the text around it; equal figures give equal elements."""
+    """Return the figure as an SVG element in the colour of the text around it.
+
+    Equal figures give equal elements.
+    """
     file = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": figure.axes[0].get_title(loc="left")}):
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -121,7 +126,7 @@ def write_plot(document: dict[str, Any], path: Path, unit: str | None = None) ->
 
 
 def _by_series(document: dict[str, Any]) -> Iterator[tuple[str, list[Cell], dict[str, list[Cell]]]]:
-    """Yield (series, its cells, its cells by pass)."""
+    """Yield each series as (name, cells, cells by pass)."""
     if not document["cells"]:
         raise ValueError("there is nothing to draw: no cell was measured")
     for series in dict.fromkeys(cell["series"] for cell in document["cells"]):
@@ -146,8 +151,10 @@ def _chart(
 
 
 def _speed_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell], unit: str | None = None) -> None:
-    """Draw a group of bars for each workload, with a bar for each contestant that was timed in any of
-    them."""
+    """Draw a group of bars for each workload.
+
+    A group has a bar for each contestant that was timed on at least one of the workloads.
+    """
     unit = unit or documents.unit_of(cells)
     factor, label = scale(document, unit)
     shown = [name for name in _names(document) if any(documents.timed(cell, [name]) for cell in cells)]
@@ -188,9 +195,9 @@ def _operation_bars(axes: Axes, document: dict[str, Any], cells: Sequence[Cell])
 
 
 def operation_bars(axes: Axes, cell: Cell, ours: str) -> None:
-    """Draw two stacks of milliseconds: standard attention by operation, and the fused call.
+    """Draw two bars of milliseconds: the stacked operations of standard attention, and the fused call.
 
-    Both sides have dropout. Neither has it if the fused call was not timed with dropout.
+    Both bars include dropout if the fused call was timed with dropout. Otherwise both exclude it.
     """
     height, found = 0.0, cell["operations"]
     dropped = found.get("fused_dropout_ms")
@@ -246,7 +253,7 @@ def _lines(document: dict[str, Any], axes: Axes, curves: dict[str, list[tuple[in
 
 
 def length_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    """Label the x axis with sequence lengths, logarithmic."""
+    """Make the x axis logarithmic, and label it with sequence lengths."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [format_tokens(length) for length in lengths])
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -258,7 +265,7 @@ def _curves(
     cells: Sequence[Cell],
     value: Callable[[dict[str, Any], Cell, str], float | None],
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return points (sequence length, value) of each contestant that has any."""
+    """Return the points (sequence length, value) of each contestant that has at least one value."""
     curves = {}
     for name in _names(document):
         points = [

@@ -1,9 +1,9 @@
 """Runs measurements: checks the contestants' results, times them in turns, and collects one JSON document.
 
-A cell of the document is one workload in one pass. A measurement is the median time of repeated calls, on
-CUDA each with a cold L2 cache. In the pass "graph", a measurement is the time per call of a replayed CUDA
-graph. If a contestant refuses, fails, runs out of memory or is wrong, the reason is recorded and the others
-are still measured.
+A cell of the document is one workload in one pass. A measurement is the median time of repeated calls. On
+CUDA, the L2 cache is cold before each call. In the pass "graph", a measurement is the time per call of a
+replayed CUDA graph. If a contestant refuses, fails, runs out of memory or is wrong, the reason is recorded.
+The other contestants are still measured.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def run(
     """Measure all workloads and return a document that is ready for JSON.
 
     Args:
-        after_cell: called once before the first cell and then after each, with the document so far. A caller
-            that saves it loses no finished cell if the run is interrupted.
+        after_cell: called with the unfinished document, once before the first cell and then after each cell.
+            A caller that saves the document loses no finished cell if the run is interrupted.
     """
     document = describe_run(contestants, settings)
     measured = (settings.device, settings.rounds, settings.rep)
@@ -137,7 +137,10 @@ def describe_run(contestants: Sequence[Peer], settings: Settings) -> dict[str, A
 def measure_workload(
     workload: Workload, contestants: Sequence[Peer], settings: Settings
 ) -> Iterator[dict[str, Any]]:
-    """Yield the cell of each pass of ``settings``, with the results of all contestants."""
+    """Measure one workload, and yield a cell of the JSON document for each pass of ``settings``.
+
+    A cell holds the results of all contestants.
+    """
     inputs = make_inputs(workload, settings.device)
     oracle = Oracle(workload, inputs, gradients=any(map(needs_gradients, settings.passes)))
     for which in settings.passes:
@@ -161,9 +164,10 @@ def measure_workload(
 
 
 class Apart:
-    """Times the operations of standard attention one by one for a workload, if their result passes the gate.
+    """Times the operations of standard attention one by one, if their result is correct.
 
-    The operations include dropout, so ``ours`` (flashtile, if it takes part) is also timed with dropout.
+    The correctness check is that of :mod:`flashtile.tools.bench.gate`. The operations include dropout, so
+    ``ours`` (flashtile, if it takes part) is also timed with dropout.
     """
 
     def __init__(
@@ -185,7 +189,7 @@ class Apart:
         self._inputs = inputs
 
     def measure(self) -> None:
-        """Measure each operation once, and the fused call with dropout."""
+        """Time each operation once, and flashtile's fused call with dropout once."""
         if self._entry.call is None:
             return
         with _contained(self._entry, self._settings.device), torch.no_grad():
@@ -207,7 +211,7 @@ class Apart:
 
 
 def _admit(entry: Entry, workload: Workload, which: str, inputs: Inputs, oracle: Oracle) -> None:
-    """Prepare a contestant's call and check its results; reject the contestant with a reason if they fail."""
+    """Prepare a contestant's call and check its results. If they are wrong, reject the contestant."""
     reason = entry.peer.refuses(workload, inputs.q.device)
     if reason is not None:
         entry.reject(REFUSED, reason)
@@ -250,7 +254,10 @@ def results_of(call: PeerCall, inputs: Inputs, which: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _timed_function(call: PeerCall, inputs: Inputs, which: str) -> Iterator[Callable[[], Any]]:
-    """Yield the function to time, after preparing views, contexts and the autograd graph for "backward"."""
+    """Prepare a pass, and yield a function without arguments that runs it once.
+
+    Views, contexts and, for the pass "backward", the forward pass are prepared here. They are not timed.
+    """
     leaves = _leaves(call, inputs, which)
     dout = call.arrange(inputs.dout)
     with call.enter():
@@ -276,7 +283,10 @@ def _measure(entry: Entry, inputs: Inputs, which: str, settings: Settings) -> No
 
 
 def _graph_time(call: PeerCall, inputs: Inputs, settings: Settings) -> float:
-    """Return the milliseconds per call of a CUDA graph that has a call for each copy of the KV cache."""
+    """Return the milliseconds per call in a replayed CUDA graph.
+
+    The graph has one call for each copy of the KV cache, so that reads miss the L2 cache.
+    """
     leaves = _leaves(call, inputs, "graph")
     copies = [partial(attend, *leaves) for attend in call.copies or (call.attend,)]
     with call.enter(), torch.no_grad(), torch.cuda.device(settings.device):
@@ -314,7 +324,7 @@ def _peak_memory(call: PeerCall, inputs: Inputs, which: str) -> int:
 
 @contextmanager
 def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
-    """Record an error in the block as the contestant's result, instead of raising it.
+    """Catch errors of the ``with`` block, and record them as the contestant's result.
 
     Raises:
         RuntimeError: the device no longer works after the error.
@@ -326,14 +336,14 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
             timing.synchronize(device)
             return
         except torch.OutOfMemoryError as error:
-            said_first = _first_line(error).split(". ")[:2]  # the rest describes this process
+            said_first = _first_line(error).split(". ")[:2]  # the other sentences describe this process
             entry.reject(NO_MEMORY, ". ".join(said_first))
         except ArithmeticError as error:
             entry.reject(WRONG, str(error))
         except NotImplementedError as error:
             entry.reject(REFUSED, _first_line(error))
         except Exception as error:
-            # torch warns with the reason when a backend of its attention does not accept a call.
+            # When torch's attention finds no backend for a call, the reasons are in its warnings.
             said = [line for warning in caught for line in str(warning.message).splitlines()[:1]]
             reason = "; ".join([f"{type(error).__name__}: {_first_line(error)}", *dict.fromkeys(said)])
             refused = "No available kernel" in str(error) or "can't allocate memory" in str(error)
@@ -351,7 +361,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _rotated(entries: list[Entry], turn: int) -> list[Entry]:
-    """Rotate the order of contestants by one per round, so each round begins with another contestant."""
+    """Return the contestants in the order of a round. Each round begins with another contestant."""
     first = turn % max(1, len(entries))
     return entries[first:] + entries[:first]
 

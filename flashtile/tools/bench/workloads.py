@@ -155,7 +155,7 @@ class Workload:
 
     @property
     def call(self) -> Call:
-        """The workload as a call of the I/O model."""
+        """The call as an input of the I/O model, which counts its visible pairs and bytes."""
         return Call(
             self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
             self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
@@ -209,7 +209,7 @@ class Workload:
 
     def flops(self, which: str = "forward") -> float:
         """Return the number of floating-point operations of a pass."""
-        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a product, per column of a head
+        pair = 2.0 * self.visible_pairs() * self.num_heads_q  # FLOPs of a matrix product with head_dim 1
         forward = pair * (self.head_dim + self.width_v)
         backward = pair * (3 * self.head_dim + 2 * self.width_v)
         both = forward + backward
@@ -218,7 +218,8 @@ class Workload:
     def bytes(self, which: str = "forward") -> int:
         """Return the least bytes of memory traffic of a pass.
 
-        Each input is read once, a shared prefix once for all sequences, and each result is written once.
+        Each input is read once, and each result is written once. A shared prefix is read once for all
+        sequences.
         """
         call = self.call
         out = call.rows_q * self.width_v * self.source_dtype.itemsize
@@ -229,7 +230,7 @@ class Workload:
         return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
 
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values, a shared prefix counted once."""
+        """Return the bytes of keys and values. A shared prefix is counted once."""
         prefix = self.cache.prefix if self.cache is not None else 0
         tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
         return tokens * self.num_heads_kv * (self.own_columns + self.width_v) * self.cache_dtype.itemsize
@@ -240,7 +241,10 @@ class Workload:
 
     @property
     def copies(self) -> int:
-        """Number of copies of the KV cache to rotate over, so reads miss the L2 cache; 1 unless paged."""
+        """Number of copies of the KV cache; 1 unless the cache is paged.
+
+        Measurements rotate over the copies, so that reads miss the L2 cache.
+        """
         paged = self.cache is not None and self.cache.page_size
         return max(1, min(MAX_COPIES, round(L2_BYTES / self.kv_bytes()))) if paged else 1
 
@@ -284,7 +288,7 @@ Heads = tuple[int, int, int]
 def _dense(
     series: str, seqlens: Iterable[int], tokens: int, tags: str, heads: Heads, **more: Any
 ) -> list[Workload]:
-    """Return a dense workload for each length, with ``tokens // seqlen`` sequences, or one if that is 0."""
+    """Return a dense workload for each length, with ``tokens // seqlen`` sequences, but at least one."""
     return [
         Workload(
             f"{series}-s{s}", series, max(1, tokens // s), s, s, *heads, tags=tuple(tags.split()), **more
@@ -294,7 +298,10 @@ def _dense(
 
 
 def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> list[Workload]:
-    """Return the FlashAttention papers' grid: head sizes with heads * head_dim = 2048, full and causal."""
+    """Return the workloads of the FlashAttention papers' plots, with and without a causal mask.
+
+    The head sizes are 64, 128 and 256, and heads * head_dim is 2048.
+    """
     return [
         workload
         for d in PAPER_HEAD_DIMS
@@ -309,7 +316,7 @@ def _paper_grid(prefix: str, seqlens: Iterable[int], tags: str, **more: Any) -> 
 def _lengths(
     name: str, lengths: Sequence[tuple[int, int]], tags: str, heads: Heads, series: str = "", **more: Any
 ) -> Workload:
-    """Return a workload of sequences whose ``lengths`` are pairs (seqlen_q, seqlen_k)."""
+    """Return a workload whose sequences have these ``lengths``, pairs (seqlen_q, seqlen_k)."""
     longest_q, longest_k = (max(pair[side] for pair in lengths) for side in (0, 1))
     return Workload(
         name, series or name, len(lengths), longest_q, longest_k, *heads,
@@ -360,7 +367,10 @@ def _square(*lengths: int) -> list[tuple[int, int]]:
 
 
 def _ragged() -> list[Workload]:
-    """Return workloads of log-uniform and equal lengths, with similar numbers of tokens and visible pairs."""
+    """Return workloads with log-uniform lengths, and workloads with equal lengths to compare them with.
+
+    Both have similar numbers of tokens and of visible (query, key) pairs.
+    """
     lengths = log_uniform_lengths(PAPER_TOKENS, 64, 8192)
     batch = round(PAPER_TOKENS**2 / sum(length**2 for length in lengths))
     return [
@@ -562,7 +572,10 @@ TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for ta
 
 
 def small_call(kind: str, device_type: str) -> Workload:
-    """Return a call of a kind of workload whose GPU time is below its host time, to measure host time."""
+    """Return a small call of a kind of workload, with which the host time of a call is measured.
+
+    The call's time on the GPU is below its time on the host.
+    """
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
     if kind == "decode":
         return _decode("small", (256, 256), "", (8, 8, 64), prefix=128, dtype=dtype)

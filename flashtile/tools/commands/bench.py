@@ -204,7 +204,7 @@ def _bench_others(
             if json_path is not None:
                 json_path.write_text(json.dumps(so_far, indent=1) + "\n")
             lines = [report.cell_line(cell, [name]) for cell in so_far["cells"] for name in cell["results"]]
-            for line in lines:  # earlier results are passed again: print only new lines
+            for line in lines:  # the document also has earlier results: print only new lines
                 if line not in told:
                     told.add(line)
                     say(progress, line)

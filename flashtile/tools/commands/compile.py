@@ -82,7 +82,10 @@ def _refuse(option: str, value: str, allowed: tuple[str, ...]) -> NoReturn:
 
 
 def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[str]) -> list[Source]:
-    """Return the calls of all options, each once."""
+    """Return the calls for which kernels are compiled, from all files, models and presets.
+
+    Equal calls are returned once.
+    """
     from flashtile.engine.config import read_config
     from flashtile.engine.step_calls import Limits, step_calls
     from flashtile.tools.workload_calls import DOCUMENTED, heads_of, training_calls

@@ -42,10 +42,10 @@ SAMPLE_BYTES = 600
 QUICK = TrainingConfig(sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10)
 TWIN_SHARE = 0.4
 MAX_TWIN_STEPS = 100
-"""The comparison run with standard attention takes at most TWIN_SHARE of all steps, and at most this many.
+"""Most steps of the comparison run, which repeats the training with standard attention.
 
-Rounding differences grow about tenfold every fifty steps, so curves of a few hundred steps are not
-comparable.
+The comparison run also has at most TWIN_SHARE of the steps of the training. Rounding differences grow about
+tenfold every fifty steps, so curves of a few hundred steps are not comparable.
 """
 
 
@@ -152,7 +152,7 @@ def measure_operations(console: Console, workload: Workload, device: torch.devic
 
 
 def run_engine(console: Console, model: Llama, config: TrainingConfig, folder: Path) -> None:
-    """Save the trained model to ``folder`` for ``flashtile generate``, and print answers of its engine."""
+    """Save the trained model to ``folder`` for ``flashtile generate``, and print answers of the engine."""
     console.rule("serving the model: continuous batching over paged keys and values", align="left")
     try:
         from flashtile.tools.demo.serving import serve

@@ -40,7 +40,7 @@ from flashtile.tools.commands.options import Device, bad_parameters, console, pa
 
 HERE = "here"
 MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
-"""Maxima of sequences, heads and head sizes; of tokens per sequence; of tokens per sequence with costs."""
+"""Maxima: of sequences, heads and head sizes; of tokens per sequence; of the same if costs are shown."""
 MEASURED = (9, 0)
 """Compute capability of the cards on which flashtile has been measured."""
 MODEL_SEQLENS = (2048, 8192, 32768, 131072)
@@ -229,7 +229,7 @@ def _explain_model(
     card_name: str | None,
     place: torch.device,
 ) -> None:
-    """Print the table of ``--model``, which cannot be combined with options of a call."""
+    """Print the table of ``--model``. Raise an error if the user also gave options of a single call."""
     if name is None:
         raise typer.BadParameter("--seqlen is for --model; a call takes --seqlen-q and --seqlen-k")
     for parameter in context.command.params:
@@ -262,7 +262,11 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _card(name: str | None, place: torch.device) -> Card | None:
-    """Return the card for the call's costs; None if none was named and there is no known GPU."""
+    """Return the card (the GPU model) whose costs are shown.
+
+    This is the named card. If none or "here" is named, it is the GPU ``place``, or None if ``place`` is not a
+    known GPU.
+    """
     if name is None or name == HERE:
         return card_of_device(torch.cuda.get_device_name(place)) if place.type == "cuda" else None
     try:

@@ -66,7 +66,11 @@ def _backends() -> Table:
 
 
 def _served(name: str, device: torch.device) -> tuple[list[str], dict[str, list[str]]]:
-    """Return the dtypes of a plain call that a backend serves, and the other dtypes by reason."""
+    """Return (served, reasons) for a backend and a plain attention call.
+
+    ``served`` are the dtypes in which the backend computes the call. ``reasons`` maps each reason against the
+    call to the dtypes that the backend refuses for this reason.
+    """
     served: list[str] = []
     reasons: dict[str, list[str]] = {}
     try:

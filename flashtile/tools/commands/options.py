@@ -22,7 +22,7 @@ from flashtile.hardware import machine
 WIDTH = 160
 """Width in columns of tables that are not printed to a terminal."""
 OUT_OF_MEMORY = ("out of memory", "DefaultCPUAllocator")
-"""Parts of torch's out-of-memory messages, by which these are told from other RuntimeErrors."""
+"""Parts of torch's out-of-memory messages, which distinguish them from other RuntimeErrors."""
 
 STOPPED = 128 + signal.SIGINT
 """Exit code of a command that a signal ended early."""
@@ -35,7 +35,7 @@ MaxModelLen = Annotated[int | None, typer.Option(help="Most tokens of prompt and
 
 
 class BadArgument(typer.BadParameter):
-    """A Python function's error, with the names of arguments replaced by the command's options."""
+    """An error of a Python function, whose message names the command's options instead of arguments."""
 
     def format_message(self) -> str:
         message = str(super().format_message())
@@ -46,10 +46,10 @@ class BadArgument(typer.BadParameter):
 
 
 def _with_option(message: str, name: str, option: str) -> str:
-    """Replace an argument's name by its option.
+    """Replace the name of a Python argument in an error message by the option of the command line.
 
-    A name of one word, such as ``model``, may be plain English. It is replaced only in ``NAME must be`` and
-    ``NAME=``.
+    A name of one word, such as ``model``, may also be an English word in the message. Such a name is replaced
+    only in ``NAME must be`` and ``NAME=``.
     """
     message = re.sub(rf"(?<![\w.-]){name}=(True\b|(?!\w))", option, message)
     message = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", message)
@@ -59,7 +59,10 @@ def _with_option(message: str, name: str, option: str) -> str:
 
 @contextmanager
 def bad_parameters() -> Iterator[None]:
-    """Turn errors of arguments in the block into errors of the command line: one line, exit code 2."""
+    """Report errors about arguments that the ``with`` block raises as errors of the command line.
+
+    The command then prints one line and exits with code 2.
+    """
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -68,7 +71,7 @@ def bad_parameters() -> Iterator[None]:
 
 @contextmanager
 def bad_models() -> Iterator[None]:
-    """Extend :func:`bad_parameters` to models whose folder cannot be read or that do not fit into memory."""
+    """Like :func:`bad_parameters`, also for models that cannot be read or do not fit into memory."""
     with bad_parameters():
         try:
             yield
@@ -83,7 +86,7 @@ def bad_models() -> Iterator[None]:
 
 
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
-    """Return the command line that repeats this command's parameters, some replaced by ``changed``."""
+    """Return the arguments of a command line with this command's parameters, updated by ``changed``."""
     values, found = {**context.params, **changed}, []
     for parameter in context.command.params:
         value = values.get(parameter.name or "")
@@ -100,7 +103,7 @@ def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
 
 
 def parse_device(name: str | None) -> torch.device:
-    """Return the device of an option, by :func:`flashtile.hardware.machine.find_device`."""
+    """Return the device that an option names, or the default device if it is None."""
     with bad_parameters():
         return machine.find_device(name)
 
@@ -113,7 +116,10 @@ def finite(value: float | None) -> float | None:
 
 
 def output_file(*suffixes: str) -> Callable[[Path | None], Path | None]:
-    """Callback of an option that accepts writable files, whose names end in one of ``suffixes`` if given."""
+    """Return a callback of an option that accepts the path of a writable file.
+
+    With ``suffixes``, the name of the file must end in one of them.
+    """
 
     def check(path: Path | None) -> Path | None:
         if path is None:
@@ -133,7 +139,7 @@ def output_file(*suffixes: str) -> Callable[[Path | None], Path | None]:
 
 
 def output_folder(path: Path) -> Path:
-    """Callback of an option that accepts folders that can be written to or created."""
+    """Callback of an option that accepts a folder that exists and is writable, or that can be created."""
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if not there.is_dir():
         raise typer.BadParameter(f"{str(path)!r} must be a folder, but {str(there)!r} is a file")
@@ -148,27 +154,27 @@ def console() -> Console:
 
 
 def progress_bar(to: Console) -> Progress:
-    """Return a progress bar that disappears when it is full and is shown only on a terminal."""
+    """Return a progress bar. It is shown only on a terminal and disappears when it is full."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=to, transient=True, disable=not to.is_terminal)
 
 
 def say(progress: Progress, line: str) -> None:
-    """Print a line of progress if there is no terminal to show the bar."""
+    """Print a line of progress if the progress bar is not shown, because the output is not a terminal."""
     if progress.disable:
         progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass
 class Stop:
-    """Result of :func:`stops_early`: ``early`` becomes True if a signal ended the block."""
+    """Result of :func:`stops_early`. ``early`` becomes True if a signal ended the ``with`` block."""
 
     early: bool = False
 
 
 @contextmanager
 def stops_early() -> Iterator[Stop]:
-    """End only the block, not the program, at an interrupt (Ctrl-C) or SIGTERM."""
+    """End the ``with`` block at an interrupt (Ctrl-C) or SIGTERM; the program then continues after it."""
     stop = Stop()
     former = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -18,7 +18,7 @@ from flashtile.learn.visualizer.settings import MASKS, Setting, grid, own_runs
 from flashtile.tools.commands.options import BadArgument, output_file, progress_bar
 
 LONGEST, WIDEST, MAX_KIB = 16384, 4096, 2**20
-"""Largest seqlen, head_dim and SRAM (KiB) of a user's run. Limited because every move is recorded."""
+"""Largest seqlen, head_dim and SRAM size (KiB) of a user's run. Every data movement of a run is recorded."""
 
 
 def visualize(
@@ -85,7 +85,7 @@ def visualize(
 
 
 def start_of(own: list[Setting]) -> dict[str, Any]:
-    """Return the state in which the page opens, which shows the user's runs if there are any."""
+    """Return the state of the page when it opens. If the user gave settings, the page shows their runs."""
     if not own:
         return {}
     first = own[0]

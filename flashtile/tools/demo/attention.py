@@ -23,7 +23,8 @@ def flashtile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
     """Return causal attention computed without a fused kernel, with the score matrix in memory.
 
-    ``hidden`` is the result of :func:`later_keys`; None computes it. Callers pass it to compute it only once.
+    ``hidden`` is the mask from :func:`later_keys`. Callers pass it if they reuse the mask in several calls;
+    None computes it here.
     """
     if hidden is None:
         hidden = later_keys(q.shape[1], k.shape[1], q.device)
@@ -32,7 +33,7 @@ def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> T
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention by torch's scaled_dot_product_attention, with the backend of torch's choice."""
+    """Return causal attention by torch's scaled_dot_product_attention. torch chooses the backend."""
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if q.shape[2] == k.shape[2]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)

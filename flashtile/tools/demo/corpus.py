@@ -30,9 +30,9 @@ class Corpus:
 
 
 def python_library(folder: Path | None = None) -> Corpus:
-    """Read the ``.py`` files of the standard library (or below ``folder``); each call gives the same bytes.
+    """Read the ``.py`` files of the standard library, or those below ``folder``.
 
-    Tests, installed packages and generated tables are left out.
+    Tests, installed packages and generated tables are left out. Each call returns the same bytes.
 
     Raises:
         FileNotFoundError: there are fewer than two files, for example in a Python with compiled files only.
@@ -50,7 +50,9 @@ def python_library(folder: Path | None = None) -> Corpus:
 
 
 def sample_batch(text: Tensor, batch: int, seqlen: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return (inputs, targets), each (batch, seqlen) int64: random excerpts, and the same one byte later.
+    """Return (inputs, targets), each (batch, seqlen) int64.
+
+    The inputs are random excerpts. The targets are the same excerpts shifted by one byte.
 
     Raises:
         ValueError: the text is too short for an excerpt of that length.

@@ -34,7 +34,7 @@ def case(
     name: str, seqlen_q: int = 200, seqlen_k: int = 200, heads: int = 4, heads_kv: int = 4,
     head_dim: int = 64, batch: int = 2, lengths: Lengths | None = None, **more: Any,
 ) -> Workload:  # fmt: skip
-    """Return the workload of one case; ``lengths`` are (seqlen_q, seqlen_k) of packed sequences."""
+    """Return the workload of one case. ``lengths`` has (seqlen_q, seqlen_k) of each packed sequence."""
     if lengths is not None:
         batch, seqlen_q, seqlen_k = len(lengths), *map(max, zip(*lengths, strict=True))
     sizes = (batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim)
@@ -74,12 +74,15 @@ class Exactness:
     """All numbers of the case if it breaks the error rule; otherwise empty."""
 
     def largest(self, results: Sequence[str]) -> testing.Bound:
-        """Return the bound among ``results`` with the largest ratio of error to allowed error."""
+        """Return the bound among those of ``results`` in which error / allowed is largest."""
         return max((self.errors[r] for r in results), key=lambda bound: bound.error / bound.allowed)
 
 
 def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
-    """Yield the errors of each case in each dtype, in both passes, with random gradients of out and lse."""
+    """Yield the errors of the forward and backward pass of each case, in each dtype.
+
+    The gradients of out and lse are random.
+    """
     for one in cases:
         for dtype in DTYPES:
             inputs = make_inputs(replace(one, dtype=dtype), device)

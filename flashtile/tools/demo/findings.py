@@ -28,7 +28,7 @@ def claim(results: Results) -> str:
 
 
 def findings(results: Results) -> dict[str, str]:
-    """Return the conclusion of each section by its name."""
+    """Return a sentence for each section of the report, by the name of the section."""
     agreement, bits = results.training.agreement, bits_per_byte(results.training.validation_loss)
     return {
         "scaling": _scaling(results),
@@ -62,7 +62,10 @@ def _scaling(results: Results) -> str:
 
 
 def _operations(cell: dict[str, Any]) -> str:
-    """Compare flashtile with all operations of standard attention, with dropout on both sides or neither."""
+    """Return a sentence that compares flashtile's time with the sum of standard attention's operations.
+
+    Both times include dropout if flashtile was timed with dropout. Otherwise both exclude it.
+    """
     found = cell["operations"]
     if found["status"] != "ok":
         return f"Standard attention was not taken apart: {found['reason']}."

@@ -108,7 +108,7 @@ class Llama(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and name != "lm_head":
                 nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
-                if name.endswith(("o_proj", "down_proj")):  # each layer is the identity at first
+                if name.endswith(("o_proj", "down_proj")):  # so each layer is the identity before training
                     nn.init.zeros_(module.weight)
 
 

@@ -28,10 +28,10 @@ def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workl
 
 
 def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Measure and return one cell as ``flashtile bench --operations`` does.
+    """Measure a workload as ``flashtile bench --operations`` does, and return its cell of the document.
 
-    The results of both sides, flashtile and standard attention, are checked without dropout before timing.
-    Both are then timed with and without dropout.
+    The results of flashtile and of standard attention are first checked without dropout. Both are then timed
+    with and without dropout.
     """
     settings = runner.Settings(device, rounds=1, rep=50.0, operations=True)
     (cell,) = runner.measure_workload(workload, [Flashtile()], settings)
@@ -39,7 +39,10 @@ def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
 
 
 def checks(cell: dict[str, Any]) -> list[Check]:
-    """Return a check that both sides are correct; no check if neither ran, for lack of memory."""
+    """Return a check that the results of flashtile and of standard attention are correct.
+
+    Return no check if neither ran, which happens if the memory is too small.
+    """
     sides = {"flashtile": cell["results"]["flashtile"], "standard attention": cell["operations"]}
     judged = {name: side for name, side in sides.items() if side["status"] in (runner.OK, runner.WRONG)}
     wrong = [f"{name}: {side['reason']}" for name, side in judged.items() if side["status"] != runner.OK]

@@ -19,7 +19,7 @@ from flashtile.tools.demo.scaling import Cost, ScalingRow
 
 OURS, THEIRS = "#0072b2", "#b34700"
 VARIABLES = {OURS: "--q", THEIRS: "--k"}
-"""Variable of the page's design for each colour; it has another value in a dark page."""
+"""Variable of the page's design for each colour. The variable has another value on a dark page."""
 
 OPERATIONS = ("#e8894a", "#f0b27e", "#d9a441", "#f3d06b", "#c9b79c")
 """Colours of standard attention's operations, light enough for black text."""
@@ -30,7 +30,7 @@ HALF_WIDTH = (5.4, 3.6)
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar of the report's first picture; ``share`` is its length compared with the longest, up to 1."""
+    """A bar of the report's first picture. ``share`` is its length divided by that of the longest bar."""
 
     label: str
     value: str
@@ -39,7 +39,7 @@ class Bar:
 
 
 def bars(row: ScalingRow | None) -> dict[str, list[Bar]]:
-    """Return the bars of time and of memory, of standard attention and of flashtile, at one length."""
+    """Return the bars "Time" and "Memory" that compare standard attention with flashtile at one length."""
     if row is None or row.standard is None:
         return {}
     ours, theirs = row.flashtile, row.standard
@@ -56,7 +56,7 @@ def _bars(ours: float, theirs: float, described: Callable[[float], str]) -> list
 
 
 def themed_svg(figure: Figure) -> str:
-    """Return an SVG element whose two main colours follow the page's design."""
+    """Return an SVG element whose two main colours are variables of the page's design."""
     svg = as_svg(figure)
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable}, {color})")
@@ -86,16 +86,17 @@ def memory_figure(rows: Sequence[ScalingRow]) -> Figure:
 
 
 def operations_figure(cell: dict[str, Any]) -> Figure:
-    """Plot the milliseconds of standard attention by operation, and of flashtile's call."""
+    """Plot the milliseconds of each operation of standard attention, and those of flashtile's call."""
     title = f"Forward pass of GPT-2's attention: {cell['shape']}"
     with mpl.rc_context({"axes.prop_cycle": cycler(color=[OURS, *OPERATIONS])}):
         return figure_of(lambda axes: operation_bars(axes, cell, "flashtile"), title)
 
 
 def loss_figure(losses: Sequence[float], twin: Sequence[float], validation: float) -> Figure:
-    """Plot the training loss in nats per byte by step, for both attentions, and the final validation loss.
+    """Plot the training loss in nats per byte by step, and the final validation loss.
 
-    The loss of each step is a faint line, its running mean a strong one.
+    ``losses`` are those of flashtile, and ``twin`` those of the same run with standard attention. The running
+    mean of each run is a strong line. The loss of each step with flashtile is a faint line.
     """
 
     def draw(axes: Axes) -> None:
@@ -114,20 +115,23 @@ def loss_figure(losses: Sequence[float], twin: Sequence[float], validation: floa
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return for each value the mean of it and the values before it, at most ``window`` values in all."""
+    """Return the running mean: element i is the mean of the last ``window`` values up to value i."""
     return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def _two_curves(axes: Axes, rows: Sequence[ScalingRow], value: Callable[[Cost], float | None]) -> None:
-    """Plot ``value`` of both attentions by sequence length, and mark lengths that standard attention cannot
-    run."""
+    """Plot ``value`` by sequence length, a curve for flashtile and one for standard attention.
+
+    Lengths that standard attention cannot run are marked.
+    """
     for name, label, color in (("standard", "standard attention", THEIRS), ("flashtile", "flashtile", OURS)):
         costs = ((row.seqlen, getattr(row, name)) for row in rows)
         points = [(seqlen, found) for seqlen, cost in costs if cost is not None and (found := value(cost))]
         if points:
             seqlens, values = zip(*points, strict=True)
             axes.plot(seqlens, values, "o-", color=color, linewidth=1.8, markersize=4.5)
-            # Curves rise, so there is room above the upper one at its left, and below the lower at its right.
+            # Both curves rise. The label of the upper curve fits at the left above it, and that of the lower
+            # curve at the right below it.
             is_upper = name == "standard"
             axes.annotate(
                 label, points[-1 if is_upper else len(points) // 2], xytext=(-8, 3) if is_upper else (4, -11),

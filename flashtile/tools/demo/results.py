@@ -22,12 +22,12 @@ from flashtile.tools.demo.findings import claim, findings
 from flashtile.tools.demo.training import Agreement, TrainingConfig, TrainingResult, bits_per_byte
 
 LEARNED_BITS = 6.0
-"""Most bits per byte that the trained model may need: even the shortest run gets there if gradients work."""
+"""Most bits per byte that the trained model may need. Even the shortest run reaches it if gradients work."""
 
 
 @dataclass(frozen=True)
 class ServedCall:
-    """Backend and configuration of one kind of call, from ``flashtile.explain``."""
+    """Backend and configuration that dispatch chooses for a call, as ``flashtile.explain`` reports them."""
 
     call: str
     backend: str | None
@@ -37,7 +37,10 @@ class ServedCall:
 
 @dataclass(frozen=True)
 class Setting:
-    """Machine and served calls; ``device`` is the one in use, ``devices`` are all that torch can use."""
+    """The machine, and the backends that dispatch chooses for two calls.
+
+    ``device`` is the device in use. ``devices`` are all devices that torch can use.
+    """
 
     device: str
     dtype: str
@@ -51,7 +54,7 @@ class Setting:
         return next((d["name"] for d in self.devices if d["device"] == index), self.device)
 
     def machine_lines(self) -> list[str]:
-        """Describe each device with its size, and the versions."""
+        """Return a line for each device with its cores or SMs and memory, and a line of software versions."""
         lines = []
         for d in self.devices:
             size = f"{d['cores']} cores" if "cores" in d else f"{d['sm_count']} SMs"
@@ -60,7 +63,10 @@ class Setting:
         return [*lines, ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)]
 
     def served_lines(self) -> list[str]:
-        """Describe which backend serves each call, and every reason against other backends once."""
+        """Return a line for each call with the backend that computes it, and a line for each other backend.
+
+        The line of another backend has the reason why it cannot compute a call.
+        """
         lines = [
             f"{call.call}, {self.dtype} on {self.device}: served by {call.backend}" for call in self.served
         ]
@@ -76,7 +82,10 @@ def natural_dtype(device: torch.device) -> torch.dtype:
 
 
 def inspect_setting(device: torch.device, dtype: torch.dtype) -> Setting:
-    """Describe the machine and ask dispatch about a causal call, and about one with every option set."""
+    """Describe the machine, and find the backends that dispatch chooses for two calls.
+
+    One call is causal. The other also has a window, a soft cap and ALiBi.
+    """
     q = torch.empty(1, 1024, 8, 64, dtype=dtype, device=device)
     slopes = torch.ones(8, device=device)
     every: dict[str, Any] = {"window_size": (256, 0), "softcap": 30.0, "alibi_slopes": slopes}
@@ -90,7 +99,10 @@ def inspect_setting(device: torch.device, dtype: torch.dtype) -> Setting:
 
 @dataclass(frozen=True)
 class Training:
-    """A run with flashtile, its twin with standard attention, and a text sampled from the first."""
+    """A run with flashtile's attention, the same run (``twin``) with standard attention, and a sampled text.
+
+    The text is sampled from the model that was trained with flashtile.
+    """
 
     config: TrainingConfig
     corpus: str
@@ -142,7 +154,7 @@ class Results:
         return [exactness.check(self.exactness), *timed, *self.training.checks()]
 
     def as_json(self) -> str:
-        """Return all numbers, and the numbers derived from them, as JSON."""
+        """Return all measurements, and the numbers computed from them, as JSON."""
         record = asdict(self) | {"started": self.started.isoformat(timespec="seconds")}
         record["setting"]["device_name"] = self.setting.device_name
         record["checks"] = [asdict(check) for check in self.checks()]
@@ -156,7 +168,7 @@ class Results:
 def write(results: Results, folder: Path, page: str | None = None) -> list[Path]:
     """Write ``results.json``, the figures and ``report.html``, replacing those of an earlier run.
 
-    The report is one self-contained page with its style and its pictures, which are SVG elements.
+    The report is one self-contained page. It includes its style, and its pictures as SVG elements.
 
     Args:
         page: file name of the interactive page in the same folder, for the report to link to.

@@ -1,7 +1,7 @@
 """Time and memory of a forward and backward pass by sequence length, compared with standard attention.
 
-On a CPU every measurement runs in a new process, and its memory is the peak resident memory of that process,
-which includes buffers inside of kernels. On a GPU it is the peak of torch's allocator.
+On a CPU every measurement runs in a new process. The memory is the peak resident memory of that process,
+which includes buffers inside of kernels. On a GPU the memory is the peak of torch's allocator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashtile.tools.demo.attention import Attention, flashtile, later_keys, sta
 from flashtile.tools.demo.exactness import Check
 
 SCORE_MATRICES = 3
-"""Score-sized matrices of standard attention's backward pass: P, its gradient, and the scores' gradient."""
+"""Matrices of the size of the scores in standard attention's backward pass: P, dP and dS."""
 
 CPU_MEMORY_CAP = 4 * 2**30
 """Largest memory of standard attention on a CPU. A second limit is half of the free memory."""
@@ -31,7 +31,7 @@ CPU_MEMORY_CAP = 4 * 2**30
 GPU_MEMORY_SHARE = 0.9
 
 LONGEST_PASS_SECONDS = 20.0
-"""A pass is left out if it would take longer. Twice the length is expected to take four times as long."""
+"""Passes that would take longer are left out. Doubling the length is expected to take four times as long."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """Costs at one length; ``standard`` is None if it cannot run, for the reason in ``obstacle``."""
+    """Costs at one length. If standard attention did not run, ``standard`` is None; ``obstacle`` says why."""
 
     seqlen: int
     flashtile: Cost
@@ -99,7 +99,10 @@ class ScalingRow:
 
 
 def measure(workload: ScalingWorkload) -> Iterator[ScalingRow]:
-    """Yield one row per sequence length, ascending; stop early if flashtile itself would take too long."""
+    """Yield one row per sequence length, the shortest first.
+
+    Lengths at which flashtile would take too long are left out.
+    """
     ours: Cost | None = None
     theirs: Cost | None = None
     for seqlen in workload.seqlens:
@@ -117,7 +120,10 @@ def measure(workload: ScalingWorkload) -> Iterator[ScalingRow]:
 
 
 def too_slow(at_half_length: Cost | None) -> str | None:
-    """Return why a length is left out, given the cost of half the length; None if it is not."""
+    """Return why a pass at a length would take too long; None if it would not.
+
+    The time is estimated from the measured cost at half the length.
+    """
     if at_half_length is None:
         return None
     expected = 4 * at_half_length.milliseconds / 1e3
@@ -125,8 +131,7 @@ def too_slow(at_half_length: Cost | None) -> str | None:
 
 
 def memory_obstacle(workload: ScalingWorkload, seqlen: int) -> str | None:
-    """Return why standard attention's score matrices do not fit into memory at this length; None if they
-    do."""
+    """Return why standard attention does not fit into memory at this length; None if it fits."""
     if torch.device(workload.device).type == "cuda":
         torch.cuda.empty_cache()  # memory that torch caches from earlier passes counts as free
         budget = GPU_MEMORY_SHARE * torch.cuda.mem_get_info(torch.device(workload.device))[0]
@@ -143,13 +148,13 @@ def memory_obstacle(workload: ScalingWorkload, seqlen: int) -> str | None:
 
 
 def cost(attention: str, workload: ScalingWorkload, seqlen: int) -> Cost:
-    """Measure one attention at one length."""
+    """Measure the attention "flashtile" or "standard" at one sequence length."""
     if torch.device(workload.device).type == "cuda":
         return _cost_on_gpu(attention, workload, seqlen)
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return _cost_on_cpu(attention, workload, seqlen)
-    # The fork server imports all modules once and computes nothing, so its children start quickly and forking
-    # is safe.
+    # The fork server imports all modules once, so its children start quickly. It computes nothing, so forking
+    # it is safe.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "flashtile.backends.portable", "flashtile.backends.cpu"])
     with context.Pool(1) as pool:
@@ -166,13 +171,13 @@ def _prepare(attention: str, workload: ScalingWorkload, seqlen: int):
     )
     inputs = tuple(t.requires_grad_() for t in (q, k, v))
     attend: Attention = flashtile
-    if attention == "standard":  # as in a model, which keeps its mask between calls
+    if attention == "standard":  # the mask is made once, as in a model that keeps it between calls
         attend = partial(standard, hidden=later_keys(seqlen, seqlen, device))
     return lambda: torch.autograd.grad(attend(*inputs), inputs, dout)
 
 
 def _cost_on_cpu(attention: str, workload: ScalingWorkload, seqlen: int) -> Cost:
-    _prepare(attention, workload, min(64, seqlen))()  # threads, libraries and their buffers
+    _prepare(attention, workload, min(64, seqlen))()  # starts threads, loads libraries, allocates buffers
     run = _prepare(attention, workload, seqlen)
     before = _peak_resident_bytes()
     times = time_call(run, 1e3 * workload.seconds_each, torch.device("cpu"), warm_up=False)
@@ -226,12 +231,15 @@ def _number(value: float | None) -> str:
 
 
 def compared(rows: Sequence[ScalingRow]) -> ScalingRow | None:
-    """Return the row of the longest length that both attentions ran; None if there is none."""
+    """Return the row of the longest sequences that both flashtile and standard attention ran, or None."""
     return next((row for row in reversed(rows) if row.standard is not None), None)
 
 
 def checks(rows: Sequence[ScalingRow]) -> list[Check]:
-    """Check speed and memory at the longest length that both attentions ran."""
+    """Check that flashtile is faster and needs less memory than standard attention.
+
+    The comparison is made at the longest sequences that both ran.
+    """
     row = compared(rows)
     if row is None:
         return []

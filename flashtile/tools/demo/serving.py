@@ -48,7 +48,9 @@ class Serving:
 
 
 def serve(model: Llama, folder: Path, seqlen: int, device: str, length: int = 64) -> Serving:
-    """Write the model to ``folder`` and answer :data:`PROMPTS` with it, each twice.
+    """Write the model to ``folder``, load it into the engine, and generate two answers to each prompt.
+
+    The prompts are :data:`PROMPTS`.
 
     Args:
         seqlen: length of the longest text that the model was trained on.

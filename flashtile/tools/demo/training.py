@@ -30,10 +30,10 @@ FEWEST_STEPS = 60
 class TrainingSchedule:
     """The length of one run and its learning rate: warm-up, plateau, decay (Hu 2024, arXiv:2404.06395).
 
-    A run has ``steps`` steps, or about as many as fit in ``seconds``. ``peak`` is the learning rate on the
-    plateau, and ``warm_up`` the number of steps before it. These two do not depend on the length of the run,
-    so runs of different lengths make the same first steps. A run with ``seconds`` can therefore determine its
-    number of steps while it is on the plateau.
+    A run has ``steps`` steps, or about as many as fit in ``seconds``. The learning rate rises for ``warm_up``
+    steps, stays at ``peak`` on the plateau, and then falls. Warm-up and peak do not depend on the length of
+    the run, so runs of different lengths make the same first steps. A run with ``seconds`` can therefore
+    choose its number of steps at the end of the plateau.
     """
 
     peak: float
@@ -49,7 +49,8 @@ class TrainingSchedule:
     def finished(self, step: int, elapsed: float) -> bool:
         """Return whether the run ends after ``step`` steps in ``elapsed`` seconds. Call it before each step.
 
-        If the machine slows down after the plateau, the run may take up to twice its ``seconds``.
+        A run with ``seconds`` fixes its number of steps at the end of the plateau. If the machine becomes
+        slower afterwards, the run takes longer, up to twice ``seconds``.
         """
         if self.seconds is not None and step >= FEWEST_STEPS:
             if self.steps is None and elapsed >= PLATEAU_ENDS * self.seconds:
@@ -112,7 +113,7 @@ class TrainingConfig:
 
 
 def default_config(device: torch.device) -> TrainingConfig:
-    """Return a configuration that learns visibly on the device in half a minute."""
+    """Return a configuration with which the loss falls visibly in half a minute on this device."""
     if device.type == "cpu":
         return TrainingConfig()
     dtype = "bfloat16" if torch.cuda.is_bf16_supported() else "float32"
@@ -125,8 +126,8 @@ def default_config(device: torch.device) -> TrainingConfig:
 class TrainingResult:
     """Losses and times of a run.
 
-    ``losses`` are in nats per byte, one per step. ``tokens_per_second`` comes from the median step, because
-    the first step may compile kernels. ``seconds`` is the time of all steps.
+    ``losses`` are in nats per byte, one per step. ``tokens_per_second`` is computed from the median time of a
+    step, because the first step may compile kernels. ``seconds`` is the time of all steps.
     """
 
     losses: list[float]
@@ -142,7 +143,10 @@ Progress = Callable[[int, float, float], Any]
 def train(
     config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
 ) -> tuple[Llama, TrainingResult]:
-    """Train from scratch; return (model, result). Runs that differ only in length begin alike."""
+    """Train from scratch, and return (model, result).
+
+    Two runs whose configurations differ only in length have the same losses in their first steps.
+    """
     torch.manual_seed(config.seed)
     model = Llama(config.model, ATTENTIONS[config.attention]).to(config.device)
     return model, fit(model, config, corpus, progress)
@@ -151,7 +155,10 @@ def train(
 def fit(
     model: nn.Module, config: TrainingConfig, corpus: Corpus, progress: Progress | None = None
 ) -> TrainingResult:
-    """Train a byte-level model, tokens (batch, seqlen) -> logits (batch, seqlen, 256), on config.device."""
+    """Train a byte-level model on ``config.device``.
+
+    The model maps tokens (batch, seqlen) to logits (batch, seqlen, 256).
+    """
     forward: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
     optimizer = make_optimizer(model, config)
     schedule = TrainingSchedule(config.learning_rate, config.warm_up, config.steps, config.seconds)
@@ -170,7 +177,7 @@ def fit(
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())  # waits for the device
         clock.append(time.perf_counter())
-        elapsed = clock[-1] - clock[1]  # the first step may compile kernels
+        elapsed = clock[-1] - clock[1]  # without the first step, which may compile kernels
         if progress is not None:
             progress(len(losses), losses[-1], schedule.share(len(losses), elapsed))
     step_seconds = [end - start for start, end in itertools.pairwise(clock)]
@@ -184,10 +191,10 @@ def fit(
 
 @contextmanager
 def fastest_threads(config: TrainingConfig, corpus: Corpus) -> Iterator[int]:
-    """Set torch's number of threads in the block to the fastest one for training, and yield it.
+    """Set torch's number of threads to the fastest one for training, inside the ``with`` block, and yield it.
 
-    A few steps are timed with each candidate, because all cores are slower for a small model on a large or
-    busy machine. On a GPU the number of threads stays as it is.
+    A few steps are timed with each candidate, because a small model on a large or busy machine trains faster
+    with a few threads than with one per core. On a GPU the number of threads is not changed.
     """
     before = torch.get_num_threads()
     if torch.device(config.device).type != "cpu":
@@ -274,9 +281,9 @@ def generate(
 class CurveTolerance:
     """Allowed differences between the losses of two runs at the same step, in nats per byte.
 
-    Two implementations of exact attention differ only by rounding, which training amplifies from step to
-    step. The tolerance ``early`` for the first steps is tight and detects a gradient that is wrong by a few
-    percent. The tolerance ``whole`` for all steps is loose.
+    Two implementations of exact attention differ only by rounding, but training amplifies the difference from
+    step to step. The tolerance ``early`` applies to the first steps. It is tight and detects a gradient that
+    is wrong by a few percent. The tolerance ``whole`` applies to all steps and is loose.
     """
 
     early: float
@@ -307,7 +314,7 @@ class Agreement:
 
 
 def agreement(losses: Sequence[float], twin: Sequence[float], dtype: str) -> Agreement:
-    """Compare two loss curves over their common steps, of which there must be at least one."""
+    """Compare two loss curves over the steps that both have. Both must have at least one step."""
     differences = [abs(a - b) for a, b in zip(losses, twin, strict=False)]
     early = differences[:EARLY_STEPS]
     tolerance = CURVE_TOLERANCES[dtype]

@@ -73,10 +73,10 @@ def count_products(head_dim):
 
 @gluon.jit
 def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = True, START: gl.constexpr = 0):
-    """Return acc + a b^T, or only a b^T without ``use_acc``, for tiles in shared memory; left in flight.
+    """Return acc + a b^T for tiles in shared memory, left in flight. Without ``use_acc``, return only a b^T.
 
     The sum is over columns from START to HEAD_DIM rounded up to 16. TMA has filled columns from HEAD_DIM on
-    with zeros. A product sums over a power of two of columns, so there may be several products.
+    with zeros. One product can sum only over a power of two of columns, so there may be several products.
     """
     COLUMNS: gl.constexpr = (HEAD_DIM + STEP - 1) // STEP * STEP - START
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)

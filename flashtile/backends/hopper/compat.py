@@ -30,6 +30,6 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """View shared memory with another dtype, shape and layout. The name of Gluon's method has changed."""
+    """View shared memory with another dtype, shape and layout. Releases of Gluon name this differently."""
     dtype, layout = core._unwrap_if_constexpr(dtype), core._unwrap_if_constexpr(layout)
     return _semantic.memdesc_reinterpret(memory, dtype, [core._unwrap_if_constexpr(n) for n in shape], layout)

@@ -46,7 +46,7 @@ class BackwardConfig:
 
     @property
     def parts(self) -> int:
-        """Number of parts of each row of dK and dV, which are summed at the end."""
+        """Number of partial sums (parts) of dK and dV, one for each program that shares a block of keys."""
         return self.HEAD_SPLITS * self.ROW_SPLITS
 
 

@@ -89,7 +89,7 @@ class SumParts:
     def allocate(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return memory for the parts of the gradients of ``k`` and ``v`` (:func:`shape_of_parts`).
 
-        It is zeroed if tokens may be unused or belong to no sequence, because their parts are not written.
+        The memory is zeroed if tokens may be unused or belong to no sequence: no program writes their parts.
         """
         allocate = k.new_zeros if self._some_unwritten else k.new_empty
         dk, dv = (allocate(shape_of_parts(t.shape, self._parts), dtype=torch.float32) for t in (k, v))

@@ -273,8 +273,9 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 def tile_columns(problem: Problem) -> tuple[int, int]:
     """Return the numbers of columns in shared memory: (of q and k, of v).
 
-    They are the pair with the smallest sum that the table has for this number of keys. The columns of v are a
-    power of two if the configuration comes from another table, or if this release of Triton requires it.
+    The table has an entry for some pairs of numbers at this number of keys. The result is the pair with the
+    smallest sum. The columns of v are a power of two if the configuration comes from another table, or if
+    this release of Triton requires it.
     """
     windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
@@ -286,8 +287,11 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
 
 
 def _columns_for(size: int) -> list[int]:
-    """Return the numbers of columns in shared memory that suit a head size. 160 columns are five TMA boxes of
-    32, for which rows in global memory must be a multiple of 32 bytes."""
+    """Return the numbers of columns in shared memory that suit a head size.
+
+    160 columns suit only multiples of 16. They are loaded as five TMA boxes of 32 columns. Such boxes need
+    rows in global memory that are multiples of 32 bytes.
+    """
     found = [n for n in (*_FEWER_COLUMNS, padded(size)) if size <= n <= padded(size)]
     return [n for n in found if n != 160 or size % 16 == 0]
 
@@ -314,7 +318,7 @@ def choose(problem: Problem) -> ForwardConfig:
     if modifiers:
         small, others = _MODIFIED[modifiers]
         own = small if max(problem.head_dim, problem.head_dim_v) <= 64 else others
-        # Under a mask a warpgroup waits more, and can compute delayed random bits during the waits.
+        # Under a mask a warpgroup waits more. With LATE_BITS it computes random bits during these waits.
         return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed, seen = _is_windowed(problem), problem.seqlen_k
@@ -339,12 +343,12 @@ def choose(problem: Problem) -> ForwardConfig:
 
 
 def _fills(keys: int, block_n: int) -> float:
-    """Return the filled share of the blocks that ``keys`` take."""
+    """Return the fraction of columns that are filled if ``keys`` keys are divided into blocks."""
     return keys / (math.ceil(keys / block_n) * block_n) if keys else 1.0
 
 
 def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
-    """Whether each block of query rows of a dense call has a multiprocessor to itself."""
+    """Whether a dense call has at most one block of query rows for each multiprocessor."""
     blocks = problem.batch * problem.num_heads_q // pack * math.ceil(problem.seqlen_q * pack / block_m)
     return not problem.varlen and blocks <= multiprocessors(problem.device)
 

@@ -151,7 +151,7 @@ def leave_queue(pointers, tile_index, num_tiles, programs):
 
 @gluon.jit
 def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
-    """Return the number of blocks of query rows in a work tile: 2 in a pair, else 1.
+    """Return the number of blocks of query rows in a work tile: 2 if it is a pair, else 1.
 
     Under a causal mask, block m of queries costs m + 1 blocks of keys. A pair consists of the longest and the
     shortest remaining block. All pairs of a sequence cost the same, and concurrent pairs read the same keys.
@@ -161,7 +161,7 @@ def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
 
 @gluon.jit
 def block_of_part(num_blocks, tile_in_head, part, PAIRED: gl.constexpr):
-    """Return the index of a work tile's block ``part`` of query rows; part 0 is the longer block."""
+    """Return the index of the first (``part`` 0, the longer) or second block of query rows of a work tile."""
     return tile_in_head if PAIRED and part > 0 else num_blocks - 1 - tile_in_head
 
 
@@ -244,7 +244,10 @@ def own_blocks(
     first_row, last_row, n_begin, n_end, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return the :class:`OwnBlocks` of rows [first_row, last_row] among a tile's blocks [n_begin, n_end)."""
+    """Return the blocks of keys that rows [first_row, last_row] see, as :class:`OwnBlocks`.
+
+    They are limited to the blocks [n_begin, n_end) of the tile.
+    """
     begin, end, full_begin, full_end = key_range(
         first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
@@ -257,7 +260,10 @@ def own_blocks(
 
 @gluon.jit
 def tile_blocks(C: gl.constexpr, work, block, left, right):
-    """Return key blocks [n_begin, n_end) of a tile: the producer loads them, every consumer releases them."""
+    """Return (n_begin, n_end), the range of blocks of keys that a tile visits.
+
+    The producer loads these blocks, and every consumer releases each of them.
+    """
     first = block * (C.BLOCK_M // C.PACK)
     last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
     return key_blocks(
@@ -291,12 +297,11 @@ def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
 
 @gluon.jit
 def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, arguments, call):
-    """Call STEP for each block of query rows of a work tile. In the producer STEP loads the block, in a
-    consumer it computes the block.
+    """Call STEP for each block of query rows of a work tile.
 
-    ``i`` counts the program's blocks of keys, and so the uses of the channels of k and v. ``j`` counts its
-    blocks of query rows, and so the uses of the channel of q. STEP returns the new ``i``. This function
-    returns the new ``i`` and ``j``.
+    In the producer STEP loads the block, in a consumer it computes the block. ``i`` counts the blocks of keys
+    that have passed through the channels of k and v, ``j`` the blocks of query rows that have passed through
+    the channel of q. STEP returns the new ``i``. This function returns the new ``i`` and ``j``.
     """
     work = find_work_tile(C, tile_index, call.pointers, call.schedule)
     num_blocks = query_blocks(C, work, call.schedule)
@@ -360,7 +365,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # Without functions each launch has a new counter: to reset it would cost spills.
+        if C.HAS_MODS:  # otherwise each launch has a new counter, because resetting it costs spills
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

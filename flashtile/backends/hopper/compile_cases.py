@@ -64,8 +64,8 @@ WITH_FUNCTIONS = {
     "ragged, all": replace(PLAIN, seqlen_k=4001, sink=True, mods=replace(_MODS, block_size=(256, 256))),
     "positions": replace(PLAIN, mods=Mods("", "t0: bool = le kv q\nreturn t0", block_size=(128, 128))),
 }
-"""A learned bias as score_mod, a document mask as mask_mod or block mask, or both. In "positions", the block
-mask reads no tensor."""
+"""A learned bias as score_mod, a document mask as mask_mod or block mask, or both. In the case
+"positions", the block mask reads no tensor."""
 MODIFIED = {"mods": WITH_FUNCTIONS, "dropout": WITH_DROPOUT, "bias": WITH_BIAS}
 """Calls with modifiers, by the kind of modifier and the name of the compile case."""
 

@@ -95,7 +95,7 @@ class BackwardVariant(ModifierFlags):
     DETERMINISTIC: bool
     """Blocks of keys add to ``dq_accum`` in a fixed order."""
     GROUP: int
-    """Query heads per key head of the schedule."""
+    """Query heads per key head of the schedule, which counts each key head HEAD_SPLITS times."""
     HEAD_SPLITS: int
     ROW_SPLITS: int
     HEAD_DIM: int

@@ -121,7 +121,7 @@ def load_acquire(counter):
 
 @gluon.jit
 def wait_for(counter, count):
-    """Wait until ``counter`` is ``count``. Writes before its signals are visible afterwards, also to TMA."""
+    """Wait for ``count`` signals at ``counter``. Writes before them become visible, also to TMA."""
     seen = load_acquire(counter)
     while seen < count:
         seen = load_acquire(counter)
@@ -132,7 +132,7 @@ def wait_for(counter, count):
 def wait_until_zeroed(key_head, blocks, accum):
     """Wait until the memory that a key head reuses in ``dq_accum`` has been zeroed.
 
-    The first ``resident_heads`` heads do not wait, because their memory was zeroed before the launch.
+    The first ``resident_heads`` heads do not wait, because the preprocess kernel zeroed their memory.
     """
     before = key_head - accum.sizes.resident_heads
     if before >= 0:

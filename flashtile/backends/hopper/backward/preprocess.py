@@ -110,7 +110,7 @@ def dense_batch(problem: Problem) -> int:
 def statistics_shape(problem: Problem) -> tuple[int, int]:
     """Return the shape of ``neg_lse`` and ``neg_delta``: (query heads, padded rows of a head).
 
-    A dense batch has the heads of all sequences.
+    For a dense batch, the first dimension counts the query heads of all sequences.
     """
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return dense_batch(problem) * problem.num_heads_q, rows

@@ -60,14 +60,14 @@ class BackwardSchedule(NamedTuple):
     window_left: Any
     window_right: Any
     alibi_stride: Any
-    """Elements from one sequence's slopes to the next's; 0 if all share them."""
+    """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     swizzle: Any
     """Number of key heads whose work tiles are interleaved. With DETERMINISTIC it divides the number of key
     heads of the batch. Otherwise only the last heads are interleaved, and only under a causal mask."""
     bias_batch: Any = None
-    """Number of sequences that the bias tells apart; 1 if all share it."""
+    """Number of sequences with a bias of their own; 1 if all sequences share one."""
     bias_heads: Any = None
-    """Number of query heads that the bias tells apart; 1 if all share it."""
+    """Number of query heads with a bias of their own; 1 if all query heads share one."""
     drop_threshold: Any = None
     """Dropout drops a probability whose random number of 15 bits is below this threshold."""
 
@@ -150,7 +150,10 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
 
 @gluon.jit
 def blocks_of_head(C: gl.constexpr, pointers, schedule):
-    """Return the number of blocks of keys of a head: in one sequence if dense, in all sequences if packed."""
+    """Return the number of blocks of keys of a head.
+
+    In a dense call these are the blocks of one sequence, in a packed call those of all sequences.
+    """
     blocks = schedule.num_blocks
     if C.VARLEN:
         blocks = gl.load(pointers.table)
@@ -337,8 +340,10 @@ def head_of_batch(C: gl.constexpr, work, g, num_heads):
 
 @gluon.jit
 def padded_row(C: gl.constexpr, work, row):
-    """Return the index of ``row`` of a sequence among the padded rows of its head
-    (``common.preprocess``)."""
+    """Return the index of a sequence's ``row`` among the padded rows of a head.
+
+    ``neg_lse``, ``neg_delta`` and ``dq_accum`` have padded rows (``common.preprocess``).
+    """
     if C.VARLEN:
         row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
     return row

@@ -26,7 +26,7 @@ ROW_SPLITS = (1, 2, 4, 8, 16)
 MAX_PARTS = 32
 """Largest number of parts of a gradient, so that their sum stays a short kernel."""
 MAX_BYTES = 128 * 2**20
-"""Largest size of the memory for parts."""
+"""Largest size of the memory for all parts of dK and dV."""
 ENOUGH_WAVES = 8
 """With this many work tiles per program, programs end at about the same time, and splits are not needed."""
 START_AND_END = 3.0
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     divides_rows: bool
     """Whether query rows may be divided; heads always may."""
     last_alternate: bool
-    """Whether the last heads' blocks of keys are interleaved, head by head, as under a causal mask."""
+    """Whether the blocks of keys of the last heads alternate in the queue, as under a causal mask."""
     programs: int
     """Programs that the card runs at a time."""
 

@@ -92,7 +92,7 @@ def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """Return the number of keys per TMA load, which are contiguous in memory: a power of two.
 
-    A kernel that gathers keys one by one, without TMA, gets BLOCK_N.
+    For a kernel that copies keys one by one, without TMA, the result is BLOCK_N.
     """
     if gathers(problem):
         return config.tile.BLOCK_N
@@ -102,9 +102,9 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
 def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """Return the number of programs of a stream-K grid.
 
-    It is the number of programs that run at a time, rounded down to a multiple of the number of work tiles if
-    at least MIN_FILLED of the programs remain. Programs that read the same keys for different m_blocks then
-    read them at the same time.
+    It is the number of programs that run at a time. This number is rounded down to a multiple of the number
+    of work tiles, unless fewer than MIN_FILLED of the programs would remain. Then programs that read the same
+    keys for different m_blocks read them at the same time.
     """
     problem = packed(problem)
     programs = multiprocessors(problem.device) * config.programs_per_sm

@@ -105,8 +105,7 @@ def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.c
     """Return (work tile, n_begin, n_end, slot, whole) of entry ``tile_index`` of the queue.
 
     The entry stands for n_blocks [n_begin, n_end). ``whole`` says whether these are all n_blocks of the work
-    tile.
-    Entries are ordered by row of the table, then by split, then by head.
+    tile. Entries are ordered by row of the table, then by split, then by head.
     """
     head_kv = tile_index % lengths.num_heads_kv
     split = tile_index // lengths.num_heads_kv % splits.num_splits

@@ -73,7 +73,7 @@ class SoftmaxState(NamedTuple):
 
 @gluon.constexpr_function
 def output_layout(C):
-    """Return the layout of O, or of its first accumulator if v comes in parts."""
+    """Return the register layout of O. If DV_PARTS > 1, it is the layout of the first accumulator of O."""
     return accumulator_layout(C.BLOCK_DV if C.DV_PARTS == 1 else C.O_WIDE)
 
 
@@ -150,7 +150,7 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
     """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, which an edge of the mask cuts.
 
     Returns the new state and the new ``i``. Q K^T and P V do not overlap here, because such blocks are few.
-    Also, if this loop passed a P on to the next loop, both loops would have to repack P in every step.
+    For an overlap, this loop would have to pass P to the next one, and both would repack P in every step.
     """
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH))

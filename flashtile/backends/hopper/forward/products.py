@@ -15,7 +15,10 @@ from flashtile.backends.hopper.inline_asm import rescale
 
 @gluon.jit
 def qk_product(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k_tile, s_layout: gl.constexpr):
-    """Return S = Q K^T for a tile's first WIDTH keys, left in flight. q: [64, BLOCK_D] in shared memory."""
+    """Return S = Q K^T for the first WIDTH keys of a tile, left in flight.
+
+    q: [64, BLOCK_D] in shared memory. q_head: the first Q_IN_REGISTERS columns of q, in registers.
+    """
     ROWS: gl.constexpr = q.shape[0]
     HEAD: gl.constexpr = C.Q_IN_REGISTERS
     s = gl.zeros([ROWS, WIDTH], gl.float32, s_layout)

@@ -41,7 +41,7 @@ class ForwardSchedule(NamedTuple):
     num_blocks: Any
     """Blocks of query rows of the longest sequence."""
     num_heads: Any
-    """Heads of the schedule: query heads, divided by PACK."""
+    """Number of heads in the schedule: the number of query heads, divided by PACK."""
     swizzle: Any
     """Number of heads whose work tiles are interleaved for the L2 cache; divides the heads of the batch."""
     seqlen_q: Any
@@ -52,11 +52,11 @@ class ForwardSchedule(NamedTuple):
     window_left: Any
     window_right: Any
     alibi_stride: Any
-    """Elements from one sequence's slopes to the next's; 0 if all share them."""
+    """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     bias_batch: Any = None
-    """Number of sequences that the bias tells apart; 1 if all share it."""
+    """Number of sequences with a bias of their own; 1 if all sequences share one."""
     bias_heads: Any = None
-    """Number of query heads that the bias tells apart; 1 if all share it."""
+    """Number of query heads with a bias of their own; 1 if all query heads share one."""
     drop_threshold: Any = None
     """Dropout drops a probability whose random number of 15 bits is below this threshold."""
 
@@ -87,8 +87,8 @@ class Numbers(NamedTuple):
     """Floats of the launch, for scores in log2 units."""
 
     scale_log2: Any
-    """Factor from raw products to log2 units, softmax_scale * log2(e). With a soft-cap, factor from its tanh:
-    softcap * log2(e)."""
+    """Factor from raw products to scores in log2 units, softmax_scale * log2(e). With a soft-cap it is
+    softcap * log2(e), the factor from the tanh of the soft-cap."""
     softcap_rate: Any
     """softmax_scale / softcap."""
     softcap_log2: Any
@@ -103,8 +103,8 @@ class ForwardNumbers(NamedTuple):
     softcap_rate: Any
     softcap_log2: Any
     scale: Any = None
-    """Factor that gives scores in natural units. With a soft-cap it is softcap, for its tanh; else it is
-    softmax_scale, for raw products."""
+    """Factor to scores in natural units: softmax_scale for raw products, or softcap for the tanh of a
+    soft-cap."""
     keep_scale: Any = None
     """Factor of dropout, 1 / (1 - dropout_p), with dropout_p rounded to the bits of the random numbers."""
 

@@ -92,8 +92,8 @@ def step(
     v = shared.v.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     my_k = k.slice(W * ROWS, ROWS, 0)
     my_v = v.slice(W * ROWS, ROWS, 0)
-    # A zero for each row, whose value the compiler does not know. If all accumulators were copies of one
-    # register, the compiler would copy them after the fence that precedes the product, which costs a wait.
+    # One zero for each row. The compiler must not know that they are 0. If all accumulators were copies of
+    # one register, it would copy them after the fence that precedes the product, which costs a wait.
     zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
 
     slot = q.wait(i)

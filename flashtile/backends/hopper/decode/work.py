@@ -146,9 +146,10 @@ def count_m_blocks(sequence, lengths, C: tl.constexpr):
 def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
     """Choose the maximum number of n_blocks in a part. Longer work tiles are divided into parts.
 
-    Return the largest of LIMITS candidates with the smallest estimated time on ``programs`` programs. The
-    candidates are the n_blocks of the longest work tile, divided by 1, 1.5, 2, 3, 4, 6 and so on. A candidate
-    is excluded if the work tiles that it divides would have more than ``slots`` parts in total.
+    Of LIMITS candidates, return the one with the smallest estimated time on ``programs`` programs, or the
+    largest of several with equal times. The candidates are the n_blocks of the longest work tile, divided by
+    1, 1.5, 2, 3, 4, 6 and so on. A candidate is excluded if the work tiles that it divides would have more
+    than ``slots`` parts in total.
 
     The estimated time is the larger of two bounds, plus COMBINE_COST if any work tile is divided. One is the
     mean load per program. The other is the time of the long parts (over half the limit), if each program

@@ -133,7 +133,7 @@ def num_own_tiles(program, programs, num_tiles):
 def next_tile(pointers, programs):
     """Take a work tile from the queue and return its index.
 
-    The first work tile of each program, with the program's number as its index, does not come from the queue.
+    The first work tile of each program does not come from the queue: its index is the program's number.
     """
     return programs + gl.atomic_add(pointers.table + TAKEN, 1)
 

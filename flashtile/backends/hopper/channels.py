@@ -1,8 +1,8 @@
 """Synchronisation of the partitions of a warp-specialised kernel by mbarriers: rings of tiles, and ping-pong.
 
 A *use* of a ring is one write of a slot and the reads that follow it. Uses are counted from 0 over the whole
-kernel. In a ring of STAGES slots, use ``i`` has slot ``i % STAGES``. It is use number ``i // STAGES`` of this
-slot, and the parity of that number is the phase of the slot's mbarriers.
+kernel. In a ring of STAGES slots, the ``i``-th use has slot ``i % STAGES``. This slot has been used
+``i // STAGES`` times before, and the parity of that number is the phase of the slot's mbarriers.
 """
 
 from triton.experimental import gluon
@@ -30,25 +30,25 @@ class Channel:
 
     @gluon.jit
     def acquire(self, i):
-        """Producer: wait until the slot of use ``i`` is free, and return the slot."""
+        """Producer: wait until the slot for the ``i``-th write (from 0) is free, and return the slot."""
         mbarrier.wait(self.empty.index(i % self.STAGES), ((i // self.STAGES) & 1) ^ 1)
         return i % self.STAGES
 
     @gluon.jit
     def wait(self, i):
-        """Reader: wait until use ``i`` has been written, and return its slot."""
+        """Reader: wait until the ``i``-th write (from 0) is complete, and return its slot."""
         mbarrier.wait(self.full.index(i % self.STAGES), (i // self.STAGES) & 1)
         return i % self.STAGES
 
     @gluon.jit
     def release(self, i):
-        """Reader: report that use ``i`` has been read."""
+        """Reader: report that the ``i``-th write (from 0) has been read, so that its slot can be reused."""
         mbarrier.arrive(self.empty.index(i % self.STAGES), count=1)
 
 
 @gluon.jit
 def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr):
-    """Make a channel for tiles of ``desc``, PARTS per slot: part w of slot s is tile s * PARTS + w."""
+    """Make a channel for tiles of ``desc``. Each slot has PARTS tiles: s * PARTS to (s + 1) * PARTS - 1."""
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_type.shape, desc.layout)
     return make_ring(tiles, STAGES, READERS)
 
@@ -100,7 +100,7 @@ class PingPong:
 
 @gluon.jit
 def make_ping_pong(COUNT: gl.constexpr):
-    """Make a :class:`PingPong` in which partition 0 is the first. With COUNT 1, waits do nothing."""
+    """Make a :class:`PingPong` in which partition 0 comes first. If COUNT is 1, its waits do nothing."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     if COUNT > 1:
         for i in gl.static_range(COUNT):

@@ -17,10 +17,10 @@ STEP = gl.constexpr(16)
 
 @gluon.jit
 def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
-    """Return x [rows] plus the column number, 0 to N - 1: float32 [rows, N] in an accumulator's ``layout``.
+    """Return x [rows] plus the number of each column, 0 to N - 1, as float32 [rows, N].
 
-    Thread t of a quad holds the columns 8 a + 2 t + b. It adds 2 t to x once. The rest, 8 a + b, is a
-    constant for each register.
+    ``layout`` is that of an accumulator: thread t of a quad holds the columns 8 a + 2 t + b. The thread adds
+    2 t to x once. The rest, 8 a + b, is a constant for each register.
     """
     column: gl.constexpr = gl.SliceLayout(0, layout)
     parts: gl.constexpr = gl.arange(0, N, layout=column).reshape([N // 8, 4, 2]).type.layout
@@ -35,7 +35,10 @@ def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def column_parts(x, PART: gl.constexpr):
-    """Split x [64, n] into a tuple of [64, PART], from left to right. n is PART times a power of two."""
+    """Split x [64, n] into a tuple of tensors [64, PART], from left to right.
+
+    n is PART times a power of two.
+    """
     ROWS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
     if WIDTH == PART:
@@ -73,10 +76,10 @@ def count_products(head_dim):
 
 @gluon.jit
 def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = True, START: gl.constexpr = 0):
-    """Return acc + a b^T, or only a b^T without ``use_acc``, for tiles in shared memory; left in flight.
+    """Return acc + a b^T for tiles in shared memory, left in flight. Without ``use_acc``, return only a b^T.
 
     The sum is over columns from START to HEAD_DIM rounded up to 16. TMA has filled columns from HEAD_DIM on
-    with zeros. A product sums over a power of two of columns, so there may be several products.
+    with zeros. One product can sum only over a power of two of columns, so there may be several products.
     """
     COLUMNS: gl.constexpr = (HEAD_DIM + STEP - 1) // STEP * STEP - START
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)

@@ -15,7 +15,7 @@ async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 partition_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 VIEWS_SPAN_TILES = tuple(int(n) for n in triton.__version__.split(".")[:2]) < (3, 8)
-"""Whether a view of a tile in shared memory may extend over the next tiles: not from Triton 3.8 on."""
+"""Whether a view of a tile in shared memory may extend over the next tiles. False from Triton 3.8 on."""
 
 
 @builtin
@@ -30,6 +30,6 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """View shared memory with another dtype, shape and layout. The name of Gluon's method has changed."""
+    """View shared memory with another dtype, shape and layout. Releases of Gluon name this differently."""
     dtype, layout = core._unwrap_if_constexpr(dtype), core._unwrap_if_constexpr(layout)
     return _semantic.memdesc_reinterpret(memory, dtype, [core._unwrap_if_constexpr(n) for n in shape], layout)

@@ -64,8 +64,8 @@ WITH_FUNCTIONS = {
     "ragged, all": replace(PLAIN, seqlen_k=4001, sink=True, mods=replace(_MODS, block_size=(256, 256))),
     "positions": replace(PLAIN, mods=Mods("", "t0: bool = le kv q\nreturn t0", block_size=(128, 128))),
 }
-"""A learned bias as score_mod, a document mask as mask_mod or block mask, or both. In "positions", the block
-mask reads no tensor."""
+"""A learned bias as score_mod, a document mask as mask_mod or block mask, or both. In the case
+"positions", the block mask reads no tensor."""
 MODIFIED = {"mods": WITH_FUNCTIONS, "dropout": WITH_DROPOUT, "bias": WITH_BIAS}
 """Calls with modifiers, by the kind of modifier and the name of the compile case."""
 
@@ -165,7 +165,7 @@ def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
 
 
 def schedule_types(structure: Any, variant: Any) -> Any:
-    """Return the types of ``structure``, the schedule of the forward or of the backward."""
+    """Return the types of the fields of ``structure``, ``ForwardSchedule`` or ``BackwardSchedule``."""
     of_bias, of_dropout = ("i32" if given else None for given in (variant.HAS_BIAS, variant.HAS_DROPOUT))
     return types_of(structure, "i32", bias_batch=of_bias, bias_heads=of_bias, drop_threshold=of_dropout)
 

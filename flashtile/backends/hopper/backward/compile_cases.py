@@ -171,7 +171,8 @@ def _structures(problem: Problem, variant: Any, bias: torch.Tensor | None = None
 
 
 def _wide_structures(variant: Any, is_dq: bool) -> dict[str, Any]:
-    """Return the types of the structures of ``dq_kernel`` (``is_dq``) or ``dkv_kernel``, by parameter."""
+    """Return the types of the parameters of ``dkv_kernel`` (or ``dq_kernel``, if ``is_dq``) that are
+    structures, by name."""
     read = {
         name: kind for name, kind in modifier_pointers(variant, None).items() if name in DkvPointers._fields
     }

@@ -46,7 +46,7 @@ class BackwardConfig:
 
     @property
     def parts(self) -> int:
-        """Number of parts of each row of dK and dV, which are summed at the end."""
+        """Number of partial sums (parts) of dK and dV, one for each program that shares a block of keys."""
         return self.HEAD_SPLITS * self.ROW_SPLITS
 
 
@@ -95,7 +95,7 @@ class BackwardVariant(ModifierFlags):
     DETERMINISTIC: bool
     """Blocks of keys add to ``dq_accum`` in a fixed order."""
     GROUP: int
-    """Query heads per key head of the schedule."""
+    """Query heads per key head of the schedule, which counts each key head HEAD_SPLITS times."""
     HEAD_SPLITS: int
     ROW_SPLITS: int
     HEAD_DIM: int

@@ -67,15 +67,15 @@ class DqAccum(NamedTuple):
     added_blocks: Any
     """For each key head, the number of work tiles that have added all of their dQ."""
     converted_parts: Any
-    """For each key head, the number of parts that have been converted and zeroed."""
+    """For each key head, the number of its parts that have been converted, and zeroed in ``dq_accum``."""
 
 
 @gluon.jit
 def accum_of(sizes, pointers):
     """Return the :class:`DqAccum` of a launch.
 
-    ``pointers.counters`` are the counter of the work queue, next_part, added_blocks of all key heads, then
-    converted_parts of all key heads.
+    ``pointers.counters`` points to these counters, in this order: that of the work queue, ``next_part``,
+    ``added_blocks`` (one per key head) and ``converted_parts`` (one per key head).
     """
     counters = pointers.counters
     added_blocks = counters + 2
@@ -113,7 +113,7 @@ def signal(counter, LATER: gl.constexpr):
 
 @gluon.jit
 def load_acquire(counter):
-    """Load a counter with acquire semantics: writes that precede a counted signal are visible afterwards."""
+    """Load a counter with acquire semantics: writes before the signals that it counts become visible."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -121,7 +121,7 @@ def load_acquire(counter):
 
 @gluon.jit
 def wait_for(counter, count):
-    """Wait for ``count`` signals. Writes before them are visible afterwards, also to TMA."""
+    """Wait for ``count`` signals at ``counter``. Writes before them become visible, also to TMA."""
     seen = load_acquire(counter)
     while seen < count:
         seen = load_acquire(counter)
@@ -130,7 +130,10 @@ def wait_for(counter, count):
 
 @gluon.jit
 def wait_until_zeroed(key_head, blocks, accum):
-    """Wait until a key head's memory in ``dq_accum`` is zeroed. The first resident heads need not wait."""
+    """Wait until the memory that a key head reuses in ``dq_accum`` has been zeroed.
+
+    The first ``resident_heads`` heads do not wait, because the preprocess kernel zeroed their memory.
+    """
     before = key_head - accum.sizes.resident_heads
     if before >= 0:
         wait_for(accum.converted_parts + before, blocks)
@@ -159,7 +162,7 @@ class Chunks(NamedTuple):
 
 @gluon.jit
 def make_chunks(accum_desc):
-    """Allocate :class:`Chunks` for ``accum_desc``. :func:`postprocess` writes the zeros."""
+    """Allocate the :class:`Chunks` of ``accum_desc``. :func:`postprocess` fills the chunk of zeros."""
     ring = make_channel(accum_desc, POSTPROCESS_STAGES, 0, 1)
     zeros = gl.allocate_shared_memory(gl.float32, accum_desc.block_type.shape, accum_desc.layout)
     return Chunks(ring.tiles, ring.full, zeros)
@@ -167,10 +170,11 @@ def make_chunks(accum_desc):
 
 @gluon.jit
 def tile_of_part(t, work, blocks):
-    """Return (query head of the group, first row) of tile ``t`` of a part.
+    """Return (query head of the group, first row) of the ``t``-th tile of a part.
 
-    Tiles have 64 rows. A part is every ``blocks``-th tile of a sequence and key head, from tile
-    ``work.tile_in_head`` on.
+    A part is the share of dQ that the postprocess warps convert at a time. A sequence and key head have
+    ``blocks`` parts, as many as blocks of keys. The 64-row tiles of dQ are assigned to the parts in turn, so
+    part ``work.tile_in_head`` has tiles ``tile_in_head``, ``tile_in_head + blocks`` and so on.
     """
     tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
     tile = work.tile_in_head + t * blocks
@@ -179,21 +183,25 @@ def tile_of_part(t, work, blocks):
 
 @gluon.jit
 def tiles_of_part(C: gl.constexpr, work, blocks):
-    """Return the number of tiles (:func:`tile_of_part`) of a part, over all query heads of the group."""
+    """Return the number of 64-row tiles of dQ in a part, the share that :func:`tile_of_part` defines."""
     tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * C.GROUP
     return (tiles - work.tile_in_head + blocks - 1) // blocks
 
 
 @gluon.jit
 def accum_of_tile(C: gl.constexpr, t, work, blocks, key_head, accum):
-    """Return where tile ``t`` (:func:`tile_of_part`) begins in dq_accum, in units of 64 x 8 elements."""
+    """Return where the ``t``-th tile of a part (:func:`tile_of_part`) begins in ``dq_accum``.
+
+    The result is in units of 64 x 8 elements.
+    """
     g, row = tile_of_part(t, work, blocks)
     return accum_row(C, work, key_head, g, row, accum) // WARPGROUP_ROWS * (C.BLOCK_D // VECTOR)
 
 
 @gluon.jit
 def dq_of_tile(C: gl.constexpr, t, work, blocks, schedule, accum):
-    """Return (pointer to the first element of tile ``t`` in dQ, rows from there to the sequence's end)."""
+    """Return (pointer to the first element in dQ, rows up to the sequence's end) for the ``t``-th tile of a
+    part (:func:`tile_of_part`)."""
     g, row = tile_of_part(t, work, blocks)
     token = to_int64(work.start_q + row)
     if not C.VARLEN:
@@ -205,7 +213,7 @@ def dq_of_tile(C: gl.constexpr, t, work, blocks, schedule, accum):
 
 @gluon.jit
 def load_chunk(chunks, accum_desc, i, tile, c):
-    """Load chunk ``c`` of a tile by TMA, as use ``i`` of the ring."""
+    """Load chunk ``c`` of a tile of ``dq_accum`` by TMA, as the ``i``-th write to the ring of chunks."""
     slot = i % POSTPROCESS_STAGES
     barrier = chunks.full.index(slot)
     mbarrier.expect(barrier, accum_desc.block_type.nbytes)
@@ -214,11 +222,12 @@ def load_chunk(chunks, accum_desc, i, tile, c):
 
 @gluon.jit
 def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointers, schedule, accum, scale):
-    """Convert part ``part`` of a key head to dQ, and zero its memory if a later head reuses it.
+    """Convert part ``part`` (:func:`tile_of_part`) of a key head from ``dq_accum`` to dQ.
 
-    In a tile of 64 rows, columns 8 j to 8 j + 7 of row 16 w + 8 a + r are contiguous. They begin at float
-    ((2 j + a) 4 + w) 64 + 8 r. A chunk has all columns of one or two groups (a, w) of 8 rows. ``i`` counts
-    the uses of the ring of chunks; returns the new ``i``.
+    The part's memory is then zeroed if a later head reuses it. In a 64-row tile of ``dq_accum``, columns 8 j
+    to 8 j + 7 of row 16 w + 8 a + r are contiguous. They begin at float ((2 j + a) 4 + w) 64 + 8 r. A chunk,
+    the piece of a tile that is loaded at a time, has all columns of one or two groups (a, w) of 8 rows.
+    ``i`` counts the chunks that have been loaded; returns the new ``i``.
     """
     COLUMNS: gl.constexpr = accum_desc.block_type.shape[0]
     GROUPS: gl.constexpr = accum_desc.block_type.shape[1]
@@ -268,7 +277,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
 
 @gluon.jit
 def postprocess(C: gl.constexpr, chunks, accum_desc, pointers, schedule, accum, scale):
-    """Postprocess warps: take one part after another, and convert it when its head has all additions."""
+    """Postprocess warps: take parts of dQ one by one, and convert each when its head's sums are complete."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [4, 1, 8], [POSTPROCESS_WARPS, 1, 1], [2, 1, 0])
     chunks.zeros.store(gl.full(accum_desc.block_type.shape, 0.0, gl.float32, layout))
     fence_async_shared()

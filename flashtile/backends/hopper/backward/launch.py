@@ -123,8 +123,11 @@ def l2_swizzle(problem: Problem) -> int:
 
 
 def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
-    """Return how many of the last key heads are interleaved under a causal mask: as many as programs work on
-    at a time. ``problem`` is from :func:`as_scheduled`."""
+    """Return the number of key heads, at the end of the queue, whose work tiles are interleaved.
+
+    This is done under a causal mask, with as many heads as programs work on at a time. ``problem`` is from
+    :func:`as_scheduled`.
+    """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
 
@@ -133,9 +136,9 @@ def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, 
     """Return the number of key heads that ``dq_accum`` has room for.
 
     ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
-    a time: while one half is completed and converted, the other half has begun. When deterministic,
-    interleaved heads complete at the same time and need more room. All of them must fit, since they must not
-    wait for one another. With still more heads, ``dq_accum`` would not stay in the L2 cache.
+    a time, because programs begin the next heads while the sums of the previous ones are converted. When
+    deterministic, interleaved heads complete at the same time and need more room. All of them must fit, since
+    they must not wait for one another. With still more heads, ``dq_accum`` would not stay in the L2 cache.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     heads = math.ceil(2 * programs / max(tiles, 1)) + 1
@@ -183,7 +186,7 @@ def schedule_of(
 
 
 def numbers_of(problem: Problem) -> BackwardNumbers:
-    """Return the floats of a launch. With a score_mod, ``scale_log2`` scales to natural units."""
+    """Return the floats of a launch. With a score_mod, ``scale_log2`` is softmax_scale, without log2(e)."""
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
     if problem.mods is not None and problem.mods.score_mod:
         numbers = numbers._replace(scale_log2=problem.softmax_scale)
@@ -344,7 +347,7 @@ class HopperBackwardLaunch:
 def bias_views(
     problem: Problem, variant: BackwardVariant, bias: Tensor | None
 ) -> tuple[View | None, View | None]:
-    """Return the TMA views of (the bias, its gradient if the kernel stores dS); None for views not needed."""
+    """Return the TMA views of (the bias, its gradient). A view is None if the kernel does not need it."""
     if bias is None:
         return None, None
     block = SQUARE.value, SQUARE.value
@@ -366,7 +369,8 @@ def views(
     heads, rows = statistics_shape(problem)
     statistics = View([heads, rows], [rows, 1], [1, block_m], torch.float32, swizzled=False)
     tiles = resident_heads * variant.GROUP * rows // WARPGROUP_ROWS
-    # A warpgroup adds half of the columns of a block of 64 rows, or 64 rows of a block of 128.
+    # Each warpgroup adds one half of a block to dQ: half of the columns if the block has 64 rows, 64 of the
+    # rows if it has 128.
     columns = d // (2 * WARPGROUP_ROWS // block_m)
     part, chunk = [columns // 4, 256], [d // 8, POSTPROCESS_CHUNK // (8 * d), 64]
     return {
@@ -386,8 +390,9 @@ def views(
 def gradient_view(problem: Problem, variant: BackwardVariant, shape: tuple[int, ...], columns: int) -> View:
     """Return the view through which the kernel writes the gradient of keys or values of ``shape``.
 
-    A store has 64 rows and ``columns`` columns, half as many in float32. Programs that share blocks of keys
-    write parts in float32."""
+    Each TMA store writes 64 rows. It writes ``columns`` columns of a 16-bit gradient, and half as many of a
+    float32 gradient. Programs that share a block of keys write their partial sums in float32.
+    """
     view = ragged_view if problem.varlen or problem.seqused_k else dense_view
     parts = variant.HEAD_SPLITS * variant.ROW_SPLITS
     dtype = problem.out_dtype if parts == 1 else torch.float32

@@ -68,9 +68,9 @@ class Preprocess:
     ) -> tuple[Any, ...]:
         """Return (dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum).
 
-        Later kernels take these in addition to the call's tensors; ``last`` is the last of these kernels.
-        ``workspace`` is the memory of the last four results. The four are tensors until ``last`` is compiled,
-        then addresses.
+        Later kernels take these results in addition to the call's tensors. ``workspace`` is the memory of the
+        last four results. These four are tensors until ``last``, the last of the later kernels, has been
+        compiled. From then on they are addresses.
         """
         if dout.data_ptr() % 16:
             dout = dout.clone()
@@ -97,7 +97,7 @@ class Preprocess:
         return start + neg_lse, start + neg_delta, start + counters, accum
 
     def _tensors(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the parts as tensors for the first call, because Triton needs tensors to compile."""
+        """Return the four parts of ``workspace`` as tensors, from which Triton compiles in the first call."""
         neg_lse, neg_delta, counters, dq_accum = workspace.split_with_sizes(self._sizes)
         return neg_lse, neg_delta, counters.view(torch.int32), dq_accum if dq_accum.numel() else None
 
@@ -110,7 +110,7 @@ def dense_batch(problem: Problem) -> int:
 def statistics_shape(problem: Problem) -> tuple[int, int]:
     """Return the shape of ``neg_lse`` and ``neg_delta``: (query heads, padded rows of a head).
 
-    A dense batch has the heads of all sequences.
+    For a dense batch, the first dimension counts the query heads of all sequences.
     """
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)
     return dense_batch(problem) * problem.num_heads_q, rows

@@ -60,14 +60,14 @@ class BackwardSchedule(NamedTuple):
     window_left: Any
     window_right: Any
     alibi_stride: Any
-    """Elements from one sequence's slopes to the next's; 0 if all share them."""
+    """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     swizzle: Any
     """Number of key heads whose work tiles are interleaved. With DETERMINISTIC it divides the number of key
     heads of the batch. Otherwise only the last heads are interleaved, and only under a causal mask."""
     bias_batch: Any = None
-    """Number of sequences that the bias tells apart; 1 if all share it."""
+    """Number of sequences with a bias of their own; 1 if all sequences share one."""
     bias_heads: Any = None
-    """Number of query heads that the bias tells apart; 1 if all share it."""
+    """Number of query heads with a bias of their own; 1 if all query heads share one."""
     drop_threshold: Any = None
     """Dropout drops a probability whose random number of 15 bits is below this threshold."""
 
@@ -97,14 +97,15 @@ def count_tiles(C: gl.constexpr, pointers, schedule):
 
 @gluon.jit
 def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
-    """Return (key head, block of keys) of a work tile. Each head has ``blocks`` blocks; heads are numbered
-    through a dense batch.
+    """Return (key head, block of keys) of a work tile.
+
+    Each head has ``blocks`` blocks. The index of the head counts over all sequences of a dense batch.
 
     The blocks of a head follow one another, so programs that run at the same time read the same query rows.
     There are two exceptions:
 
-    * With DETERMINISTIC, blocks of ``swizzle`` heads alternate. A block adds to dQ two steps after its
-      neighbour, so programs that start neighbouring blocks at the same time wait for one another.
+    * With DETERMINISTIC, blocks of ``swizzle`` heads alternate. Neighbouring blocks of a head add to the same
+      rows of dQ, one two steps after the other. Programs that started them together would have to wait.
     * Under a causal mask, blocks of the last ``swizzle`` heads alternate. Otherwise the longest blocks of the
       last head would start when all other work is done.
     """
@@ -130,10 +131,10 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
 def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
     """Return the :class:`WorkTile` of an index: from the table of packed sequences, or by arithmetic.
 
-    The first blocks of a head come first: under a causal mask they are the longest. With DETERMINISTIC the
-    last blocks come first, and later work tiles wait for earlier ones. Such waits are short under a causal
-    mask. There the first row that sees block n is BLOCK_N rows after the first one that sees block n - 1. So
-    the program of block n starts first, and begins with rows that block n - 1 visits later.
+    The first blocks of a head come first, because they are the longest under a causal mask. With
+    DETERMINISTIC the last blocks come first, and each block adds to a row of dQ after the blocks before it.
+    Such waits are short under a causal mask: block n - 1 begins with BLOCK_N rows that do not see block n.
+    Meanwhile the program of block n, which started earlier, adds to the rows that see both blocks.
     """
     head, block = head_and_block(C, tile_index, blocks_of_head(C, pointers, schedule), schedule)
     work, blocks = sequence_of(C, head, block, pointers, schedule)
@@ -149,7 +150,10 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
 
 @gluon.jit
 def blocks_of_head(C: gl.constexpr, pointers, schedule):
-    """Return the number of blocks of keys of a head: in one sequence if dense, in all sequences if packed."""
+    """Return the number of blocks of keys of a head.
+
+    In a dense call these are the blocks of one sequence, in a packed call those of all sequences.
+    """
     blocks = schedule.num_blocks
     if C.VARLEN:
         blocks = gl.load(pointers.table)
@@ -192,10 +196,10 @@ def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
 
 @gluon.jit
 def row_blocks(C: gl.constexpr, work, left, right):
-    """Return (begin, end, full_begin, full_end), blocks of query rows of a work tile.
+    """Return (begin, end, full_begin, full_end), bounds of the blocks of query rows of a work tile.
 
-    Rows of blocks [begin, end) see some of its keys. All rows of blocks [full_begin, full_end) see all of its
-    keys. This is the mirror image of the forward's ``key_blocks``.
+    Only rows of blocks [begin, end) see keys of the work tile. All rows of blocks [full_begin, full_end) see
+    all of its keys. This is the mirror image of the forward's ``key_blocks``.
     """
     first = work.tile_in_head * C.BLOCK_N
     last = min(first + C.BLOCK_N, work.seqlen_k) - 1
@@ -216,7 +220,10 @@ def row_blocks(C: gl.constexpr, work, left, right):
 
 @gluon.jit
 def own_row_blocks(C: gl.constexpr, tile_index, work, schedule):
-    """Return :func:`row_blocks` of a work tile; with ROW_SPLITS, [begin, end) is only its share of blocks."""
+    """Return :func:`row_blocks` of a work tile.
+
+    With ROW_SPLITS, several work tiles divide the blocks of rows, and [begin, end) is the share of this one.
+    """
     begin, end, full_begin, full_end = row_blocks(C, work, schedule.window_left, schedule.window_right)
     if C.ROW_SPLITS > 1:
         share = tile_index % C.ROW_SPLITS
@@ -250,7 +257,7 @@ def step_order(begin, end, full_begin, full_end):
 
 @gluon.jit
 def block_of_step(j, begin, end, cut, before, full):
-    """Return the block of rows of step ``j`` in :func:`step_order`."""
+    """Return the block of query rows that step ``j`` visits, in the order of :func:`step_order`."""
     in_front = begin + j
     behind = end - cut + j
     whole = full - cut + j
@@ -300,7 +307,7 @@ def own_rows(C: gl.constexpr, tile_index, work, pointers, schedule):
 
 @gluon.jit
 def row_block(C: gl.constexpr, rows, j):
-    """Return the block of rows of step ``j`` of :class:`RowBlocks`."""
+    """Return the block of query rows that step ``j`` visits. ``rows`` are :class:`RowBlocks`."""
     m = block_of_step(j, rows.begin, rows.end, rows.masked, rows.before, rows.full)
     if C.LISTED:
         m, _is_full = visited_block(C, rows.listed, m)
@@ -309,9 +316,9 @@ def row_block(C: gl.constexpr, rows, j):
 
 @gluon.jit
 def dq_order(C: gl.constexpr, work, m, schedule):
-    """Return how many blocks of keys add to block ``m`` of dQ before this work tile does, with DETERMINISTIC.
+    """With DETERMINISTIC: return how many blocks of keys add to block ``m`` of dQ before this work tile.
 
-    These are the blocks of later keys that rows of block ``m`` see.
+    Blocks of later keys add first, so these are all later blocks that some row of block ``m`` sees.
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1
@@ -333,8 +340,10 @@ def head_of_batch(C: gl.constexpr, work, g, num_heads):
 
 @gluon.jit
 def padded_row(C: gl.constexpr, work, row):
-    """Return the index of ``row`` of a sequence among the padded rows of its head
-    (``common.preprocess``)."""
+    """Return the index of a sequence's ``row`` among the padded rows of a head.
+
+    ``neg_lse``, ``neg_delta`` and ``dq_accum`` have padded rows (``common.preprocess``).
+    """
     if C.VARLEN:
         row += (work.start_q // ROW_PAD + work.sequence) * ROW_PAD
     return row

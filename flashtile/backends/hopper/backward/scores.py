@@ -75,7 +75,10 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
 
 @gluon.jit
 def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr):
-    """Return (warpgroup W's keys [keys, 1], positions of rows of block ``m`` among the keys [1, rows])."""
+    """Return (positions of warpgroup W's keys, [keys, 1], positions of the rows of block ``m``, [1, rows]).
+
+    The last row has the position of the last key.
+    """
     keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
     rows = gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, s_layout))
     keys += work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
@@ -84,9 +87,10 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 
 @gluon.jit
 def soft_cap(C: gl.constexpr, s, numbers):
-    """Return (scores in log2 units, softcap_grad) of raw products. With SCORE_MOD, units are natural.
+    """Return (scores, softcap_grad) of raw products Q K^T.
 
-    softcap_grad is the derivative of the capped score by the scaled product; 1.0 without a soft-cap.
+    Scores are in log2 units; if a SCORE_MOD follows, they are in natural units. softcap_grad is the
+    derivative of the capped score with respect to the scaled product; 1.0 without a soft-cap.
     """
     softcap_grad = 1.0
     if C.SOFTCAP:
@@ -102,10 +106,10 @@ def soft_cap(C: gl.constexpr, s, numbers):
 def apply_score_mod(
     C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr, modifiers=0
 ):  # fmt: skip
-    """Return (scores in log2 units, their derivative by the scaled products) of raw products.
+    """Return (scores in log2 units, derivative of the scores) of raw products Q K^T.
 
-    The scores have a soft-cap and ALiBi, or SCORE_MOD. For SCORE_MOD, ``numbers.scale_log2`` scales raw
-    products to scores in natural units, which it takes.
+    A soft-cap and ALiBi are applied, or SCORE_MOD. The derivative is with respect to the scaled products.
+    SCORE_MOD takes scores in natural units, so ``numbers.scale_log2`` is softmax_scale in this case.
     """
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.LISTED:
@@ -180,10 +184,10 @@ def probabilities(
 
 @gluon.jit
 def score_gradients(C: gl.constexpr, p, weights, dp, bits, slot, modifiers, shared, numbers):
-    """Return dS in 16 bits. ``p`` is 0 where dropout drops; ``dp`` is dP - delta, or with dropout only dP."""
+    """Return dS in 16 bits. ``p`` is P after dropout. ``dp`` is dP - delta; with dropout it is only dP."""
     dtype: gl.constexpr = p.dtype
     s_layout: gl.constexpr = dp.type.layout
-    if C.HAS_DROPOUT:  # where it drops, only -delta is left of dP - delta
+    if C.HAS_DROPOUT:  # a dropped probability has dP 0, but still its delta
         neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
         kept = p
         if C.SOFTCAP:

@@ -26,7 +26,7 @@ ROW_SPLITS = (1, 2, 4, 8, 16)
 MAX_PARTS = 32
 """Largest number of parts of a gradient, so that their sum stays a short kernel."""
 MAX_BYTES = 128 * 2**20
-"""Largest size of the memory for parts."""
+"""Largest size of the memory for all parts of dK and dV."""
 ENOUGH_WAVES = 8
 """With this many work tiles per program, programs end at about the same time, and splits are not needed."""
 START_AND_END = 3.0
@@ -56,7 +56,7 @@ class Splits(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of parts of each row of dK and dV."""
+        """Number of programs that share a block of keys. Each writes a part, its partial sum of dK and dV."""
         return self.heads * self.rows
 
 
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     divides_rows: bool
     """Whether query rows may be divided; heads always may."""
     last_alternate: bool
-    """Whether the last heads' blocks of keys are interleaved, head by head, as under a causal mask."""
+    """Whether the blocks of keys of the last heads alternate in the queue, as under a causal mask."""
     programs: int
     """Programs that the card runs at a time."""
 
@@ -89,7 +89,7 @@ def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     width = problem.head_dim + problem.head_dim_v
     steps = steps_of_blocks(problem, block_m, block_n)
-    listed = problem.mods is not None and problem.mods.block_size is not None  # its rows are not a range
+    listed = problem.mods is not None and problem.mods.block_size is not None  # rows come from a list
     work = Work(
         steps=steps[::-1] if problem.deterministic else steps,
         heads=heads,
@@ -137,9 +137,9 @@ def best_splits(work: Work) -> Splits:
 def candidates(work: Work) -> Iterator[Splits]:
     """Yield all splits of two or more parts within MAX_PARTS and MAX_BYTES. Heads are divided evenly.
 
-    When deterministic, programs add to a row of dQ in a fixed order. Suppose that programs also divide the
-    rows of a block of keys, under a mask. The first program of one block then has other rows than the first
-    program of the next, and waits for most of another's work. So in this case only heads are divided.
+    When deterministic, programs add to a row of dQ in the order of the blocks of keys. Under a mask, each
+    block is seen by a different range of rows. If programs divided these rows, a program would wait for most
+    of the work of another program, on the previous block. So in this case only heads are divided.
     """
     heads = [count for count in range(1, work.group + 1) if work.group % count == 0]
     for splits in itertools.starmap(Splits, itertools.product(heads, ROW_SPLITS)):
@@ -149,8 +149,10 @@ def candidates(work: Work) -> Iterator[Splits]:
 
 
 def tiles_of(work: Work, splits: Splits) -> Iterator[int]:
-    """Yield the steps of each work tile in the order of the queue: head after head, the last heads
-    interleaved if ``last_alternate``."""
+    """Yield the number of steps of each work tile, in the order of the queue.
+
+    The work tiles of a head follow one another. If ``last_alternate``, those of the last heads alternate.
+    """
     group, rows = work.group // splits.heads, splits.rows
     blocks = [
         [group * (count * (share + 1) // rows - count * share // rows) for share in range(rows)]
@@ -165,7 +167,7 @@ def tiles_of(work: Work, splits: Splits) -> Iterator[int]:
 
 
 def seconds(work: Work, splits: Splits) -> float:
-    """Return an estimate of the time in seconds until all programs have ended and the parts are summed."""
+    """Return the estimated time in seconds of the backward kernel and of the sum of parts of dK and dV."""
     busy_until = [0.0] * work.programs
     for steps in tiles_of(work, splits):
         heapq.heapreplace(busy_until, busy_until[0] + START_AND_END + steps)
@@ -181,12 +183,15 @@ def least_seconds(work: Work, splits: Splits) -> float:
 
 
 def sum_seconds(work: Work, splits: Splits) -> float:
-    """Return the estimated time in seconds of writing, reading and summing the parts."""
+    """Return the estimated time in seconds of writing, reading and summing the parts of dK and dV."""
     if splits.parts == 1:
         return 0.0
     return SUM_SECONDS + 2 * splits.parts * work.part_bytes / BYTES_PER_SECOND
 
 
 def as_scheduled(problem: Problem, heads: int) -> Problem:
-    """Return the problem as the schedule sees it: each key head counts as ``heads`` key heads."""
+    """Return the problem for which work is scheduled: ``heads`` key heads stand for each key head.
+
+    Each of them has an equal share of the key head's query heads.
+    """
     return problem if heads == 1 else replace(problem, num_heads_kv=problem.num_heads_kv * heads)

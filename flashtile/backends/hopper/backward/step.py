@@ -31,7 +31,10 @@ class StepState(NamedTuple):
 
 @gluon.jit
 def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
-    """Return warpgroup W's half of dS K, left in flight: half of the columns, or 64 of 128 rows."""
+    """Return warpgroup W's half of dS K, left in flight.
+
+    With BLOCK_M 64 it is half of the columns, with BLOCK_M 128 it is 64 of the rows.
+    """
     COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
     zero = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
     ds_q = ds if C.STORES_DS else ds.permute((1, 0))
@@ -73,8 +76,8 @@ def step(
     """Compute step ``i``, for the rows of block ``m``, and dQ of the step before.
 
     FIRST: this is the first step of a work tile, so there is no step before. CUT: the mask may hide scores.
-    Returns the new state, whose ``start`` is for step ``i + more``. ``more`` is 0 in the last step of a work
-    tile, else 1.
+    Returns the new state. Its ``start`` is the -lse of step ``i + more``, loaded in advance. ``more`` is 0 in
+    the last step of a work tile, else 1.
     """
     dtype: gl.constexpr = shared.k.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
@@ -89,8 +92,8 @@ def step(
     v = shared.v.index(i >> 30).reshape([C.BLOCK_N, C.BLOCK_DV])
     my_k = k.slice(W * ROWS, ROWS, 0)
     my_v = v.slice(W * ROWS, ROWS, 0)
-    # A zero for each row, whose value the compiler does not know. If all accumulators were copies of one
-    # register, the compiler would copy them after the fence that precedes the product, which costs a wait.
+    # One zero for each row. The compiler must not know that they are 0. If all accumulators were copies of
+    # one register, it would copy them after the fence that precedes the product, which costs a wait.
     zeros = (gl.arange(0, ROWS, layout=gl.SliceLayout(1, s_layout)) + 1).to(gl.float32) * numbers.zero
 
     slot = q.wait(i)

@@ -38,7 +38,8 @@ class SumVariant:
 
 @triton.jit
 def sum_rows(parts, gradient, block, rows, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """Write one block of rows of ``gradient`` [rows, WIDTH], the sum of ``parts`` [rows, PARTS, WIDTH]."""
+    """Write one block of rows of ``gradient`` [rows, WIDTH], the sum of ``parts`` [rows, PARTS, WIDTH] over
+    PARTS."""
     ROWS: tl.constexpr = C.BLOCK // BLOCK_D
     PARTS: tl.constexpr = C.PARTS
     row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -55,7 +56,7 @@ def sum_rows(parts, gradient, block, rows, WIDTH: tl.constexpr, BLOCK_D: tl.cons
 def sum_parts_kernel(dk_parts, dv_parts, dk, dv, rows, blocks_k, C: tl.constexpr):
     """Write dK and dV, the sums of their parts. A row is one key head of one token.
 
-    Grid: one program for each of the ``blocks_k`` blocks of dK, then for each block of dV.
+    Grid: one program for each block of rows. The first ``blocks_k`` programs write dK, the others dV.
     """
     block = tl.program_id(0)
     if block < blocks_k:
@@ -89,7 +90,7 @@ class SumParts:
     def allocate(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return memory for the parts of the gradients of ``k`` and ``v`` (:func:`shape_of_parts`).
 
-        It is zeroed if tokens may be unused or belong to no sequence, because their parts are not written.
+        The memory is zeroed if tokens may be unused or belong to no sequence: no program writes their parts.
         """
         allocate = k.new_zeros if self._some_unwritten else k.new_empty
         dk, dv = (allocate(shape_of_parts(t.shape, self._parts), dtype=torch.float32) for t in (k, v))

@@ -57,10 +57,10 @@ def load_keys(C: gl.constexpr, desc, work, barrier, tile):
 def store_gradient(
     C: gl.constexpr, W: gl.constexpr, desc, work, head, tile, gradient, schedule, START: gl.constexpr = 0
 ):
-    """Store the gradient of warpgroup W's keys of a head by TMA, through one tile.
+    """Store the gradient of warpgroup W's keys of a head by TMA, through one tile of shared memory.
 
-    A store has as many columns as the block of ``desc``. ``gradient`` has the columns from START on. Rows
-    past the last key are not written.
+    Each store writes as many columns as the block of ``desc`` has. ``gradient`` has the columns from START
+    on. Rows past the last key are not written.
     """
     PART: gl.constexpr = desc.block_type.shape[-1]
     parts = column_parts(gradient, PART)
@@ -70,7 +70,7 @@ def store_gradient(
         row = work.tile_in_head * C.BLOCK_N + W * WARPGROUP_ROWS
         if C.VARLEN or C.SEQUSED:
             end = work.start_k + work.seqlen_k
-            if C.SEQUSED and not C.VARLEN:  # sequences of k may be further apart than those of dK and dV
+            if C.SEQUSED and not C.VARLEN:  # dK and dV have no gaps between sequences, unlike k
                 end = work.sequence * schedule.seqlen_k + work.seqlen_k
             coordinate = RAGGED_ROWS - work.seqlen_k + row
             async_store(desc, [RAGGED_ROWS, end, coordinate, head, START + n * PART], tile)

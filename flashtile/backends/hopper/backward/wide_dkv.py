@@ -113,8 +113,10 @@ def from_chunks(x, layout: gl.constexpr):
 
 @gluon.jit
 def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, statistics, schedule):
-    """Load block ``m`` of q or dO of query head ``g`` of the group, and its -lse or -delta, by TMA as use
-    ``i`` of the ring."""
+    """Load block ``m`` of q or dO of query head ``g`` of the group, and its -lse or -delta, by TMA.
+
+    This is the ``i``-th write to the channel ``ring``.
+    """
     row = m * C.BLOCK_M
     slot = ring.acquire(i)
     full = ring.full.index(slot)
@@ -126,7 +128,7 @@ def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, stati
 
 @gluon.jit
 def load_resident(C: gl.constexpr, t, work, desc, ring):
-    """Load the block of k or v of the program's work tile number ``t`` by TMA."""
+    """Load the block of k or v of the program's ``t``-th work tile by TMA."""
     slot = ring.acquire(t)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_keys(C, desc, work, ring.full.index(slot), ring.tiles.index(slot))

@@ -91,7 +91,7 @@ def load_statistics(C: gl.constexpr, work, row, call):
 
 @gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """Return (scores in log2 units, softcap_grad) of the raw products of block ``n``."""
+    """Return (scores in log2 units, derivative of the soft-cap) of the raw products with block ``n``."""
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.ALIBI:
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
@@ -130,7 +130,8 @@ def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, chan
 def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work, block, i, j, call):
     """Compute and store dQ of warpgroup W's 64 rows of block ``block`` of ``work``.
 
-    ``i`` counts the program's blocks of keys, ``j`` its blocks of rows; returns the new ``i``.
+    ``i`` counts the blocks of keys that the program has visited, ``j`` its blocks of rows. Returns the new
+    ``i``.
     """
     q, do, k, v = channels
     schedule, numbers = call.schedule, call.numbers
@@ -187,7 +188,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, call):
 
 @gluon.jit
 def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
-    """Load warpgroup W's rows of q or dO, of the program's block of rows number ``j``, by TMA."""
+    """Load warpgroup W's rows of q or dO by TMA, for the ``j``-th block of rows of the program."""
     slot = ring.acquire(2 * j + W)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
@@ -195,7 +196,7 @@ def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
 
 @gluon.jit
 def load_block(C: gl.constexpr, work, n, i, ring, desc):
-    """Load block ``n`` of k or v by TMA, as use ``i`` of its ring."""
+    """Load block ``n`` of k or v by TMA, as the ``i``-th write to the channel ``ring``."""
     slot = ring.acquire(i)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_keys(C, desc, work, n, ring.full.index(slot), ring.tiles.index(slot))
@@ -233,7 +234,8 @@ def dq_kernel(
 
     Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
     """
-    # The channels of q and dO bring, as tile number 2 j + W, warpgroup W's rows of the program's j-th block.
+    # For each block of rows, the channels of q and dO have two writes, 64 rows for each warpgroup. Write
+    # number 2 j + W has the rows of warpgroup W in the program's j-th block.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)

@@ -42,7 +42,8 @@ class DqVariant(ForwardVariant):
 
 def variants(problem: Problem, config: WideBackwardConfig) -> tuple[BackwardVariant, DqVariant]:
     """Return the variants of (``dkv_kernel``, ``dq_kernel``). The latter has the forward's tile scheduler."""
-    dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)  # these kernels always are
+    # Both kernels sum in registers only, so they are deterministic without an order of additions.
+    dkv = replace(backward.variant_of(problem, config), DETERMINISTIC=False)
     rows = ForwardConfig(2, config.BLOCK_N, paired_below=config.paired_below)
     dq = replace(
         forward.variant_of(problem, rows, has_queue=False), SINK=False, PACK=1, KV_GROUP=problem.group_size

@@ -38,8 +38,11 @@ def zero_hidden_kernel(
     HAS_RIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: one program for each block of rows of each head. It zeroes each block of keys that contains a
-    hidden score; the backward overwrites those that it visits."""
+    """Write zeros to all blocks of ``dbias`` in which a mask hides scores.
+
+    Some of these blocks also have visible scores; the backward overwrites them later. Grid: one program for
+    each block of rows of each head.
+    """
     program = tl.program_id(0)
     first = program % row_blocks * BLOCK
     rows = first + tl.arange(0, BLOCK)

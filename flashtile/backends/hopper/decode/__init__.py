@@ -1,9 +1,9 @@
 """A Gluon kernel for NVIDIA's Hopper GPUs: attention of several query tokens over a cache.
 
 The portable backend serves calls with at most 16 query rows per key head, and appending, combining and
-copying. A ``softmax_max`` changes no result, and this kernel without it is faster than the portable kernel
-with it. So the kernel ignores ``softmax_max``; only a call with an explicit ``backend="hopper"`` is refused
-for it.
+copying. ``softmax_max`` saves time in the portable kernel and changes no result. This kernel ignores it, and
+is still faster than the portable kernel. Only a call with an explicit ``backend="hopper"`` is refused if it
+gives ``softmax_max``.
 """
 
 from __future__ import annotations

@@ -57,8 +57,16 @@ def store_partial(C: gl.constexpr, o, lse, slot, rows, call):
 
 @gluon.jit
 def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
-    """Normalise the accumulator o [64, BLOCK_DV] of a part and store it: to out and lse if the part is the
-    whole work tile, else to its partial result. m, sums: [64], row maxima in log2 units and row sums."""
+    """Normalise and store the result of a part.
+
+    If the part is the whole work tile, the result goes to out and lse, otherwise to the slot of the part in
+    the partial results.
+
+    Args:
+        o: [64, BLOCK_DV], the accumulator of the output.
+        m: [64], row maxima in log2 units.
+        sums: [64], row sums.
+    """
     factor = gl.full([WARPGROUP_ROWS], 1.0, gl.float32, m.type.layout)
     if C.SINK:  # the sink is added once per row: here, or when parts are combined
         sink = gl.load(call.pointers.sink + own.head).to(gl.float32) * LOG2_E
@@ -87,8 +95,8 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
 def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, call, numbers):
     """Compute and store the 64 rows of warpgroup W of a part of a work tile (:func:`store_part`).
 
-    ``i`` counts the n_blocks that the program has consumed, and so the uses of the channels of k and v. ``j``
-    counts its parts of work tiles, and so the uses of the channel of q. Returns the new ``i``.
+    ``i`` counts the n_blocks that have passed through the channels of k and v, ``j`` the parts of work tiles
+    that the program has computed. Returns the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)

@@ -56,9 +56,10 @@ def write_partial_record(partial, record, lengths, splits, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths", "splits", "row_blocks"))
 def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr):
-    """Combine the parts of the work tiles in the partial records, and write out and lse.
+    """Combine the parts of work tiles that several stream-K programs computed, and write out and lse.
 
-    Grid: (row_blocks * partial records,). A row block is ROWS rows of a work tile.
+    Each :class:`PartialRecord` in memory describes such a work tile. Grid: (row_blocks * partial records,). A
+    row block is ROWS rows of a work tile.
     """
     first_row = tl.program_id(0) % row_blocks * C.ROWS
     index = tl.program_id(0) // row_blocks
@@ -82,17 +83,17 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
         num_rows = tl.where(count > 1, num_rows, 0)
     if first_row < num_rows:  # noqa: SIM102 - without rows, ``count`` is uninitialised
         if count > 1:
-            # The first part is in its program's second slot, the others are in their programs' first.
+            # Each program has two slots: the second has the first part of a work tile, the first any other.
             parts = Parts(b, m, head_kv, start_q, num_rows, count, 2 * first_program, 2, 1)
             combine_rows(parts, first_row, pointers, lengths, splits, C)
 
 
 @kernel(do_not_specialize=("lengths", "splits", "row_blocks"))
 def combine_divided_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Combine the parts of the work tiles that the table divides, and write out and lse.
+    """Combine the parts of the work tiles that the queue's table divides, and write out and lse.
 
-    Grid: any number of programs; all end at once if the table divides nothing. A row block is ROWS rows of a
-    work tile.
+    Grid: any number of programs, which loop over the row blocks. A row block is ROWS rows of a divided work
+    tile. If the table divides no work tile, the programs end immediately.
     """
     num_heads_kv = lengths.num_heads_kv
     table = behind_partials(pointers.partial, splits, C)

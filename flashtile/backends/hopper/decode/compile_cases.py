@@ -95,7 +95,8 @@ _COMBINED = {
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Yield a case with all features for each row of the tables.
 
-    Rows of equal head sizes are also compiled without features, and head_dim 128 in each of ``_VARIANTS``.
+    Rows of equal head sizes also have a case without features. Rows with head_dim 128 also have cases of
+    ``_VARIANTS``. The kernels that fill the table and combine parts follow.
     """
     if arch != HOPPER:
         return

@@ -19,8 +19,9 @@ COPY_ROWS = 16
 """Minimum keys of a TMA load. A swizzled tile would allow 8, but a load of 8 takes as long as one of 16."""
 
 MIN_FILLED = 0.85
-"""Programs take whole work tiles if these fill at least this share of all rounds, counted as if work tiles
-had equal lengths. Otherwise programs take equal runs of n_blocks, which may begin within work tiles."""
+"""Programs take whole work tiles if these would keep at least this share of the programs busy in all rounds.
+The estimate assumes work tiles of equal lengths. Otherwise programs take equal runs of n_blocks, which may
+begin within work tiles."""
 MAX_SHARED = 4
 """With this many work tiles per program or more, programs take whole work tiles in any case."""
 DIVIDED_M_BLOCKS = 8
@@ -105,9 +106,9 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     """Programmatic dependent launch: programs start while another kernel fills the queue's table, and wait
     for its end."""
     PACK: int
-    """Query heads of a key head that share a tile; their rows alternate."""
+    """Number of query heads of a key head that share a tile; their rows alternate."""
     KV_GROUP: int
-    """Query heads per key head, divided by PACK: the schedule counts PACK query heads as a head."""
+    """Query heads per key head, divided by PACK, because the schedule counts PACK query heads as one head."""
     HEAD_DIM: int
     HEAD_DIM_V: int
     BLOCK_D: int
@@ -145,7 +146,7 @@ def row(
     PIN_WAIT: bool = False,
     spill_budgets: tuple[int, int] = (0, 0),
 ) -> HopperDecodeConfig:
-    """One configuration; ``spill_budgets`` as in ``KernelConfig``."""
+    """Return one configuration. ``spill_budgets`` are those of ``KernelConfig``."""
     tile = KernelConfig(warpgroups * WARPGROUP_ROWS, BLOCK_N, 4, STAGES, *spill_budgets)
     precision = precision_of("hopper", 2)
     return HopperDecodeConfig(tile, programs_per_sm, precision, STAGES, Q_STAGES, LAZY_RESCALE, PIN_WAIT)
@@ -211,8 +212,10 @@ def choose(problem: DecodeProblem) -> HopperDecodeConfig:
 
 
 def heads_together(group_size: int) -> int:
-    """Query heads of a key head that share a tile: the largest power of two that divides ``group_size``, at
-    most 64."""
+    """Return the number of query heads of a key head that share a tile.
+
+    It is the largest power of two that divides ``group_size``, but at most 64.
+    """
     return min(group_size & -group_size, WARPGROUP_ROWS)
 
 

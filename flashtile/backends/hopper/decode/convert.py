@@ -69,10 +69,10 @@ class KeyScales(NamedTuple):
 
 @gluon.jit
 def replace_tile(C: gl.constexpr, V: gl.constexpr, raw, i, tile, arrived, in_use):
-    """Convert the tile of use ``i`` (:mod:`channels`) of ``raw`` to 16 bits, and write it over ``tile``.
+    """Wait for the ``i``-th tile in the channel ``raw``, and write it in 16 bits over ``tile``.
 
-    Also release the slot of ``raw``. With KEY_SCALES, v is multiplied by the scales of its keys, and those of
-    k are copied from ``arrived`` to ``in_use``.
+    The slot of ``raw`` is then released. With KEY_SCALES, values are multiplied by the scales of their keys.
+    A tile of k is not scaled: its scales are copied from ``arrived`` to ``in_use``, for the scores.
     """
     N: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
@@ -130,13 +130,13 @@ class ConvertedChannel:
 
     @gluon.jit
     def wait(self, i):
-        """Wait for use ``i`` and convert it; returns its index in ``tiles``, 0."""
+        """Wait for the ``i``-th tile and convert it. Returns its index in ``tiles``, which is always 0."""
         replace_tile(self.C, self.V, self.raw, i, self.tiles.index(0), self.arrived, self.in_use)
         return 0
 
     @gluon.jit
     def release(self, i):
-        """Do nothing: :meth:`wait` has released the slot of use ``i``."""
+        """Do nothing: :meth:`wait` has already released the slot of the ``i``-th tile."""
 
 
 @gluon.jit
@@ -151,7 +151,10 @@ def make_scales(C: gl.constexpr):
 
 @gluon.jit
 def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constexpr):
-    """Return the channel of k or v that the consumer reads: ``raw``, converted to ``dtype`` if E4M3."""
+    """Return the channel from which the consumer reads k or v.
+
+    It is ``raw``, or with E4M3 a channel that converts the tiles of ``raw`` to ``dtype``.
+    """
     if C.E4M3:
         WIDTH: gl.constexpr = C.BLOCK_DV if V else C.BLOCK_D
         layout: gl.constexpr = operand_layout(C.BLOCK_N, WIDTH, dtype)
@@ -166,8 +169,11 @@ def make_reader(C: gl.constexpr, V: gl.constexpr, raw, scales, dtype: gl.constex
 
 @gluon.jit
 def load_scales(C: gl.constexpr, descale, stride, entry, n, keys, head, cache):
-    """Load fp32 [BLOCK_N], the scales of the keys of n_block ``n``: those of their pages, or of their row of
-    a dense cache. Keys that no row sees get 0. ``entry`` is that of ``loads.first_entry``."""
+    """Load the scales of the keys of n_block ``n``, as fp32 [BLOCK_N].
+
+    Each page of the cache has a scale; in a dense cache, each row (sequence) has one. Keys that no query row
+    sees get 0. ``entry`` comes from ``loads.first_entry``.
+    """
     line: gl.constexpr = gl.BlockedLayout([1], [32], [C.LOADER_WARPS], [0])
     position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=line)
     seen = is_seen(C, position, keys)
@@ -199,8 +205,9 @@ def scales_of_head(C: gl.constexpr, work, call):
 def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.constexpr):
     """Return (q, numbers) for products with the tiles of ``k``.
 
-    q [64, BLOCK_D] is converted in place in shared memory if its dtype differs from that of ``k``'s tiles.
-    The numbers have one value per row, which includes the row's power of two and ``k_scale``.
+    If q [64, BLOCK_D] has another dtype than these tiles, it is converted in place in shared memory. Each of
+    its rows is then divided by a power of two, to fit the range of float16. ``numbers``, the factors of the
+    scores, get one value per row: it includes ``k_scale`` and the row's power of two.
     """
     ROWS: gl.constexpr = q.shape[0]
     dtype: gl.constexpr = k.tiles.dtype

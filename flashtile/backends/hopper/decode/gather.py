@@ -41,8 +41,10 @@ def is_seen(C: gl.constexpr, position, keys):
 
 @gluon.jit
 def load_key_pages(C: gl.constexpr, entry, n, keys):
-    """Load int32 [BLOCK_N]: the page, or the row of a dense cache, of each key of n_block ``n``. Entries of
-    the block table whose keys no row sees are not read."""
+    """Load the page of each key of n_block ``n``, or its row of a dense cache, as int32 [BLOCK_N].
+
+    Entries of the block table whose keys no row sees are not read.
+    """
     position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=LINE)
     if C.PAGE_SIZE == 0:
         return position * 0 + entry
@@ -52,7 +54,7 @@ def load_key_pages(C: gl.constexpr, entry, n, keys):
 
 @gluon.jit
 def faults_of_keys(pages, cache):
-    """int32 [BLOCK_N], 0 where the page is in the cache."""
+    """Return int32 [BLOCK_N], 0 for each key whose page is in the cache."""
     return pages ^ in_cache(pages, cache.num_blocks)
 
 

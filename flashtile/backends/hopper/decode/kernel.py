@@ -145,11 +145,10 @@ class Start(NamedTuple):
 
 @gluon.jit
 def uniform(x):
-    """Return the integer ``x``, equal in all threads of a warp, in a form that the compiler knows to be
-    uniform.
+    """Return the integer ``x`` in a form that the compiler knows to be uniform.
 
-    Otherwise the compiler treats branches on ``x`` as divergent, and copies the operands of each product and
-    load to uniform registers.
+    ``x`` must be equal in all threads of a warp. Without this function, the compiler treats branches on ``x``
+    as divergent, and copies the operands of each product and load to uniform registers.
     """
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
@@ -167,7 +166,7 @@ def uniform_start(start):
 
 @gluon.jit
 def load_queries(C: gl.constexpr, work, j, queries, call):
-    """Issue the TMA loads of the query rows of a work tile, as use ``j`` of the channel of queries."""
+    """Issue the TMA loads of the query rows of a work tile, as the ``j``-th write to the channel of q."""
     q, q_desc = queries.q, queries.desc
     WARPGROUPS: gl.constexpr = C.WARPGROUPS
     b, m = sequence_of(work.m_block, call.lengths, C)
@@ -185,7 +184,8 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
     """Load k, or v if V, for each n_block of a part of a work tile. Returns the new ``i``.
 
     Several loaders share an n_block; this is loader number PART. The first loader of k also loads queries and
-    looks for invalid pages. ``i`` and ``j`` are those of :func:`attend_part`.
+    looks for invalid pages. ``i`` counts the n_blocks that the program has loaded, ``j`` its parts of work
+    tiles.
     """
     FIRST: gl.constexpr = not V and PART == 0
     work, n_begin, n_end, _, _ = part
@@ -204,7 +204,7 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
         else:
             outside = faults_of(C, entry, n_end - 1, work.keys, cache)
     before_queries = n_end - 1
-    if C.Q_STAGES == 1:  # the slot of q is released late, so load as many keys as there are slots before q
+    if C.Q_STAGES == 1:  # the only slot of q is released late, so first fill all slots of keys
         before_queries = max(n_end - gl.where(j > 0, C.STAGES, 1), n_begin)
     for n in range(n_end - 1, n_begin - 1, -1):
         # Load page numbers before waiting for a free slot, so the loads overlap the wait.
@@ -289,9 +289,10 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
 
 @gluon.jit
 def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries, keys, start, call):
-    """Loader partition PART of k (or of v, if V), of one warp, or two if GATHER: loads its part of all tiles.
+    """Loader number PART of k, or of v if V: load its part of every n_block.
 
-    The first loader of k also loads q, and takes work tiles from the queue for all partitions.
+    A loader is a partition of one warp, or of two warps if GATHER. The first loader of k also loads q, and
+    takes work tiles from the queue for all partitions.
     """
     i = 0
     j = 0
@@ -334,7 +335,10 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
 
 @gluon.jit
 def find_start(C: gl.constexpr, pointers, lengths):
-    """Return the :class:`Start` of a stream-K program; all 0 if not STREAM_K."""
+    """Return where the run of n_blocks of a stream-K program begins and ends, as :class:`Start`.
+
+    All fields are 0 if not STREAM_K.
+    """
     if C.STREAM_K:
         index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
         program, programs = gl.program_id(0), gl.num_programs(0)

@@ -77,7 +77,10 @@ def pack_of(problem: DecodeProblem) -> int:
 
 
 def packed(problem: DecodeProblem) -> DecodeProblem:
-    """Return the problem with one key head for every ``pack_of`` query heads, as the schedule sees it."""
+    """Return the problem for which work is scheduled.
+
+    It has one key head for each group of query heads that share a tile (:func:`pack_of`).
+    """
     return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem))
 
 
@@ -89,7 +92,7 @@ def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """Return the number of keys per TMA load, which are contiguous in memory: a power of two.
 
-    A kernel that gathers keys one by one, without TMA, gets BLOCK_N.
+    For a kernel that copies keys one by one, without TMA, the result is BLOCK_N.
     """
     if gathers(problem):
         return config.tile.BLOCK_N
@@ -99,9 +102,9 @@ def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
 def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
     """Return the number of programs of a stream-K grid.
 
-    It is the number of programs that run at a time, rounded down to a multiple of the number of work tiles if
-    at least MIN_FILLED of the programs remain. Programs that read the same keys for different m_blocks then
-    read them at the same time.
+    It is the number of programs that run at a time. This number is rounded down to a multiple of the number
+    of work tiles, unless fewer than MIN_FILLED of the programs would remain. Then programs that read the same
+    keys for different m_blocks read them at the same time.
     """
     problem = packed(problem)
     programs = multiprocessors(problem.device) * config.programs_per_sm
@@ -111,8 +114,10 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
 
 
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """Whether the queue's table divides long work tiles. It does unless the call chooses splits, the grid
-    is stream-K, or sequences have many m_blocks."""
+    """Whether the queue's table divides long work tiles.
+
+    It divides them unless the call chooses splits, the grid is stream-K, or sequences have many m_blocks.
+    """
     chosen = problem.num_splits != 0 or problem.split_size != 0
     few = m_blocks_of(packed(problem), config) < DIVIDED_M_BLOCKS
     return few and not chosen and not is_stream_k(problem, config)
@@ -172,7 +177,7 @@ def hopper_decode_variant(problem: DecodeProblem, config: HopperDecodeConfig) ->
 def recorded_variant(
     problem: DecodeProblem, config: HopperDecodeConfig, variant: HopperDecodeVariant
 ) -> tuple[CombineVariant, int]:
-    """(variant, warps) of the kernel that combines partial results of stream-K programs."""
+    """Return (variant, warps) of the kernel that combines partial results of stream-K programs."""
     programs = balanced_programs(problem, config)
     problem = packed(problem)
     work_tiles = problem.batch * m_blocks_of(problem, config) * problem.num_heads_kv
@@ -187,7 +192,7 @@ def recorded_variant(
 
 
 def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
-    """(variant, warps) of the kernel that combines the work tiles that the table divides."""
+    """Return (variant, warps) of the kernel that combines work tiles which the queue's table divides."""
     num_warps = 4
     rows = COMBINE_TILES[num_warps] // padded(problem.head_dim_v) // DIVIDED_SPLITS
     tile = CombineTile(rows, DIVIDED_SPLITS, num_warps)
@@ -197,7 +202,7 @@ def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple
 def views(
     problem: DecodeProblem, variant: HopperDecodeVariant, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[View, View, View]:
-    """TMA views of q, k and v."""
+    """Return the TMA views of q, k and v."""
     shape = (1, *q.shape) if problem.varlen else q.shape
     strides = (0, *q.stride()) if problem.varlen else q.stride()
     rows = variant.COPY_ROWS
@@ -275,7 +280,7 @@ class HopperDecodeLaunch(DecodeLaunch):
         variant: HopperDecodeVariant,
         lengths: DecodeLengths,
     ) -> tuple[int, Splits]:
-        """(number of programs, :class:`Splits`) of the packed problem."""
+        """Return (number of programs, :class:`Splits`) of the packed problem."""
         num_splits, split_n_blocks = num_splits_of(problem, config)
         programs = multiprocessors(self._device) * config.programs_per_sm
         if variant.STREAM_K:
@@ -293,7 +298,10 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_recorded(
         self, variant: HopperDecodeVariant, lengths: DecodeLengths, splits: Splits, records: int
     ) -> CachedLaunch:
-        """Return the launch that combines stream-K programs' results, from ``records`` partial records."""
+        """Return the launch that combines the partial results of stream-K programs.
+
+        The attention kernel writes ``records`` partial records, which name the work tiles to combine.
+        """
         assert isinstance(self._config, HopperDecodeConfig)
         combining, num_warps = recorded_variant(self._problem, self._config, variant)
         row_blocks = triton.cdiv(splits.partial_rows, combining.ROWS)
@@ -308,7 +316,10 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_splits(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """Return the launch of the portable combining kernel: each work tile has its own number of splits."""
+        """Return the launch of the portable combining kernel.
+
+        Each work tile has its own number of splits.
+        """
         combined = combine_tile(problem, config, None)
         row_blocks = triton.cdiv(splits.partial_rows, combined.rows)
         work_tiles = lengths.m_blocks * problem.num_heads_kv
@@ -324,7 +335,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """Return the launch that combines the work tiles that the table divides; there may be none."""
+        """Return the launch that combines the work tiles which the queue's table divides."""
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
         programs = COMBINING_PROGRAMS * multiprocessors(self._device)
@@ -333,7 +344,7 @@ class HopperDecodeLaunch(DecodeLaunch):
 
 
 def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num_warps: int) -> CachedLaunch:
-    """Return the launch of a combining kernel, with the portable one's signature."""
+    """Return the launch of a combining kernel. All of them take the pointers of the portable one."""
     return CachedLaunch(
         kernel,
         programs,

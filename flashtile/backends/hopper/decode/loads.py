@@ -50,7 +50,10 @@ def first_entry(C: gl.constexpr, b, call):
 
 @gluon.jit
 def num_held(C: gl.constexpr, position, keys):
-    """Number of keys to load in the copy that begins at ``position``; 0 if no query row sees any of them."""
+    """Return the number of keys to load in the copy that begins at ``position``.
+
+    It is 0 if no query row sees a key of the copy.
+    """
     held = gl.minimum(gl.maximum(keys.end - position, 0), C.COPY_ROWS)
     if C.HAS_LEFT:
         held = gl.where(position + C.COPY_ROWS > keys.first, held, 0)
@@ -59,8 +62,11 @@ def num_held(C: gl.constexpr, position, keys):
 
 @gluon.jit
 def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
-    """Load a tuple of page numbers, one for each copy that loader PART makes of n_block ``n``; for a dense
-    cache (entry,). Entries of the block table whose keys no row sees are not read."""
+    """Load the pages from which loader number PART copies its keys of n_block ``n``.
+
+    Returns a tuple of page numbers, one for each copy (a TMA load of COPY_ROWS keys). For a dense cache it is
+    ``(entry,)``, the row of the cache. Entries of the block table whose keys no row sees are not read.
+    """
     if C.PAGE_SIZE == 0:
         return (entry,)
     else:
@@ -88,8 +94,10 @@ def faults_of(C: gl.constexpr, entry, n, keys, cache):
 def load_n_block(
     C: gl.constexpr, PART: gl.constexpr, desc, pages, page_rows, n, keys, head, cache, barrier, tile
 ):  # fmt: skip
-    """Issue the TMA loads of loader PART: its part of n_block ``n`` of k or v, into ``tile``. Keys after the
-    last one that a row sees arrive as zeros."""
+    """Issue the TMA loads of loader number PART, for its part of n_block ``n`` of k or v, into ``tile``.
+
+    Keys after the last one that a row sees arrive as zeros.
+    """
     COPIES: gl.constexpr = C.COPIES
     mbarrier.expect(barrier, desc.block_type.nbytes * COPIES)
     for c in gl.static_range(COPIES):

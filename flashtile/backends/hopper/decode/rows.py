@@ -26,7 +26,7 @@ class OwnRows(NamedTuple):
 
 @gluon.jit
 def own_rows(C: gl.constexpr, W: gl.constexpr, work, lengths, layout: gl.constexpr):
-    """Return the :class:`OwnRows` of warpgroup W of a work tile."""
+    """Return the token, head and validity of each row of warpgroup W of a work tile, as :class:`OwnRows`."""
     index = W * WARPGROUP_ROWS + gl.arange(0, WARPGROUP_ROWS, layout=layout)
     _, m = sequence_of(work.m_block, lengths, C)
     row = m * C.BLOCK_M + index
@@ -52,7 +52,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
     if C.HAS_LEFTPAD:
         padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
         full_begin = min(max(full_begin, padded), full_end)
-    if lengths.attention_chunk is not None:  # own_blocks knows windows only, within which a chunk may begin
+    if lengths.attention_chunk is not None:  # own_blocks ignores chunks, which may begin in a window
         offset = sequence.len_k - sequence.len_q
         left, _ = window_at(last + offset, sequence.leftpad, lengths)
         _, right = window_at(first + offset, sequence.leftpad, lengths)

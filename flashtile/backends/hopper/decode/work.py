@@ -65,13 +65,15 @@ def wait_for_table():
 
 @triton.jit
 def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, pointers, lengths):
-    """Find the work at ``position`` of a stream-K program's run.
+    """Find the next work of a stream-K program, which begins at n_block ``position`` of the batch.
 
     Returns (work tile, n_begin, n_end, slot, splits, position, m_block, m_block_start). The program computes
-    n_blocks [n_begin, n_end) of the work tile; the last three values locate its next work.
-    ``splits`` is the number of parts of the work tile if this is its first part, otherwise 0. The first part
-    of a divided work tile is the last work of its program, and any other part is the first work of its
-    program.
+    n_blocks [n_begin, n_end) of the work tile. ``slot`` is for the partial result, if the work tile is
+    divided. ``splits`` is the number of parts of the work tile if this is its first part, otherwise 0. The
+    last three values locate the work after this one.
+
+    The first part of a divided work tile is the last work of its program. Any other part is the first work of
+    its program.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
@@ -102,8 +104,8 @@ def load_row(row):
 def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.constexpr):
     """Return (work tile, n_begin, n_end, slot, whole) of entry ``tile_index`` of the queue.
 
-    The entry stands for n_blocks [n_begin, n_end); ``whole`` says whether the work tile has no others.
-    Entries are ordered by row of the table, then by split, then by head.
+    The entry stands for n_blocks [n_begin, n_end). ``whole`` says whether these are all n_blocks of the work
+    tile. Entries are ordered by row of the table, then by split, then by head.
     """
     head_kv = tile_index % lengths.num_heads_kv
     split = tile_index // lengths.num_heads_kv % splits.num_splits
@@ -131,7 +133,10 @@ def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.c
 
 @triton.jit
 def count_m_blocks(sequence, lengths, C: tl.constexpr):
-    """Return (m_blocks of each sequence, n_blocks of its last m_block, which sees the most keys)."""
+    """Return (number of m_blocks of each sequence, number of n_blocks of the sequence's last m_block).
+
+    The last m_block sees the most keys.
+    """
     count = (sequence.len_q * lengths.group_size + C.BLOCK_M - 1) // C.BLOCK_M
     _, _, n_blocks = reach_of(tl.maximum(count - 1, 0), sequence, lengths, C)
     return count, n_blocks
@@ -141,9 +146,10 @@ def count_m_blocks(sequence, lengths, C: tl.constexpr):
 def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK: tl.constexpr):
     """Choose the maximum number of n_blocks in a part. Longer work tiles are divided into parts.
 
-    Return the largest of LIMITS candidates with the smallest estimated time on ``programs`` programs. The
-    candidates are the n_blocks of the longest work tile, divided by 1, 1.5, 2, 3, 4, 6 and so on. Those with
-    more than ``slots`` parts of divided work tiles are excluded.
+    Of LIMITS candidates, return the one with the smallest estimated time on ``programs`` programs, or the
+    largest of several with equal times. The candidates are the n_blocks of the longest work tile, divided by
+    1, 1.5, 2, 3, 4, 6 and so on. A candidate is excluded if the work tiles that it divides would have more
+    than ``slots`` parts in total.
 
     The estimated time is the larger of two bounds, plus COMBINE_COST if any work tile is divided. One is the
     mean load per program. The other is the time of the long parts (over half the limit), if each program
@@ -189,8 +195,8 @@ def table_kernel(
     m_blocks. Each further row holds an m_block, its :class:`schedule.Sequence`, the index of a part, and the
     number of parts. Sequences with more n_blocks come first, so divided m_blocks come first. The m_blocks of
     a sequence are in reverse order, because the last may see the most keys; the parts of an m_block are
-    consecutive. In row 1 + i, for i < D, the last number is the row of the first part of the i-th divided
-    m_block.
+    consecutive. The last integers of rows 1 to D form a list of their own: integer i is the number of the row
+    with the first part of the i-th divided m_block.
     """
     if C.PDL:
         start_dependents()

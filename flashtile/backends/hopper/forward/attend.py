@@ -73,7 +73,7 @@ class SoftmaxState(NamedTuple):
 
 @gluon.constexpr_function
 def output_layout(C):
-    """Return the layout of O, or of its first accumulator if v comes in parts."""
+    """Return the register layout of O. If DV_PARTS > 1, it is the layout of the first accumulator of O."""
     return accumulator_layout(C.BLOCK_DV if C.DV_PARTS == 1 else C.O_WIDE)
 
 
@@ -81,10 +81,9 @@ def output_layout(C):
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from, n_to, n_masked=0):
     """Attend to blocks n_from - 1 down to n_to, without a mask.
 
-    An exception is a block mask (LISTED), which is applied to blocks n >= n_masked.
-    Q K^T of each block overlaps P V of the block before. ``p`` is P of block n_from. ``i`` counts the tiles
-    that have gone through the channels of k and v: block n_from - 1 is tile ``i``. Returns the new state, P
-    of block n_to, and the new ``i``.
+    Only a block mask (LISTED) is applied, to blocks n >= n_masked. Q K^T of each block overlaps P V of the
+    block before. ``p`` is P of block n_from. Block n_from - 1 is the ``i``-th in the channels of k and v.
+    Returns the new state, P of block n_to, and the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
@@ -127,8 +126,8 @@ def block_scores(
 ):  # fmt: skip
     """Return (scores of the first ``WIDTH`` keys of block ``n``, random bits for dropout).
 
-    Scores are Q K^T with all modifiers, and with the mask if MASKED. The block is tile ``i`` of the channel
-    of k, counted from 0. ``rows`` are the query tile's rows in the layout of these scores.
+    Scores are Q K^T with all modifiers, and with the mask if MASKED. Block ``n`` is the ``i``-th in the
+    channel of k, counted from 0. ``rows`` are the query tile's rows in the layout of these scores.
     """
     s_layout: gl.constexpr = accumulator_layout(WIDTH)
     tile.ping_pong.wait(W, i)
@@ -151,7 +150,7 @@ def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, s
     """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, which an edge of the mask cuts.
 
     Returns the new state and the new ``i``. Q K^T and P V do not overlap here, because such blocks are few.
-    Also, if this loop passed a P on to the next loop, both loops would have to repack P in every step.
+    For an overlap, this loop would have to pass P to the next one, and both would repack P in every step.
     """
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH))
@@ -232,7 +231,8 @@ def skip_blocks(count, i, k, v, ping_pong, W: gl.constexpr, bias=0, HAS_BIAS: gl
 def first_state(C: gl.constexpr, head, pointers):
     """Return the :class:`SoftmaxState` before the first block.
 
-    With a sink, its score is the first maximum, and its weight of 1 is divided among the four sums of a row.
+    With a sink, the sink's score is the first maximum of a row, so its unnormalised probability is 1. A
+    quarter of it is added to each of the row's four partial sums (one for each thread that shares the row).
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     m = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
@@ -249,8 +249,8 @@ def first_state(C: gl.constexpr, head, pointers):
 def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, work, block, i, j, call):
     """Compute and store out and lse of warpgroup W's 64 rows of block ``block`` of ``work``.
 
-    ``i`` counts the program's blocks of keys, and so the uses of the channels of k and v. ``j`` counts its
-    blocks of queries, and so the uses of the channel of q. Returns the new ``i``.
+    ``i`` counts the blocks of keys that have passed through the channels of k and v, ``j`` the blocks of
+    queries that have passed through the channel of q. Returns the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)

@@ -43,8 +43,11 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield cases of each row of the table: plain or causal, and with every feature at once. Then yield cases
-    of single features."""
+    """Yield the compile cases of the forward.
+
+    Each row of the table has a plain or a causal case. Rows for windows also have a case with every feature
+    at once. Cases of single features follow.
+    """
     if arch != HOPPER:
         return
     for block_d, block_dv, windowed, _, config in every_row():

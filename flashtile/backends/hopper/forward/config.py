@@ -194,9 +194,9 @@ PARTIAL_Q = replace(PARTIAL, Q_IN_REGISTERS=128, spill_budget=0)
 PARTIAL_Q_WINDOWED = replace(PARTIAL_Q, PIN_WAIT=True, spill_budget=160)
 ANY_LENGTH = 2**31
 
-# (columns of q and k, of v, windowed) -> (keys, config): the first config is used whose number of keys is
-# larger than what a row sees. Causal counts as windowed. Measured on H100 and H200 for S = 77 to 32760
-# (docs/measured). None: tiles with more columns are faster.
+# (columns of q and k, columns of v, windowed) -> entries (keys, config). The first entry with more keys than
+# a row sees is used. A causal mask is a window. Measured on H100 and H200 for S = 77 to 32760
+# (docs/measured). A config is None where tiles with more columns are faster.
 _TABLE: dict[tuple[int, int, bool], tuple[tuple[int, ForwardConfig | None], ...]] = {
     (32, 32, False): ((ANY_LENGTH, None),),
     (32, 32, True): ((4096, _M128_N64_SHARED), (ANY_LENGTH, None)),
@@ -259,8 +259,8 @@ PARTS_OF = {96: 3, 160: 5, 192: 3}
 """Number of tiles into which columns are divided if their number is not a power of two."""
 _FEWER_COLUMNS = (32, *PARTS_OF)
 BETTER_FILLED = 1.15
-"""Blocks of 64 keys replace blocks of 128 keys if they are fuller by this factor: the keys of a sequence
-divided by the columns of its blocks."""
+"""Blocks of 64 keys replace blocks of 128 keys if the filled fraction of their columns (:func:`_fills`) is
+larger by this factor."""
 
 
 # (columns of q and k, of v) -> (keys, config), for masks with both edges. Searched before _TABLE.
@@ -273,8 +273,9 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 def tile_columns(problem: Problem) -> tuple[int, int]:
     """Return the numbers of columns in shared memory: (of q and k, of v).
 
-    They are the pair with the smallest sum that the table has for this number of keys. The columns of v are a
-    power of two if the configuration comes from another table, or if this release of Triton requires it.
+    For this number of keys, the table has entries for some of the pairs that suit the head sizes. The result
+    is the pair with the smallest sum. The columns of v are a power of two if the configuration comes from
+    another table, or if this release of Triton requires it.
     """
     windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
@@ -286,8 +287,11 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
 
 
 def _columns_for(size: int) -> list[int]:
-    """Return the numbers of columns in shared memory that suit a head size. 160 columns are five TMA boxes of
-    32, for which rows in global memory must be a multiple of 32 bytes."""
+    """Return the numbers of columns in shared memory that suit a head size.
+
+    160 columns suit only multiples of 16. They are loaded as five TMA boxes of 32 columns. Such boxes need
+    rows in global memory that are multiples of 32 bytes.
+    """
     found = [n for n in (*_FEWER_COLUMNS, padded(size)) if size <= n <= padded(size)]
     return [n for n in found if n != 160 or size % 16 == 0]
 
@@ -303,7 +307,10 @@ def _row(block_d: int, block_dv: int, windowed: bool, keys: int) -> ForwardConfi
 
 
 def accumulators(block_dv: int, head_dim_v: int) -> tuple[int, int]:
-    """Return the columns of O's two accumulators if DV_PARTS > 1: powers of two, the second at least 16."""
+    """Return the numbers of columns of O's two accumulators, for DV_PARTS > 1.
+
+    Both are powers of two, and the second is at least 16.
+    """
     wide = 1 << (block_dv.bit_length() - 1)
     return wide, max(16, 1 << (head_dim_v - wide - 1).bit_length())
 
@@ -314,7 +321,7 @@ def choose(problem: Problem) -> ForwardConfig:
     if modifiers:
         small, others = _MODIFIED[modifiers]
         own = small if max(problem.head_dim, problem.head_dim_v) <= 64 else others
-        # Under a mask a warpgroup waits more, and can compute delayed random bits during the waits.
+        # Under a mask a warpgroup waits more. With LATE_BITS it computes random bits during these waits.
         return replace(own, LATE_BITS=problem.dropout_p > 0 and _is_windowed(problem))
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     windowed, seen = _is_windowed(problem), problem.seqlen_k
@@ -339,12 +346,12 @@ def choose(problem: Problem) -> ForwardConfig:
 
 
 def _fills(keys: int, block_n: int) -> float:
-    """Return the filled share of the blocks that ``keys`` take."""
+    """Return the fraction of columns that are filled if ``keys`` keys are divided into blocks."""
     return keys / (math.ceil(keys / block_n) * block_n) if keys else 1.0
 
 
 def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
-    """Whether each block of query rows of a dense call has a multiprocessor to itself."""
+    """Whether a dense call has at most one block of query rows for each multiprocessor."""
     blocks = problem.batch * problem.num_heads_q // pack * math.ceil(problem.seqlen_q * pack / block_m)
     return not problem.varlen and blocks <= multiprocessors(problem.device)
 

@@ -73,10 +73,11 @@ programs end together, and the keys of the interleaved heads stay in the L2 cach
 
 
 def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
-    """Return how many query heads share a tile: a whole group if that saves a quarter of the tiles, else 1.
+    """Return the number of query heads that share a tile: all heads of a key head, or 1.
 
-    If ``windows``, under a mask with two edges, it must instead save a quarter of the keys that warpgroups
-    visit. Rows of a packed tile have fewer distinct positions, so together they see fewer keys.
+    The heads share tiles if this saves a quarter of the tiles. Under a mask with two edges, and if
+    ``windows``, the condition is that it saves a quarter of the keys that warpgroups visit. Rows of a shared
+    tile have fewer distinct positions, so together they see fewer keys.
     """
     group = problem.group_size
     unpacked = problem.varlen or bool(modifiers_of(problem))
@@ -108,9 +109,9 @@ def variant_of(
 ) -> ForwardVariant:
     """Return the variant that the forward kernel is compiled for.
 
-    ``has_queue`` is False for kernels that share its steps but have no work queue (FP8, dQ for head sizes
-    over 128). For packed sequences these kernels visit blocks of rows in pairs. They pad tiles to 64, 128 or
-    256 columns, and scale modified scores to log2 units before the softmax.
+    ``has_queue`` is False for other kernels that take this variant but have no work queue: FP8, and dQ for
+    head sizes over 128. For packed sequences these kernels visit blocks of rows in pairs. They pad tiles to
+    64, 128 or 256 columns, and scale modified scores to log2 units before the softmax.
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     block_d, block_dv = padded(problem.head_dim), padded(problem.head_dim_v)
@@ -187,17 +188,19 @@ def has_natural_scores(problem: Problem) -> bool:
 
 
 def launch_registers(variant: ForwardVariant) -> int:
-    """Return the registers of each thread at launch."""
+    """Return the number of registers per thread with which the kernel is launched."""
     return LAUNCH_REGISTERS[variant.WARPGROUPS] if variant.PROGRAMS == 1 else SHARING_REGISTERS[1]
 
 
 def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
     """Return the number of heads whose work tiles are interleaved, a divisor of all heads of the batch.
 
-    Programs that run at the same time should read the same keys. Without a right edge, they do if they
-    compute the blocks of one key head. With pairs, they do if they compute the same pair of a few heads. With
-    a right edge but no pairs, costs fall from the last block to the first. Programs then end together only if
-    the work tiles of many heads are interleaved.
+    Programs that run at the same time should read the same keys. The number depends on the mask:
+
+    * Without a right edge, the query heads of one key head are interleaved.
+    * With pairs or a work queue, a few heads are interleaved. Programs compute the same work tile of each.
+    * Otherwise, many heads are interleaved. Their work tiles are sorted by falling cost, so that programs end
+      at about the same time.
     """
     heads = problem.batch * problem.num_heads_q // variant.PACK
     if variant.PAIRED or variant.QUEUED:

@@ -15,7 +15,10 @@ from flashtile.backends.hopper.inline_asm import rescale
 
 @gluon.jit
 def qk_product(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k_tile, s_layout: gl.constexpr):
-    """Return S = Q K^T for a tile's first WIDTH keys, left in flight. q: [64, BLOCK_D] in shared memory."""
+    """Return S = Q K^T for the first WIDTH keys of a tile, left in flight.
+
+    q: [64, BLOCK_D] in shared memory. q_head: the first Q_IN_REGISTERS columns of q, in registers.
+    """
     ROWS: gl.constexpr = q.shape[0]
     HEAD: gl.constexpr = C.Q_IN_REGISTERS
     s = gl.zeros([ROWS, WIDTH], gl.float32, s_layout)
@@ -38,7 +41,7 @@ def least(a, b):
 
 @gluon.jit
 def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
-    """Wait for use ``i`` of the channel of k and return :func:`qk_product` with it.
+    """Wait for the ``i``-th block in the channel of k, and return its :func:`qk_product`, left in flight.
 
     If D_PARTS > 1, ``q`` is a tuple of tiles, and ``q_head`` a tuple of the tiles that are in registers.
     """
@@ -73,7 +76,7 @@ def parts_of(tiles, first, PARTS: gl.constexpr):
 
 @gluon.jit
 def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Load the first COUNT of a tuple of tiles to registers; return a tuple."""
+    """Load the first COUNT tiles of a tuple to registers, and return them as a tuple."""
     if COUNT == 1:
         return (tiles[0].load(layout),)
     else:
@@ -82,9 +85,10 @@ def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
-    """Wait for use ``j`` of the channel of q, and return the queries of warpgroup W.
+    """Wait for the ``j``-th block in the channel of q, and return the queries of warpgroup W.
 
-    Returns (index of the first tile, tile or tuple of tiles, the columns that stay in registers).
+    Returns (index of the warpgroup's first tile, tile, columns that stay in registers). If D_PARTS > 1, the
+    tile and the columns are tuples.
     """
     part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
     if C.D_PARTS == 1:
@@ -103,8 +107,10 @@ def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
 
 @gluon.jit
 def tile_of_v(C: gl.constexpr, v, i):
-    """Wait for use ``i`` of the channel of v and return its tile. If DV_PARTS > 1, return a tuple of two, one
-    for each accumulator of O."""
+    """Wait for the ``i``-th block in the channel of v, and return its tile.
+
+    If DV_PARTS > 1, return a tuple of two tiles, one for each accumulator of O.
+    """
     slot = v.wait(i)
     if C.DV_PARTS == 1:
         return v.tiles.index(slot)
@@ -121,7 +127,10 @@ def tile_of_v(C: gl.constexpr, v, i):
 
 @gluon.jit
 def pv_product(C: gl.constexpr, p, v_tile, o):
-    """Return O + P V, left in flight. p: [64, WIDTH] in registers, for the first WIDTH rows of v's tile."""
+    """Return O + P V, left in flight.
+
+    p: P [64, WIDTH] in registers. If v's tile has more than WIDTH rows, the others are not multiplied.
+    """
     if C.DV_PARTS == 1:
         return pv_part(C, p, v_tile.reshape([C.BLOCK_N, C.BLOCK_DV]), o)
     else:
@@ -132,7 +141,7 @@ def pv_product(C: gl.constexpr, p, v_tile, o):
 
 @gluon.jit
 def pv_part(C: gl.constexpr, p, v, o):
-    """Return accumulator o + p v, left in flight, for the first rows of v's tile (:func:`pv_product`)."""
+    """Return o + p v for one accumulator of O, left in flight. v has at least as many rows as p columns."""
     WIDTH: gl.constexpr = p.shape[1]
     if WIDTH < C.BLOCK_N:
         v = v.slice(0, WIDTH, dim=0)
@@ -150,7 +159,10 @@ def pv_wait(C: gl.constexpr, o):
 
 @gluon.jit
 def zero_output(C: gl.constexpr, WIDTH: gl.constexpr):
-    """Return zeros for O of a warpgroup's rows; with DV_PARTS > 1 a tuple of O_WIDE and O_COLUMNS columns."""
+    """Return zeros for O of a warpgroup's rows.
+
+    If DV_PARTS > 1, O is a tuple of two accumulators, with O_WIDE and with O_COLUMNS columns.
+    """
     layout: gl.constexpr = accumulator_layout(WIDTH)
     o = gl.full([WARPGROUP_ROWS, WIDTH], 0.0, gl.float32, layout)
     if C.DV_PARTS > 1 and WIDTH == C.O_WIDE:
@@ -194,7 +206,7 @@ def round_output(C: gl.constexpr, o, dtype: gl.constexpr):
 
 @gluon.jit
 def output_parts(C: gl.constexpr, o, PART: gl.constexpr):
-    """Return O as a tuple of tiles of PART columns, from left to right; the last may have fewer."""
+    """Return O as a tuple of tiles of PART columns, from left to right. The last tile may have fewer."""
     if C.DV_PARTS == 1:
         return column_parts(o, PART)
     else:

@@ -44,15 +44,20 @@ class Tree(NamedTuple):
 
 @gluon.jit
 def own_rows(C: gl.constexpr, work, first, row_layout: gl.constexpr):
-    """Return (row of the sequence, query head) for each of a warpgroup's rows. With PACK, heads alternate."""
+    """Return (row of the sequence, query head) for each of a warpgroup's 64 rows.
+
+    If PACK > 1, the PACK query heads of a token are consecutive rows.
+    """
     row = gl.arange(0, WARPGROUP_ROWS, layout=row_layout)
     return first + row // C.PACK, work.head * C.PACK + row % C.PACK
 
 
 @gluon.jit
 def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule):
-    """Return the :class:`Modifiers` of a warpgroup's rows of ``block``, from row ``first`` on. ``bias`` is
-    the channel of the bias."""
+    """Return the :class:`Modifiers` of a warpgroup's rows, which begin at row ``first`` and are in ``block``.
+
+    ``bias`` is the channel of the bias.
+    """
     generator = 0
     arguments = 0
     blocks = 0
@@ -68,7 +73,7 @@ def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule)
 
 @gluon.jit
 def mask_rows(C: gl.constexpr, work, positions, slope, schedule, modifiers=0):
-    """Return the :class:`Rows` for query rows ``positions`` of a sequence."""
+    """Return the :class:`Rows` of the query rows whose numbers in their sequence are ``positions``."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:

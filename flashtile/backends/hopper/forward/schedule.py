@@ -41,7 +41,7 @@ class ForwardSchedule(NamedTuple):
     num_blocks: Any
     """Blocks of query rows of the longest sequence."""
     num_heads: Any
-    """Heads of the schedule: query heads, divided by PACK."""
+    """Number of heads in the schedule: the number of query heads, divided by PACK."""
     swizzle: Any
     """Number of heads whose work tiles are interleaved for the L2 cache; divides the heads of the batch."""
     seqlen_q: Any
@@ -52,11 +52,11 @@ class ForwardSchedule(NamedTuple):
     window_left: Any
     window_right: Any
     alibi_stride: Any
-    """Elements from one sequence's slopes to the next's; 0 if all share them."""
+    """Elements from the slopes of one sequence to those of the next; 0 if all sequences share them."""
     bias_batch: Any = None
-    """Number of sequences that the bias tells apart; 1 if all share it."""
+    """Number of sequences with a bias of their own; 1 if all sequences share one."""
     bias_heads: Any = None
-    """Number of query heads that the bias tells apart; 1 if all share it."""
+    """Number of query heads with a bias of their own; 1 if all query heads share one."""
     drop_threshold: Any = None
     """Dropout drops a probability whose random number of 15 bits is below this threshold."""
 
@@ -87,8 +87,8 @@ class Numbers(NamedTuple):
     """Floats of the launch, for scores in log2 units."""
 
     scale_log2: Any
-    """Factor from raw products to log2 units, softmax_scale * log2(e). With a soft-cap, factor from its tanh:
-    softcap * log2(e)."""
+    """Factor from raw products to scores in log2 units, softmax_scale * log2(e). With a soft-cap it is
+    softcap * log2(e), the factor from the tanh of the soft-cap."""
     softcap_rate: Any
     """softmax_scale / softcap."""
     softcap_log2: Any
@@ -103,8 +103,8 @@ class ForwardNumbers(NamedTuple):
     softcap_rate: Any
     softcap_log2: Any
     scale: Any = None
-    """Factor that gives scores in natural units. With a soft-cap it is softcap, for its tanh; else it is
-    softmax_scale, for raw products."""
+    """Factor to scores in natural units: softmax_scale for raw products, or softcap for the tanh of a
+    soft-cap."""
     keep_scale: Any = None
     """Factor of dropout, 1 / (1 - dropout_p), with dropout_p rounded to the bits of the random numbers."""
 
@@ -133,7 +133,7 @@ def num_own_tiles(program, programs, num_tiles):
 def next_tile(pointers, programs):
     """Take a work tile from the queue and return its index.
 
-    The first work tile of each program, with the program's number as its index, does not come from the queue.
+    The first work tile of each program does not come from the queue: its index is the program's number.
     """
     return programs + gl.atomic_add(pointers.table + TAKEN, 1)
 
@@ -151,7 +151,7 @@ def leave_queue(pointers, tile_index, num_tiles, programs):
 
 @gluon.jit
 def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
-    """Return the number of blocks of query rows in a work tile: 2 in a pair, else 1.
+    """Return the number of blocks of query rows in a work tile: 2 if it is a pair, else 1.
 
     Under a causal mask, block m of queries costs m + 1 blocks of keys. A pair consists of the longest and the
     shortest remaining block. All pairs of a sequence cost the same, and concurrent pairs read the same keys.
@@ -161,7 +161,7 @@ def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
 
 @gluon.jit
 def block_of_part(num_blocks, tile_in_head, part, PAIRED: gl.constexpr):
-    """Return the index of a work tile's block ``part`` of query rows; part 0 is the longer block."""
+    """Return the index of the first (``part`` 0, the longer) or second block of query rows of a work tile."""
     return tile_in_head if PAIRED and part > 0 else num_blocks - 1 - tile_in_head
 
 
@@ -244,7 +244,10 @@ def own_blocks(
     first_row, last_row, n_begin, n_end, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return the :class:`OwnBlocks` of rows [first_row, last_row] among a tile's blocks [n_begin, n_end)."""
+    """Return the blocks of keys that rows [first_row, last_row] see, as :class:`OwnBlocks`.
+
+    They are limited to the blocks [n_begin, n_end) of the tile.
+    """
     begin, end, full_begin, full_end = key_range(
         first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT
     )
@@ -257,7 +260,10 @@ def own_blocks(
 
 @gluon.jit
 def tile_blocks(C: gl.constexpr, work, block, left, right):
-    """Return key blocks [n_begin, n_end) of a tile: the producer loads them, every consumer releases them."""
+    """Return (n_begin, n_end), the range of blocks of keys that a tile visits.
+
+    The producer loads these blocks, and every consumer releases each of them.
+    """
     first = block * (C.BLOCK_M // C.PACK)
     last = min(first + C.BLOCK_M // C.PACK, work.seqlen_q) - 1
     return key_blocks(
@@ -291,12 +297,11 @@ def whole_end(C: gl.constexpr, work, last, begin, end, schedule):
 
 @gluon.jit
 def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, arguments, call):
-    """Call STEP for each block of query rows of a work tile. In the producer STEP loads the block, in a
-    consumer it computes the block.
+    """Call STEP for each block of query rows of a work tile.
 
-    ``i`` counts the program's blocks of keys, and so the uses of the channels of k and v. ``j`` counts its
-    blocks of query rows, and so the uses of the channel of q. STEP returns the new ``i``. This function
-    returns the new ``i`` and ``j``.
+    In the producer STEP loads the block, in a consumer it computes the block. ``i`` counts the blocks of keys
+    that have passed through the channels of k and v, ``j`` the blocks of query rows that have passed through
+    the channel of q. STEP returns the new ``i``. This function returns the new ``i`` and ``j``.
     """
     work = find_work_tile(C, tile_index, call.pointers, call.schedule)
     num_blocks = query_blocks(C, work, call.schedule)
@@ -360,7 +365,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # Without functions each launch has a new counter: to reset it would cost spills.
+        if C.HAS_MODS:  # otherwise each launch has a new counter, because resetting it costs spills
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

@@ -22,9 +22,10 @@ from the largest fp16."""
 
 @gluon.jit
 def visited(C: gl.constexpr, rows, n):
-    """Return (block of keys, whether it is full) for block ``n`` of a tile, looked up in a block mask's list.
+    """Return (block of keys, whether it is full) for the tile's block number ``n``.
 
-    Without a block mask it is (n, False). Callers do this early, so that a product hides the latency.
+    With a block mask, both are loaded from its list. Callers do this early, so that a product hides the
+    latency. Without a block mask, the result is (n, False).
     """
     if C.LISTED:
         return key_block(C, rows.modifiers.blocks, n)
@@ -48,7 +49,10 @@ def dropout_bits(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.con
 
 @gluon.jit
 def load_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_layout: gl.constexpr):
-    """Load the bias of use ``i`` of its channel, early enough to overlap with a product; 0 without a bias."""
+    """Load the ``i``-th tile in the channel of the bias to registers; return 0 without a bias.
+
+    This is called early, so that the load overlaps with a product.
+    """
     if C.HAS_BIAS:
         return bias.read_rows(C, W, rows.modifiers.bias, i, WIDTH, s_layout)
     else:
@@ -57,7 +61,7 @@ def load_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_
 
 @gluon.jit
 def release_bias(C: gl.constexpr, rows, i, added):
-    """Return the values that :func:`load_bias` has requested, and release the tile."""
+    """Return the values whose load :func:`load_bias` has started, and release the tile of the bias."""
     if C.HAS_BIAS:
         added = bias.release_rows(rows.modifiers.bias, i, added)
     return added
@@ -67,9 +71,9 @@ def release_bias(C: gl.constexpr, rows, i, added):
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
     """Apply soft-cap, SCORE_MOD, bias and ALiBi to the raw products of block ``n``.
 
-    With HAS_SCORE_MOD, the results are scores in log2 units. Without it, the softmax scales the results: raw
-    products, the tanh of a soft-cap, or scores in natural units, which SCORE_MOD and a bias give. With
-    KEY_SCALES (decoding), each key has a scale of its own in shared memory.
+    With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise the softmax multiplies the results by
+    ``scale_log2``. They are raw products, the tanh of a soft-cap, or, with SCORE_MOD or a bias, scores in
+    natural units. With KEY_SCALES (decoding), raw products are multiplied by the scales of their keys.
     """
     if C.KEY_SCALES:
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
@@ -95,8 +99,8 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
     """Return the scores of block ``n`` with -inf for keys that their row does not see.
 
-    These are keys outside [first_key, last_key] and keys that a tree mask or MASK_MOD hides. MASK_MOD has no
-    effect on a block of a block mask that ``is_full``.
+    These are keys outside [first_key, last_key] and keys that a tree mask or MASK_MOD hides. ``is_full`` says
+    that a block mask lists the block as full, so that MASK_MOD hides none of its keys.
     """
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]
     if C.MASK_MOD is not None:
@@ -128,7 +132,7 @@ def online_softmax(C: gl.constexpr, s, m, scale_log2):
         m_new = gl.where(top > m + LAG_LOG2, top, m)
     else:
         m_new = gl.maximum(m, top)
-    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has met no key yet
+    shift = gl.where(m_new == float("-inf"), 0.0, m_new)  # -inf: the row has seen no key so far
     if C.HAS_SCORE_MOD:
         p = gl.exp2(s - shift[:, None])
     else:
@@ -149,7 +153,7 @@ def quad_sums(p):
 
 @gluon.jit
 def drop_probabilities(C: gl.constexpr, p, bits, rows):
-    """Return P (16 bits) with 0 where dropout drops it."""
+    """Return P in 16 bits, with 0 for each probability that dropout drops."""
     if C.HAS_DROPOUT:
         return drop(p, bits, rows.modifiers.dropout, False)
     else:

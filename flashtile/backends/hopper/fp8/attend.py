@@ -39,7 +39,7 @@ class Fp8Tile(NamedTuple):
 
 @gluon.jit
 def fp8_softmax(C: gl.constexpr, s, n, m, l, tile, rows, k_scale, v_scale, MASK: gl.constexpr):
-    """Return (P packed, new m, new l, factor for O) from the raw products s [64, keys] of block ``n``.
+    """Return (packed P, new m, new l, factor for earlier O) of the raw products s [64, keys] of block ``n``.
 
     ``m`` has the maximum of each row so far, ``l`` the partial sums of its probabilities. ``m`` and ``rows``
     are in s's layout. MASK: apply the mask to the block.
@@ -99,7 +99,8 @@ def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, packed, i, n_
     k_scale, v_scale = block_scales
     o_layout: gl.constexpr = o.type.layout
     for n in range(n_from - 1, n_to - 1, -1):
-        p = as_operand(packed, o_layout)  # before both products are issued: between them, it would delay P V
+        # Convert P before Q K^T is issued: between Q K^T and P V, the conversion would delay P V.
+        p = as_operand(packed, o_layout)
         ping_pong.wait(W, i)
         s = qk_block(C, C.BLOCK_N, tile.q, tile.q_head, k, i, s_layout)
         o = pv_product(C, p, v.tiles.index(v.wait(i - 1)), o)
@@ -148,7 +149,10 @@ def attend_masked(
 
 @gluon.jit
 def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, block_scales):
-    """Attend to all ``blocks`` (OwnBlocks) of keys of a tile. Returns the new state and the new ``i``."""
+    """Attend to all blocks of keys that a tile sees (``blocks``, an OwnBlocks).
+
+    Returns the new state and the new ``i``.
+    """
     begin, end, full_begin, full_end = blocks
     n = end - 1
     if C.HAS_RIGHT:
@@ -184,10 +188,10 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, bloc
 
 @gluon.jit
 def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, work, block, i, j, call):
-    """Compute 64 rows of query block ``block`` of ``work``, from shared memory to out and lse.
+    """Compute and store out and lse of warpgroup W's 64 rows of query block ``block`` of ``work``.
 
-    ``i`` is the number of key blocks that the program has consumed so far, ``j`` that of query blocks. The
-    next blocks in the channels have these numbers. Returns the new ``i``.
+    ``i`` counts the blocks of keys that have passed through the channels of k and v, ``j`` the blocks of
+    queries that have passed through the channel of q. Returns the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N, 32)
@@ -225,7 +229,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     lse = (m - P_LOG2) * LN_2 + gl.log(sums)
     store_lse(C, lse, work, head, positions, call.pointers, schedule)
     i = skip_blocks(own.begin - n_begin, i, k, v, ping_pong, W)
-    # Rows without keys were multiplied by V past the last key, where memory may hold NaN.
+    # Rows that see no key become 0. Their o may be NaN, because V may hold NaN after the last key.
     o = scale_rows(o, gl.where(sums > 0, 1 / sums, 0.0))
     o_sums = gl.convert_layout(sums, gl.SliceLayout(1, o_layout))
     o = gl.where((o_sums == 0)[:, None], 0.0, o)

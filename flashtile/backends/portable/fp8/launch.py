@@ -27,7 +27,10 @@ K = KernelConfig
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """Tile of the kernel, and whether products take FP8 operands; else float16, in which e4m3 is exact."""
+    """Tile of the kernel, and whether products take FP8 operands (``native``).
+
+    Otherwise e4m3 operands are converted to float16, which is exact.
+    """
 
     tile: KernelConfig
     native: bool
@@ -46,7 +49,7 @@ _TABLE: dict[tuple[bool, int], KernelConfig] = {
 }
 HEAD_DIMS = (32, 64, 128, 256)
 MIN_WIDTH = HEAD_DIMS[0]
-"""Fewest columns of a tile: an FP8 product sums over 32."""
+"""Minimum columns of a tile: an FP8 product of the tensor cores sums over 32 columns."""
 
 
 def row(native: bool, width: int) -> AttendConfig:
@@ -92,7 +95,7 @@ class Fp8AttendLaunch:
         problem = self._problem
         out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
         lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        if problem.varlen:  # no program writes tokens outside all sequences
+        if problem.varlen:  # no program writes tokens that belong to no sequence
             out.zero_()
             lse.fill_(-torch.inf)
         blocks = triton.cdiv(problem.seqlen_q, self._config.tile.BLOCK_M)
@@ -135,14 +138,17 @@ class Fp8AttendLaunch:
         )
 
     def _strides_of_v(self, v: Tensor) -> TokenStrides:
-        """Return v's strides between batch entries, rows (features if it is transposed) and heads."""
+        """Return the strides of v between batch entries, rows and heads.
+
+        The rows of a transposed v are features.
+        """
         if not self._problem.v_transposed:
             return token_strides(v)
         batch = 0 if self._problem.varlen else v.stride(0)
         return TokenStrides(batch, token=v.stride(-2), head=v.stride(-3))
 
     def _strides_of_scale(self, scale: Tensor | None) -> tuple[int, int]:
-        """Return the strides of a scale between batch entries and heads."""
+        """Return (stride between batch entries, stride between heads) of a scale."""
         if scale is None:
             return 0, 0
         if self._problem.block_scales:

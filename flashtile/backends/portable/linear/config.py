@@ -23,7 +23,7 @@ from flashtile.problems.linear import PLAIN, LinearProblem
 MAX_GEMV_ROWS = 4
 GEMV_INSTEAD_ROWS = 2
 MAX_FLAT_ROWS = 64
-"""Most rows of a flat product: with more, two blocks of rows would read W twice."""
+"""Maximum rows of x of a flat product. With more rows there are two blocks of rows, and each reads W."""
 KERNEL_US = 2.5
 """Microseconds of a kernel before or after the library's product, minus the cost of a fused epilogue.
 
@@ -70,7 +70,7 @@ def padded_rows(rows: int, kind: str) -> int:
 
 
 def device_name(device: torch.device | Target) -> str:
-    """Return the device's name in the tables; "" if it is not a GPU."""
+    """Return the name of a GPU in the tables of measurements, or "" if the device is not a GPU."""
     if isinstance(device, Target):
         from flashtile.hardware.cards import CARDS
 
@@ -85,7 +85,11 @@ def found_row(problem: LinearProblem) -> table.Found | None:
 
 
 def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
-    """Return the kind of product, from the table where it has measurements."""
+    """Return the kind of product for a problem: GEMV, FLAT, or LIBRARY for torch's product.
+
+    ``found`` holds the table's measurements of the nearest shape. Without measurements, the number of rows of
+    x decides.
+    """
     if problem.dtype not in SIXTEEN_BIT:
         return LIBRARY
     if found is None:
@@ -100,27 +104,31 @@ def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
 
 
 def needs_end(problem: LinearProblem) -> bool:
-    """Whether an epilogue kernel follows the library's product, which adds one bias or residual itself."""
+    """Whether torch's product must be followed by an epilogue kernel.
+
+    Torch's product adds a bias or a residual itself, but not both.
+    """
     behind = problem.epilogue != PLAIN or problem.x_scale or problem.scales != "none"
     return behind or (problem.residual and problem.bias)
 
 
 def kernels_around(problem: LinearProblem) -> int:
-    """Return how many kernels the library's product needs for steps that a flat kernel fuses.
+    """Return how many kernels run in addition to torch's product, for steps that a flat product fuses.
 
-    A residual that the product adds itself counts as one, because it is copied first.
+    A residual that torch's product adds itself counts as one kernel, because it is copied first.
     """
     return problem.norm + (needs_end(problem) or problem.residual) + KERNELS_BEFORE_NORM * problem.next_norm
 
 
 def choose(problem: LinearProblem) -> LinearConfig:
-    """The configuration for a problem."""
+    """Return the configuration for a problem."""
     found = found_row(problem)
     kind = kind_of(problem, found)
     if kind == LIBRARY:
         return LinearConfig(LIBRARY)
     if found is not None and found.row.card == device_name(problem.device):
-        # The fastest flat product may be another backend's, which does not serve this call. Then try GEMV.
+        # The table's fastest flat product may belong to another backend, which does not serve this call. With
+        # few rows of x, try the table's GEMV next.
         for name in (kind, GEMV) if problem.M <= GEMV_INSTEAD_ROWS else (kind,):
             measured = found.row.measured(problem.M, name)
             if measured is not None and measured["backend"] == "portable":
@@ -155,7 +163,10 @@ def adapted(
 
 
 def tiles_of(problem: LinearProblem, config: LinearConfig) -> int:
-    """Return the number of tiles, which have equally many places and at most BLOCK_N rows of W."""
+    """Return the number of tiles that the rows of W are divided into, each of at most BLOCK_N rows.
+
+    With ``whole_waves`` the number is rounded up, so that every multiprocessor gets equally many programs.
+    """
     tiles = -(-problem.places // (config.BLOCK_N // halves(problem)))
     if not config.whole_waves:
         return tiles
@@ -164,7 +175,7 @@ def tiles_of(problem: LinearProblem, config: LinearConfig) -> int:
 
 
 def halves(problem: LinearProblem) -> int:
-    """Return the rows of W per place of the output."""
+    """Return the rows of W per place: 1 if a place is an output column, 2 if it is a pair of columns."""
     return 1 if problem.places == problem.N else 2
 
 
@@ -175,7 +186,7 @@ def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
             yield adapted(problem, GEMV, *tile)
     if problem.M <= MAX_FLAT_ROWS:
         for tile in _FLAT_TILES:
-            if tile[0] >= min(problem.M, 32):  # fewer rows of W than of x waste the tensor cores
+            if tile[0] >= min(problem.M, 32):  # fewer rows of W than of x would waste the tensor cores
                 yield adapted(problem, FLAT, *tile)
 
 

@@ -35,7 +35,7 @@ EPILOGUE_UNIT = 8
 
 
 def prepare(problem: LinearProblem, config: LinearConfig) -> Callable[..., Any]:
-    """Return ``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
+    """Return the launch ``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
     return LibraryLaunch(problem) if config.kind == LIBRARY else ProductLaunch(problem, config)
 
 
@@ -59,7 +59,11 @@ def product_variant(problem: LinearProblem, config: LinearConfig) -> ProductVari
 
 
 def unit_of(problem: LinearProblem, config: LinearConfig) -> int:
-    """Return the elements in 16 bytes of a flat product's results, if its tiles are multiples of them."""
+    """Return ``ProductVariant.UNIT``: the number of places of a tile is a multiple of it.
+
+    It is 8, the number of results in 16 bytes, for a flat product whose tiles can be multiples of 8 places.
+    Otherwise it is 1.
+    """
     fits = config.BLOCK_N // halves(problem) % EPILOGUE_UNIT == 0 and problem.places % EPILOGUE_UNIT == 0
     return EPILOGUE_UNIT if fits and config.kind != GEMV else 1
 

@@ -43,7 +43,10 @@ def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
 
 
 def constants_of(problem: WeightsProblem) -> dict[str, Any]:
-    """Return the constants that only this kernel sets. All blocks are masked, in one run."""
+    """Return the constants of this kernel that differ from those of the forward kernel.
+
+    The mask is applied to every block, even to blocks that lie within the window.
+    """
     block_top = padded(problem.top) if problem.top else 0
     return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "MASKS_EVERY_BLOCK": True}
 

@@ -95,7 +95,7 @@ class Fp8AttendLaunch:
         problem = self._problem
         out = q.new_empty(*self._out_shape, dtype=problem.out_dtype)
         lse = q.new_empty(*self._lse_shape, dtype=torch.float32)
-        if problem.varlen:  # no program writes tokens that belong to no sequence
+        if problem.varlen:  # no program writes tokens outside all sequences
             out.zero_()
             lse.fill_(-torch.inf)
         blocks = triton.cdiv(problem.seqlen_q, self._config.tile.BLOCK_M)

@@ -46,7 +46,7 @@ def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, opti
 def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
     """Raise ValueError unless each entry of ``used`` is from 0 to the length of its sequence.
 
-    ``noun`` says in the message what is counted.
+    ``noun`` names the counted tokens in the message, for example "queries".
     """
     for b, (count, length) in enumerate(zip(used.tolist(), lengths, strict=True)):
         if not 0 <= count <= length:
@@ -98,7 +98,7 @@ def check_decode_values(
 def check_append_values(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> None:
-    """Raise ValueError for a write beyond the capacity or outside the pool, or two writes to one position."""
+    """Raise ValueError if a token would be written outside of the cache, or two tokens to one position."""
     if tensors.cu_seqlens_k_new is not None:
         longest = options.max_seqlen_k_new
         most_new = k.shape[0] if longest is None else longest
@@ -197,7 +197,7 @@ def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -
 def check_copy_values(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise ValueError for blocks outside the pool, written twice, or both read and written."""
+    """Raise ValueError if a block is outside of the pool, written twice, or both read and written."""
     num_blocks = k_cache.shape[-4]
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].unbind(1)
     for name, blocks in (("sources", sources), ("destinations", destinations)):

@@ -25,10 +25,10 @@ Sources = Iterable[Source] | Callable[[], Iterable[Source]]
 
 
 def compile_in_process(calls: Sources, target: Target, workers: int | None = None) -> Compiled:
-    """Compile the kernels of calls into Triton's cache, and wait for that.
+    """Start a process that compiles the kernels of calls into Triton's cache, and wait for its end.
 
-    A note in the cache says that these kernels have been compiled; with it, no process is started. If several
-    programs want the same kernels at once, the first compiles them and the others wait.
+    An empty file in the cache then marks these kernels as compiled. If this file exists, no process is
+    started. If several programs want the same kernels at once, the first compiles them and the others wait.
 
     Raises:
         OSError: the cache cannot be written.
@@ -62,7 +62,7 @@ def _compile(task: bytes, folders: str) -> Compiled:
         try:
             process.stdin.write(len(task).to_bytes(8, "little") + task)
             process.stdin.flush()
-            answer = process.stdout.read()  # stdin stays open: its end would end the process
+            answer = process.stdout.read()  # stdin stays open, because closing it would end the process
         except BaseException:
             process.kill()
             raise
@@ -73,9 +73,9 @@ def _compile(task: bytes, folders: str) -> Compiled:
 
 
 def _note_of(task: bytes, folders: str) -> Path:
-    """Return the file in Triton's cache whose existence says that a task's kernels have been compiled.
+    """Return the path of the file in Triton's cache that marks a task's kernels as compiled.
 
-    ``folders``: the folders of compiled kernels that were in use.
+    ``folders``: the folders of compiled kernels that are in use.
     """
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -90,7 +90,7 @@ def _note_of(task: bytes, folders: str) -> Path:
 
 
 def _end_with_stdin(descriptor: int) -> None:
-    """Wait for the end of the program that started this process, and end it."""
+    """Wait until the program that started this process has ended, then end this process."""
     while os.read(descriptor, 2**16):
         pass
     os._exit(1)
@@ -98,7 +98,7 @@ def _end_with_stdin(descriptor: int) -> None:
 
 def _main() -> None:
     stdin, answers = sys.stdin.buffer, os.dup(1)
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # stdout is only for the answer; compilers print to stderr
     size = int.from_bytes(stdin.read(8), "little")
     calls, target, workers = pickle.loads(stdin.read(size))  # only the program that started this can write
     threading.Thread(target=_end_with_stdin, args=(stdin.fileno(),), daemon=True).start()

@@ -54,7 +54,7 @@ class Call:
 
     @staticmethod
     def of(operation: str, values: tuple) -> Call:
-        """Describe a call by the operator's arguments, in order."""
+        """Return the description of a call. ``values`` are the operator's arguments, in order."""
         names = OPERATIONS[operation].arguments
         given = (
             (name, Signature.of(value) if isinstance(value, Tensor) else value)
@@ -98,8 +98,9 @@ def calls_of(remembered: Remembered) -> list[Call]:
 def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
     """Write the signature of every call that is made inside the context to a JSON file.
 
-    ``flashtile compile --calls PATH`` compiles their kernels, for any GPU and without one. The program may
-    run on a CPU. No data is written. The file is also written if the program raises an error.
+    ``flashtile compile --calls PATH`` compiles the kernels of these calls, for any GPU. Neither this command
+    nor the recorded program needs a GPU. The contents of tensors are not written. The file is also written if
+    the program raises an error.
 
     Raises:
         TypeError: ``path`` is not a path.

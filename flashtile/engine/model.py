@@ -91,9 +91,9 @@ class Matrix:
     ) -> Any:
         """Normalise x (tokens, K) by ``norm`` if given, and multiply it by the weight: (tokens, N).
 
-        Bias and residual are added. With ``following``, the next norm, the result is a :class:`BeforeNorm`.
-        The result may reuse the residual's memory: above ``FEW_ROWS`` tokens the sum is made in place,
-        because :func:`linear` would copy the residual.
+        Bias and residual are added. ``following`` is the norm that follows: if it is given, the result is a
+        :class:`BeforeNorm`. The result may reuse the memory of the residual: with more than ``FEW_ROWS``
+        tokens the sum is computed in place, because :func:`linear` would copy the residual.
         """
         normed: dict[str, Any] = {}
         if norm is not None:
@@ -124,7 +124,10 @@ class Norm:
 
 
 def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
-    """Return (x, keyword arguments) with which :func:`linear` multiplies x normalised by ``norm``."""
+    """Return (x, keyword arguments) for a call of :func:`linear` that normalises x by ``norm`` first.
+
+    A norm that :func:`linear` cannot apply is applied to x here.
+    """
     if isinstance(x, BeforeNorm):
         return x.scaled, {"x_scale": x.factor}
     return (x, {"norm_weight": norm.weight, "norm_eps": norm.eps}) if norm.fused else (norm(x), {})

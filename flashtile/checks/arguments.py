@@ -170,7 +170,7 @@ def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
 
 
 def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
-    """Check qv, the queries for the values: they must have the shape of q with the head_dim of v."""
+    """Check qv, the queries that are multiplied by v: the shape is that of q with the head_dim of v."""
     check_dense("qv", qv)
     check_same_dtype("qv", qv, "q", q)
     check_device("qv", qv, q)
@@ -202,7 +202,7 @@ TRANSPOSED = (
     "transpose(1, 2) on them and on the result (FLASHTILE_LAYOUT_HINTS=0 turns this hint off)"
 )
 MAX_HEADS = 128
-"""The largest number of heads that models have."""
+"""The largest number of heads of large models."""
 
 
 def looks_transposed(q: Tensor, k: Tensor) -> bool:
@@ -251,7 +251,7 @@ def check_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any, first: Tensor) -> No
 
 
 def check_longest(name: str, longest: Any) -> None:
-    """Check ``max_seqlen``, which must accompany ``cu_seqlens``."""
+    """Check ``max_seqlen``, which must be given with ``cu_seqlens``."""
     if longest is None:
         raise TypeError(f"{name} must be an int with {name.replace('max_seqlen', 'cu_seqlens')}, got None")
     check_int(name, longest, 0, MAX_LENGTH)
@@ -383,7 +383,7 @@ def as_int_within(name: str, value: Any, least: int, most: int) -> Any:
 
 
 def check_score_options(options: Any) -> None:
-    """Check softmax_scale, softcap, window and backend, which all kinds of options have."""
+    """Check softmax_scale, softcap, window and backend, the options that all kinds of calls have."""
     scale, softcap = options.softmax_scale, options.softcap
     if scale is not None and not abs(scale) <= FLOAT32_MAX:  # in this form the condition also rejects NaN
         raise ValueError(f"softmax_scale must be finite in float32, got {scale}")

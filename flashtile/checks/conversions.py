@@ -1,4 +1,4 @@
-"""Conversions of arguments to the exact types by which calls are described and cached.
+"""Conversions of arguments to exact types, because calls are described and cached by their arguments.
 
 In Python ``True == 1 == 1.0``, and all three have the same hash. So each option is converted to its type
 before it becomes part of a cache key.
@@ -179,7 +179,7 @@ def with_unit_stride(tensor: Any) -> Any:
         return tensor
     if tensor.shape[-1] <= 1 or tensor.layout != torch.strided:
         return tensor
-    # contiguous() would not change a tensor without elements.
+    # contiguous() would return a tensor without elements unchanged.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

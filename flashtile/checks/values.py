@@ -134,7 +134,7 @@ def check_prefix_values(
     cu_prefix_groups: Tensor | None,
     causal: bool,
 ) -> None:
-    """Raise ValueError unless each group's sequences start with the same pages and contain the prefix."""
+    """Raise ValueError unless the sequences of a group start with the same pages and contain the prefix."""
     batch, page_size = q.shape[0], k_cache.shape[1]
     starts = [0, batch]
     if cu_prefix_groups is not None:

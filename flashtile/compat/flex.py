@@ -18,10 +18,10 @@ KERNEL_OPTIONS = frozenset(
         "kpack", "matrix_instr_nonkdim", "num_stages", "num_warps", "waves_per_eu",
     )
 )  # fmt: skip
-"""Options of FlexAttention's kernels. They also exist for one pass, with the prefix ``fwd_`` or ``bwd_``."""
+"""Options of FlexAttention's kernels. The prefix ``fwd_`` or ``bwd_`` restricts an option to one pass."""
 
 _ONE_BLOCK = (1 << 30, 1 << 30)
-"""BLOCK_SIZE of FlexAttention's block mask that hides nothing, for calls of any lengths."""
+"""BLOCK_SIZE of FlexAttention's default block mask, which hides nothing and fits all lengths."""
 _OF_FLEX = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
 

@@ -1,7 +1,8 @@
-"""Compilation in a process of its own, which starts further processes.
+"""Compilation in a separate process, which starts worker processes.
 
-The program that waits for it may use a GPU: its Triton driver is not changed. It may be any script, because
-only this module is imported in the new processes. They end when the program ends, however that happens.
+The program that waits for this process may use a GPU, because its Triton driver is not changed. It may be any
+script, because the new processes import only this module. They end when the program ends, even if the program
+is killed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flashtile.backends.common.device import Target
 from flashtile.compilation.compiling import Compiled, Source, compile_calls
 
 Sources = Iterable[Source] | Callable[[], Iterable[Source]]
-"""Calls, or a picklable function that returns them, which the new process calls."""
+"""Calls, or a picklable function that returns calls. The new process calls the function."""
 
 
 def compile_in_process(calls: Sources, target: Target, workers: int | None = None) -> Compiled:

@@ -1,4 +1,4 @@
-"""Calls of the library as data: the signature of each, which decides its kernels, in a JSON file."""
+"""Recorded calls: a JSON file has the signature of each call, which determines the kernels of the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashtile.op.operation import OPERATIONS, Remembered, remembering
 from flashtile.operators import attention, decode, fp8, linear
 
 REGISTERED = attention, decode, fp8, linear
-"""Modules that declare, when they are imported, all operations that a recorded call can name."""
+"""Importing these modules declares all operations that a recorded call can name."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Call:
 
 
 def calls_of(remembered: Remembered) -> list[Call]:
-    """Return the calls of :func:`flashtile.op.operation.remembering`, each once."""
+    """Return the calls of :func:`flashtile.op.operation.remembering`, without duplicates."""
     found = (
         Call.of(operation.full_name, operation.flat_of_all(tensors, optional, options))
         for operation, tensors, optional, options in remembered

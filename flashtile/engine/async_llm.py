@@ -176,7 +176,7 @@ class AsyncLLM:
         return await future
 
     async def shutdown(self, timeout: float = 30.0) -> None:
-        """Accept no more requests, wait ``timeout`` seconds for unfinished ones, and abort the rest."""
+        """Accept no more requests, wait at most ``timeout`` seconds for the others, and abort the rest."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         self._draining = True

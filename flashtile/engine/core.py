@@ -158,7 +158,7 @@ class Engine:
         options = {"priority": priority, "cache_salt": cache_salt}
         try:
             self.on_change("add_request", (request_id, {"prompt_token_ids": tokens}, params), options)
-        except BaseException:  # the request cannot be sent: for example, a function cannot be pickled
+        except BaseException:  # for example, a function of the request cannot be pickled
             self._end(request, "error")
             raise
         self._num_requests += 1

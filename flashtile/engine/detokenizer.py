@@ -72,7 +72,7 @@ class Detokenizer:
 
     @property
     def certain(self) -> str:
-        """The text without its last characters, which may become a stop text."""
+        """The text without its last characters, which may be the start of a stop text."""
         return self.text[: max(0, len(self.text) - self.held)]
 
     def _find(self, new: int) -> str | None:

@@ -71,7 +71,8 @@ class Drafter:
         views = self._transfer(
             [part + spare for part in parts[:3]] + [parts[3] + [self.spare_row] * len(spare), counts + spare]
         )
-        # State updated by each pass: last token, number of tokens before it, table row, drafts still wanted.
+        # State that each pass updates: the last token, the number of tokens before it, the row of the block
+        # table, and the number of drafts that are still to be made.
         _, last, length, rows, wanted = views
         state = self._state[:, :padded]
         state.copy_(torch.stack([last, length - 1, rows, wanted]))

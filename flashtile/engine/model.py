@@ -23,10 +23,10 @@ from flashtile.reference.decode import rotate
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
-"""Up to this many tokens, products also add the residual and prepare their result for the following norm."""
+"""Up to this number of tokens, products also add the residual and prepare the result for the next norm."""
 Hidden = Tensor | BeforeNorm
 """Hidden states between layers: (total_new, hidden_size). A BeforeNorm is *prepared* for the next norm: it
-also has the product with the norm's weight, and each row's factor."""
+also holds the hidden states times the norm's weight, and the norm's factor of each row."""
 
 
 class StepInput(NamedTuple):
@@ -166,8 +166,8 @@ class Attention:
     ) -> Any:  # fmt: skip
         """Normalise x (total_new, hidden_size) by ``norm``, apply attention, and add ``residual``.
 
-        With ``following``, the next norm, the result is a :class:`BeforeNorm`: the sum, the sum times that
-        norm's weight, and each row's RMS factor.
+        ``following`` is the norm that follows. If it is given, the result is a :class:`BeforeNorm`: the sum,
+        the sum times the weight of this norm, and the norm's factor of each row.
         """
         out = self._attend_to_few(x, norm, step, cache)
         if out is None:
@@ -249,8 +249,8 @@ class MLP:
     def __call__(self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None) -> Any:
         """Normalise x (total_new, hidden_size) by ``norm``, apply the MLP, and add ``residual``.
 
-        With ``following``, the next norm, the result is a :class:`BeforeNorm`: the sum, the sum times that
-        norm's weight, and each row's RMS factor.
+        ``following`` is the norm that follows. If it is given, the result is a :class:`BeforeNorm`: the sum,
+        the sum times the weight of this norm, and the norm's factor of each row.
         """
         if self.silu:
             inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)

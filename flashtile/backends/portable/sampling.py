@@ -24,7 +24,7 @@ class SamplingVariant:
     """Constants of the kernel."""
 
     FILTERED: bool
-    """Whether a row may have min-p, top-k or top-p."""
+    """False if no row has min-p, top-k or top-p."""
     BLOCK: int
 
 
@@ -125,7 +125,7 @@ def gumbel(column, key):
 _PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr")
 
 
-# Each row loads one number of each parameter, so alignment does not matter there.
+# A program loads one number of each parameter, so the alignment of parameters does not matter.
 @kernel(do_not_specialize=("vocab_size", "logits_stride"), do_not_specialize_on_alignment=_PARAMETERS)
 def sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr,
@@ -187,7 +187,7 @@ def sample(
 
     Args:
         temperature, top_p, min_p: (rows,) float32. top_k, seed: (rows,) int64. positions: (rows,) int32.
-        filtered: whether a row may have min-p, top-k or top-p.
+        filtered: False if no row has min-p, top-k or top-p.
 
     Returns:
         (rows,) int64.
@@ -205,7 +205,7 @@ def sample(
 
 
 def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
-    """Return launches with every kernel of :func:`sample` for logits of this dtype, to be compiled ahead."""
+    """Return the launches of all kernels of :func:`sample` for this dtype, to be compiled ahead of time."""
     meta = torch.device("meta")
     logits = torch.empty(1, vocab_size, dtype=dtype, device=meta)
     floats = torch.empty(1, device=meta)

@@ -95,7 +95,7 @@ def row_block(
     """Return (sequence, query head, first row) of a program; grid: (blocks of rows * heads * batch,)."""
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
-    # Under a causal mask the last rows reach the most keys: start them first.
+    # Under a causal mask the last rows see the most keys, so they are started first.
     m_block = pid % num_blocks
     if HAS_RIGHT:
         m_block = num_blocks - 1 - m_block
@@ -151,8 +151,8 @@ def store_tile(
 
 @triton.jit
 def tanh(x):
-    # Near zero 1 - 2 / (1 + e^2x) cancels. A polynomial in x^2, fitted by Chebyshev nodes to |x| < 0.6, is as
-    # exact there as fp32 can be. The errors of both formulas are below 1.7e-7.
+    # Near zero, digits of 1 - 2 / (1 + e^2x) cancel. There, a polynomial in x^2 is as exact as fp32 can be.
+    # It was fitted at Chebyshev nodes to |x| < 0.6. The errors of both formulas are below 1.7e-7.
     square = x * x
     series = 0.021116216321754266 - square * 0.006276390510260175
     series = -0.05387513883149152 + square * series

@@ -3,9 +3,10 @@
 ring-flash-attention and other libraries for context parallelism call the functions without autograd. The lse
 of a row without keys is -inf, as in FlashAttention-3.
 
-S_dmask is exp(score - maximum of the row) with the sign of dropout, as in FlashAttention-2, whose tests
-normalise it. The functions of ``flashtile`` return normalised probabilities instead. FlashAttention-2
-subtracts the maximum of a part of the row; here :func:`_get_block_size_n` says that a part is the whole row.
+S_dmask is exp(score - maximum of the row), negative for dropped probabilities. FlashAttention-2 returns the
+same, and its tests normalise it. The functions of ``flashtile`` return normalised probabilities instead.
+FlashAttention-2 subtracts the maximum of a block of keys, whose size its :func:`_get_block_size_n` returns.
+Here the block is the whole row.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _flash_attn_varlen_forward(
     """Compute attention over packed sequences, or over the pages of a KV cache if ``block_table`` is given.
 
     Raises:
-        RuntimeError: ``num_splits`` is above 1, which FlashAttention-2 refuses with this error.
+        RuntimeError: ``num_splits`` is above 1. FlashAttention-2 raises the same error.
     """
     if as_int("num_splits", num_splits) > 1:
         raise RuntimeError(f"num_splits > 1 is not supported: expected 0 or 1, got {num_splits}")

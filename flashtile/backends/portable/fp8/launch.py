@@ -36,7 +36,7 @@ class AttendConfig:
     native: bool
 
 
-# (native, padded head_dim) -> tile. Tiles that fit with few spills; not timed.
+# (native, padded head_dim) -> tile. These tiles fit with few register spills. They have not been timed.
 _TABLE: dict[tuple[bool, int], KernelConfig] = {
     (True, 32): K(64, 64, 4, 3),
     (True, 64): K(64, 64, 4, 3),
@@ -53,7 +53,7 @@ MIN_WIDTH = HEAD_DIMS[0]
 
 
 def row(native: bool, width: int) -> AttendConfig:
-    """The configuration of one row of the table; ``width`` is a padded head_dim."""
+    """Return the configuration in one row of the table. ``width`` is a padded head_dim."""
     return AttendConfig(_TABLE[native, width], native)
 
 
@@ -82,7 +82,7 @@ def fp8_attend_variant(problem: Fp8Problem, config: AttendConfig) -> Fp8AttendVa
 
 
 class Fp8AttendLaunch:
-    """``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
+    """The launch ``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Fp8Problem, config: AttendConfig) -> None:
         self._problem = problem

@@ -5,8 +5,8 @@ block of rows of a head has a scale. *Incoherent processing*: q and k are multip
 matrix, which consists of random signs and a Hadamard matrix. This spreads outliers over all columns and
 leaves q k^T unchanged.
 
-One program owns one block of one head. Every sum of the transform has one order, and no product is fused with
-a sum. So the result equals that of :mod:`flashtile.reference.fp8` to the bit.
+One program owns one block of one head. The sums of the transform have a fixed order, and no multiplication is
+fused with an addition. So the result equals that of :mod:`flashtile.reference.fp8` to the bit.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,12 @@ from flashtile.problems import fp8_layout
 
 SMALLEST_LARGEST = tl.constexpr(fp8_layout.SMALLEST_LARGEST)
 HEADROOM = tl.constexpr(2.0**-8)
-"""Factor that keeps a sum of 256 numbers finite, however large they are."""
+"""x is multiplied by this factor, so that every sum of 256 finite numbers is finite."""
 
 ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
-"""Passes of the kernel. A scale per block takes one pass. A scale for several blocks takes two: one for the
-largest magnitude, one that quantises. A scale that the caller gives takes the second only."""
+"""Passes of the kernel. One scale per block takes one pass. One scale for several blocks takes two passes:
+the first finds the largest magnitude, the second quantises. If the caller gives the scale, only the second
+pass runs."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class QuantizeVariant:
     TRANSPOSED: bool
     """Whether the result is stored transposed (for v)."""
     TRANSFORM_STAGES: int
-    """log2 of the columns that the Hadamard transform mixes, 0 for no transform."""
+    """log2 of the number of columns that the Hadamard transform mixes, 0 for no transform."""
     ROTARY_DIM: int
     INTERLEAVED: bool
     HALVES: bool
@@ -69,7 +70,8 @@ class QuantizePointers(NamedTuple):
 class QuantizeStrides(NamedTuple):
     """Strides of x and of the result, in elements.
 
-    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
+    The structure is not nested in another one, because after a branch Triton 3.6 forgets that a stride in a
+    nested structure is 1.
     """
 
     x_batch: Any
@@ -115,7 +117,7 @@ def key_of_column(column):
 
 @triton.jit
 def sign_of_column(column, seed):
-    """Return -1.0 or 1.0 for each column, as ``flashtile.problems.fp8_layout.hadamard_signs``.
+    """Return the random sign of each column, -1.0 or 1.0, as ``fp8_layout.hadamard_signs`` does.
 
     MurmurHash3's 32-bit finaliser (Appleby 2011) gives one word for every 32 columns. Each bit of the word is
     the sign bit of one column.

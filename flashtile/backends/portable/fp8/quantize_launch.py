@@ -31,7 +31,10 @@ REGISTERS = 64
 """Registers per thread: enough for ELEMENTS_PER_THREAD elements, and few enough for two to four programs per
 multiprocessor, so that one loads while another computes."""
 ROTARY_REGISTERS = 128
-"""Registers per thread with rotary embedding, unless :func:`rotates_halves`: the angles need registers."""
+"""Registers per thread with rotary embedding, because the angles need registers.
+
+With :func:`rotates_halves`, REGISTERS are enough.
+"""
 MAX_WARPS = 16
 """Maximum warps of a program for which each thread can have ROTARY_REGISTERS registers."""
 
@@ -89,7 +92,7 @@ def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
 
 
 class QuantizeLaunch:
-    """``(x, tensors) -> (values, scales)`` for tensors of one signature."""
+    """The launch ``(x, tensors) -> (values, scales)`` for tensors of one signature."""
 
     def __init__(self, problem: QuantizeProblem, native: bool) -> None:
         self._problem = problem

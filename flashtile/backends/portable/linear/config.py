@@ -1,8 +1,8 @@
 """Choice of the product for a problem: from the measured table if it has the shape, else by rules.
 
-A row of the table names a kernel, its tile and its time for some numbers of rows of x. Tiles hold for the
-card that was measured. Another card takes the kind of product from the nearest shape in the table, and the
-tile from :data:`DEFAULTS`.
+A row of the table names a kernel, its tile and its time for some numbers of rows of x. Measured tiles are
+used only on the card that was measured. On another card, the nearest shape in the table decides the kind of
+product, and the tile comes from :data:`DEFAULTS`.
 
 A *place* is an output column of the product, or a pair of columns that the epilogue joins: gate and up, or
 two columns that rotary embedding rotates.
@@ -25,7 +25,7 @@ GEMV_INSTEAD_ROWS = 2
 MAX_FLAT_ROWS = 64
 """Maximum rows of x of a flat product. With more rows there are two blocks of rows, and each reads W."""
 KERNEL_US = 2.5
-"""Microseconds of a kernel before or after the library's product, minus the cost of a fused epilogue.
+"""Microseconds that a kernel before or after torch's product costs more than a fused epilogue.
 
 Measured on an H200 with Llama-3-8B: the output projection with a residual at 64 rows, gate and up at 32 and
 64.
@@ -37,7 +37,7 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """The configuration of a call. The library's product has no tile."""
+    """The configuration of a call. Torch's product (LIBRARY) has no tile."""
 
     kind: str
     BLOCK_M: int = 0
@@ -64,7 +64,7 @@ DEFAULTS = {
 
 
 def padded_rows(rows: int, kind: str) -> int:
-    """Return BLOCK_M: a power of two, at least 8 for tensor cores."""
+    """Return BLOCK_M for ``rows`` rows of x: a power of two, at least 8 for tensor cores."""
     power = 1 << max(rows - 1, 0).bit_length()
     return min(power, MAX_GEMV_ROWS) if kind == GEMV else min(max(power, 8), MAX_FLAT_ROWS)
 
@@ -137,7 +137,10 @@ def choose(problem: LinearProblem) -> LinearConfig:
 
 
 def default(problem: LinearProblem, kind: str) -> LinearConfig:
-    """Return an unmeasured configuration: K is split until (nearly) all multiprocessors have work."""
+    """Return a configuration without measurements.
+
+    K of a flat product is split until (nearly) all multiprocessors have work, at most eight times.
+    """
     from flashtile.backends.portable.config import family
 
     BLOCK_N, BLOCK_K, num_warps, num_stages = DEFAULTS[family(problem.device), kind]
@@ -152,7 +155,10 @@ def adapted(
     problem: LinearProblem, kind: str, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int,
     splits: int, ahead: int, whole_waves: int = False,
 ) -> LinearConfig:  # fmt: skip
-    """Adapt a tile to a problem that may be smaller or have more rows than the measured one."""
+    """Return a configuration with the given tile, adapted to a problem.
+
+    The problem may be smaller than the measured one, or have more rows.
+    """
     if problem.scales == "block":
         BLOCK_K = min(BLOCK_K, 128)
     blocks = -(-problem.K // BLOCK_K)

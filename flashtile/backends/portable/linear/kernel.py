@@ -52,7 +52,7 @@ class ProductVariant:
     """Whether every split of K consists of whole blocks."""
     BLOCK_SCALES: bool
     E4M3_BITS: bool
-    """Whether W is e4m3 bits that are decoded in software."""
+    """Whether W holds the bits of e4m3, which are decoded in software."""
     DEPENDENT: bool
     """Whether the kernel uses programmatic dependent launch: it may start before its predecessor ends."""
     AHEAD: int
@@ -62,7 +62,7 @@ class ProductVariant:
 
 
 class Shares(NamedTuple):
-    """Integers of the product's partition. The kernel is not specialized on their values."""
+    """How the product is divided among programs. The kernel is not specialized on these integers."""
 
     scale_stride: Any
     """Row stride of the scales of W's blocks, in elements."""
@@ -94,7 +94,7 @@ def as_numbers(w, dtype: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def block_scales(pointers, row, mine, k_start, shares):
-    """Load, for each row [BLOCK_N], the scale of its block of W."""
+    """Return [BLOCK_N]: for each row of W, the scale of the block of W that contains column ``k_start``."""
     at = (row // SCALE_BLOCK).to(tl.int64) * shares.scale_stride + k_start // SCALE_BLOCK
     return tl.load(pointers.block_scale + at, mask=mine, other=0.0)
 
@@ -269,7 +269,7 @@ def product_kernel(
     if C.DEPENDENT:
         wait_for_dependencies()
         launch_dependents()
-    # Prefetch the epilogue's inputs while memory is busy.
+    # Load the inputs of the epilogue early, so that their latency overlaps with the product.
     factor = tl.zeros([BLOCK_M], tl.float32)
     if E.X_SCALES:
         factor = tl.load(pointers.x_scale + m, mask=m < M, other=0.0)

@@ -30,7 +30,7 @@ from flashtile.problems.linear import E4M3, LinearProblem
 from flashtile.reference.linear import before_norm, scaled_weight
 
 EPILOGUE_PLACES, EPILOGUE_ROWS = 128, 8
-"""Places and rows per program of the epilogue after the library's product."""
+"""Places and rows per program of the epilogue kernel after torch's product."""
 EPILOGUE_UNIT = 8
 
 
@@ -69,7 +69,7 @@ def unit_of(problem: LinearProblem, config: LinearConfig) -> int:
 
 
 class ProductLaunch:
-    """Launch of GEMV or the flat product, in one kernel with its epilogue."""
+    """Launch of one kernel that computes a GEMV or flat product and its epilogue."""
 
     def __init__(self, problem: LinearProblem, config: LinearConfig) -> None:
         self._problem, self._config = problem, config
@@ -126,7 +126,7 @@ class ProductLaunch:
 
 
 class LibraryLaunch:
-    """Launch of torch's product and, after it, a kernel with the epilogue."""
+    """Launch of torch's product, followed by a kernel that applies the epilogue."""
 
     def __init__(self, problem: LinearProblem) -> None:
         self._problem, self._has_end = problem, needs_end(problem)

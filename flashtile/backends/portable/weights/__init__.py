@@ -9,7 +9,7 @@ from flashtile.problems.attention import WeightsProblem
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
 
 LARGEST_TILE = 128 * 1024
-"""Maximum bytes of a tile of k, with which the kernel fits into a GPU's shared memory."""
+"""Maximum bytes of a tile of k. With this limit the kernel fits into a GPU's shared memory."""
 
 
 def reason_against(problem: WeightsProblem, explicit: bool) -> str | None:

@@ -19,7 +19,7 @@ from flashtile.backends.portable.weights.kernel import WeightsPointers, weights_
 from flashtile.problems.attention import WeightsProblem
 
 KEYS_A_THREAD = 16
-"""Maximum entries per thread of a tile whose rows are sorted for their top weights. Each has 64 bits."""
+"""Maximum 64-bit entries per thread of a tile whose rows are sorted for their largest weights."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def constants_of(problem: WeightsProblem) -> dict[str, Any]:
 
 
 class WeightsLaunch:
-    """``(q, k, lse, extras) -> (weights, indices)`` for tensors of one signature."""
+    """The launch ``(q, k, lse, extras) -> (weights, indices)`` for tensors of one signature."""
 
     def __init__(self, problem: WeightsProblem, config: WeightsConfig) -> None:
         self._problem, self._config = problem, config

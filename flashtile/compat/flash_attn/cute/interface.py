@@ -1,9 +1,11 @@
 """``flash_attn.cute.interface``: FlashAttention-4's functions, with its argument names, order and results.
 
-``score_mod`` and ``mask_mod`` are FlexAttention's functions here. FlashAttention-4's own are CuTe functions,
-which only its kernels can compile; they and their arguments (``score_mod_bwd``, ``aux_tensors``,
-``aux_scalars``, ``block_sparse_tensors``) raise a NotImplementedError, and so does ``gather_kv_indices``.
-Arguments that only tune its kernels are accepted and ignored: ``pack_gqa``, ``min_seqlen_k``,
+``score_mod`` and ``mask_mod`` must be functions as for FlexAttention. In FlashAttention-4 they are CuTe
+functions, which only its kernels can compile. Such functions raise a NotImplementedError, and so do the
+arguments ``score_mod_bwd``, ``aux_tensors``, ``aux_scalars``, ``block_sparse_tensors`` and
+``gather_kv_indices``.
+
+Arguments that only tune FlashAttention-4's kernels are accepted and ignored: ``pack_gqa``, ``min_seqlen_k``,
 ``scheduler_metadata``, ``disable_scheduler_metadata``, ``seqlen_k_per_split``, and ``num_splits`` without a
 ``page_table``.
 """

@@ -21,7 +21,7 @@ the pair with the same key, and with bit 31 of the counter's second word inverte
 the first, but the bytes of keys j and j + 8 are exchanged, and so are those of keys j + 1 and j + 9.
 
 In a product on the tensor cores, one thread holds the eight probabilities of a group. In the transposed
-product four threads hold two each; a warp then computes the same words and transposes them as 8 x 8 matrices
+product two threads hold four each; a warp then computes the same words and transposes them as 8 x 8 matrices
 of 16-bit elements. Numbers of 15 bits are ordered like the fp16 numbers with the same bits, so one
 instruction compares two of them.
 """

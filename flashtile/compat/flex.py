@@ -38,7 +38,7 @@ def flex_attention(
     *,
     return_aux: Any = None,
     backend: str | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Any]:
     """Compute ``torch.nn.attention.flex_attention.flex_attention`` with flashtile's kernels.
 
     ``torch.compile`` is not needed.

@@ -104,9 +104,11 @@ def _main() -> None:
     calls, target, workers = pickle.loads(stdin.read(size))  # only the program that started this can write
     threading.Thread(target=_end_with_stdin, args=(stdin.fileno(),), daemon=True).start()
     done: Any = compile_calls(calls() if callable(calls) else calls, [target], None, workers)
-    with os.fdopen(answers, "wb") as file:
-        pickle.dump(done, file)
-    os._exit(0)  # a thread reads stdin
+    file = os.fdopen(answers, "wb")
+    pickle.dump(done, file)
+    file.flush()
+    # The answer ends here and not before: the program then ends stdin, at which a thread exits with code 1.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -202,10 +202,10 @@ REFUSED_BACKWARD = {
         with_mods(replace(PLAIN, deterministic=True), mask_mod=CAUSAL, block_size=(128, 128)), "deterministic"
     ),
     "heads": (
-        with_mods(mask_mod=CAUSAL, block_size=(128, 128), list_heads=8), "query heads apart which share"
+        with_mods(mask_mod=CAUSAL, block_size=(128, 128), list_heads=8), "query heads of one key head"
     ),
     "ragged": (
-        with_mods(replace(PLAIN, seqlen_q=4000), mask_mod=CAUSAL, block_size=(256, 128)), "fill seqlen_q"
+        with_mods(replace(PLAIN, seqlen_q=4000), mask_mod=CAUSAL, block_size=(256, 128)), "256 queries"
     ),
 }  # fmt: skip
 

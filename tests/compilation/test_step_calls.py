@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -126,6 +127,27 @@ def test_a_failure_is_told(tmp_path, monkeypatch, capfd):
     with pytest.raises(RuntimeError, match="compiling ahead has ended with code 1"):
         compile_in_process(functools.partial(torch.device, "nowhere"), H200)
     assert "nowhere" in capfd.readouterr().err
+
+
+SLOW_TO_END = """
+import os, runpy, time
+end = os._exit
+os._exit = lambda code: end(code) if code else (time.sleep(1), end(code))
+runpy.run_module("flashtile.compilation.ahead", run_name="__main__")
+"""
+
+
+def test_the_answer_ends_only_with_the_process(tmp_path):
+    """A program ends stdin when it has the answer. That must not be taken for the program's end."""
+    task = pickle.dumps((functools.partial(list, []), H200, 1))
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", SLOW_TO_END]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        process.stdin.write(len(task).to_bytes(8, "little") + task)
+        process.stdin.flush()
+        assert pickle.loads(process.stdout.read()) == Compiled(0, ())
+        process.stdin.close()
+        assert process.wait(60) == 0
 
 
 PROGRAM = """

@@ -87,5 +87,5 @@ def reason_against_mods_backward(problem: Problem) -> str | None:
         return "it takes no block_mask that differs between query heads of one key head"
     size_q, _ = mods.block_size
     if size_q > ROW_PAD and problem.seqlen_q % size_q:
-        return f"seqlen_q must be a multiple of block_mask's BLOCK_SIZE {size_q}, if over {ROW_PAD}"
+        return f"seqlen_q must be a multiple of the {size_q} queries of a block of block_mask"
     return None

@@ -224,7 +224,7 @@ def hints_layout() -> bool:
 
 
 def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
-    """Check offsets: (batch + 1,) int32, contiguous. ``check_offset_values`` checks their values."""
+    """Check that ``offsets`` are contiguous int32 (batch + 1,). ``check_offset_values`` checks the values."""
     if offsets is None:
         raise TypeError(
             f"{name} must be an int32 torch.Tensor if offsets of the other side are given, got None"

@@ -54,7 +54,10 @@ def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
 
 
 def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """Raise unless ``cu_seqlens`` rises from 0 to at most ``total``, in steps of at most ``max_seqlen``."""
+    """Raise ValueError unless ``cu_seqlens`` rises from 0 to at most ``total``.
+
+    Its steps are at most ``max_seqlen``.
+    """
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"{name} must start with 0, got {offsets[0]}")
@@ -170,8 +173,8 @@ def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -
         lists: counts and indices of partial blocks, then counts and indices of full blocks.
 
     Returns:
-        (2, batch or 1, heads or 1, query blocks, key blocks) bool, or (..., key blocks, query blocks) for
-        "q": [0] is True for blocks listed as partial, [1] for blocks listed as full.
+        A bool tensor (2, batch or 1, heads or 1, query blocks, key blocks), with the last two dimensions
+        exchanged for "q". Along the first dimension, [0] marks the partial blocks and [1] the full blocks.
     """
     found = []
     for name, num_blocks, indices in ((kind, *lists[:2]), (f"full_{kind}", *lists[2:])):

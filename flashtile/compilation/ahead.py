@@ -107,7 +107,8 @@ def _main() -> None:
     file = os.fdopen(answers, "wb")
     pickle.dump(done, file)
     file.flush()
-    # The answer ends here and not before: the program then ends stdin, at which a thread exits with code 1.
+    # The file is not closed before: at the end of the answer the program closes stdin, and then the thread
+    # that reads stdin would end this process with code 1.
     os._exit(0)
 
 

@@ -210,7 +210,7 @@ class Engine:
         """Launch the next step, if anything is scheduled, and read the results of the previous one.
 
         Returns:
-            The outputs of requests that have something new, in the form of their ``output_kind``.
+            The outputs of all requests with new results, in the form of their ``output_kind``.
         """
         self.on_change("step", (), {})
         touched: dict[Request, None] = {}

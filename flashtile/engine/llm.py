@@ -80,12 +80,13 @@ class LLM:
             scale for each row.
         speculative_config: guess several tokens and verify them in one step; the answers stay the same.
             ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1}`` guesses the tokens that followed an earlier occurrence of the last few.
+            "prompt_lookup_min": 1}`` guesses the tokens that followed an earlier occurrence of the last few
+            tokens.
             ``{"method": "draft_model", "model": folder, "num_speculative_tokens": 4, "tree_width": 1}``
             guesses with a small model of the same vocabulary: its ``tree_width`` likeliest tokens at each
             position.
         warmup: on a GPU, compile the kernels of all steps before the constructor returns, in parallel
-            processes, so that no request waits for the compiler. They are kept in Triton's cache.
+            processes, so that no request waits for the compiler. Triton's cache keeps the kernels.
         tensor_parallel_size: number of processes that compute the model together, one for each GPU.
             ``torchrun`` starts them, and each runs the same program.
 

@@ -110,7 +110,7 @@ class QuantizeNumbers(NamedTuple):
 
 @triton.jit
 def key_of_column(column):
-    """Return the key in ``column`` of a stored V^T (``flashtile.problems.fp8_layout.key_order``)."""
+    """Return the index of the key in ``column`` of a stored V^T, as ``fp8_layout.key_order`` does."""
     within = (column & 16) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
     return (column & -32) | within
 

@@ -255,7 +255,7 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _refuse_cute(name: str, function: Callable[..., Any] | None, count: int) -> None:
-    """Raise unless ``function`` takes ``count`` arguments, as the functions of FlexAttention do."""
+    """Raise NotImplementedError unless ``function`` takes ``count`` arguments, as in FlexAttention."""
     if function is None:
         return
     try:

@@ -120,7 +120,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def _check_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rank: int) -> None:
-    """Raise unless x has ``rank`` dimensions, and cos and sin are rotary tables that fit its head_dim."""
+    """Check that x has ``rank`` dimensions, and that cos and sin are rotary tables that fit its head_dim."""
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         check_dense(name, tensor)
         check_dtype(name, tensor)

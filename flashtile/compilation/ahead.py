@@ -28,8 +28,9 @@ Sources = Iterable[Source] | Callable[[], Iterable[Source]]
 def compile_in_process(calls: Sources, target: Target, workers: int | None = None) -> Compiled:
     """Start a process that compiles the kernels of calls into Triton's cache, and wait for its end.
 
-    An empty file in the cache then marks these kernels as compiled. If this file exists, no process is
-    started. If several programs want the same kernels at once, the first compiles them and the others wait.
+    If no kernel failed, an empty file in the cache then marks these kernels as compiled. If this file exists,
+    no process is started. If several programs want the same kernels at once, the first compiles them and the
+    others wait.
 
     Raises:
         OSError: the cache cannot be written.

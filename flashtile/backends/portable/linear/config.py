@@ -87,8 +87,8 @@ def found_row(problem: LinearProblem) -> table.Found | None:
 def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
     """Return the kind of product for a problem: GEMV, FLAT, or LIBRARY for torch's product.
 
-    ``found`` holds the table's measurements of the nearest shape. Without measurements, the number of rows of
-    x decides.
+    ``found`` holds the measurements of this shape, or of the most similar shape in the table. Without
+    measurements, the number of rows of x decides.
     """
     if problem.dtype not in SIXTEEN_BIT:
         return LIBRARY

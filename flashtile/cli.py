@@ -75,8 +75,8 @@ def _print_version(asked: bool) -> None:
 def main() -> None:
     """Run the command line.
 
-    Bad input prints one line and exits with code 2. If extras are missing, the message says how to install
-    them.
+    For invalid input, one line is printed and the exit code is 2. If packages are missing, the message says
+    how to install them.
     """
     _print_version(sys.argv[1:] == ["--version"])  # needs no extras
     try:

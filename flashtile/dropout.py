@@ -83,7 +83,7 @@ def is_fine(dropout_p: float) -> bool:
 def keep_share(dropout_p: float) -> float:
     """Return the share of probabilities that is kept: 1 - dropout_p, apart from rounding.
 
-    Kept probabilities are divided by it, so that their mean is unchanged by dropout.
+    Kept probabilities are divided by this share, so that dropout does not change their mean.
 
     Examples:
         >>> from flashtile.dropout import keep_share
@@ -95,7 +95,10 @@ def keep_share(dropout_p: float) -> float:
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """Return the four words of Philox-4x32-10; all words are int64 from 0 to 2^32 - 1 and broadcast."""
+    """Return the four words of Philox-4x32-10. All words are int64 from 0 to 2^32 - 1.
+
+    The tensors of the key and the counter are broadcast.
+    """
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -122,7 +125,7 @@ def kept(
 ) -> Tensor:
     """Return which probabilities dropout keeps, (batch, heads, rows, keys) bool.
 
-    For given arguments, a probability's result depends only on its indices in the call.
+    The result for a probability does not depend on the ranges, so any part of the mask can be computed alone.
 
     Args:
         heads_q: number of query heads of the call.
@@ -163,7 +166,7 @@ def kept(
     else:
         fine = _bytes(small_philox(key, (pair, four ^ 2**31))).flip(-1)
         is_kept = (coarse > high).logical_or_((coarse == high).logical_and_(fine >= low))
-    # The first of two bytes in a word belongs to the key that is 8 after the key of the second.
+    # The last dimension has two bytes of a word: the first belongs to key j + 8, the second to key j.
     behind, own = is_kept.flatten(5, 6).unbind(-1)
     in_order = torch.stack((own, behind), -2).flatten(4).flatten(2, 3)
     own_rows = slice(rows.start % 16, rows.start % 16 + len(rows))
@@ -172,15 +175,20 @@ def kept(
 
 
 def _bytes(words: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the bytes of both words of each counter, (batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2)."""
+    """Split the words of Philox-2x32, two tensors (batch, heads, pairs, fours), into bytes.
+
+    Returns (batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2). Dimensions 2 and 3 count the queries, the last
+    four count the keys.
+    """
     batch, heads, pairs, fours = words[0].shape
     low_bits = [word.to(torch.int32).view(batch, heads, pairs // 8, 8, fours) for word in words]
     return torch.stack(low_bits, 3).view(torch.uint8).view(batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2)
 
 
 def _units(extent: range, per_sixteen: int) -> range:
-    """Return the range of units that covers ``extent``, extended to whole blocks of 16 positions.
+    """Return the range of the groups of queries or keys that cover the positions ``extent``.
 
-    A block has ``per_sixteen`` units.
+    It is extended to whole blocks of 16 positions. A block has ``per_sixteen`` groups: 8 pairs of queries, or
+    4 fours of keys.
     """
     return range(extent.start // 16 * per_sixteen, -(-extent.stop // 16) * per_sixteen)

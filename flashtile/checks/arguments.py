@@ -74,7 +74,7 @@ def as_float(name: str, value: Any, allowed: str) -> Any:
 
 
 def as_device(name: str, value: Any) -> torch.device:
-    """Return the device that ``value`` names, with its index; ValueError if torch has no such device."""
+    """Return the device that ``value`` names, with its index. Raise ValueError if torch does not have it."""
     try:
         if value is not None:  # torch would replace None by its default device
             return torch.empty(0, device=value).device
@@ -170,7 +170,7 @@ def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
 
 
 def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
-    """Check qv, the queries for the values: they must have the shape of q with the head_dim of v."""
+    """Check qv, the queries that are multiplied by v: the shape is that of q with the head_dim of v."""
     check_dense("qv", qv)
     check_same_dtype("qv", qv, "q", q)
     check_device("qv", qv, q)
@@ -183,7 +183,7 @@ def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
 
 
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
-    """Check that query heads share key heads in equal groups, with the same head_dim."""
+    """Check that q and k have the same head_dim, and that q has a multiple of the heads of k."""
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{name_of_k} has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal"
@@ -202,11 +202,11 @@ TRANSPOSED = (
     "transpose(1, 2) on them and on the result (FLASHTILE_LAYOUT_HINTS=0 turns this hint off)"
 )
 MAX_HEADS = 128
-"""Largest number of heads that large models have."""
+"""The largest number of heads of large models."""
 
 
 def looks_transposed(q: Tensor, k: Tensor) -> bool:
-    """Whether q and k, whose shapes are valid, are probably laid out (batch, heads, seqlen, head_dim).
+    """Whether the layout of q and k is probably (batch, heads, seqlen, head_dim). Their shapes are valid.
 
     The sizes of dimension 2, which should be the numbers of heads, must be equal and larger than q's
     dimension 1. In addition, they must exceed ``MAX_HEADS``, or q's dimension 1 must be a multiple of k's, as
@@ -214,7 +214,7 @@ def looks_transposed(q: Tensor, k: Tensor) -> bool:
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():
-        return False  # comparing a symbol would add a guard to the graph
+        return False  # comparing a symbolic size would add a guard to the graph
     grouped = seqlen_q > seqlen_k > 1 and seqlen_q % seqlen_k == 0
     return heads_q > MAX_HEADS or grouped
 
@@ -224,7 +224,7 @@ def hints_layout() -> bool:
 
 
 def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
-    """Check offsets: (batch + 1,) int32, contiguous. ``check_offset_values`` checks their values."""
+    """Check that ``offsets`` are contiguous int32 (batch + 1,). ``check_offset_values`` checks the values."""
     if offsets is None:
         raise TypeError(
             f"{name} must be an int32 torch.Tensor if offsets of the other side are given, got None"
@@ -240,7 +240,7 @@ def check_offsets(name: str, offsets: Any, first: Tensor) -> None:
 
 
 def check_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any, first: Tensor) -> None:
-    """Check the offsets of queries and keys, which must have the same number of sequences."""
+    """Check the offsets of queries and of keys. Both must have the same number of sequences."""
     check_offsets("cu_seqlens_q", cu_seqlens_q, first)
     check_offsets("cu_seqlens_k", cu_seqlens_k, first)
     if cu_seqlens_q.shape[0] != cu_seqlens_k.shape[0]:
@@ -251,7 +251,7 @@ def check_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any, first: Tensor) -> No
 
 
 def check_longest(name: str, longest: Any) -> None:
-    """Check ``max_seqlen``, which must accompany ``cu_seqlens``."""
+    """Check ``max_seqlen``, which must be given with ``cu_seqlens``."""
     if longest is None:
         raise TypeError(f"{name} must be an int with {name.replace('max_seqlen', 'cu_seqlens')}, got None")
     check_int(name, longest, 0, MAX_LENGTH)
@@ -299,7 +299,7 @@ def check_floats(
 def check_broadcast(
     name: str, tensor: Tensor, scores: tuple[Any, Any, Any, Any], packed: bool, first: Tensor
 ) -> None:
-    """Check a tensor that broadcasts to the scores (batch, heads_q, seqlen_q, seqlen_k).
+    """Check that ``tensor`` broadcasts to the scores (batch, heads_q, seqlen_q, seqlen_k).
 
     It must have four dimensions, each of size 1 or of the size of the scores. The last dimension must have
     the size of the scores. Users may omit leading dimensions or pass 1 as the last; public functions expand
@@ -340,7 +340,7 @@ def check_rotary(
     head_dim: int,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """Check the rotary tables: both contiguous, (positions, rotary_dim / 2), or both None."""
+    """Check that both rotary tables are contiguous (positions, rotary_dim / 2), or that both are None."""
     check_pair("rotary_cos", cos, "rotary_sin", sin)
     if cos is None:
         return
@@ -383,7 +383,7 @@ def as_int_within(name: str, value: Any, least: int, most: int) -> Any:
 
 
 def check_score_options(options: Any) -> None:
-    """Check softmax_scale, softcap, window and backend, which all kinds of options have."""
+    """Check softmax_scale, softcap, window and backend, the options that all kinds of calls have."""
     scale, softcap = options.softmax_scale, options.softcap
     if scale is not None and not abs(scale) <= FLOAT32_MAX:  # in this form the condition also rejects NaN
         raise ValueError(f"softmax_scale must be finite in float32, got {scale}")

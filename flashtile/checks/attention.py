@@ -40,7 +40,7 @@ def check_call(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     most: int = MAX_HEAD_DIM,
 ) -> None:
-    """Raise for a call that no backend could compute.
+    """Check the arguments of an attention call.
 
     Args:
         dtypes: allowed dtypes of q, k and v.
@@ -68,7 +68,7 @@ def check_call(
         raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
     check_groups(q, k, "k")
     if not packed and looks_transposed(q, k):
-        # Repetitions need no suppression, because Python shows a warning once per calling line.
+        # Python itself shows a warning only once for each calling line.
         warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
     if packed:
         _check_packed(cu_seqlens_q, cu_seqlens_k, q, options)
@@ -87,7 +87,7 @@ def check_call(
 
 
 def check_types(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, options: Options) -> None:
-    """Raise TypeError for a tensor that is not dense, NotImplementedError for slopes that need a gradient."""
+    """Check that tensors are dense (TypeError), and that slopes need no gradient (NotImplementedError)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_dense(name, tensor)
     for name, extra in zip(OptionalTensors._fields, extras, strict=True):

@@ -1,4 +1,4 @@
-"""Conversions of arguments to the exact types by which calls are described and cached.
+"""Conversions of arguments to exact types, because calls are described and cached by their arguments.
 
 In Python ``True == 1 == 1.0``, and all three have the same hash. So each option is converted to its type
 before it becomes part of a cache key.
@@ -31,7 +31,7 @@ def make_options(
     dropout_p: float = 0.0,
     attention_chunk: int = 0,
 ) -> Options:
-    """Build Options with exact types. Ranges are checked later, together with the tensors.
+    """Convert arguments to their exact types, and return them as Options. Ranges are checked later.
 
     Raises:
         TypeError: an argument does not have the type that :func:`flashtile.attention` states.
@@ -101,10 +101,11 @@ def refuse_unknown(function: str, unknown: Mapping[str, Any]) -> NoReturn:
 
 
 def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
-    """Convert a mask that only hides padded keys: return (mask, key_padding_mask), one of which is None.
+    """Convert a mask that only hides padded keys to a key_padding_mask.
 
-    A bool mask (batch or 1, 1, 1, seqlen_k) becomes a key_padding_mask (batch, seqlen_k). Any other mask,
-    even an invalid one, is returned unchanged, so that errors name ``mask``.
+    Returns (mask, key_padding_mask), one of which is None. A bool mask (batch or 1, 1, 1, seqlen_k) becomes a
+    key_padding_mask (batch, seqlen_k). Any other mask, even an invalid one, is returned unchanged, so that
+    errors name ``mask``.
     """
     if not all(isinstance(t, Tensor) and t.dim() == 4 for t in (mask, q, k)):
         return mask, None
@@ -119,7 +120,8 @@ def padding_of(mask: Any, q: Any, k: Any) -> tuple[Any, Any]:
 def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast q, k and v to autocast's dtype, if autocast is on for their device.
 
-    As in torch's own attention, float64 is not cast, nor are dtypes that flashtile does not support.
+    As in torch's own attention, float64 is not cast. Dtypes that flashtile does not support are not cast
+    either.
     """
     if not isinstance(q, Tensor) or q.device.type not in ("cuda", "cpu"):
         return q, k, v
@@ -132,7 +134,7 @@ def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def as_scores(scores: Any, seqlen_k: Any) -> Any:
-    """Expand a mask or bias to four dimensions, of which the last is seqlen_k.
+    """Expand a mask or bias to four dimensions. The size of the last dimension becomes seqlen_k.
 
     A tensor that does not broadcast to the scores is returned unchanged, so that errors name it.
     """
@@ -149,7 +151,7 @@ def as_scores(scores: Any, seqlen_k: Any) -> Any:
 
 
 def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
-    """Return seqlen_k of the scores, the last dimension of a mask or bias; None if the call is invalid."""
+    """Return seqlen_k, the size of the last dimension of a mask or bias, or None if the call is invalid."""
     if cu_seqlens_k is not None:
         return options.max_seqlen_k
     return k.shape[1] if isinstance(k, Tensor) and k.dim() == 4 else None
@@ -166,7 +168,7 @@ def as_offsets(cu_seqlens: Any) -> Any:
 
 
 def as_offset_pair(cu_seqlens_q: Any, cu_seqlens_k: Any) -> tuple[Any, Any]:
-    """Apply :func:`as_offsets` to both offsets, only once if they are the same tensor."""
+    """Apply :func:`as_offsets` to both offsets. If they are the same tensor, it is cast only once."""
     of_q = as_offsets(cu_seqlens_q)
     return of_q, of_q if cu_seqlens_k is cu_seqlens_q else as_offsets(cu_seqlens_k)
 
@@ -177,7 +179,7 @@ def with_unit_stride(tensor: Any) -> Any:
         return tensor
     if tensor.shape[-1] <= 1 or tensor.layout != torch.strided:
         return tensor
-    # contiguous() would not change a tensor without elements.
+    # contiguous() would return a tensor without elements unchanged.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -192,7 +194,10 @@ def as_seconds(name: str, value: Any) -> float:
 def refuse_descales(
     q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, allowed: str
 ) -> None:
-    """Raise ValueError if a scale is given. The message ends with ``allowed``: which calls accept scales."""
+    """Raise ValueError if a scale is given.
+
+    The message ends with ``allowed``, which says what calls accept scales.
+    """
     if q_descale is k_descale is v_descale is None:
         return
     given = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
@@ -221,7 +226,7 @@ def check_flag(name: str, value: Any) -> None:
 def lengths_tensor(
     length: Any, name: str, tokens: Tensor, name_of_offsets: str, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Return ``cache_seqlens`` (batch,) int32 with the int ``length`` for every sequence of ``tokens``.
+    """Return ``cache_seqlens`` (batch,) int32, in which every sequence of ``tokens`` has the int ``length``.
 
     ``name`` and ``name_of_offsets`` are the names of ``tokens`` and ``cu_seqlens`` in errors.
     """
@@ -250,14 +255,14 @@ def split_arguments(num_splits: Any, split_size: Any) -> tuple[int, int]:
 
 
 def softmax_max_arguments(softmax_max: Any) -> tuple[float | None, Tensor | None]:
-    """Return softmax_max as (number for all heads, tensor with one number per head), one of which is None."""
+    """Return (number for all heads, tensor with one number per head). One of the two is None."""
     if isinstance(softmax_max, Tensor):
         return None, softmax_max
     return as_float("softmax_max", softmax_max, "a number, a tensor or None"), None
 
 
 def contiguous_qv(qv: Tensor | None) -> Tensor | None:
-    """Return a contiguous ``qv``, a copy if needed. Operations over a cache need it contiguous."""
+    """Return ``qv``, or a contiguous copy of it, because operations over a cache need a contiguous one."""
     if qv is None:
         return None
     check_dense("qv", qv)

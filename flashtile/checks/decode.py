@@ -56,7 +56,7 @@ SHARED_MEMORY = "v_cache shares memory with k_cache, but must have its own memor
 def check_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors, options: DecodeOptions
 ) -> None:
-    """Raise for an attention call over a cache that no backend could compute.
+    """Check the arguments of an attention call over a KV cache.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -105,7 +105,7 @@ def _check_prior(q: Tensor, v_cache: Tensor, tensors: CacheTensors) -> None:
 def check_append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> None:
-    """Raise for an append that no backend could compute. Errors are as for :func:`check_decode`."""
+    """Check the arguments of an append to a KV cache. Errors are as for :func:`check_decode`."""
     slots, varlen = tensors.slot_mapping is not None, tensors.cu_seqlens_k_new is not None
     if slots:
         check_dense("slot_mapping", tensors.slot_mapping)
@@ -151,7 +151,7 @@ def check_append(
 def check_copy(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise for a copy of blocks that no backend could compute. Errors are as for :func:`check_decode`.
+    """Check the arguments of a copy of cache blocks. Errors are as for :func:`check_decode`.
 
     The caches may have a leading dimension of layers.
     """
@@ -190,14 +190,14 @@ def check_copy(
 
 
 def check_no_gradient(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise for a cache that requires a gradient, because it is written in place."""
+    """Check that no cache requires a gradient, because caches are written in place."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if isinstance(cache, Tensor) and cache.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires grad, but is written in place: {name} must be detached")
 
 
 def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise for caches in which two elements share memory, because they are written in place."""
+    """Check that no two elements of a cache share memory, because caches are written in place."""
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if any(stride == 0 and size > 1 for size, stride in zip(cache.shape, cache.stride(), strict=True)):
             raise ValueError(
@@ -209,9 +209,10 @@ def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Raise for keys and values that would be written to the same memory.
+    """Check that keys and values are not written to the same memory.
 
-    This runs at every call, because launches are cached by signature, which has no addresses.
+    This check runs at every call, because launches are cached by the signature of their tensors, which has no
+    addresses.
     """
     if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
         raise ValueError(SHARED_MEMORY)
@@ -220,7 +221,7 @@ def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
 def check_combine(
     out_partial: Tensor, lse_partial: Tensor, tensors: NoTensors, options: CombineOptions
 ) -> None:
-    """Raise for partial results that do not match each other."""
+    """Check that the partial results match each other."""
     check_dense("out_partial", out_partial)
     check_dense("lse_partial", lse_partial)
     if out_partial.dim() not in (4, 5):
@@ -250,7 +251,7 @@ def check_combine(
 
 
 def check_combined_into(out_partial: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless ``out`` has the shape, dtype and device of the result."""
+    """Check that ``out`` has the shape, dtype and device of the result."""
     check_dense("out", out)
     check_device("out", out, out_partial)
     if out.shape != out_partial.shape[1:]:
@@ -349,7 +350,7 @@ def _check_rotary(k: Tensor, batch: int, tensors: AppendTensors) -> None:
 
 
 def check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor | None) -> None:
-    """Raise for a cache that does not match ``q``, which may be queries or new keys."""
+    """Check that the cache matches ``q``, which may be queries or new keys."""
     layout = DENSE_CACHE if block_table is None else PAGED_CACHE
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)
@@ -407,7 +408,7 @@ def _check_addresses(
 def check_descales(
     cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None, batch: int | None
 ) -> None:
-    """Raise for scales that do not match the cache, or that are given for a cache of another dtype than e4m3.
+    """Check that scales match the cache, and are given only for a cache in e4m3.
 
     ``batch`` is None if tokens are addressed by slots instead of sequences.
     """

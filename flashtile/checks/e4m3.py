@@ -35,7 +35,10 @@ class Widened(NamedTuple):
 
 
 def widen_tables(rotary_cos: Any, rotary_sin: Any) -> tuple[Any, Any]:
-    """Convert e4m3 tables, which have the dtype of e4m3 queries, and return others unchanged."""
+    """Convert rotary tables in e4m3 to bfloat16. Other tables are returned unchanged.
+
+    Rotary tables may have the dtype of the queries, which can be e4m3.
+    """
     cos, sin = (
         t.to(torch.bfloat16) if isinstance(t, Tensor) and t.dtype == FP8 else t
         for t in (rotary_cos, rotary_sin)

@@ -38,7 +38,7 @@ MAX_SEED = 2**31 - 1
 
 
 def check_quantize(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
-    """Raise for a quantisation of a dense tensor that no backend could compute.
+    """Check the arguments of a quantisation of x, which is a dense tensor.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -96,7 +96,7 @@ def _check_rotary(x: Tensor, batch: int, tensors: QuantizeTensors, options: Quan
 
 
 def check_inputs(q: Any, k: Any, v: Any) -> None:
-    """Raise unless q, k and v, quantised or not, have matching shapes, dtypes, devices and roles."""
+    """Check that q, k and v, quantised or not, have matching shapes, dtypes, devices and roles."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, Quantized):
             if x.role != name:
@@ -127,7 +127,7 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
 def check_sequences(
     q: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None
 ) -> None:
-    """Raise for offsets or lengths whose number of sequences, dtype or device does not match q.
+    """Check that the number of sequences, dtype and device of offsets and lengths match q.
 
     :func:`flashtile.fp8.attention` calls this before it computes rotary positions from them.
     """
@@ -140,7 +140,7 @@ def check_sequences(
 
 
 def check_attend(q: Tensor, k: Tensor, v: Tensor, tensors: AttendTensors, options: AttendOptions) -> None:
-    """Raise for an attention call in e4m3 that no backend could compute, as :func:`check_quantize` does."""
+    """Check the arguments of an attention call in e4m3. Errors are as for :func:`check_quantize`."""
     extras = tensors.extras
     rows = k if options.v_transposed else v  # check_call needs one row per key, which a transposed v lacks
     check_call(q, k, rows, extras._replace(sink=None), options.shared, (E4M3,), MAX_HEAD_DIM)
@@ -181,7 +181,10 @@ def _blocks(rows: Tensor, block: int, batch: int, packed: bool) -> int:
 
 
 def check_quantize_values(x: Tensor, tensors: QuantizeTensors, options: QuantizeOptions) -> None:
-    """Raise ValueError for values of ``cu_seqlens`` or ``seqused`` that do not fit x, or a bad scale."""
+    """Raise ValueError for values of ``cu_seqlens`` or ``seqused`` that do not fit x.
+
+    Also raise ValueError for a scale that is not finite or not above 0.
+    """
     if tensors.scale is not None and not bool(((tensors.scale > 0) & tensors.scale.isfinite()).all()):
         raise ValueError(f"scale must be finite and above 0, got {tensors.scale.flatten().tolist()[:8]}")
     lengths = [x.shape[1]] * x.shape[0] if tensors.cu_seqlens is None else []

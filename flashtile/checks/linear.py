@@ -39,7 +39,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: LinearOptions) -> None:
-    """Raise for a product that no backend could compute.
+    """Check the arguments of a product with a weight.
 
     Raises:
         TypeError: an argument is of the wrong type or dtype.
@@ -63,7 +63,10 @@ def check_linear(x: Tensor, weight: Tensor, tensors: LinearTensors, options: Lin
 def check_before_norm(
     x: Tensor, weight: Tensor, tensors: BeforeNormTensors, options: BeforeNormOptions
 ) -> None:
-    """Raise for a product before a norm that no backend could compute; errors as for :func:`check_linear`."""
+    """Check the arguments of a product that also prepares its result for the following norm.
+
+    Errors are as for :func:`check_linear`.
+    """
     _check_product(x, weight, tensors, options)
     N = weight.shape[0]
     check_floats("residual", tensors.residual, ((x.shape[0], N),), "that of the result,", x, (x.dtype,))
@@ -75,7 +78,7 @@ def check_before_norm(
 def check_qkv(
     x: Tensor, weight: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: QkvTensors, options: QkvOptions
 ) -> None:
-    """Raise for a QKV product that no backend could compute; errors as for :func:`check_linear`."""
+    """Check the arguments of a QKV product. Errors are as for :func:`check_linear`."""
     _check_product(x, weight, tensors, options)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_dense(name, cache)

@@ -46,7 +46,7 @@ def check_lengths(q: Tensor, k: Tensor, v: Tensor, extras: OptionalTensors, opti
 def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
     """Raise ValueError unless each entry of ``used`` is from 0 to the length of its sequence.
 
-    ``noun`` says in the message what is counted.
+    ``noun`` names the counted tokens in the message, for example "queries".
     """
     for b, (count, length) in enumerate(zip(used.tolist(), lengths, strict=True)):
         if not 0 <= count <= length:
@@ -54,7 +54,10 @@ def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
 
 
 def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """Raise unless ``cu_seqlens`` rises from 0 to at most ``total``, in steps of at most ``max_seqlen``."""
+    """Raise ValueError unless ``cu_seqlens`` rises from 0 to at most ``total``.
+
+    Its steps are at most ``max_seqlen``.
+    """
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"{name} must start with 0, got {offsets[0]}")
@@ -98,7 +101,7 @@ def check_decode_values(
 def check_append_values(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tensors: AppendTensors, options: AppendOptions
 ) -> None:
-    """Raise ValueError for a write beyond the capacity or outside the pool, or two writes to one position."""
+    """Raise ValueError if a token would be written outside of the cache, or two tokens to one position."""
     if tensors.cu_seqlens_k_new is not None:
         longest = options.max_seqlen_k_new
         most_new = k.shape[0] if longest is None else longest
@@ -134,7 +137,7 @@ def check_prefix_values(
     cu_prefix_groups: Tensor | None,
     causal: bool,
 ) -> None:
-    """Raise ValueError unless each group's sequences start with the same pages and contain the prefix."""
+    """Raise ValueError unless the sequences of a group start with the same pages and contain the prefix."""
     batch, page_size = q.shape[0], k_cache.shape[1]
     starts = [0, batch]
     if cu_prefix_groups is not None:
@@ -170,8 +173,8 @@ def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -
         lists: counts and indices of partial blocks, then counts and indices of full blocks.
 
     Returns:
-        (2, batch or 1, heads or 1, query blocks, key blocks) bool, or (..., key blocks, query blocks) for
-        "q": [0] is True for blocks listed as partial, [1] for blocks listed as full.
+        A bool tensor (2, batch or 1, heads or 1, query blocks, key blocks), with the last two dimensions
+        exchanged for "q". Along the first dimension, [0] marks the partial blocks and [1] the full blocks.
     """
     found = []
     for name, num_blocks, indices in ((kind, *lists[:2]), (f"full_{kind}", *lists[2:])):
@@ -197,7 +200,7 @@ def check_block_lists(kind: str, lists: tuple[Tensor, Tensor, Tensor, Tensor]) -
 def check_copy_values(
     k_cache: Tensor, v_cache: Tensor, block_pairs: Tensor, tensors: CopyTensors, options: CopyOptions
 ) -> None:
-    """Raise ValueError for blocks outside the pool, written twice, or both read and written."""
+    """Raise ValueError if a block is outside of the pool, written twice, or both read and written."""
     num_blocks = k_cache.shape[-4]
     sources, destinations = block_pairs[block_pairs[:, 0] >= 0].unbind(1)
     for name, blocks in (("sources", sources), ("destinations", destinations)):

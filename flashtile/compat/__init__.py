@@ -24,8 +24,9 @@ def install_as_flash_attn() -> None:
 
     Code written for FlashAttention then runs unchanged: ``from flash_attn import flash_attn_func``,
     ``flash_attn.bert_padding``, ``flash_attn.layers.rotary``, FlashAttention-3's ``flash_attn_interface`` and
-    FlashAttention-4's ``flash_attn.cute``.
-    So do libraries for context parallelism, which call ``_flash_attn_forward`` and ``_flash_attn_backward``.
+    FlashAttention-4's ``flash_attn.cute``. Libraries for context parallelism, which call
+    ``_flash_attn_forward`` and ``_flash_attn_backward``, also run unchanged.
+
     Call this before that code is imported. A second call changes nothing. An installed flash-attn package is
     hidden, provided that none of its modules was imported before.
 

@@ -177,9 +177,9 @@ def flash_attn_with_kvcache(
     Args:
         cache_batch_idx: (batch,) int32: the row of each sequence, in ``page_table`` if it is given, otherwise
             in the dense cache.
-        q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head, also with
-            ``page_table``. None: 1.
-        rotary_seqlens: ignored without ``rotary_cos``, as by FlashAttention-3.
+        q_descale, k_descale, v_descale: (batch, heads_kv), one factor for each sequence and head. The shape
+            is the same with ``page_table``. None means 1.
+        rotary_seqlens: ignored without ``rotary_cos``, as in FlashAttention-3.
     """
     if rotary_cos is None and rotary_sin is None:
         rotary_seqlens = None
@@ -228,7 +228,7 @@ def _chosen_rows(page_table: Tensor, cache_batch_idx: Tensor) -> Tensor:
 def _of_sequences(k_descale: Tensor | None, v_descale: Tensor | None) -> tuple[Any, Any]:
     """Convert descales (batch, heads_kv) to contiguous (batch, 1, heads_kv).
 
-    If only one of them is None, it becomes ones.
+    If only one of them is None, it becomes a tensor of ones.
     """
     given = []
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):

@@ -18,10 +18,10 @@ KERNEL_OPTIONS = frozenset(
         "kpack", "matrix_instr_nonkdim", "num_stages", "num_warps", "waves_per_eu",
     )
 )  # fmt: skip
-"""Options of FlexAttention's kernels. They also exist for one pass, with the prefix ``fwd_`` or ``bwd_``."""
+"""Options of FlexAttention's kernels. The prefix ``fwd_`` or ``bwd_`` restricts an option to one pass."""
 
 _ONE_BLOCK = (1 << 30, 1 << 30)
-"""BLOCK_SIZE of FlexAttention's block mask that hides nothing, for calls of any lengths."""
+"""BLOCK_SIZE of FlexAttention's default block mask, which hides nothing and fits all lengths."""
 _OF_FLEX = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 
 
@@ -50,10 +50,10 @@ def flex_attention(
         score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)``; None leaves scores unchanged.
         block_mask: made by FlexAttention's or :func:`flashtile.masks.create_block_mask`; None hides nothing.
         scale: factor of the scores; None means ``head_dim ** -0.5``.
-        enable_gqa: allow more query heads than key/value heads, as a multiple.
+        enable_gqa: allow more query heads than key/value heads. Their number must be a multiple.
         return_lse: also return the natural log-sum-exp, (batch, heads, seqlen_q) float32.
         kernel_options: tuning options of FlexAttention's kernels, which are ignored.
-        return_aux: an ``AuxRequest`` of FlexAttention, of which ``lse`` is supported.
+        return_aux: an ``AuxRequest`` of FlexAttention. Only its ``lse`` is supported.
         backend: as for :func:`flashtile.attention`.
 
     Returns:
@@ -61,10 +61,10 @@ def flex_attention(
         (out, FlexAttention's ``AuxOutput``).
 
     Raises:
-        TypeError, ValueError: as :func:`flashtile.attention`, numbers of heads differ without ``enable_gqa``,
-            or ``return_lse`` and ``return_aux`` are both given.
-        NotImplementedError: as :func:`flashtile.attention`, ``kernel_options`` has another option, or
-            ``return_aux`` requests ``max_scores``.
+        TypeError, ValueError: :func:`flashtile.attention` raises it, the numbers of heads differ without
+            ``enable_gqa``, or ``return_lse`` and ``return_aux`` are both given.
+        NotImplementedError: :func:`flashtile.attention` raises it, ``kernel_options`` has an option that
+            FlexAttention does not have, or ``return_aux`` requests ``max_scores``.
 
     Examples:
         >>> query, key, value = torch.randn(3, 1, 2, 128, 16).unbind()  # (batch, heads, seqlen, head_dim)

@@ -1,7 +1,8 @@
-"""Compilation in a process of its own, which starts further processes.
+"""Compilation in a separate process, which starts worker processes.
 
-The program that waits for it may use a GPU: its Triton driver is not changed. It may be any script, because
-only this module is imported in the new processes. They end when the program ends, however that happens.
+The program that waits for this process may use a GPU, because its Triton driver is not changed. It may be any
+script, because the new processes import only this module. They end when the program ends, even if the program
+is killed.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from flashtile.backends.common.device import Target
 from flashtile.compilation.compiling import Compiled, Source, compile_calls
 
 Sources = Iterable[Source] | Callable[[], Iterable[Source]]
-"""Calls, or a picklable function that returns them, which the new process calls."""
+"""Calls, or a picklable function that returns calls. The new process calls the function."""
 
 
 def compile_in_process(calls: Sources, target: Target, workers: int | None = None) -> Compiled:
-    """Compile the kernels of calls into Triton's cache, and wait for that.
+    """Start a process that compiles the kernels of calls into Triton's cache, and wait for its end.
 
-    A note in the cache says that these kernels have been compiled; with it, no process is started. If several
-    programs want the same kernels at once, the first compiles them and the others wait.
+    If no kernel failed, an empty file in the cache then marks these kernels as compiled. If this file exists,
+    no process is started. If several programs want the same kernels at once, the first compiles them and the
+    others wait.
 
     Raises:
         OSError: the cache cannot be written.
@@ -62,7 +64,7 @@ def _compile(task: bytes, folders: str) -> Compiled:
         try:
             process.stdin.write(len(task).to_bytes(8, "little") + task)
             process.stdin.flush()
-            answer = process.stdout.read()  # stdin stays open: its end would end the process
+            answer = process.stdout.read()  # stdin stays open, because closing it would end the process
         except BaseException:
             process.kill()
             raise
@@ -73,9 +75,9 @@ def _compile(task: bytes, folders: str) -> Compiled:
 
 
 def _note_of(task: bytes, folders: str) -> Path:
-    """Return the file in Triton's cache whose existence says that a task's kernels have been compiled.
+    """Return the path of the file in Triton's cache that marks a task's kernels as compiled.
 
-    ``folders``: the folders of compiled kernels that were in use.
+    ``folders``: the folders of compiled kernels that are in use.
     """
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -90,7 +92,7 @@ def _note_of(task: bytes, folders: str) -> Path:
 
 
 def _end_with_stdin(descriptor: int) -> None:
-    """Wait for the end of the program that started this process, and end it."""
+    """Wait until the program that started this process has ended, then end this process."""
     while os.read(descriptor, 2**16):
         pass
     os._exit(1)
@@ -98,7 +100,7 @@ def _end_with_stdin(descriptor: int) -> None:
 
 def _main() -> None:
     stdin, answers = sys.stdin.buffer, os.dup(1)
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # stdout is only for the answer; compilers print to stderr
     size = int.from_bytes(stdin.read(8), "little")
     calls, target, workers = pickle.loads(stdin.read(size))  # only the program that started this can write
     threading.Thread(target=_end_with_stdin, args=(stdin.fileno(),), daemon=True).start()
@@ -106,7 +108,8 @@ def _main() -> None:
     file = os.fdopen(answers, "wb")
     pickle.dump(done, file)
     file.flush()
-    # The answer ends here and not before: the program then ends stdin, at which a thread exits with code 1.
+    # The file is not closed before: at the end of the answer the program closes stdin, and then the thread
+    # that reads stdin would end this process with code 1.
     os._exit(0)
 
 

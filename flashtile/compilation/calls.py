@@ -1,4 +1,4 @@
-"""Calls of the library as data: the signature of each, which decides its kernels, in a JSON file."""
+"""Recorded calls: a JSON file has the signature of each call, which determines the kernels of the call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashtile.op.operation import OPERATIONS, Remembered, remembering
 from flashtile.operators import attention, decode, fp8, linear
 
 REGISTERED = attention, decode, fp8, linear
-"""Modules that declare, when they are imported, all operations that a recorded call can name."""
+"""Importing these modules declares all operations that a recorded call can name."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Call:
 
     @staticmethod
     def of(operation: str, values: tuple) -> Call:
-        """Describe a call by the operator's arguments, in order."""
+        """Return the description of a call. ``values`` are the operator's arguments, in order."""
         names = OPERATIONS[operation].arguments
         given = (
             (name, Signature.of(value) if isinstance(value, Tensor) else value)
@@ -86,7 +86,7 @@ class Call:
 
 
 def calls_of(remembered: Remembered) -> list[Call]:
-    """Return the calls of :func:`flashtile.op.operation.remembering`, each once."""
+    """Return the calls of :func:`flashtile.op.operation.remembering`, without duplicates."""
     found = (
         Call.of(operation.full_name, operation.flat_of_all(tensors, optional, options))
         for operation, tensors, optional, options in remembered
@@ -98,8 +98,9 @@ def calls_of(remembered: Remembered) -> list[Call]:
 def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
     """Write the signature of every call that is made inside the context to a JSON file.
 
-    ``flashtile compile --calls PATH`` compiles their kernels, for any GPU and without one. The program may
-    run on a CPU. No data is written. The file is also written if the program raises an error.
+    ``flashtile compile --calls PATH`` compiles the kernels of these calls, for any GPU. Neither this command
+    nor the recorded program needs a GPU. The contents of tensors are not written. The file is also written if
+    the program raises an error.
 
     Raises:
         TypeError: ``path`` is not a path.

@@ -23,7 +23,10 @@ from flashtile.op.selection import on_target, select
 MAX_WORKERS = 16
 
 Source = Call | Callable[[], list[Any]]
-"""A call, or a picklable function that returns launches as (launch, tensors), for kernels of no operation."""
+"""A call, or a picklable function that returns a list of (launch, tensors).
+
+The function is for kernels that belong to no operation.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Compiled:
 
 
 def launches(call: Source, target: Target) -> list[Any]:
-    """Return the launches that a call makes on a GPU, as (launch, tensors). Nothing is launched.
+    """Return a list of (launch, tensors): the kernel launches of a call on a GPU. No kernel is run.
 
     Raises:
         NotImplementedError: no backend with kernels serves the call on this GPU.
@@ -75,14 +78,16 @@ def compile_calls(
     workers: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Compiled:
-    """Compile the kernels of calls, each once, into a folder for other machines or into this machine's cache.
+    """Compile the kernels of calls into a folder for other machines, or into this machine's Triton cache.
+
+    A kernel that several calls share is compiled once.
 
     Args:
         calls: the calls.
         targets: the GPUs.
         folder: folder for the kernels, made if it is missing; its index is replaced. None: Triton's cache.
-        workers: processes that compile; by default one for each core, at most 16. They are spawned: a script
-            that calls this function needs ``if __name__ == "__main__":``.
+        workers: number of processes that compile; by default one for each core, at most 16. The processes are
+            spawned, so a script that calls this function needs ``if __name__ == "__main__":``.
         progress: called after each kernel with (number of kernels done, number of all kernels).
     """
     wanted, failures = _wanted(list(calls), list(targets))
@@ -109,13 +114,14 @@ def warmup(
 ) -> Compiled:
     """Compile the kernels of calls for this machine's GPU, in parallel processes, before they are needed.
 
-    The kernels are kept in Triton's cache, where the first call of this or a later process finds them. A note
-    there says that they have been compiled: the next warm-up with the same calls returns 0 kernels at once.
+    The kernels are kept in Triton's cache, where the first call of this or a later process finds them. An
+    empty file in this cache marks them as compiled, so the next warm-up with the same calls returns at once,
+    with 0 kernels.
 
     Args:
         calls: file that :func:`record_calls` wrote, or the calls.
         device: the GPU. Default: torch's current one.
-        workers: processes that compile; by default one for each core, at most 16.
+        workers: number of processes that compile; by default one for each core, at most 16.
 
     Raises:
         RuntimeError: the process that compiles failed.
@@ -149,7 +155,7 @@ def _checked(calls: Any) -> list[Call]:
 def _results(
     tasks: list[_Task], folder: Path | None, workers: int | None
 ) -> Iterator[tuple[_Task, dict[str, dict[str, str]] | Exception]]:
-    """Yield each finished task with the digests of its kernels' files by key, or with its exception."""
+    """Yield each finished task with the result of :func:`_compile`, or with its exception."""
     if not tasks:
         return
     count = min(workers or min(os.cpu_count() or 1, MAX_WORKERS), len(tasks))
@@ -173,7 +179,7 @@ class _Task:
 
 
 def _wanted(calls: list[Source], targets: list[Target]) -> tuple[list[_Task], list[Failure]]:
-    """Return a task for each kernel, and the calls that have none."""
+    """Return one task for each different kernel, and a failure for each call without kernels."""
     tasks: dict[Any, _Task] = {}
     failures = []
     for target in targets:
@@ -188,7 +194,10 @@ def _wanted(calls: list[Source], targets: list[Target]) -> tuple[list[_Task], li
 
 
 def _kinds(launch: Any, tensors: tuple) -> list[Any]:
-    """Return what the compiler may know of the arguments. Launches for which it is equal share a kernel."""
+    """Return what the compiler may assume about the arguments of a launch.
+
+    Launches with equal assumptions share a kernel.
+    """
     given = zip(launch.kernel.params, launch.arguments(tensors), strict=True)
     return [value if parameter.is_constexpr else _kind(value) for parameter, value in given]
 
@@ -208,7 +217,10 @@ def _kind(value: Any) -> Any:
 
 
 def _begin(cache: str) -> None:
-    """Prepare a process that compiles. Kernels for a folder have a cache of their own, which is deleted."""
+    """Prepare a worker process, which compiles kernels.
+
+    ``cache`` is the folder of a temporary Triton cache, or "" for the usual cache.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["FLASHTILE_QUIET"] = "1"  # the caller shows the progress
     if cache:
@@ -224,7 +236,11 @@ def _end_with_parent() -> None:
 
 
 def _compile(task: _Task, folder: Path | None) -> dict[str, dict[str, str]]:
-    """Compile a kernel, into the folder if there is one, and return the digests of its files, by its key."""
+    """Compile the kernel of a task, and return {key of the kernel: digests of its files}.
+
+    The files are written to ``folder``. If it is None, the kernel is only in Triton's cache, and there are no
+    digests.
+    """
     from flashtile.backends.common.compiled_folder import write_kernel
     from flashtile.backends.common.kernel_cache import collecting
     from flashtile.backends.compat import compiling_driver

@@ -138,15 +138,17 @@ class AsyncLLM:
         await self.call(lambda engine: self._abort(request_id, None))
 
     def abort_soon(self, request_id: str, stream: Stream) -> None:
-        """Queue the end of a request without awaiting, because a cancelled task may not be able to await.
+        """Queue the abort of a request without awaiting, because a cancelled task may not be able to await.
 
-        The request is not ended if its id now belongs to a stream other than ``stream``.
+        The request is not aborted if its id now belongs to a stream other than ``stream``.
         """
         self._send(lambda: self._abort(request_id, stream))
 
     async def call(self, function: Callable[[Engine], Result]) -> Result:
-        """Run ``function(engine)`` on the engine's thread, between two steps; return its result or raise its
-        error."""
+        """Run ``function(engine)`` on the engine's thread, between two steps.
+
+        Returns the result of the function, or raises its error.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -174,7 +176,7 @@ class AsyncLLM:
         return await future
 
     async def shutdown(self, timeout: float = 30.0) -> None:
-        """Accept no more requests, wait ``timeout`` seconds for unfinished ones, and abort the rest."""
+        """Accept no more requests, wait at most ``timeout`` seconds for the others, and abort the rest."""
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         self._draining = True
@@ -184,8 +186,10 @@ class AsyncLLM:
         await asyncio.to_thread(self._thread.join)
 
     def _send(self, command: Callable[[], None]) -> None:
-        """Queue a command for the engine's thread. After that thread has ended, run the command here, so that
-        it reports an :class:`EngineDeadError`."""
+        """Queue a command for the engine's thread.
+
+        After that thread has ended, the command is run here, so that it reports an :class:`EngineDeadError`.
+        """
         with self._lock:
             if not self._ended:
                 self._commands.put(command)

@@ -158,13 +158,15 @@ class ModelConfig:
 
     @property
     def common_window(self) -> int:
-        """The largest window if every layer has one, otherwise -1. Keys before the window can be dropped."""
+        """The largest window of the layers, or -1 if a layer has none. Keys before it can be dropped."""
         return max(self.windows) if min(self.windows) >= 0 else -1
 
     @property
     def longest_sequence(self) -> int:
-        """The longest sequence, in tokens. Linear and YaRN scaling can reach beyond
-        ``max_position_embeddings``."""
+        """Maximum number of tokens of a sequence that the model supports.
+
+        With linear and YaRN scaling it can be larger than ``max_position_embeddings``.
+        """
         length, rope = self.max_position_embeddings, self.rope
         if rope["rope_type"] not in ("linear", "yarn"):
             return length
@@ -210,7 +212,7 @@ class _Fields:
         return value
 
     def activation(self, name: str) -> str:
-        """Return the name that :class:`ModelConfig` uses for a field's activation."""
+        """Return the activation that field ``name`` holds, by the name that :class:`ModelConfig` uses."""
         value = self.values.get(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise NotImplementedError(
@@ -322,7 +324,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
 
 
 def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of the family's config class, with the class's defaults for absent ones."""
+    """Return the fields of the family's config class. Absent fields have the defaults of the class."""
     found = {name: values.get(name, default) for name, default in family.fields.items()}
     for name, default in family.fields.items():
         if found[name] is None and isinstance(default, (bool, str)):
@@ -403,7 +405,7 @@ def _read_rope(values: Mapping[str, Any], fields: _Fields, family: Family) -> di
 
 
 def _read_windows(fields: _Fields, layers: int, family: Family) -> tuple[int, ...]:
-    """Return each layer's window: visible keys to the left of the query, -1 for all.
+    """Return the window of each layer: how many keys before the query are visible, -1 for all.
 
     Transformers' ``sliding_window`` also counts the query's own position, which is not counted here.
     """

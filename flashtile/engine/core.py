@@ -158,7 +158,7 @@ class Engine:
         options = {"priority": priority, "cache_salt": cache_salt}
         try:
             self.on_change("add_request", (request_id, {"prompt_token_ids": tokens}, params), options)
-        except BaseException:  # the request cannot be sent: for example, a function cannot be pickled
+        except BaseException:  # for example, a function of the request cannot be pickled
             self._end(request, "error")
             raise
         self._num_requests += 1
@@ -203,14 +203,14 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is unfinished, or results of a launched step are not read yet."""
+        """Whether a request is unfinished, or the results of a launched step have not been read yet."""
         return bool(self.requests) or self._in_flight is not None
 
     def step(self) -> list[RequestOutput]:
         """Launch the next step, if anything is scheduled, and read the results of the previous one.
 
         Returns:
-            The outputs of requests that have something new, in the form of their ``output_kind``.
+            The outputs of all requests with new results, in the form of their ``output_kind``.
         """
         self.on_change("step", (), {})
         touched: dict[Request, None] = {}
@@ -331,11 +331,11 @@ class Engine:
         self, sequence: Sequence, nodes: list[int], first: int, tokens: list[int], in_flight: InFlight,
         touched: dict[Request, None],
     ) -> None:  # fmt: skip
-        """Append the tokens drawn after the accepted nodes of a sequence's guesses.
+        """Append the tokens that were drawn along the accepted path of a sequence's guesses (drafted tokens).
 
         Args:
             sequence: the sequence that the step computed.
-            nodes: the accepted path through the guesses; node 0 is the last token before them.
+            nodes: the accepted path through the tree of guesses. Node 0 is the last token before the guesses.
             first: index of the sequence's first token in ``tokens``.
             tokens: all tokens of the step.
             in_flight: the step, for its log-probabilities and errors.
@@ -346,7 +346,8 @@ class Engine:
             if sequence.state is State.FINISHED:
                 return  # an earlier token of this path ended the sequence, or it ended while this step ran
             if sequence.guesses:
-                # A sibling's keys and values are not in the slot of its position, so it is computed again.
+                # The keys and values of an accepted sibling (an alternative guess) are not in the cache slot
+                # of its position, so the next step computes this token again.
                 computed += node == place == computed + 1
                 sequence.num_computed = begin + computed
                 self.num_guessed_tokens += place > 0
@@ -356,7 +357,7 @@ class Engine:
             i = first + node
             error, scores = in_flight.failed.get(i), in_flight.scores_of(i)
             if error is None and scores is not None and math.isnan(scores.logprob):
-                error = NOT_FINITE  # allowed_token_ids and the like can hide NaN logits from the draw
+                error = NOT_FINITE  # allowed_token_ids, for example, can hide NaN logits from the draw
             if error is not None:
                 self._fail(request, error)
             elif request.is_beam_search:
@@ -430,7 +431,7 @@ class Engine:
         return found
 
     def _output(self, request: Request) -> RequestOutput | None:
-        """Return the output of a request, or None if the request is unfinished and has only a final output.
+        """Return the output of a request, or None if it is unfinished and only its final output is wanted.
 
         A finished request is removed from the engine.
         """
@@ -508,7 +509,7 @@ class Engine:
         return outputs
 
     def _count_blocks(self, request: Request) -> None:
-        """Add the blocks that a request's answers use, with and without sharing, to its metrics."""
+        """Add the number of blocks that a request's answers use to its metrics, with and without sharing."""
         manager = self.scheduler.manager
         numbers = [
             one.block_sequence for one in request.sequences

@@ -31,7 +31,7 @@ class Detokenizer:
     ):
         self.stream = tokenizer.stream(prompt, skip_special_tokens)
         self.stops, self.keep_stop = stops, keep_stop
-        # The last characters may become part of a stop text, and text that was shown cannot be taken back.
+        # The last characters are held back, because they may turn out to be the start of a stop text.
         self.held = 0 if keep_stop or not stops else max(map(len, stops)) - 1
         self.text = ""
         self.tokens_read = 0
@@ -45,7 +45,8 @@ class Detokenizer:
             search: look for stop texts.
 
         Returns:
-            (number of tokens read, stop text) if a stop text was found, else None. ``text`` then ends there.
+            (number of tokens read, stop text) if a stop text was found, else None. If one was found, ``text``
+            is cut there.
         """
         for token in tokens[self.tokens_read :]:
             self.tokens_read += 1
@@ -71,7 +72,7 @@ class Detokenizer:
 
     @property
     def certain(self) -> str:
-        """The text without its last characters, which may become a stop text."""
+        """The text without its last characters, which may be the start of a stop text."""
         return self.text[: max(0, len(self.text) - self.held)]
 
     def _find(self, new: int) -> str | None:

@@ -33,7 +33,7 @@ class Transfer:
         self._turn = 0
 
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Copy lists of integers, then int32 tensors, to the device. Return a view of each."""
+        """Copy lists of integers and int32 tensors to the device. Return a view of the copy of each."""
         self._turn = (self._turn + 1) % RING
         flat = array("i", [number for part in parts for number in part])
         written: list[Tensor] = [torch.frombuffer(flat, dtype=torch.int32)] if flat else []
@@ -57,8 +57,10 @@ def on_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def graph_batch(batch: int) -> int:
-    """Return the batch size that a captured step is padded to: 1, 2, 4, 8, multiples of 8 up to 64, then
-    multiples of 32."""
+    """Return the batch size that a captured step is padded to.
+
+    It is 1, 2, 4, 8, a multiple of 8 up to 64, or a multiple of 32 above.
+    """
     if batch <= 8:
         return 1 << (batch - 1).bit_length()
     step = 8 if batch <= 64 else 32
@@ -73,8 +75,10 @@ class Capture:
         self._pool: Any = None
 
     def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture ``run`` and return a function that replays it. ``run`` is called once before, so that its
-        kernels are compiled."""
+        """Capture ``run`` in a CUDA graph and return a function that replays it.
+
+        ``run`` is called once before the capture, so that its kernels are compiled.
+        """
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):

@@ -71,7 +71,8 @@ class Drafter:
         views = self._transfer(
             [part + spare for part in parts[:3]] + [parts[3] + [self.spare_row] * len(spare), counts + spare]
         )
-        # State updated by each pass: last token, number of tokens before it, table row, drafts still wanted.
+        # State that each pass updates: the last token, the number of tokens before it, the row of the block
+        # table, and the number of drafts that are still to be made.
         _, last, length, rows, wanted = views
         state = self._state[:, :padded]
         state.copy_(torch.stack([last, length - 1, rows, wanted]))
@@ -99,9 +100,13 @@ class Drafter:
         self.graphs[key]()
 
     def _pass(self, batch: int, first: bool) -> None:
-        """Compute the logits after each sequence's last token. The first pass computes two tokens."""
+        """Compute the logits after each sequence's last token.
+
+        The first pass computes the last two tokens of each sequence, because the cache of the draft model may
+        lack both. A later pass computes only the last token.
+        """
         tokens, positions_of_last, rows, remaining = (state[:batch] for state in self._state)
-        # A sequence with enough drafts may have no block for further ones, so nothing is written for it.
+        # A sequence that has all its drafts may have no block for further tokens, so none are written for it.
         continues, offsets = remaining > 0, None
         table = self.block_table.index_select(0, torch.where(continues, rows, self.spare_row))
         lengths = torch.where(continues, positions_of_last, 1) - int(first)

@@ -65,8 +65,8 @@ class LLM:
             CPU.
         gpu_memory_utilization: share of the GPU's memory that the engine may use, above 0 and at most 1.
         kv_cache_memory_bytes: maximum bytes of the KV cache. None: on a GPU, the share
-            ``gpu_memory_utilization`` minus the weights and the temporary memory of the largest step; 1 GiB
-            on a CPU.
+            ``gpu_memory_utilization`` of its memory, minus the weights and the temporary memory of the
+            largest step; 1 GiB on a CPU.
         num_gpu_blocks_override: number of blocks of the KV cache. It overrides ``gpu_memory_utilization``
             and ``kv_cache_memory_bytes``.
         block_size: tokens per block of the KV cache.
@@ -80,12 +80,13 @@ class LLM:
             scale for each row.
         speculative_config: guess several tokens and verify them in one step; the answers stay the same.
             ``{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1}`` guesses the tokens that followed an earlier occurrence of the last few.
+            "prompt_lookup_min": 1}`` guesses the tokens that followed an earlier occurrence of the last few
+            tokens.
             ``{"method": "draft_model", "model": folder, "num_speculative_tokens": 4, "tree_width": 1}``
             guesses with a small model of the same vocabulary: its ``tree_width`` likeliest tokens at each
             position.
         warmup: on a GPU, compile the kernels of all steps before the constructor returns, in parallel
-            processes, so that no request waits for the compiler. They are kept in Triton's cache.
+            processes, so that no request waits for the compiler. Triton's cache keeps the kernels.
         tensor_parallel_size: number of processes that compute the model together, one for each GPU.
             ``torchrun`` starts them, and each runs the same program.
 
@@ -303,8 +304,10 @@ class LLM:
     def enqueue(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams, priority: int = 0
     ) -> list[str]:
-        """Queue prompts without computing anything, and return their request ids. Call
-        :meth:`wait_for_completion` for the answers."""
+        """Queue prompts and return their request ids. Nothing is computed yet.
+
+        Call :meth:`wait_for_completion` for the answers.
+        """
         many = _as_prompts(prompts)
         return self._add(many, [sampling_params] * len(many), [priority] * len(many))
 
@@ -401,7 +404,7 @@ def _final_only(params: Any) -> Any:
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:
-    """Return a prompt or a list of prompts as a list."""
+    """Return a list of prompts. A single prompt becomes a list of one."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
@@ -504,7 +507,7 @@ def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: 
     if model.embedding.device.type == "cpu":
         return 0
     positions = max(0, min(length, blocks * block_size))
-    rows = seqs + 1  # the runner's spare row
+    rows = seqs + 1  # the runner has a spare row
     return 4 * (positions * model.config.head_dim + rows * -(-positions // block_size))
 
 
@@ -532,7 +535,7 @@ def _draft_config(settings: DraftModel, config: ModelConfig) -> ModelConfig:
 
 
 def _common_window(config: ModelConfig, draft: ModelConfig | None) -> int:
-    """Return the largest ``window_left`` of all layers of both models, -1 if a layer has no window."""
+    """Return the largest window of all layers of both models, or -1 if a layer has no window."""
     windows = [one.common_window for one in (config, draft) if one is not None]
     return max(windows) if min(windows) >= 0 else -1
 

@@ -17,8 +17,8 @@ GRAPH_BYTES = 2**29
 def memory_left(model: Model, max_num_batched_tokens: int, block_size: int, utilization: float) -> int:
     """Return the bytes available for keys and values.
 
-    On a GPU this is the share ``utilization`` of its memory minus the weights, the temporary memory of the
-    largest step, and ``GRAPH_BYTES``.
+    On a GPU this is ``utilization`` times its memory, minus the weights, the temporary memory of the largest
+    step, and ``GRAPH_BYTES``.
     """
     device = model.embedding.device
     if device.type == "cpu":

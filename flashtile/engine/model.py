@@ -23,7 +23,7 @@ from flashtile.reference.decode import rotate
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
-"""Up to this many tokens, products also add the residual and prepare their result for the following norm."""
+"""Up to this number of tokens, products also add the residual and prepare the result for the next norm."""
 Hidden = Tensor | BeforeNorm
 """Hidden states between layers: (total_new, hidden_size). A BeforeNorm is *prepared* for the next norm: it
 also has the hidden states times this norm's weight, and the RMS factor of each row."""
@@ -124,7 +124,10 @@ class Norm:
 
 
 def operand(x: Hidden, norm: Norm) -> tuple[Tensor, dict[str, Any]]:
-    """Return (x, keyword arguments) with which :func:`linear` multiplies x normalised by ``norm``."""
+    """Return (x, keyword arguments) for a call of :func:`linear` that normalises x by ``norm`` first.
+
+    A norm that :func:`linear` cannot apply is applied to x here.
+    """
     if isinstance(x, BeforeNorm):
         return x.scaled, {"x_scale": x.factor}
     return (x, {"norm_weight": norm.weight, "norm_eps": norm.eps}) if norm.fused else (norm(x), {})

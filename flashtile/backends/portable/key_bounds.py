@@ -13,10 +13,10 @@ BLOCK = 1024
 
 @kernel(do_not_specialize=("seqlen_k",))
 def key_bounds_kernel(padding, bounds, stride_b, stride_k, seqlen_k, BLOCK: tl.constexpr):
-    """Write the bounds [batch, 2] int32 of each sequence's keys. Grid: (batch,).
+    """Write the bounds [batch, 2] int32 of the keys of each sequence. Grid: (batch,).
 
-    They are the first key for which ``padding`` [batch, seqlen_k] is True, and the index after the last one.
-    Without such a key they are an empty range, (2**31 - 1, 0).
+    The bounds are the first key for which ``padding`` [batch, seqlen_k] is True, and the index after the last
+    such key. Without such a key they are an empty range, (2**31 - 1, 0).
     """
     b = tl.program_id(0)
     first = tl.full([BLOCK], 2**31 - 1, tl.int32)
@@ -32,7 +32,7 @@ def key_bounds_kernel(padding, bounds, stride_b, stride_k, seqlen_k, BLOCK: tl.c
 
 
 class KeyBounds:
-    """``(key_padding_mask) -> (batch, 2)`` for masks of one signature."""
+    """The launch ``(key_padding_mask) -> (batch, 2)`` for masks of one signature."""
 
     def __init__(self, problem: Problem, key_padding_mask: Tensor) -> None:
         self._shape = (problem.batch, 2)

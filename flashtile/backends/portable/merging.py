@@ -32,9 +32,9 @@ def merge_kernel(
 ):
     """Merge two partial results over different keys into ``result`` and ``lse``; ``result`` may be ``out``.
 
-    Grid: (blocks of ROWS tokens * heads * batch,), heads fastest. out and result (batch, tokens, heads,
-    HEAD_DIM), lse (batch, heads, tokens), natural log. ``more_*`` hold ``more_tokens`` tokens, the first of
-    which is token ``start`` of out.
+    Grid: (blocks of ROWS tokens * heads * batch,); heads vary fastest. out and result have shape (batch,
+    tokens, heads, HEAD_DIM). lse has shape (batch, heads, tokens) and is a natural logarithm. ``more_out``
+    and ``more_lse`` have ``more_tokens`` tokens, the first of which is token ``start`` of out.
     """
     pid = tl.program_id(0)
     head = pid % num_heads
@@ -71,11 +71,11 @@ def merge_kernel(
 def merge(
     out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor, start: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return out over the keys of both results, rounded to ``dtype``.
+    """Merge the results (out, lse) and (more_out, more_lse) over different keys. Return out in ``dtype``.
 
-    lse is updated in place, and so is out if it has this dtype. All arguments are contiguous and float32: out
-    (batch, tokens, heads, head_dim), lse (batch, heads, tokens), and ``more_*`` for a range of tokens that
-    begins at ``start``.
+    lse is updated in place. out is updated in place if ``dtype`` is float32. All tensors are contiguous and
+    float32: out has shape (batch, tokens, heads, head_dim), lse (batch, heads, tokens). ``more_out`` and
+    ``more_lse`` may have fewer tokens, the first of which is token ``start`` of out.
     """
     batch, tokens, heads, head_dim = out.shape
     result = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)

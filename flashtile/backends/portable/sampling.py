@@ -24,12 +24,12 @@ class SamplingVariant:
     """Constants of the kernel."""
 
     FILTERED: bool
-    """Whether a row may have min-p, top-k or top-p."""
+    """False if no row has min-p, top-k or top-p."""
     BLOCK: int
 
 
 class Row(NamedTuple):
-    """A row of logits and its temperature. Scores of at least ``least`` are kept."""
+    """A row of logits and its temperature. Scores below ``least`` are never sampled."""
 
     logits: tl.tensor
     vocab_size: tl.tensor
@@ -39,9 +39,9 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_scores(row, first, C: tl.constexpr):
-    """Return (scores [BLOCK] float32, uint32 keys that sort like the scores).
+    """Return (scores [BLOCK] float32, keys [BLOCK] uint32). The keys have the same order as the scores.
 
-    Scores below ``row.least`` are -inf; NaN is never dropped.
+    Scores below ``row.least`` become -inf. NaN stays NaN.
     """
     column = first + tl.arange(0, C.BLOCK)
     logits = tl.load(row.logits + column, mask=column < row.vocab_size, other=-float("inf"))
@@ -54,7 +54,10 @@ def load_scores(row, first, C: tl.constexpr):
 
 @triton.jit
 def weights_of(scores, keys, lowest, row_max, BY_MASS: tl.constexpr):
-    """Return each score's weight: 1, or with BY_MASS its unnormalised probability; 0 below ``lowest``."""
+    """Return the weight of each score: 1, or with BY_MASS the unnormalised probability.
+
+    Scores whose key is below ``lowest`` have weight 0.
+    """
     weights = tl.exp(scores - row_max) if BY_MASS else tl.full(scores.shape, 1.0, tl.float32)
     return tl.where((scores > -float("inf")) & (keys >= lowest), weights, 0.0)
 
@@ -71,7 +74,11 @@ def total_weight(row, lowest, row_max, C: tl.constexpr):
 
 @triton.jit
 def largest_threshold(row, lowest, row_max, wanted, BY_MASS: tl.constexpr, C: tl.constexpr):
-    """Return the largest key such that scores with this key or a larger one weigh ``wanted`` or more."""
+    """Return the largest threshold for which the kept scores have a total weight of at least ``wanted``.
+
+    A score is kept if its key (:func:`load_scores`) is at least the threshold. The threshold is found two
+    bits at a time, and is at least ``lowest``.
+    """
     BLOCK: tl.constexpr = C.BLOCK
     threshold = tl.full([], 0, tl.uint32)
     for digit in range(16):
@@ -118,13 +125,16 @@ def gumbel(column, key):
 _PARAMETERS = ("temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr")
 
 
-# Each row loads one number of each parameter, so alignment does not matter there.
+# A program loads one number of each parameter, so the alignment of parameters does not matter.
 @kernel(do_not_specialize=("vocab_size", "logits_stride"), do_not_specialize_on_alignment=_PARAMETERS)
 def sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, out_ptr,
     logits_stride, vocab_size, C: tl.constexpr,
 ):  # fmt: skip
-    """Sample a token for each row. Grid: (rows,). Logits (rows, vocab_size), the rest (rows,), out int64."""
+    """Sample a token for each row of logits (rows, vocab_size). Grid: (rows,).
+
+    The other tensors have shape (rows,). The result is int64.
+    """
     BLOCK: tl.constexpr = C.BLOCK
     at = tl.program_id(0)
     temperature = tl.load(temperature_ptr + at)
@@ -177,7 +187,7 @@ def sample(
 
     Args:
         temperature, top_p, min_p: (rows,) float32. top_k, seed: (rows,) int64. positions: (rows,) int32.
-        filtered: whether a row may have min-p, top-k or top-p.
+        filtered: False if no row has min-p, top-k or top-p.
 
     Returns:
         (rows,) int64.
@@ -195,7 +205,7 @@ def sample(
 
 
 def sampling_ahead(dtype: torch.dtype, vocab_size: int) -> list[Launched]:
-    """Return launches with every kernel of :func:`sample` for logits of this dtype, to be compiled ahead."""
+    """Return the launches of all kernels of :func:`sample` for this dtype, to be compiled ahead of time."""
     meta = torch.device("meta")
     logits = torch.empty(1, vocab_size, dtype=dtype, device=meta)
     floats = torch.empty(1, device=meta)

@@ -22,12 +22,16 @@ def block_range(
     HAS_AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the blocks of the other sequence that positions ``start <= i < end`` reach, in three runs.
+    """Return which blocks of the other sequence are in the window of positions ``start`` to ``end`` - 1.
 
-    Position ``i`` reaches from ``i + offset - back`` to ``i + offset + ahead`` of a sequence of ``length``.
-    Returns block numbers ``first <= full_first <= full_last <= last``. Every position reaches all of blocks
-    [full_first, full_last), which lie within the sequence; the rest of [first, last) needs a mask. All
-    arguments and results are integers, so Python can call it as ``block_range.fn``.
+    The window of position i covers positions ``i + offset - back`` to ``i + offset + ahead`` of the other
+    sequence, which has ``length`` positions. Returns (first, full_first, full_last, last):
+
+    - Blocks [first, last) are in the window of at least one position.
+    - Blocks [full_first, full_last) are in the windows of all positions and within the sequence, so they need
+      no mask.
+
+    All arguments and results are integers, so Python can call this function as ``block_range.fn``.
     """
     reach_start = 0
     full_start = 0
@@ -48,7 +52,10 @@ def block_range(
 
 @triton.jit
 def chunk_range(start, end, attention_chunk):
-    """Return the range (first, end) of positions that share a chunk with ``start <= i < end``."""
+    """Return the range [first, last) of the positions in all chunks that contain ``start`` to ``end`` - 1.
+
+    A chunk is ``attention_chunk`` consecutive positions.
+    """
     first = max(start, 0)
     first -= first % attention_chunk
     last = max(end - 1, 0)
@@ -88,7 +95,7 @@ def row_block(
     """Return (sequence, query head, first row) of a program; grid: (blocks of rows * heads * batch,)."""
     num_blocks = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
-    # Under a causal mask the last rows reach the most keys: start them first.
+    # Under a causal mask the last rows see the most keys, so they are started first.
     m_block = pid % num_blocks
     if HAS_RIGHT:
         m_block = num_blocks - 1 - m_block
@@ -98,9 +105,9 @@ def row_block(
 
 @triton.jit
 def sequence_and_head(i, num_blocks, num_heads, SEQUENCES_FIRST: tl.constexpr):
-    """Return (sequence, head) of a program, given its index ``i`` divided by the number of blocks.
+    """Return (sequence, head) of a program. ``i`` is the program's index divided by ``num_blocks``.
 
-    Heads are fastest, or sequences with SEQUENCES_FIRST.
+    Heads vary fastest with ``i``. With SEQUENCES_FIRST, sequences vary fastest.
     """
     if SEQUENCES_FIRST:
         batch = tl.num_programs(0) // (num_blocks * num_heads)
@@ -131,7 +138,10 @@ def store_tile(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Write the rows of ``tile`` [BLOCK, BLOCK_D] before row ``length`` to a contiguous output."""
+    """Write ``tile`` [BLOCK, BLOCK_D] to a contiguous output, from row ``start`` on.
+
+    Rows from ``length`` on are not written.
+    """
     rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + columns[None, :])
@@ -141,8 +151,8 @@ def store_tile(
 
 @triton.jit
 def tanh(x):
-    # Near zero 1 - 2 / (1 + e^2x) cancels. A polynomial in x^2, fitted by Chebyshev nodes to |x| < 0.6, is as
-    # exact there as fp32 can be. The errors of both formulas are below 1.7e-7.
+    # Near zero, digits of 1 - 2 / (1 + e^2x) cancel. There, a polynomial in x^2 is as exact as fp32 can be.
+    # It was fitted at Chebyshev nodes to |x| < 0.6. The errors of both formulas are below 1.7e-7.
     square = x * x
     series = 0.021116216321754266 - square * 0.006276390510260175
     series = -0.05387513883149152 + square * series
@@ -158,7 +168,7 @@ def apply_score_mod(
 ):
     """Apply soft-cap and ALiBi to raw products: return (scores in log2 units, the soft-cap's derivative).
 
-    ``distance`` is key minus row position in the orientation of ``scores``.
+    ``distance`` is the position of the key minus that of the row, with the layout of ``scores``.
     """
     scores, softcap_grad = cap_and_bias(
         scores, distance, slope, softmax_scale, softcap, HAS_SOFTCAP, HAS_ALIBI
@@ -188,7 +198,10 @@ def cap_and_bias(
 
 @triton.jit
 def visible(distance, back, ahead, HAS_BACK: tl.constexpr, HAS_AHEAD: tl.constexpr):
-    """Whether a window of ``back`` and ``ahead`` keys admits a key at ``distance`` from the row."""
+    """Whether a key is in the window, from ``back`` keys before the row to ``ahead`` keys after it.
+
+    ``distance`` is the position of the key minus that of the row.
+    """
     if HAS_BACK and HAS_AHEAD:
         return (distance >= -back) & (distance <= ahead)
     elif HAS_BACK:
@@ -219,7 +232,7 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKE
     else:
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
     if MASKED:
-        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # a row that has met no key yet
+        shift = tl.where(new_max == -float("inf"), 0.0, new_max)  # -inf: the row has seen no key yet
     else:
         shift = new_max
     if HAS_SCORE_MOD:

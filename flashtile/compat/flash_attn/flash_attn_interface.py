@@ -3,9 +3,10 @@
 ring-flash-attention and other libraries for context parallelism call the functions without autograd. The lse
 of a row without keys is -inf, as in FlashAttention-3.
 
-S_dmask is exp(score - maximum of the row) with the sign of dropout, as in FlashAttention-2, whose tests
-normalise it. The functions of ``flashtile`` return normalised probabilities instead. FlashAttention-2
-subtracts the maximum of a part of the row; here :func:`_get_block_size_n` says that a part is the whole row.
+S_dmask is exp(score - maximum of the row), negative for dropped probabilities. FlashAttention-2 returns the
+same, and its tests normalise it. The functions of ``flashtile`` return normalised probabilities instead.
+FlashAttention-2 subtracts the maximum of a block of keys, whose size its :func:`_get_block_size_n` returns.
+Here the block is the whole row.
 """
 
 from __future__ import annotations
@@ -42,18 +43,24 @@ USE_TRITON_ROCM = False
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Return the number of keys that share a maximum in S_dmask: more than a row can have."""
+    """Return how many neighbouring keys of a row have a common maximum in S_dmask.
+
+    Here a row has only one maximum, so this is the maximum length of a row.
+    """
     return MAX_LENGTH
 
 
 def _unnormalised(signed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Divide signed probabilities by the largest of their row: exp(score - maximum of the row), in dtype."""
+    """Divide each row of signed probabilities by its largest magnitude, and round to ``dtype``.
+
+    The result is exp(score - maximum of the row), negative where dropout drops the probability.
+    """
     largest = signed.abs().amax(-1, keepdim=True) if signed.shape[-1] else signed
     return torch.where(largest > 0, signed / largest, 0.0).to(dtype)
 
 
 def _with_unnormalised(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``function`` and converts its S_dmask, if there is one."""
+    """Return a function that calls ``function`` and applies :func:`_unnormalised` to its S_dmask."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
@@ -121,10 +128,10 @@ def _flash_attn_varlen_forward(
     zero_tensors: bool = False,
     num_splits: int = 0,
 ) -> Results:
-    """Attend over packed sequences, or over pages with ``block_table``.
+    """Compute attention over packed sequences, or over the pages of a KV cache if ``block_table`` is given.
 
     Raises:
-        RuntimeError: ``num_splits`` is above 1, which FlashAttention-2 refuses with this error.
+        RuntimeError: ``num_splits`` is above 1. FlashAttention-2 raises the same error.
     """
     if as_int("num_splits", num_splits) > 1:
         raise RuntimeError(f"num_splits > 1 is not supported: expected 0 or 1, got {num_splits}")

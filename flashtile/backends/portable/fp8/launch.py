@@ -27,13 +27,16 @@ K = KernelConfig
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """Tile of the kernel, and whether products take FP8 operands; else float16, in which e4m3 is exact."""
+    """Tile of the kernel, and whether products take FP8 operands (``native``).
+
+    Otherwise e4m3 operands are converted to float16, which is exact.
+    """
 
     tile: KernelConfig
     native: bool
 
 
-# (native, padded head_dim) -> tile. Tiles that fit with few spills; not timed.
+# (native, padded head_dim) -> tile. These tiles fit with few register spills. They have not been timed.
 _TABLE: dict[tuple[bool, int], KernelConfig] = {
     (True, 32): K(64, 64, 4, 3),
     (True, 64): K(64, 64, 4, 3),
@@ -46,11 +49,11 @@ _TABLE: dict[tuple[bool, int], KernelConfig] = {
 }
 HEAD_DIMS = (32, 64, 128, 256)
 MIN_WIDTH = HEAD_DIMS[0]
-"""Fewest columns of a tile: an FP8 product sums over 32."""
+"""Minimum columns of a tile: an FP8 product of the tensor cores sums over 32 columns."""
 
 
 def row(native: bool, width: int) -> AttendConfig:
-    """The configuration of one row of the table; ``width`` is a padded head_dim."""
+    """Return the configuration in one row of the table. ``width`` is a padded head_dim."""
     return AttendConfig(_TABLE[native, width], native)
 
 
@@ -79,7 +82,7 @@ def fp8_attend_variant(problem: Fp8Problem, config: AttendConfig) -> Fp8AttendVa
 
 
 class Fp8AttendLaunch:
-    """``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
+    """The launch ``(q, k, v, tensors) -> (out, lse)`` for tensors of one signature."""
 
     def __init__(self, problem: Fp8Problem, config: AttendConfig) -> None:
         self._problem = problem
@@ -135,14 +138,17 @@ class Fp8AttendLaunch:
         )
 
     def _strides_of_v(self, v: Tensor) -> TokenStrides:
-        """Return v's strides between batch entries, rows (features if it is transposed) and heads."""
+        """Return the strides of v between batch entries, rows and heads.
+
+        The rows of a transposed v are features.
+        """
         if not self._problem.v_transposed:
             return token_strides(v)
         batch = 0 if self._problem.varlen else v.stride(0)
         return TokenStrides(batch, token=v.stride(-2), head=v.stride(-3))
 
     def _strides_of_scale(self, scale: Tensor | None) -> tuple[int, int]:
-        """Return the strides of a scale between batch entries and heads."""
+        """Return (stride between batch entries, stride between heads) of a scale."""
         if scale is None:
             return 0, 0
         if self._problem.block_scales:

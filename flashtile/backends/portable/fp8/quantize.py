@@ -5,8 +5,8 @@ block of rows of a head has a scale. *Incoherent processing*: q and k are multip
 matrix, which consists of random signs and a Hadamard matrix. This spreads outliers over all columns and
 leaves q k^T unchanged.
 
-One program owns one block of one head. Every sum of the transform has one order, and no product is fused with
-a sum. So the result equals that of :mod:`flashtile.reference.fp8` to the bit.
+One program owns one block of one head. The sums of the transform have a fixed order, and no multiplication is
+fused with an addition. So the result equals that of :mod:`flashtile.reference.fp8` to the bit.
 """
 
 from dataclasses import dataclass
@@ -23,11 +23,12 @@ from flashtile.problems import fp8_layout
 
 SMALLEST_LARGEST = tl.constexpr(fp8_layout.SMALLEST_LARGEST)
 HEADROOM = tl.constexpr(2.0**-8)
-"""Factor that keeps a sum of 256 numbers finite, however large they are."""
+"""x is multiplied by this factor, so that every sum of 256 finite numbers is finite."""
 
 ONE_PASS, LARGEST_ONLY, LARGEST_GIVEN = (tl.constexpr(i) for i in range(3))
-"""Passes of the kernel. A scale per block takes one pass. A scale for several blocks takes two: one for the
-largest magnitude, one that quantises. A scale that the caller gives takes the second only."""
+"""Passes of the kernel. One scale per block takes one pass. One scale for several blocks takes two passes:
+the first finds the largest magnitude, the second quantises. If the caller gives the scale, only the second
+pass runs."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class QuantizeVariant:
     TRANSPOSED: bool
     """Whether the result is stored transposed (for v)."""
     TRANSFORM_STAGES: int
-    """log2 of the columns that the Hadamard transform mixes, 0 for no transform."""
+    """log2 of the number of columns that the Hadamard transform mixes, 0 for no transform."""
     ROTARY_DIM: int
     INTERLEAVED: bool
     HALVES: bool
-    """Whether all columns are rotated by halves, which are then loaded separately."""
+    """Whether all columns are rotated in pairs (i, i + half), and both halves are loaded separately."""
     HEAD_DIM: int
     STORED_HEAD_DIM: int
     BLOCK_D: int
@@ -53,7 +54,7 @@ class QuantizeVariant:
 
 
 class QuantizePointers(NamedTuple):
-    """Tensors of the kernel; None for each that a call does not use."""
+    """Tensors of the kernel. Tensors that a call does not use are None."""
 
     x: Any
     quantized: Any
@@ -69,7 +70,8 @@ class QuantizePointers(NamedTuple):
 class QuantizeStrides(NamedTuple):
     """Strides of x and of the result, in elements.
 
-    The fields are flat: after a branch, Triton 3.6 forgets a stride of 1 in a structure within a structure.
+    The structure is not nested in another one, because after a branch Triton 3.6 forgets that a stride in a
+    nested structure is 1.
     """
 
     x_batch: Any
@@ -108,17 +110,17 @@ class QuantizeNumbers(NamedTuple):
 
 @triton.jit
 def key_of_column(column):
-    """Return the key in ``column`` of a stored V^T (``flashtile.problems.fp8_layout.key_order``)."""
+    """Return the index of the key in ``column`` of a stored V^T, as ``fp8_layout.key_order`` does."""
     within = (column & 16) | ((column & 2) << 2) | ((column & 12) >> 1) | (column & 1)
     return (column & -32) | within
 
 
 @triton.jit
 def sign_of_column(column, seed):
-    """Return -1.0 or 1.0 for each column, as ``flashtile.problems.fp8_layout.hadamard_signs``.
+    """Return the random sign of each column, -1.0 or 1.0, as ``fp8_layout.hadamard_signs`` does.
 
-    MurmurHash3's 32-bit finaliser (Appleby 2011) gives a word for 32 columns. Each of its bits becomes the
-    sign bit of 1.0.
+    MurmurHash3's 32-bit finaliser (Appleby 2011) gives one word for every 32 columns. Each bit of the word is
+    the sign bit of one column.
     """
     h = (column >> 5).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B
@@ -129,10 +131,11 @@ def sign_of_column(column, seed):
 
 @triton.jit
 def swap_columns(x, APART: tl.constexpr):
-    """Swap columns of x [rows, columns] whose indices differ only in the bit ``APART``, without rounding."""
+    """Swap the columns of x [rows, columns] whose indices differ only in the bit ``APART``."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
-    # As integers, the sum of a pair minus one element is the other. The sum exchanges registers of a warp.
+    # The sum of a pair minus one element is the other element. Integers make this exact. Triton computes the
+    # sum by exchanging registers within a warp.
     pairs = x.to(tl.int32, bitcast=True).reshape([ROWS, COLUMNS // (2 * APART), 2, APART])
     others = tl.sum(pairs, 2, keep_dims=True) - pairs
     return others.reshape([ROWS, COLUMNS]).to(tl.float32, bitcast=True)
@@ -140,7 +143,10 @@ def swap_columns(x, APART: tl.constexpr):
 
 @triton.jit
 def hadamard(x, STAGES: tl.constexpr):
-    """Multiply x [rows, 2**STAGES] by Sylvester's Hadamard matrix, unscaled, by sums and differences."""
+    """Multiply x [rows, 2**STAGES] by Sylvester's Hadamard matrix, whose elements are 1 and -1.
+
+    Each stage replaces pairs of columns by their sum and their difference.
+    """
     column = tl.arange(0, 1 << STAGES)
     for stage in tl.static_range(STAGES):
         sign = tl.where((column & (1 << stage)) == 0, 1.0, -1.0)
@@ -150,7 +156,7 @@ def hadamard(x, STAGES: tl.constexpr):
 
 @triton.jit
 def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Apply rotary embedding to x [rows, columns], whose pairs are columns 2i and 2i + 1, by ``position``.
+    """Rotate the pairs of columns (2i, 2i + 1) of x [rows, columns] by the angles of ``position``.
 
     ``inside`` [rows, 1]: whether a row is rotated.
     """
@@ -170,9 +176,10 @@ def rotate_neighbours(x, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr)
 
 @triton.jit
 def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Apply rotary embedding to x, loaded from ``x_ptrs``, whose pairs are columns i and i + HALF.
+    """Rotate the pairs of columns (i, i + HALF) of x by the angles of ``position``.
 
-    The other element of each pair is loaded again, because another thread holds it.
+    x has been loaded from ``x_ptrs``. The other element of each pair is loaded again, because another thread
+    holds it.
     """
     rotated = inside & (column < 2 * HALF)[None, :]
     first = column < HALF
@@ -190,9 +197,10 @@ def rotate_halves(x, x_ptrs, position, inside, column, cos_ptr, sin_ptr, HALF: t
 
 @triton.jit
 def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
-    """Load rows and rotate all of their columns by halves, so that one thread has both elements of a pair.
+    """Load rows of 2 * HALF columns, and rotate their pairs of columns (i, i + HALF).
 
-    ``x_rows``: pointers to the first element of each row.
+    Both halves are loaded separately, so that one thread has both elements of a pair. ``x_rows``: pointers to
+    the first element of each row.
     """
     ROWS: tl.constexpr = position.shape[0]
     pair = tl.arange(0, HALF)[None, :]
@@ -209,7 +217,7 @@ def rotate_all(x_rows, position, inside, cos_ptr, sin_ptr, HALF: tl.constexpr):
 def largest_magnitude(x):
     """Return the largest magnitude in x as float32. It is not finite if x contains an infinity.
 
-    16-bit elements are compared by their bits, as integers. As float32, a block takes twice the registers.
+    16-bit elements are compared as integers, by their bits, because float32 would take twice the registers.
     """
     if x.dtype == tl.float32:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
@@ -227,12 +235,12 @@ def finite_or_nan(x):
 
 @triton.jit
 def saturated(x):
-    """Clamp x to the range of e4m3, as GPUs that convert to e4m3 do. NaN stays NaN."""
+    """Clamp x to the range of e4m3, as the conversion in hardware does. NaN stays NaN."""
     return tl.where(x > E4M3_MAX, E4M3_MAX, tl.where(x < -E4M3_MAX, -E4M3_MAX, x))
 
 
 class Place(NamedTuple):
-    """Where a block lies: its sequence and its index there; the sequence's first row and length."""
+    """Position of a block: its sequence, its index in the sequence, the sequence's first row and length."""
 
     b: Any
     block: Any
@@ -244,7 +252,7 @@ class Place(NamedTuple):
 def store_block(
     x, row, column, head, place, pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr
 ):  # fmt: skip
-    """Write the scale of one head's block, and the block x scaled to the range of e4m3.
+    """Scale x, a block of one head, to the range of e4m3 and write it. In ONE_PASS, also write its scale.
 
     In the pass LARGEST_ONLY, only update the largest magnitude.
     """
@@ -292,13 +300,17 @@ def store_block(
 
 @kernel(do_not_specialize=("lengths", "scale_strides", "numbers"))
 def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.constexpr):
-    """Grid: (heads * blocks * batch,), heads fastest, because they are adjacent in memory.
+    """Quantise one block of one head of x to e4m3. Grid: (heads * blocks * batch,).
 
-    x [batch, seqlen, num_heads, HEAD_DIM], without the batch when VARLEN. ``quantized`` is like x, with
-    STORED_HEAD_DIM columns. If TRANSPOSED it is [batch, num_heads, HEAD_DIM, columns]. If NATIVE its dtype is
-    e4m3, else uint8, with the bits of e4m3. ``scale_strides`` are the strides of scales and largest. In
-    ONE_PASS a head has contiguous scales, one per block; when VARLEN, blocks are numbered as in
-    ``fp8_layout``. seqused, cos, sin [rotary_rows, ROTARY_DIM / 2] and rotary_offsets [batch] may be None.
+    Heads vary fastest, because they are adjacent in memory. x has shape [batch, seqlen, num_heads, HEAD_DIM],
+    or [total, num_heads, HEAD_DIM] if VARLEN. ``quantized`` has the same shape with STORED_HEAD_DIM columns,
+    or [batch, num_heads, HEAD_DIM, columns] if TRANSPOSED, without the batch if VARLEN. Its dtype is e4m3 if
+    NATIVE, else uint8 with the bits of e4m3.
+
+    ``scale_strides`` are the strides of scales and largest. In ONE_PASS, the scales of a head are contiguous,
+    and there is one for each block. If VARLEN, blocks are numbered over all sequences as in
+    ``flashtile.problems.fp8_layout``. seqused, cos and sin [rotary_rows, ROTARY_DIM / 2] and rotary_offsets
+    [batch] may be None.
     """
     num_blocks = tl.cdiv(lengths.seqlen, C.BLOCK_M)
     pid = tl.program_id(0)
@@ -314,7 +326,7 @@ def quantize_kernel(pointers, strides, lengths, scale_strides, numbers, C: tl.co
         scale_at = b64 * scale_strides.scale_stride_b + head64 * scale_strides.scale_stride_h
         largest = tl.maximum(tl.load(pointers.largest + scale_at), SMALLEST_LARGEST)
         scale = tl.div_rn(largest, E4M3_MAX) * numbers.normalizer
-        tl.store(pointers.scales + scale_at, scale, mask=block == 0)  # also without rows
+        tl.store(pointers.scales + scale_at, scale, mask=block == 0)  # also if the sequence has no rows
     if block * C.BLOCK_M >= length:
         return
 

@@ -31,20 +31,26 @@ REGISTERS = 64
 """Registers per thread: enough for ELEMENTS_PER_THREAD elements, and few enough for two to four programs per
 multiprocessor, so that one loads while another computes."""
 ROTARY_REGISTERS = 128
-"""Registers per thread if rotary embedding, without :func:`rotates_halves`, needs more for its angles."""
+"""Registers per thread with rotary embedding, because the angles need registers.
+
+With :func:`rotates_halves`, REGISTERS are enough.
+"""
 MAX_WARPS = 16
 """Maximum warps of a program for which each thread can have ROTARY_REGISTERS registers."""
 
 
 def rotates_halves(problem: QuantizeProblem) -> bool:
-    """Return ``QuantizeVariant.HALVES``: only for blocks so small that two programs fit on an SM."""
+    """Return ``QuantizeVariant.HALVES``: whether all columns are rotated, and both halves loaded separately.
+
+    This is done only for blocks so small that two programs fit on a multiprocessor.
+    """
     columns = padded(problem.stored_head_dim)
     by_halves = problem.rotary_dim == columns and not problem.rotary_interleaved
     return by_halves and problem.rows * columns <= MAX_WARPS * 32 * ELEMENTS_PER_THREAD
 
 
 def quantize_variant(problem: QuantizeProblem, native: bool, number: int) -> QuantizeVariant:
-    """Return the constants of the kernel for pass ``number``."""
+    """Return the constants of the kernel. ``number`` is the pass, for example ONE_PASS."""
     stored = problem.stored_head_dim
     return QuantizeVariant(
         PASS=number,
@@ -68,13 +74,16 @@ def num_warps(problem: QuantizeProblem) -> int:
 
 
 def spill_budget(problem: QuantizeProblem) -> int:
-    """Return the accepted bytes of register spills: 0 unless a tile and its angles fill the registers."""
+    """Return how many bytes of register spills are accepted.
+
+    Spills are accepted only if a tile and its rotary angles fill the registers.
+    """
     fills = problem.rotary_dim and num_warps(problem) == MAX_WARPS and not rotates_halves(problem)
     return 200 if fills else 0
 
 
 def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
-    """Return the compiler's options. Without FMA fusion, results equal the CPU's to the bit."""
+    """Return the compiler's options. FMA fusion is off, so that results equal the CPU's to the bit."""
     options = {"num_warps": num_warps(problem), "enable_fp_fusion": False}
     if torch.version.hip is None:  # AMD's compiler has no such option
         few = not problem.rotary_dim or rotates_halves(problem)
@@ -83,7 +92,7 @@ def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
 
 
 class QuantizeLaunch:
-    """``(x, tensors) -> (values, scales)`` for tensors of one signature."""
+    """The launch ``(x, tensors) -> (values, scales)`` for tensors of one signature."""
 
     def __init__(self, problem: QuantizeProblem, native: bool) -> None:
         self._problem = problem
@@ -94,7 +103,8 @@ class QuantizeLaunch:
 
     def __call__(self, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
-        # No program writes scales and columns outside all sequences, nor rows after the last.
+        # Packed sequences leave gaps between scales and between columns, and rows after the last sequence. No
+        # program writes there, so these elements must be 0 before.
         allocate = x.new_zeros if problem.varlen else x.new_empty
         values = allocate(*self._values_shape, dtype=E4M3)
         scales = allocate(*self._scales_shape, dtype=torch.float32)

@@ -35,13 +35,13 @@ _HEADS = Heads(32, 8, 128, 128, False, 4096, 16, 1024, 0)
 
 
 def plain_problem(rows: int, capability: tuple[int, int]) -> LinearProblem:
-    """Return a product of Llama-3-8B on a GPU of this compute capability."""
+    """Return the problem of Llama-3-8B's QKV projection, without an epilogue, on a GPU of this capability."""
     target = Target("card", capability, 132)
     return LinearProblem(rows, 6144, 4096, torch.bfloat16, torch.bfloat16, target, prefetch=True)
 
 
 def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
-    """Return variants of the problem, one for each epilogue, by the name of the case."""
+    """Return variants of the problem that together use every epilogue, keyed by the name of the case."""
     return {
         "norm swiglu": replace(problem, epilogue=SWIGLU, norm=True, bias=True, residual=True),
         "norm qkv": replace(problem, epilogue=QKV, norm=True, heads=_HEADS),
@@ -51,7 +51,10 @@ def everything(problem: LinearProblem) -> dict[str, LinearProblem]:
 
 
 def pointer_types(problem: LinearProblem, native: bool, split: bool = False) -> ProductPointers:
-    """Return the types of a call's tensors; ``split``: whether programs share K."""
+    """Return the Triton types of a call's tensors.
+
+    ``split``: whether K is divided among several programs.
+    """
     heads = problem.heads
     weight = "*bf16" if problem.weight_dtype != E4M3 else "*fp8e4nv" if native else "*u8"
     given = {
@@ -87,7 +90,10 @@ ALIGNED = frozenset(("depth", "strides"))
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield default tiles with all epilogues, the candidates for Hopper, and epilogues on their own."""
+    """Yield the product kernel with default tiles and every epilogue, and the epilogue kernel.
+
+    For Hopper and later GPUs, also yield the candidates that ``flashtile profile`` measures.
+    """
     capability = divmod(architecture(arch).capability, 10)
     few = plain_problem(1, capability)
     for name, ended in {"plain": few, "norm qkv": everything(few)["norm qkv"]}.items():

@@ -1,8 +1,8 @@
 """Choice of the product for a problem: from the measured table if it has the shape, else by rules.
 
-A row of the table names a kernel, its tile and its time for some numbers of rows of x. Tiles hold for the
-card that was measured. Another card takes the kind of product from the nearest shape in the table, and the
-tile from :data:`DEFAULTS`.
+A row of the table names a kernel, its tile and its time for some numbers of rows of x. Measured tiles are
+used only on the card that was measured. On another card, the nearest shape in the table decides the kind of
+product, and the tile comes from :data:`DEFAULTS`.
 
 A *place* is an output column of the product, or a pair of columns that the epilogue joins: gate and up, or
 two columns that rotary embedding rotates.
@@ -23,9 +23,9 @@ from flashtile.problems.linear import PLAIN, LinearProblem
 MAX_GEMV_ROWS = 4
 GEMV_INSTEAD_ROWS = 2
 MAX_FLAT_ROWS = 64
-"""Most rows of a flat product: with more, two blocks of rows would read W twice."""
+"""Maximum rows of x of a flat product. With more rows there are two blocks of rows, and each reads W."""
 KERNEL_US = 2.5
-"""Microseconds of a kernel before or after the library's product, minus the cost of a fused epilogue.
+"""Microseconds that a kernel before or after torch's product costs more than a fused epilogue.
 
 Measured on an H200 with Llama-3-8B: the output projection with a residual at 64 rows, gate and up at 32 and
 64.
@@ -37,7 +37,7 @@ SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """The configuration of a call. The library's product has no tile."""
+    """The configuration of a call. Torch's product (LIBRARY) has no tile."""
 
     kind: str
     BLOCK_M: int = 0
@@ -64,13 +64,13 @@ DEFAULTS = {
 
 
 def padded_rows(rows: int, kind: str) -> int:
-    """Return BLOCK_M: a power of two, at least 8 for tensor cores."""
+    """Return BLOCK_M for ``rows`` rows of x: a power of two, at least 8 for tensor cores."""
     power = 1 << max(rows - 1, 0).bit_length()
     return min(power, MAX_GEMV_ROWS) if kind == GEMV else min(max(power, 8), MAX_FLAT_ROWS)
 
 
 def device_name(device: torch.device | Target) -> str:
-    """Return the device's name in the tables; "" if it is not a GPU."""
+    """Return the name of a GPU in the tables of measurements, or "" if the device is not a GPU."""
     if isinstance(device, Target):
         from flashtile.hardware.cards import CARDS
 
@@ -85,7 +85,11 @@ def found_row(problem: LinearProblem) -> table.Found | None:
 
 
 def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
-    """Return the kind of product, from the table where it has measurements."""
+    """Return the kind of product for a problem: GEMV, FLAT, or LIBRARY for torch's product.
+
+    ``found`` holds the measurements of this shape, or of the most similar shape in the table. Without
+    measurements, the number of rows of x decides.
+    """
     if problem.dtype not in SIXTEEN_BIT:
         return LIBRARY
     if found is None:
@@ -100,27 +104,31 @@ def kind_of(problem: LinearProblem, found: table.Found | None) -> str:
 
 
 def needs_end(problem: LinearProblem) -> bool:
-    """Whether an epilogue kernel follows the library's product, which adds one bias or residual itself."""
+    """Whether torch's product must be followed by an epilogue kernel.
+
+    Torch's product adds a bias or a residual itself, but not both.
+    """
     behind = problem.epilogue != PLAIN or problem.x_scale or problem.scales != "none"
     return behind or (problem.residual and problem.bias)
 
 
 def kernels_around(problem: LinearProblem) -> int:
-    """Return how many kernels the library's product needs for steps that a flat kernel fuses.
+    """Return how many kernels run in addition to torch's product, for steps that a flat product fuses.
 
-    A residual that the product adds itself counts as one, because it is copied first.
+    A residual that torch's product adds itself counts as one kernel, because it is copied first.
     """
     return problem.norm + (needs_end(problem) or problem.residual) + KERNELS_BEFORE_NORM * problem.next_norm
 
 
 def choose(problem: LinearProblem) -> LinearConfig:
-    """The configuration for a problem."""
+    """Return the configuration for a problem."""
     found = found_row(problem)
     kind = kind_of(problem, found)
     if kind == LIBRARY:
         return LinearConfig(LIBRARY)
     if found is not None and found.row.card == device_name(problem.device):
-        # The fastest flat product may be another backend's, which does not serve this call. Then try GEMV.
+        # The table's fastest flat product may belong to another backend, which does not serve this call. With
+        # few rows of x, try the table's GEMV next.
         for name in (kind, GEMV) if problem.M <= GEMV_INSTEAD_ROWS else (kind,):
             measured = found.row.measured(problem.M, name)
             if measured is not None and measured["backend"] == "portable":
@@ -129,7 +137,10 @@ def choose(problem: LinearProblem) -> LinearConfig:
 
 
 def default(problem: LinearProblem, kind: str) -> LinearConfig:
-    """Return an unmeasured configuration: K is split until (nearly) all multiprocessors have work."""
+    """Return a configuration without measurements.
+
+    K of a flat product is split until (nearly) all multiprocessors have work, at most eight times.
+    """
     from flashtile.backends.portable.config import family
 
     BLOCK_N, BLOCK_K, num_warps, num_stages = DEFAULTS[family(problem.device), kind]
@@ -144,7 +155,10 @@ def adapted(
     problem: LinearProblem, kind: str, BLOCK_N: int, BLOCK_K: int, num_warps: int, num_stages: int,
     splits: int, ahead: int, whole_waves: int = False,
 ) -> LinearConfig:  # fmt: skip
-    """Adapt a tile to a problem that may be smaller or have more rows than the measured one."""
+    """Return a configuration with the given tile, adapted to a problem.
+
+    The problem may be smaller than the measured one, or have more rows.
+    """
     if problem.scales == "block":
         BLOCK_K = min(BLOCK_K, 128)
     blocks = -(-problem.K // BLOCK_K)
@@ -155,7 +169,10 @@ def adapted(
 
 
 def tiles_of(problem: LinearProblem, config: LinearConfig) -> int:
-    """Return the number of tiles, which have equally many places and at most BLOCK_N rows of W."""
+    """Return the number of tiles that the rows of W are divided into, each of at most BLOCK_N rows.
+
+    With ``whole_waves`` the number is rounded up, so that every multiprocessor gets equally many programs.
+    """
     tiles = -(-problem.places // (config.BLOCK_N // halves(problem)))
     if not config.whole_waves:
         return tiles
@@ -164,7 +181,7 @@ def tiles_of(problem: LinearProblem, config: LinearConfig) -> int:
 
 
 def halves(problem: LinearProblem) -> int:
-    """Return the rows of W per place of the output."""
+    """Return the rows of W per place: 1 if a place is an output column, 2 if it is a pair of columns."""
     return 1 if problem.places == problem.N else 2
 
 
@@ -175,7 +192,7 @@ def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
             yield adapted(problem, GEMV, *tile)
     if problem.M <= MAX_FLAT_ROWS:
         for tile in _FLAT_TILES:
-            if tile[0] >= min(problem.M, 32):  # fewer rows of W than of x waste the tensor cores
+            if tile[0] >= min(problem.M, 32):  # fewer rows of W than of x would waste the tensor cores
                 yield adapted(problem, FLAT, *tile)
 
 

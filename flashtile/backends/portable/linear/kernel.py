@@ -37,22 +37,22 @@ LINE = tl.constexpr(128)
 
 @dataclass(frozen=True)
 class ProductVariant:
-    """Constants of the product; its epilogue has its own."""
+    """Constants of the product kernel, except those of its epilogue."""
 
     DOT: bool
     HALVES: int
-    """Rows of W per place of the output."""
+    """Rows of W per place: 1 if a place is an output column, 2 if it is a pair of columns."""
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
     STAGES: int
     SPLIT: bool
-    """Whether programs share K."""
+    """Whether K is divided among several programs."""
     EVEN_K: bool
     """Whether every split of K consists of whole blocks."""
     BLOCK_SCALES: bool
     E4M3_BITS: bool
-    """Whether W is e4m3 bits that are decoded in software."""
+    """Whether W holds the bits of e4m3, which are decoded in software."""
     DEPENDENT: bool
     """Whether the kernel uses programmatic dependent launch: it may start before its predecessor ends."""
     AHEAD: int
@@ -62,7 +62,7 @@ class ProductVariant:
 
 
 class Shares(NamedTuple):
-    """Integers of the product's partition. The kernel is not specialized on their values."""
+    """How the product is divided among programs. The kernel is not specialized on these integers."""
 
     scale_stride: Any
     """Row stride of the scales of W's blocks, in elements."""
@@ -73,7 +73,7 @@ class Shares(NamedTuple):
 
 @triton.jit
 def load_weights(pointers, row, mine, k, depth, C: tl.constexpr):
-    """Load [BLOCK_N, BLOCK_K] of W as stored."""
+    """Load a block [BLOCK_N, BLOCK_K] of W in the dtype that it is stored in."""
     addresses = pointers.w + row.to(tl.int64)[:, None] * depth.w_stride + k[None, :]
     mask = mine[:, None]
     if not C.EVEN_K:
@@ -94,7 +94,7 @@ def as_numbers(w, dtype: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def block_scales(pointers, row, mine, k_start, shares):
-    """Load, for each row [BLOCK_N], the scale of its block of W."""
+    """Return [BLOCK_N]: for each row of W, the scale of the block of W that contains column ``k_start``."""
     at = (row // SCALE_BLOCK).to(tl.int64) * shares.scale_stride + k_start // SCALE_BLOCK
     return tl.load(pointers.block_scale + at, mask=mine, other=0.0)
 
@@ -159,16 +159,19 @@ def multiply_gemv(row, mine, m, first, last, pointers, depth, shares, M, C: tl.c
 
 @triton.jit
 def edge_of(tile, tiles, places, C: tl.constexpr):
-    """Return the first place of a tile. Numbers of places per tile differ by at most one UNIT."""
+    """Return the first place (output column, or pair of columns) of a tile.
+
+    The sizes of two tiles differ by at most C.UNIT places.
+    """
     return (places.to(tl.int64) // C.UNIT * tile // tiles).to(tl.int32) * C.UNIT
 
 
 @triton.jit
 def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.constexpr, E: tl.constexpr):
-    """Apply the epilogue to the sums of a tile.
+    """Apply the epilogue to the sums of a tile, and store the results.
 
-    ``to``: the :class:`Destinations` of its rows. ``arrived``: counters of finished tiles, one for each block
-    of rows of x.
+    ``to``: the :class:`Destinations` of the tile's rows of x in the KV cache. ``arrived``: counters of
+    finished tiles, one for each block of rows of x.
     """
     STEP: tl.constexpr = C.BLOCK_N // C.HALVES
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -186,10 +189,10 @@ def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.c
 
 @triton.jit
 def leave_factor(square, m, tile, tiles, arrived, call, BLOCK_M: tl.constexpr):
-    """Store the sums of squares of a tile's places, for the norm that follows.
+    """Store the sums of squares of a tile's results, one sum for each row, for the norm that follows.
 
-    A block of rows of x has ``tiles`` tiles. The last of them to arrive adds all sums in a fixed order, and
-    stores the norm's factor.
+    ``tiles`` tiles together cover a block of rows. The last of these tiles to arrive adds all sums in a fixed
+    order, and stores the norm's factor of each row.
     """
     PARTS: tl.constexpr = 4096 // BLOCK_M
     index = tl.arange(0, BLOCK_M)
@@ -217,7 +220,7 @@ def split_at(parts, p, C: tl.constexpr):
 
 @triton.jit
 def add_splits(parts, splits, C: tl.constexpr):
-    """Add (sums, squares) of all splits of a tile, in order."""
+    """Return (sums, sums of squares) of a tile, added over all its splits of K in a fixed order."""
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_M: tl.constexpr = C.BLOCK_M
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -233,10 +236,11 @@ def add_splits(parts, splits, C: tl.constexpr):
 def product_kernel(
     pointers, depth, shares, eps, places, strides, cache_strides, sizes, C: tl.constexpr, E: tl.constexpr
 ):
-    """Grid: (tiles of places * blocks of BLOCK_M rows of x * splits of K,), splits fastest.
+    """Multiply x by W^T and apply the epilogue.
 
+    Grid: (tiles of W * blocks of BLOCK_M rows of x * splits of K,); splits vary fastest.
     ``partial`` has room for the sums of every split of every tile. ``arrived`` holds a counter for each tile,
-    then one for each block of rows. All are 0 before and after the kernel.
+    followed by a counter for each block of rows of x. All counters are 0 before and after the kernel.
     """
     BLOCK_N: tl.constexpr = C.BLOCK_N
     BLOCK_M: tl.constexpr = C.BLOCK_M
@@ -265,7 +269,7 @@ def product_kernel(
     if C.DEPENDENT:
         wait_for_dependencies()
         launch_dependents()
-    # Prefetch the epilogue's inputs while memory is busy.
+    # Load the inputs of the epilogue early, so that their latency overlaps with the product.
     factor = tl.zeros([BLOCK_M], tl.float32)
     if E.X_SCALES:
         factor = tl.load(pointers.x_scale + m, mask=m < M, other=0.0)
@@ -302,10 +306,10 @@ def epilogue_kernel(
     pointers, sums_stride, places, strides, cache_strides, sizes, BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue after the library's product. Grid: (blocks of places * blocks of rows,).
+    """Apply the epilogue to the sums of torch's product. Grid: (blocks of places * blocks of rows,).
 
-    The kernel is specialized on ``places``. 16 bytes are loaded and stored at a time only if ``places`` is
-    known to be a multiple of 16, since their eight elements must share a mask.
+    The kernel is specialized on ``places``. Triton uses loads and stores of 16 bytes only if it knows that
+    ``places`` is a multiple of 16, because then the eight elements of a vector have the same mask.
     """
     call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
     blocks = tl.cdiv(places, BLOCK_P)

@@ -30,12 +30,12 @@ from flashtile.problems.linear import E4M3, LinearProblem
 from flashtile.reference.linear import before_norm, scaled_weight
 
 EPILOGUE_PLACES, EPILOGUE_ROWS = 128, 8
-"""Places and rows per program of the epilogue after the library's product."""
+"""Places and rows per program of the epilogue kernel after torch's product."""
 EPILOGUE_UNIT = 8
 
 
 def prepare(problem: LinearProblem, config: LinearConfig) -> Callable[..., Any]:
-    """Return ``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
+    """Return the launch ``(x, weight[, k_cache, v_cache], tensors) -> y`` for tensors of one signature."""
     return LibraryLaunch(problem) if config.kind == LIBRARY else ProductLaunch(problem, config)
 
 
@@ -59,13 +59,17 @@ def product_variant(problem: LinearProblem, config: LinearConfig) -> ProductVari
 
 
 def unit_of(problem: LinearProblem, config: LinearConfig) -> int:
-    """Return the elements in 16 bytes of a flat product's results, if its tiles are multiples of them."""
+    """Return ``ProductVariant.UNIT``. The number of places of a tile is a multiple of this unit.
+
+    The unit is 8 (16 bytes of results) for a flat product whose tiles can be multiples of 8 places. Otherwise
+    it is 1.
+    """
     fits = config.BLOCK_N // halves(problem) % EPILOGUE_UNIT == 0 and problem.places % EPILOGUE_UNIT == 0
     return EPILOGUE_UNIT if fits and config.kind != GEMV else 1
 
 
 class ProductLaunch:
-    """Launch of GEMV or the flat product, in one kernel with its epilogue."""
+    """Launch of one kernel that computes a GEMV or flat product and its epilogue."""
 
     def __init__(self, problem: LinearProblem, config: LinearConfig) -> None:
         self._problem, self._config = problem, config
@@ -122,7 +126,7 @@ class ProductLaunch:
 
 
 class LibraryLaunch:
-    """Launch of torch's product and, after it, a kernel with the epilogue."""
+    """Launch of torch's product, followed by a kernel that applies the epilogue."""
 
     def __init__(self, problem: LinearProblem) -> None:
         self._problem, self._has_end = problem, needs_end(problem)

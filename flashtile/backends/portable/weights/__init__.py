@@ -9,7 +9,7 @@ from flashtile.problems.attention import WeightsProblem
 __all__ = ["configure_weights", "prepare_weights", "reason_against"]
 
 LARGEST_TILE = 128 * 1024
-"""Maximum bytes of a tile of k, with which the kernel fits into a GPU's shared memory."""
+"""Maximum bytes of a tile of k. With this limit the kernel fits into a GPU's shared memory."""
 
 
 def reason_against(problem: WeightsProblem, explicit: bool) -> str | None:
@@ -21,9 +21,10 @@ def reason_against(problem: WeightsProblem, explicit: bool) -> str | None:
 
 
 def reason_of_top(problem: WeightsProblem) -> str | None:
-    """Why a tile of k does not fit into shared memory; None if it does.
+    """Return why a tile of k does not fit into shared memory, or None if it fits.
 
-    With the form "top", a tile has at least as many keys as a row keeps weights.
+    With the form "top", the kernel keeps the largest ``problem.top`` weights of a row, and a tile has at
+    least as many keys.
     """
     if problem.form != "top" or problem.mods is not None:
         return None
@@ -43,7 +44,10 @@ def configure_weights(problem: WeightsProblem):
 
 
 def prepare_weights(problem: WeightsProblem, config):
-    """Return a launch ``(q, k, lse, extras) -> (weights, indices)``; indices only with the form "top"."""
+    """Return a launch ``(q, k, lse, extras) -> (weights, indices)``.
+
+    ``indices`` is None unless the problem's form is "top".
+    """
     from flashtile.backends.portable.weights.launch import WeightsLaunch
 
     return WeightsLaunch(problem, config)

@@ -23,14 +23,20 @@ from flashtile.backends.portable.tiles import row_block
 
 @triton.jit
 def load_shifts(lse, rows, length):
-    """Load the lse of ``rows`` in log2 units, to subtract from scores: inf where a row sees no key."""
+    """Load the lse of ``rows`` in log2 units, which is subtracted from the scores.
+
+    The lse of a row that sees no key is replaced by inf, so that its probabilities are 0.
+    """
     shifts = tl.load(lse + rows, mask=rows < length, other=-float("inf")) * LOG2_E
     return tl.where(shifts == -float("inf"), float("inf"), shifts)
 
 
 @triton.jit
 def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
-    """Return (probabilities [BLOCK_M, BLOCK_N] from raw products, which of them belong to visible keys)."""
+    """Return (probabilities, visible), both [BLOCK_M, BLOCK_N], for the raw products ``scores``.
+
+    ``visible`` says whether the row sees the key. The probabilities of other keys are 0.
+    """
     if C.HAS_SCORE_MOD:
         scores, _ = modify_scores(scores, at, block, call, C)
     else:
@@ -42,10 +48,10 @@ def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
 
 @triton.jit
 def join_top(best, p, seen, key_start, C: tl.constexpr):
-    """Return the top of each row among ``best`` [BLOCK_M, BLOCK_TOP] and the weights of a tile.
+    """Merge a tile's weights ``p`` into ``best`` [BLOCK_M, BLOCK_TOP], each row's largest weights so far.
 
-    An entry is an int64. Its upper half holds the bits of a weight, which sort like weights. Its lower
-    half is 0x7FFFFFFF minus the key, so the first key wins among equal weights. -1 is an empty entry.
+    An entry of ``best`` is an int64. Its upper half holds the bits of a weight, which sort like weights. Its
+    lower half is 0x7FFFFFFF minus the key, so the first key wins among equal weights. -1 is an empty entry.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_TOP: tl.constexpr = C.BLOCK_TOP
@@ -66,10 +72,11 @@ def join_top(best, p, seen, key_start, C: tl.constexpr):
 def weigh_keys(
     best, inputs, first, last, listed, block, call, MASKED: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Process key blocks ``first`` to ``last`` (exclusive) for the rows of ``block``.
+    """Compute the weights of key blocks ``first`` to ``last`` (exclusive) for the rows of ``block``.
 
-    Their weights are written or, with FORM "top", joined to ``best``, which is returned. The last of
-    ``inputs`` points to the weights [seqlen_q, seqlen_k] of this sequence and head.
+    With FORM "top", the weights are merged into ``best``, the largest weights of each row so far. Otherwise
+    they are written to the last of ``inputs``: the weights [seqlen_q, seqlen_k] of this sequence and head.
+    Returns ``best``.
     """
     q_tile, shifts, k, sequence, weights = inputs
     for n in range(first, last):
@@ -112,7 +119,10 @@ def sum_rows(
 
 @triton.jit
 def store_top(weights, indices, first, best, row_start, len_q, C: tl.constexpr):
-    """Write the top of each row. ``first``: index of row 0 of this sequence and head among all rows."""
+    """Write the largest weights of each row to ``weights``, and their keys to ``indices``.
+
+    ``first``: index of the first row of this sequence and head in (batch, heads, seqlen).
+    """
     rows = row_start + tl.arange(0, C.BLOCK_M)[:, None]
     columns = tl.arange(0, C.BLOCK_TOP)[None, :]
     place = (first + rows) * C.TOP + columns
@@ -128,7 +138,7 @@ WeightsPointers = attention_pointers("WeightsPointers", "q k lse weights indices
 
 @triton.jit
 def column_sums(call, C: tl.constexpr):
-    """Compute the sums over rows for BLOCK_N keys. Grid: (blocks of keys * heads * batch,)."""
+    """Sum the weights of BLOCK_N keys over all rows. Grid: (blocks of keys * heads * batch,)."""
     pointers, lengths = call.pointers, call.lengths
     b, head, start = row_block(lengths.seqlen_k, lengths.num_heads_q, False, C.BLOCK_N)
     sequence = find_sequence(b, call, C)
@@ -149,7 +159,10 @@ def column_sums(call, C: tl.constexpr):
 
 @triton.jit
 def row_weights(call, C: tl.constexpr):
-    """Compute all weights of BLOCK_M rows, or their top. Grid: (blocks of rows * heads * batch,)."""
+    """Compute all weights of BLOCK_M rows or, with FORM "top", the largest weights of each row.
+
+    Grid: (blocks of rows * heads * batch,).
+    """
     pointers, lengths = call.pointers, call.lengths
     sequence, head, head_kv, start = own_rows(call, C)
     if start < sequence.len_q:
@@ -173,9 +186,10 @@ def row_weights(call, C: tl.constexpr):
 
 @triton.jit
 def first_places(sequence, head, call, C: tl.constexpr):
-    """Return the indices of (row 0, key 0) of the sequence and head in (batch, heads, seqlen) tensors.
+    """Return (index of the first row, index of the first key) of this sequence and head.
 
-    With VARLEN the tensors are (heads, total).
+    The indices count the elements of a contiguous tensor (batch, heads, seqlen), or (heads, total) with
+    VARLEN.
     """
     lengths, b = call.lengths, sequence.b
     row = row_of_head(
@@ -189,11 +203,13 @@ def first_places(sequence, head, call, C: tl.constexpr):
 
 @kernel(do_not_specialize=("pointers", "lengths"))
 def weights_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of rows * heads * batch,), for "columns" (blocks of keys * heads * batch,).
+    """Compute attention weights in the form C.FORM. Grid: (blocks of rows * heads * batch,).
 
-    q and k as in the forward kernel; lse, weights and indices contiguous. Elements outside of the visited
-    blocks are not written: the caller fills weights with 0 and indices with -1. Block lists are by key
-    block for "columns", else by row block.
+    With FORM "columns", the weights are summed over rows, and the grid is (blocks of keys * heads * batch,).
+    A block mask then lists the row blocks of each key block, otherwise the key blocks of each row block.
+
+    q and k are laid out as for the forward kernel. lse, weights and indices are contiguous. Elements outside
+    of the visited blocks are not written: the caller fills weights with 0 and indices with -1.
     """
     call = AttentionCall(pointers, strides, lengths, numbers, 0, 0)
     if C.FORM == "columns":

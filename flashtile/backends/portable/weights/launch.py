@@ -19,7 +19,7 @@ from flashtile.backends.portable.weights.kernel import WeightsPointers, weights_
 from flashtile.problems.attention import WeightsProblem
 
 KEYS_A_THREAD = 16
-"""Maximum entries per thread of a tile whose rows are sorted for their top weights. Each has 64 bits."""
+"""Maximum 64-bit entries per thread of a tile whose rows are sorted for their largest weights."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,16 @@ def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
 
 
 def constants_of(problem: WeightsProblem) -> dict[str, Any]:
-    """Return the constants that only this kernel sets. All blocks are masked, in one run."""
+    """Return the constants of this kernel that differ from those of the forward kernel.
+
+    The mask is applied to every block, even to blocks that lie within the window.
+    """
     block_top = padded(problem.top) if problem.top else 0
     return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "MASKS_EVERY_BLOCK": True}
 
 
 class WeightsLaunch:
-    """``(q, k, lse, extras) -> (weights, indices)`` for tensors of one signature."""
+    """The launch ``(q, k, lse, extras) -> (weights, indices)`` for tensors of one signature."""
 
     def __init__(self, problem: WeightsProblem, config: WeightsConfig) -> None:
         self._problem, self._config = problem, config

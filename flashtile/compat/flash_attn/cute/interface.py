@@ -1,9 +1,11 @@
 """``flash_attn.cute.interface``: FlashAttention-4's functions, with its argument names, order and results.
 
-``score_mod`` and ``mask_mod`` are FlexAttention's functions here. FlashAttention-4's own are CuTe functions,
-which only its kernels can compile; they and their arguments (``score_mod_bwd``, ``aux_tensors``,
-``aux_scalars``, ``block_sparse_tensors``) raise a NotImplementedError, and so does ``gather_kv_indices``.
-Arguments that only tune its kernels are accepted and ignored: ``pack_gqa``, ``min_seqlen_k``,
+``score_mod`` and ``mask_mod`` must be functions as for FlexAttention. In FlashAttention-4 they are CuTe
+functions, which only its kernels can compile. Such functions raise a NotImplementedError, and so do the
+arguments ``score_mod_bwd``, ``aux_tensors``, ``aux_scalars``, ``block_sparse_tensors`` and
+``gather_kv_indices``.
+
+Arguments that only tune FlashAttention-4's kernels are accepted and ignored: ``pack_gqa``, ``min_seqlen_k``,
 ``scheduler_metadata``, ``disable_scheduler_metadata``, ``seqlen_k_per_split``, and ``num_splits`` without a
 ``page_table``.
 """
@@ -26,7 +28,7 @@ __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "g
 
 flash_attn_combine = decode.flash_attn_combine
 Window = tuple[int | None, int | None]
-"""(left, right) as in FlashAttention-4: None is no limit, and a negative limit excludes the nearest keys."""
+"""(left, right) as in FlashAttention-4: None means no limit. A negative limit excludes the nearest keys."""
 
 
 def flash_attn_func(
@@ -54,7 +56,7 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor]:
     """Call :func:`flashtile.attention` with ``learnable_sink`` as its ``sink``. Return (out, lse).
 
-    lse has a gradient only with ``return_lse``. It is (batch, heads, seqlen_q), and with ``qv``
+    lse has a gradient only with ``return_lse``. Its shape is (batch, heads, seqlen_q), or with ``qv``
     (batch, seqlen_q, heads).
 
     Examples:
@@ -104,19 +106,21 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attend over packed sequences, padded ones with used lengths, or pages. Return (out, lse).
+    """Compute attention over packed sequences, padded sequences or pages. Return (out, lse).
 
-    q is packed with ``cu_seqlens_q``, otherwise padded; k and v likewise. With ``page_table`` this calls
-    :func:`flashtile.flash_attn_with_kvcache`, without gradients. ``mask_mod`` replaces ``causal`` and
-    ``window_size``, as in FlashAttention-4. lse has a gradient only with ``return_lse``.
+    q is packed if ``cu_seqlens_q`` is given, otherwise padded. k and v are packed if ``cu_seqlens_k`` is
+    given. With ``page_table`` this calls :func:`flashtile.flash_attn_with_kvcache`, and no gradients are
+    computed. ``mask_mod`` replaces ``causal`` and ``window_size``, as in FlashAttention-4. lse has a gradient
+    only with ``return_lse``.
 
     Args:
-        q, k: None with ``qv``: the scores are then those of qv and v.
-        max_seqlen_q, max_seqlen_k: the longest length; None: the number of all tokens, which costs time.
-        others: as :func:`flashtile.attention`, with ``learnable_sink`` as ``sink``.
+        q, k: None if the scores are those of ``qv`` and v alone.
+        max_seqlen_q, max_seqlen_k: the longest length. None means the total number of tokens, which is valid
+            but slower.
+        others: as for :func:`flashtile.attention`, where ``learnable_sink`` is called ``sink``.
 
     Raises:
-        NotImplementedError: the module's docstring lists the arguments.
+        NotImplementedError: an argument is given that the module's docstring lists as not supported.
     """
     check_flag("return_lse", return_lse)
     _refuse(
@@ -173,10 +177,11 @@ def get_scheduler_metadata(*others: Any, **named: Any) -> None:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, limits: tuple, named: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of tensors that are padded, or packed where ``limits`` have offsets.
+    """Return (out, lse) of padded or packed tensors.
 
-    ``limits`` are (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k). If only one side is packed, the
-    other is read as packed sequences of equal lengths.
+    ``limits`` is (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k). q is packed if cu_seqlens_q is not
+    None, and k and v if cu_seqlens_k is not None. If only one side is packed, the other side is passed on as
+    packed sequences of equal lengths.
     """
     of_q, of_k, longest_q, longest_k = limits
     if of_q is of_k is None:
@@ -212,9 +217,10 @@ def _lengths(tensor: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) 
 
 
 def _window(causal: bool, window_size: Window) -> tuple[tuple[int, int], Window | None]:
-    """Return (window, None) with flashtile's window, or (no window, its limits) if one is negative.
+    """Convert FlashAttention-4's window to (flashtile's window, None), or ((-1, -1), limits).
 
-    As in FlashAttention-4, limits whose sum is negative are no limits.
+    flashtile's window cannot express a negative limit. Then ``limits`` are the limits, to be applied by a
+    mask. As in FlashAttention-4, limits whose sum is negative are ignored, except for that of ``causal``.
     """
     check_flag("causal", causal)
     left, right = (None if limit is None else as_int("window_size", limit) for limit in window_size)
@@ -249,7 +255,7 @@ def _refuse(**arguments: Any) -> None:
 
 
 def _refuse_cute(name: str, function: Callable[..., Any] | None, count: int) -> None:
-    """Raise unless ``function`` takes the ``count`` arguments of FlexAttention's functions."""
+    """Raise NotImplementedError unless ``function`` takes ``count`` arguments, as in FlexAttention."""
     if function is None:
         return
     try:

@@ -120,7 +120,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
 
 
 def _check_tables(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, rank: int) -> None:
-    """Raise unless cos and sin are tables of angles for the heads of x, which has ``rank`` dimensions."""
+    """Check that x has ``rank`` dimensions, and that cos and sin are rotary tables that fit its head_dim."""
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
         check_dense(name, tensor)
         check_dtype(name, tensor)
@@ -197,7 +197,10 @@ def _rotate_in_place(
     seqlen_offsets: int | Tensor,
     names: dict[str, str],
 ) -> None:
-    """Rotate x, a view of a tensor, by :func:`apply_rotary_emb`; ``names`` maps argument names in errors."""
+    """Rotate x in place by :func:`apply_rotary_emb`.
+
+    ``names`` maps argument names of that function to the caller's, for error messages.
+    """
     try:
         apply_rotary_emb(x, cos, sin, interleaved, True, seqlen_offsets)
     except ERRORS as error:

@@ -38,12 +38,14 @@ WARP_TILES = {
 
 
 def strip_width(memory: Memory) -> int:
-    """Return block_k, the width of a strip, which is small compared with a tile of C."""
+    """Return block_k, the width of the strips of A and B. It is small compared with a tile of C."""
     return max(1, min(math.isqrt(memory.sram_elements) // 4, MAX_BLOCK_K))
 
 
 def block_sizes(memory: Memory, cols: int) -> tuple[int, int]:
-    """Return (block_m, block_n) of the largest square tile of C that fits into SRAM with two strips.
+    """Return (block_m, block_n) of the largest square tile of C that fits into SRAM.
+
+    SRAM also holds a strip of A and a strip of B, which are multiplied into the tile.
 
     If C has fewer columns than this tile, the tile is narrower and taller.
 
@@ -128,7 +130,9 @@ def two_levels(
     warp_m: int = 32,
     warp_n: int = 32,
 ) -> tuple[Tensor, Warps]:
-    """Return (alpha a b + beta c, shared memory traffic), computed by thread blocks and warps within them.
+    """Return (alpha a b + beta c, warps), computed by thread blocks and by the warps within them.
+
+    ``warps`` has counted the traffic of shared memory.
 
     A thread block owns block_m x block_n numbers of C and streams strips of A and B through shared memory. A
     warp owns warp_m x warp_n of these numbers in its registers and reads its part of each strip from shared

@@ -122,7 +122,7 @@ class Trace:
         }
 
     def _sram_used(self) -> Iterator[int]:
-        """Yield the bytes held in SRAM after each event; a tile replaces a tile of the same name."""
+        """Yield the bytes held in SRAM after each event. A new tile replaces a tile of the same name."""
         held: dict[str, int] = {}
         for event in self.events:
             if event.kind in ("load", "compute"):

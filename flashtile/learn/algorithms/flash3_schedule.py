@@ -104,7 +104,7 @@ def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: b
 
 
 def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, stages: int) -> list[Order]:
-    """Return the operations that must end before ``order`` can start on its unit, even if the unit is free."""
+    """Return the operations that must end before ``order`` can start, in addition to a free unit."""
     worker, label, j = order
     if worker == PRODUCER:  # a stage is free when all consumers have used its block
         user = {"K": "S", "V": "P V"}[label]

@@ -199,7 +199,8 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
                 attention_mask = torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
         if attention_mask is None or torch.compiler.is_compiling() or attention_mask.dim() != 2:
             return original(kv_length=kv_length, attention_mask=attention_mask, **named)
-        # A sliding cache holds only the last keys. A copy is safe from later writes by the caller.
+        # A sliding cache holds only the last keys. The mask is copied because the caller may write to it
+        # later.
         keys = attention_mask[:, -kv_length:].clone()
         padding = Padding(keys)
         if padding.whole and keys.shape[1] == kv_length:

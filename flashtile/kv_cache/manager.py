@@ -121,7 +121,9 @@ class BlockManager:
         return self.table.find(sequence)[2]
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
-        """Resolve the sequences of a batch once, for any number of calls of :meth:`reserve_batch`.
+        """Look up the sequences of a batch in the block table.
+
+        The result may be passed to any number of calls of :meth:`reserve_batch`.
 
         Raises:
             TypeError: the sequences are not integers.
@@ -133,7 +135,7 @@ class BlockManager:
         """Create a sequence that begins with the longest prefix of ``tokens`` in the prefix cache.
 
         The prefix consists of whole blocks. It never includes the last token, whose query must be computed.
-        The first ``length(sequence)`` tokens need no computation; reserve room for the others.
+        Keys and values of the first ``length(sequence)`` tokens exist already. Reserve room for the others.
 
         Args:
             tokens: the prompt, (seqlen,) integers.
@@ -210,7 +212,7 @@ class BlockManager:
         """Free a sequence, swapped out or not, and the blocks that only it uses."""
         sequence, row, swapped_out = self.table.find(sequence)
         pool = self.host_pool if swapped_out else self.pool
-        pool.release(reversed(self.table.blocks(row)))  # the end of a prefix is evicted first
+        pool.release(reversed(self.table.blocks(row)))  # so that a prefix is evicted from its end
         self.table.remove(sequence, row)
 
     def reserve(self, sequence: int, num_tokens: int = 1) -> Copies:
@@ -251,8 +253,8 @@ class BlockManager:
         If the tokens of one sequence cannot be reserved, an error is raised and nothing is reserved.
 
         Args:
-            batch: from :meth:`batch`.
-            num_tokens: one number for all, or (batch,) integers.
+            batch: result of :meth:`batch`.
+            num_tokens: one number for all sequences, or (batch,) integers.
 
         Returns:
             (source, destination) pairs of blocks. The caller must copy them before it writes tokens and
@@ -275,7 +277,7 @@ class BlockManager:
                 self._require_written(row)
         room = lengths.neg() % size  # free slots of the last block
         last = self.block_table.take(batch.starts + ((lengths - 1) // size).clamp_(0))
-        shared = self.pool.refs_tensor.index_select(0, last) > 1  # room is 0 for a full block
+        shared = self.pool.refs_tensor.index_select(0, last) > 1  # has no effect if the block is full
         work = ((room < counts) | shared) & (ends > lengths)
         copies: Copies = []
         chosen = work.nonzero().flatten()
@@ -324,7 +326,8 @@ class BlockManager:
     def _allocate(self, reservations: list[Reservation], copies: Copies) -> None:
         """Allocate blocks for every reservation. Raise OutOfBlocksError before anything has changed."""
         size, pool = self.block_size, self.pool
-        # An upper bound: each reservation copies at most one block. Count exactly only if it is too large.
+        # Upper bound of the allocated blocks, because each reservation copies at most one block. The exact
+        # number is computed only if this bound is too large.
         at_most = sum((end - 1) // size - (length - 1) // size + 1 for _, length, end in reservations)
         if at_most > pool.available:
             self._require_available(reservations)
@@ -332,8 +335,8 @@ class BlockManager:
             for row, length, _ in reservations:
                 self._skip_blocks(row, length)
         table, refs = self.table, pool.refs
-        # Number of references dropped from each copied block. They are released at the end, so that no source
-        # of a copy becomes a destination.
+        # Number of references that this call removes from each copied block. They are released at the end,
+        # so that no source of a copy becomes a destination.
         left: dict[int, int] = {}
         for row, length, end in reservations:
             if length % size and end > length:

@@ -174,8 +174,8 @@ class PagedKVCache(BlockManager):
         """Reserve room for the next tokens of a batch, copy shared blocks, and return the tokens' slots.
 
         Args:
-            batch: from :meth:`batch`.
-            num_tokens: new tokens of each sequence, (batch,), or one number for all.
+            batch: result of :meth:`batch`.
+            num_tokens: number of new tokens of each sequence, (batch,), or one number for all sequences.
 
         Raises:
             OutOfBlocksError: there are too few blocks.

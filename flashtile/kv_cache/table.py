@@ -40,7 +40,7 @@ def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The resolved sequences of a batch. The object is valid until a sequence is freed or swapped out.
+    """The sequences of a batch and their rows. Valid until one of the sequences is freed or swapped out.
 
     ``ids``, ``rows`` and ``starts`` are (batch,) int64 on the CPU: the sequences, their rows of the block
     table, and the rows' offsets in the flattened table. ``owner`` identifies the manager that made the batch.
@@ -190,7 +190,7 @@ class BlockTable(ArraysWithViews):
         return entries[skipped:].tolist()
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
-        """Resolve the sequences of a batch, or raise as :meth:`BlockManager.batch`."""
+        """Look up the sequences of a batch. Raise as :meth:`BlockManager.batch`."""
         sequences, rows = self.resolve(sequences)
         indices = torch.tensor(rows, dtype=torch.int64)
         ids = torch.tensor(sequences.tolist(), dtype=torch.int64)

@@ -36,6 +36,6 @@ def register() -> None:
         raise ModuleNotFoundError(text) from None
 
     release = version.__version_tuple__[:2]
-    if (0, 0) < release < OLDEST:  # a checkout without tags is (0, 0)
+    if (0, 0) < release < OLDEST:  # a checkout without tags has version (0, 0)
         raise NotImplementedError(f"vllm must be 0.25 or newer, got {version.__version__}")
     register_backend(AttentionBackendEnum.CUSTOM, "flashtile.integrations.vllm.backend.Backend")

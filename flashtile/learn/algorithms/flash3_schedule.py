@@ -104,7 +104,7 @@ def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: b
 
 
 def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, stages: int) -> list[Order]:
-    """Return the operations that must end before ``order`` can start, in addition to a free unit."""
+    """Return the operations that must end before ``order`` can start. Its unit must also be free."""
     worker, label, j = order
     if worker == PRODUCER:  # a stage is free when all consumers have used its block
         user = {"K": "S", "V": "P V"}[label]
@@ -119,6 +119,6 @@ def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, s
 
 
 def busy(spans: list[Span], unit: str) -> float:
-    """Return the share of the total time in which a unit works; 0 if there are no spans."""
+    """Return the fraction of the total time during which a unit works; 0 if there are no spans."""
     total = max((span.end for span in spans), default=0.0)
     return sum(span.end - span.start for span in spans if span.unit == unit) / total if total else 0.0

@@ -321,9 +321,8 @@ class Sram:
     def part(self, number: int, **ranges: range) -> Sram:
         """Return a view of this scope for one of several workers, such as warpgroups.
 
-        The names of the worker's tiles end with its number: S.0, S.1, ... The tiles are freed with this
-        scope.
-        ``ranges`` are the worker's rows and columns, in addition to the ranges of this scope.
+        The names of the worker's tiles end with its number: S.0, S.1, ... Its tiles are freed at the end of
+        this scope. ``ranges`` are the worker's rows and columns, in addition to the ranges of this scope.
         """
         part = Sram(self.memory, self._tiles, {**self._ranges, **ranges}, f".{number}")
         part.names = self.names

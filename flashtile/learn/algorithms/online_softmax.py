@@ -35,7 +35,7 @@ ONLINE_TILES = {
 
 
 def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+    """Return the softmax of each row of x (rows, cols), computed in tiles of (block_m, block_n).
 
     The maximum is not subtracted, so the result is inf / inf = NaN for large x.
 
@@ -57,7 +57,7 @@ def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -
 
 
 def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+    """Return the softmax of each row of x (rows, cols), computed in tiles of (block_m, block_n).
 
     Three passes over x compute the maximum, the sum and the result.
 
@@ -82,7 +82,7 @@ def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) ->
 
 
 def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+    """Return the softmax of each row of x (rows, cols), computed in tiles of (block_m, block_n).
 
     One pass over x computes both the maximum and the sum. A second pass computes the result.
 

@@ -133,8 +133,8 @@ def for_the_longest(request: Request) -> int:
 def to_a_power_of_two(request: Request) -> int:
     """Reserve the prompt's length, plus the output's length rounded up to a power of two.
 
-    A server does not know the output's length in advance. This function assumes that it can be predicted to
-    a factor of two.
+    A server does not know the output's length in advance. This function assumes that the length can be
+    predicted within a factor of two.
     """
     return min(request.prompt + (1 << (request.output - 1).bit_length()), LONGEST)
 

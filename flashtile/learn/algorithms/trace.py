@@ -110,7 +110,7 @@ class Trace:
     spans: list[Span] = field(default_factory=list)
 
     def totals(self) -> dict[str, int]:
-        """Return the counters of Memory, computed from the events only."""
+        """Return the counters that ``Memory`` also has, computed from the events of the trace."""
         moved = {kind: sum(e.bytes for e in self.events if e.kind == kind) for kind in ("load", "store")}
         return {
             "hbm_read": moved["load"],

@@ -292,7 +292,7 @@ def timeline(events: list[Event]) -> list[Span]:
 
 
 def _between_barriers(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
-    """Yield lists of (number, event) up to each barrier and after the last one; empty lists are left out."""
+    """Yield the events between two barriers, as lists of (number, event). Empty lists are left out."""
     phase: list[tuple[int, Event]] = []
     for number, event in enumerate(events):
         if event.kind in ("shared_load", "shared_store", "register"):

@@ -39,7 +39,7 @@ class QueryTile:
 
 
 def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
-    """Traffic of the kernels that one call over a cache launches: attention and, if tiles are split, combine.
+    """Return the traffic of the kernels of a call over a cache: attention, and combine if tiles are split.
 
     Raises:
         ValueError: no decoding kernel supports the head size or the dtypes.

@@ -124,8 +124,9 @@ def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
     The last estimate has the least bytes and FLOPs that any algorithm could need.
 
     Raises:
-        ValueError: ``which`` is not a pass, or is "backward" for a call over a cache. Also if the card has no
-            peak for the call's dtype, or no decoding kernel supports a call over a cache.
+        ValueError: ``which`` is not a pass, or is "backward" for a call over a cache; the card has no peak
+        for
+            the call's dtype; or no decoding kernel supports a call over a cache.
 
     Examples:
         >>> from flashtile.io_model import Call, estimates, find_card

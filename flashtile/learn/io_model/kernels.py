@@ -70,7 +70,7 @@ def dq(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
 def dkdv(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
     """Kernel of dK and dV: a program owns BLOCK_N keys and values.
 
-    It loops over the rows of q and dout that attend to them, in every query head of its group.
+    The program loops over the rows of q and dout that attend to these keys, in every query head of the group.
     """
     own = call.k_bytes + call.v_bytes
     return _traffic("dkdv", call, tile, card, own, own)
@@ -115,8 +115,9 @@ def reach(
 ) -> range:
     """Return the blocks of one sequence that positions ``start <= i < end`` of the other sequence attend to.
 
-    Position ``i`` attends to ``i + offset - window_back`` to ``i + offset + window_ahead``, cut to
-    ``length``; -1 means no limit. ``block`` is the number of positions in a block.
+    Position ``i`` attends to positions ``i + offset - window_back`` to ``i + offset + window_ahead`` of the
+    other sequence, which has ``length`` positions. A window of -1 is unlimited. ``block`` is the number of
+    positions in a block.
     """
     first = 0 if window_back == UNLIMITED else max(0, start + offset - window_back)
     after = length if window_ahead == UNLIMITED else min(length, max(0, end + offset + window_ahead))

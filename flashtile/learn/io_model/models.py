@@ -37,7 +37,7 @@ class Model:
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
-        """(N, K) of the products of a layer.
+        """Sizes (N, K) of the matrix products of a layer.
 
         There are four products: the joint projection to q, k and v, the output projection, the first
         feed-forward product with its gate, and the second feed-forward product.
@@ -122,7 +122,7 @@ class Product:
         return 2 * self.M * self.N * self.K
 
     def floor_seconds(self, card: Card) -> float:
-        """Lower bound of any kernel's time on the card: the longer of the times of traffic and arithmetic."""
+        """Lower bound of any kernel's time: the time of its traffic or its FLOPs, whichever is longer."""
         return max(self.bytes / card.bandwidth_gbps * 1e-9, self._arithmetic_seconds(card))
 
     def bound(self, card: Card) -> str:

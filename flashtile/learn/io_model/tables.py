@@ -45,7 +45,7 @@ def card_table(card: Card, dtype: str) -> Table:
 def why_not_all_shared(card: Card) -> str:
     """Explain why a tile cannot use all of an SM's L1 memory.
 
-    CUDA C++ Programming Guide, compute capabilities.
+    Source: CUDA C++ Programming Guide, chapter on compute capabilities.
     """
     whole, most = (size // KIB for size in (card.l1_bytes, card.shared_bytes))
     said = (
@@ -170,7 +170,7 @@ def format_tokens(count: int) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str | None:
-    """Format ``value`` with three digits in the first unit that is not larger; None if all are larger."""
+    """Format ``value`` with three digits in the first unit that is not larger. None if all are larger."""
     for unit, name in units:
         if value >= unit:
             number = value / unit

@@ -29,11 +29,11 @@ def pack(trace: Trace) -> str:
 def compact(trace: Trace) -> dict[str, Any]:
     """Return the events and spans of a trace as plain data, which :func:`pack` compresses.
 
-    ``forms`` lists the forms: all of an event but its position. ``form`` (an index into ``forms``), ``row``,
-    ``col`` and ``program`` have one number per event, stored as the difference from the previous event. A row
-    or column of -1 means none. ``series`` has one entry for each statistic and watched row. It contains the
-    numbers of the events that changed the value, stored as differences, and the new values. None stands for
-    minus infinity.
+    A form is everything about an event except its position, and ``forms`` lists the different forms. ``form``
+    (an index into ``forms``), ``row``, ``col`` and ``program`` have one number per event, stored as the
+    difference from the previous event. A row or column of -1 means none. ``series`` has one entry for each
+    statistic and watched row. An entry contains the numbers of the events that changed the value, stored as
+    differences, and the new values. None stands for minus infinity.
     """
     forms: dict[tuple[Any, ...], int] = {}
     numbers = [forms.setdefault(_form(event), len(forms)) for event in trace.events]

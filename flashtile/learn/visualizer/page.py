@@ -196,6 +196,6 @@ def _as_json(value: Any) -> str:
 
 
 def _embed(value: Any) -> str:
-    """Return ``value`` as JSON that cannot be taken for markup."""
+    """Return ``value`` as JSON that is safe inside an HTML element."""
     text = _as_json(value)
     return text.replace("<", "\\u003c")

@@ -48,7 +48,7 @@ class Recording:
     traffic: dict[str, tuple[int, int]]
 
     def as_record(self) -> dict[str, Any]:
-        """Return the entry in the page's catalogue; the events are packed separately."""
+        """Return the run's entry in the page's catalogue. Its events are packed separately."""
         blocks = _tile_sizes(self.trace)
         return {
             "algorithm": self.setting.algorithm,

@@ -124,7 +124,7 @@ class Memory:
             to be in registers.
         element_bytes: bytes of one number, independent of the dtype in which torch computes. 2 is float16.
             With 1 the counters count elements, as the papers do.
-        trace: records every step; None records nothing.
+        trace: trace that gets an event for every step; None records nothing.
 
     Attributes:
         hbm_read, hbm_written: bytes moved so far.

@@ -1,9 +1,9 @@
 """The tiled matrix product: the simplest example of blocks that save memory traffic.
 
 Let A be (m, k), B (k, n) and C = A B. If each of the m n elements of C is computed on its own, it reads a row
-of A and a column of B: 2 m n k reads. But all columns of a block of C need the same rows of A, and all its
-rows the same columns of B. So a (block_m, block_n) tile of C stays in SRAM while strips of A and B are
-streamed:
+of A and a column of B: 2 m n k reads. But all columns of a block of C need the same rows of A, and all rows
+of the block need the same columns of B. So a (block_m, block_n) tile of C stays in SRAM while strips of A and
+B are streamed:
 
     reads of A: m k * ceil(n / block_n)      reads of B: k n * ceil(m / block_m)      writes of C: m n
 

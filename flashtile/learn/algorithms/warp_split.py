@@ -255,7 +255,7 @@ def _exchange_outputs(
 TENSOR_CORE, ARITHMETIC, SHARED_MEMORY, WAITING = "tensor core", "softmax", "shared memory", "barrier"
 
 MATMUL_RATE, OTHER_RATE, SHARED_RATE = 512, 16, 128
-"""Rates of an A100 per cycle: FLOPs of a warp's tensor core and of its 16 lanes, bytes of shared memory.
+"""Rates of an A100 per cycle: FLOPs of a warp's tensor core, FLOPs of its 16 lanes, bytes of shared memory.
 
 The four tensor cores of a multiprocessor do 1024 fp16 multiply-adds per cycle; it has four times 16 fp32
 lanes."""

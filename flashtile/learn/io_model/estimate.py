@@ -125,8 +125,7 @@ def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
 
     Raises:
         ValueError: ``which`` is not a pass, or is "backward" for a call over a cache; the card has no peak
-        for
-            the call's dtype; or no decoding kernel supports a call over a cache.
+            for the call's dtype; or no decoding kernel supports a call over a cache.
 
     Examples:
         >>> from flashtile.io_model import Call, estimates, find_card

@@ -193,7 +193,8 @@ COPIED_TOTALS: dict[str, tuple[int | None, int]] = {
     "Llama-2-13B": (26, 18),
     "Llama-2-70B": (None, 48),
 }
-"""Totals in 10^9 bytes at batch 1, (standard, flash attention), from a table that articles often copy."""
+"""Memory of models in 10^9 bytes at batch 1, (with standard attention, with flash attention). The numbers are
+from a table that articles often copy."""
 
 
 def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, card: Card) -> Table:

@@ -177,10 +177,10 @@ def _once(tensor: Tensor, module: Any, read: Callable[[Tensor], Any]) -> Any:
 def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
     """Wrap Transformers' function that makes the mask of a forward pass, so that each mask is read once.
 
-    The wrapped function returns None if there is no padding, and otherwise a padding mask (batch, keys). If
-    only a part of a static cache is written, the mask covers only the written keys. If a model has other
-    rules than causality and windows, the result is a mask of all scores (batch, 1, queries, keys). For
-    example, all image tokens of Gemma 3 see each other.
+    Without padding, the wrapped function returns None. With padding, it returns a padding mask (batch, keys).
+    For a static cache with unwritten keys, the mask is only as long as the written keys. If a model has other
+    rules than causality and windows, the result is a mask with one element per score, (batch, 1, queries,
+    keys). For example, Gemma 3's image tokens all see each other.
     """
 
     @functools.wraps(original)
@@ -199,8 +199,7 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
                 attention_mask = torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
         if attention_mask is None or torch.compiler.is_compiling() or attention_mask.dim() != 2:
             return original(kv_length=kv_length, attention_mask=attention_mask, **named)
-        # A sliding cache holds only the last keys. The mask is copied because the caller may write to it
-        # later.
+        # A sliding cache holds only the last keys. Later writes by the caller do not change the copy.
         keys = attention_mask[:, -kv_length:].clone()
         padding = Padding(keys)
         if padding.whole and keys.shape[1] == kv_length:

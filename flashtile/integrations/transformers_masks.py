@@ -66,8 +66,8 @@ class Padding:
     def runs(self) -> Runs:
         """Three runs per sequence: the padding before its tokens, the tokens, and the padding after them.
 
-        Queries of padding see no key, so their results and gradients are 0 and cost hardly any work. No token
-        needs to be moved.
+        Queries in the padding attend to no key. So their results and gradients are 0, and they cost hardly
+        any work. The batch is used as it is: no token needs to be moved.
         """
         batch, seqlen = self._shape
         begin = torch.arange(batch) * seqlen
@@ -99,9 +99,9 @@ class _Known:
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def holds(self, tensor: Tensor, module: Any) -> bool:
-        """Whether ``module``, a layer's attention, may use ``found``. If so, record this use.
+        """Whether the attention module ``module`` may use ``found``, the facts read from ``tensor``.
 
-        Each layer may use it once.
+        If so, the use is recorded, because each layer may use the facts only once.
         """
         config = getattr(module, "config", None)
         current = self._in_pass is None or self._in_pass == _passes.count
@@ -133,7 +133,7 @@ def padding_of(mask: Tensor, module: Any) -> Padding:
     """Return the summary of a padding mask (batch, seqlen), which is read once per forward pass.
 
     Args:
-        mask: the same tensor in all layers.
+        mask: the padding mask, which must be the same tensor object in all layers.
         module: the layer's attention module.
     """
     padding: Padding = _once(mask, module, Padding)
@@ -148,7 +148,7 @@ class Packing(NamedTuple):
 
 
 def packing_of(positions: Tensor, module: Any) -> Packing | None:
-    """Return the packing that ``positions`` (1, tokens) describe, or None if they never restart.
+    """Return the packing that ``positions`` (1, tokens) describe, or None if they are of one sequence.
 
     The positions are read once per forward pass, as by :func:`padding_of`.
     """
@@ -216,9 +216,12 @@ def _says_more(
     """Whether a mask has other rules than causality, windows and packed sequences.
 
     A model adds such rules as a mask function of its own (``use_vmap`` is then set), or as blocks of tokens
-    that see each other (``or_masks``). If the model's config has ``use_bidirectional_attention``, its
-    attention modules are not causal. A mask function that makes the mask bidirectional then adds no rule.
-    Without such a function the mask is causal, and causality is a rule that the module does not have.
+    that see each other (``or_masks``).
+
+    Models whose config has ``use_bidirectional_attention`` are an exception: their attention modules are not
+    causal. If such a model passes its own mask function, this function only makes the mask bidirectional,
+    like the modules, and the result is False. Otherwise the mask is causal, unlike the modules, and the
+    result is True.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:

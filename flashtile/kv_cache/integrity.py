@@ -47,12 +47,12 @@ class Usage:
 
     @property
     def waste(self) -> float:
-        """Share of the used memory that is empty, from 0 to 1."""
+        """Fraction of the slots of used blocks that hold no token, from 0 to 1."""
         return 1 - self.tokens / (self.blocks * self.block_size) if self.blocks else 0.0
 
     @property
     def saved(self) -> float:
-        """Share of the memory that sharing saves, from 0 to 1."""
+        """Fraction of the memory that is saved because sequences share blocks, from 0 to 1."""
         return 1 - self.blocks / self.blocks_unshared if self.blocks_unshared else 0.0
 
 
@@ -75,7 +75,7 @@ def usage(table: BlockTable, pool: BlockPool) -> Usage:
 def check_integrity(
     table: BlockTable, pool: BlockPool, host_pool: BlockPool, window_left: int
 ) -> list[Invariant]:
-    """Check and return every invariant of a manager. Raise IntegrityError naming those that do not hold."""
+    """Check and return all invariants of a block manager. Raise IntegrityError if any does not hold."""
     rows = {sequence: row if row >= 0 else ~row for sequence, row in table.rows.items()}
     resident = [(sequence, row) for sequence, row in table.rows.items() if row >= 0]
     lengths, size, most = table.lengths, table.block_size, table.max_sequences

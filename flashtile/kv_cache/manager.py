@@ -2,8 +2,8 @@
 
 The keys and values of a sequence are in blocks of ``block_size`` tokens, anywhere in a pool. The sequence's
 row of the block table lists its blocks in order. Blocks are allocated as the sequence grows, shared when it
-is forked, copied on the first write to a shared block, and released one by one. The manager only decides. Its
-caller moves the bytes, or :class:`flashtile.kv_cache.PagedKVCache` does.
+is forked, copied on the first write to a shared block, and released one by one. The manager only decides
+which blocks to copy. Its caller copies the data; :class:`flashtile.kv_cache.PagedKVCache` does so by itself.
 
 A block may be written to only while its reference count is 1. A fork and the prefix cache each add a
 reference, so no sequence overwrites a block that another uses.
@@ -41,8 +41,9 @@ class BlockManager:
         max_sequences: maximum number of sequences, including swapped-out ones.
         max_seqlen: maximum number of tokens of a sequence.
         num_host_blocks: blocks of a second pool, to which sequences can be swapped out.
-        window_left: earlier keys that a query sees in addition to its own position (``window_size[0]`` of the
-            attention functions). Blocks that no later query sees are released. -1: no window.
+        window_left: number of earlier keys that a query sees in addition to its own position
+            (``window_size[0]`` of the attention functions). Blocks that no later query sees are released. -1
+            means no window.
 
     Attributes:
         pool, host_pool: the pools of blocks on the device and on the host.
@@ -64,7 +65,7 @@ class BlockManager:
 
     has_tensors: ClassVar[bool] = False
     """Whether :meth:`move` copies tensors. If so, reserved tokens count as written only after
-    :meth:`mark_written`; until then their sequence cannot be forked, and no more tokens can be reserved."""
+    :meth:`mark_written`. Until then, their sequence cannot be forked or get further tokens."""
 
     def __init__(
         self,
@@ -108,7 +109,10 @@ class BlockManager:
         return self.table.lengths[self.table.find(sequence)[1]]
 
     def blocks(self, sequence: int) -> list[int]:
-        """Return the blocks of a sequence in order, ``NULL_BLOCK`` for those that the window has passed."""
+        """Return the blocks of a sequence in order.
+
+        Blocks that were released because the window has passed them are returned as ``NULL_BLOCK``.
+        """
         row = self.table.row(sequence)
         return [NULL_BLOCK] * self.table.skipped[row] + self.table.blocks(row)
 
@@ -117,7 +121,9 @@ class BlockManager:
         return self.table.find(sequence)[2]
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
-        """Resolve the sequences of a batch once, for any number of calls of :meth:`reserve_batch`.
+        """Look up the sequences of a batch in the block table.
+
+        The result may be passed to any number of calls of :meth:`reserve_batch`.
 
         Raises:
             TypeError: the sequences are not integers.
@@ -129,7 +135,7 @@ class BlockManager:
         """Create a sequence that begins with the longest prefix of ``tokens`` in the prefix cache.
 
         The prefix consists of whole blocks. It never includes the last token, whose query must be computed.
-        The first ``length(sequence)`` tokens need no computation; reserve room for the others.
+        Keys and values of the first ``length(sequence)`` tokens exist already. Reserve room for the others.
 
         Args:
             tokens: the prompt, (seqlen,) integers.
@@ -206,15 +212,15 @@ class BlockManager:
         """Free a sequence, swapped out or not, and the blocks that only it uses."""
         sequence, row, swapped_out = self.table.find(sequence)
         pool = self.host_pool if swapped_out else self.pool
-        pool.release(reversed(self.table.blocks(row)))  # the end of a prefix is evicted first
+        pool.release(reversed(self.table.blocks(row)))  # so that a prefix is evicted from its end
         self.table.remove(sequence, row)
 
     def reserve(self, sequence: int, num_tokens: int = 1) -> Copies:
         """Reserve room for ``num_tokens`` more tokens.
 
         Returns:
-            (source, destination) blocks to copy before anything is written and before the next operation: at
-            most one pair.
+            At most one (source, destination) pair of blocks. The caller must copy it before it writes tokens
+            and before the next operation.
 
         Raises:
             OutOfBlocksError: there are too few blocks.
@@ -242,14 +248,17 @@ class BlockManager:
         return copies
 
     def reserve_batch(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor = 1) -> Copies:
-        """Reserve room for more tokens in every sequence of a batch, or in none if one is refused.
+        """Reserve room for more tokens in every sequence of a batch.
+
+        If the tokens of one sequence cannot be reserved, an error is raised and nothing is reserved.
 
         Args:
-            batch: from :meth:`batch`.
-            num_tokens: one number for all, or (batch,) integers.
+            batch: result of :meth:`batch`.
+            num_tokens: one number for all sequences, or (batch,) integers.
 
         Returns:
-            (source, destination) blocks to copy before anything is written and before the next operation.
+            (source, destination) pairs of blocks. The caller must copy them before it writes tokens and
+            before the next operation.
 
         Raises:
             OutOfBlocksError, ValueError: as :meth:`reserve`.
@@ -268,7 +277,7 @@ class BlockManager:
                 self._require_written(row)
         room = lengths.neg() % size  # free slots of the last block
         last = self.block_table.take(batch.starts + ((lengths - 1) // size).clamp_(0))
-        shared = self.pool.refs_tensor.index_select(0, last) > 1  # room is 0 for a full block
+        shared = self.pool.refs_tensor.index_select(0, last) > 1  # has no effect if the block is full
         work = ((room < counts) | shared) & (ends > lengths)
         copies: Copies = []
         chosen = work.nonzero().flatten()
@@ -296,8 +305,8 @@ class BlockManager:
         """Keep only the first ``length`` tokens, for example after speculated tokens were rejected.
 
         Raises:
-            ValueError: the sequence has fewer tokens, or the next query would see a token that the window has
-                passed.
+            ValueError: the sequence has fewer than ``length`` tokens, or the window of the next query would
+                include tokens whose blocks were already released.
         """
         table = self.table
         row, length = table.row(sequence), as_int("length", length)
@@ -317,7 +326,8 @@ class BlockManager:
     def _allocate(self, reservations: list[Reservation], copies: Copies) -> None:
         """Allocate blocks for every reservation. Raise OutOfBlocksError before anything has changed."""
         size, pool = self.block_size, self.pool
-        # An upper bound: each reservation copies at most one block. Count exactly only if it is too large.
+        # Upper bound of the allocated blocks, because each reservation copies at most one block. The exact
+        # number is computed only if this bound is too large.
         at_most = sum((end - 1) // size - (length - 1) // size + 1 for _, length, end in reservations)
         if at_most > pool.available:
             self._require_available(reservations)
@@ -325,8 +335,8 @@ class BlockManager:
             for row, length, _ in reservations:
                 self._skip_blocks(row, length)
         table, refs = self.table, pool.refs
-        # Number of references dropped from each copied block. They are released at the end, so that no source
-        # of a copy becomes a destination.
+        # Number of references that this call removes from each copied block. They are released at the end,
+        # so that no source of a copy becomes a destination.
         left: dict[int, int] = {}
         for row, length, end in reservations:
             if length % size and end > length:
@@ -353,14 +363,14 @@ class BlockManager:
                 block = table.entries[row * table.max_blocks + length // size]
                 count = left.setdefault(block, refs[block])
                 needed += count > 1
-                left[block] = max(1, count - 1)  # the last sequence with this block writes in place
+                left[block] = max(1, count - 1)  # the last sequence that uses the block needs no copy
         available = self.pool.available_after(releases)
         if needed > available:
             total = self.pool.num_blocks - self.pool.null_blocks
             raise OutOfBlocksError("reserving for", len(reservations), needed, available, total)
 
     def _passed_blocks(self, row: int, length: int) -> list[int]:
-        """Return the blocks of a row that queries at position ``length`` and later do not see."""
+        """Return the blocks of a row that no query at position ``length`` or later sees."""
         if self.window_left < 0:
             return []
         count = max(0, length - self.window_left) // self.block_size
@@ -375,7 +385,7 @@ class BlockManager:
         self.table.skipped[row] += len(blocks)
 
     def _token_counts(self, batch: Batch, num_tokens: int | Iterable[int] | Tensor) -> int | Tensor:
-        """Validate ``num_tokens`` and return one int for all sequences, or (batch,) int32."""
+        """Validate ``num_tokens``. Return one int for all sequences, or a tensor (batch,) int32."""
         if not isinstance(num_tokens, Iterable) or getattr(num_tokens, "ndim", 1) == 0:
             return as_size("num_tokens", num_tokens, 0, self.max_seqlen)
         counts = as_ints("num_tokens", num_tokens)
@@ -410,9 +420,9 @@ class BlockManager:
 
         Args:
             sequence: a resident sequence.
-            tokens: the sequence's first tokens, at most as many as are written.
-            salt: anything else that keys and values depend on (an adapter, an image), or the tenant that may
-                reuse them.
+            tokens: the first tokens of the sequence. Their keys and values must have been written.
+            salt: bytes that must be equal for a block to be reused. They identify anything else that keys and
+                values depend on (an adapter, an image), or the tenant that may reuse the blocks.
 
         Returns:
             Number of blocks that are new to the prefix cache.
@@ -435,36 +445,37 @@ class BlockManager:
         """Empty the prefix cache, for example after the model's weights have changed.
 
         Returns:
-            Number of blocks that it had.
+            Number of blocks that the prefix cache had.
         """
         return self.pool.reset_prefix_cache()
 
     def swap_out(self, sequences: Iterable[int] | Tensor) -> Copies:
-        """Swap sequences out to the host's pool. Blocks that they share with each other stay shared.
+        """Swap sequences out to the host's pool. Blocks that several of them share stay shared.
 
         Returns:
             (block, host block) pairs to copy before the next operation.
 
         Raises:
-            OutOfBlocksError: the host's pool is too small.
+            OutOfBlocksError: the host's pool has too few available blocks.
             TypeError, ValueError: as :meth:`batch`.
         """
         return self._swap(*self.table.resolve(sequences), self.pool, self.host_pool, "swapping out")
 
     def swap_in(self, sequences: Iterable[int] | Tensor) -> Copies:
-        """Swap sequences in from the host's pool. Blocks that they share with each other stay shared.
+        """Swap sequences in from the host's pool. Blocks that several of them share stay shared.
 
         Returns:
             (host block, block) pairs to copy before the next operation.
 
         Raises:
             OutOfBlocksError: the pool has too few available blocks.
-            TypeError, ValueError: as :meth:`batch`, or one is not swapped out.
+            TypeError: the sequences are not integers.
+            ValueError: a sequence does not exist, is not swapped out, or is listed twice.
         """
         return self._swap(*self.table.resolve(sequences, True), self.host_pool, self.pool, "swapping in")
 
     def move(self, copies: Copies, source: BlockPool, target: BlockPool) -> None:
-        """Do nothing. A subclass that has the tensors copies blocks between or within pools here."""
+        """Copy blocks between two pools, or within one. Without tensors, this does nothing."""
 
     def _swap(
         self, sequences: Iterable[int], rows: list[int], source: BlockPool, target: BlockPool, what: str
@@ -490,14 +501,14 @@ class BlockManager:
         return copies
 
     def usage(self) -> Usage:
-        """Return how much of the pool is used, by how many tokens, and how much sharing saves."""
+        """Return how many blocks are used, how many tokens they hold, and how many blocks sharing saves."""
         return usage(self.table, self.pool)
 
     def check_integrity(self) -> list[Invariant]:
         """Check all data structures for consistency. Takes O(blocks) time, so use it for tests and debugging.
 
         Returns:
-            Every invariant with its numbers.
+            All invariants, each with the values of both sides.
 
         Raises:
             IntegrityError: invariants do not hold; the message lists them.

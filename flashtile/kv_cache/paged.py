@@ -30,7 +30,7 @@ class Step(NamedTuple):
         seqused_k: (batch,) int32, tokens including the new ones.
         slot_mapping: (total_new,) int64, ``block * block_size + offset`` of each new token.
         positions: (total_new,) int64, position of each new token in its sequence.
-        cu_seqlens_q: (batch + 1,) int32, where each sequence's new tokens start, and the end.
+        cu_seqlens_q: (batch + 1,) int32, offset of each sequence's first new token, then total_new.
         max_seqlen_q: largest number of new tokens of a sequence.
         same_length: whether every sequence has ``max_seqlen_q`` new tokens.
         copied_blocks: number of shared blocks that were copied because the step writes to them.
@@ -174,12 +174,12 @@ class PagedKVCache(BlockManager):
         """Reserve room for the next tokens of a batch, copy shared blocks, and return the tokens' slots.
 
         Args:
-            batch: from :meth:`batch`.
-            num_tokens: new tokens of each sequence, (batch,), or one number for all.
+            batch: result of :meth:`batch`.
+            num_tokens: number of new tokens of each sequence, (batch,), or one number for all sequences.
 
         Raises:
             OutOfBlocksError: there are too few blocks.
-            TypeError, ValueError: as :meth:`reserve_batch`, or the last step of a sequence is not written.
+            TypeError, ValueError: as :meth:`reserve_batch`, or a sequence's previous step was not written.
         """
         copies = self.reserve_batch(batch, num_tokens)
         positions, entries = self.table.take_changes()
@@ -194,11 +194,11 @@ class PagedKVCache(BlockManager):
         Args:
             layer: from 0 to num_layers - 1.
             q: (total_new, heads_q, head_dim).
-            k, v: (total_new, num_kv_heads, head_dim) and (..., head_dim_v).
-            step: from :meth:`reserve_step`, still valid.
+            k, v: (total_new, num_kv_heads, head_dim) and (total_new, num_kv_heads, head_dim_v).
+            step: result of :meth:`reserve_step` that is still valid.
             options: options of :func:`flashtile.flash_attn_with_kvcache`: ``softmax_scale``, ``rotary_cos``,
-                ``softcap``, ``sink`` and so on. ``causal`` defaults to True unless there is a ``tree_mask``,
-                and ``window_size`` to the cache's window.
+                ``softcap``, ``sink`` and so on. ``causal`` defaults to True, or to False if ``tree_mask`` is
+                given. ``window_size`` defaults to the cache's window.
 
         Returns:
             (total_new, heads_q, head_dim_v).
@@ -239,8 +239,8 @@ class PagedKVCache(BlockManager):
 
         Args:
             layer: from 0 to num_layers - 1.
-            k, v: (total_new, num_kv_heads, head_dim) and (..., head_dim_v).
-            step: from :meth:`reserve_step`, still valid.
+            k, v: (total_new, num_kv_heads, head_dim) and (total_new, num_kv_heads, head_dim_v).
+            step: result of :meth:`reserve_step` that is still valid.
 
         Raises:
             TypeError, ValueError, NotImplementedError: an argument is invalid. Nothing is written then.
@@ -291,7 +291,7 @@ class PagedKVCache(BlockManager):
                 move_blocks(old, new, origins.to(old.device), destinations.to(new.device))
 
     def _tensors(self) -> dict[str, Any]:
-        """Return all tensors (num_layers, num_blocks, ...) of blocks, under ``copy_blocks``'s names."""
+        """Return the tensors (num_layers, num_blocks, ...) that ``copy_blocks`` takes, by argument name."""
         descales = {"k_descale": self.k_descale, "v_descale": self.v_descale}
         of_blocks = {name: d for name, d in descales.items() if d is not None and d.dim() == 3}
         return {"k_cache": self.k, "v_cache": self.v, **of_blocks}
@@ -332,15 +332,15 @@ def _to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
 def move_blocks(old: Tensor, new: Tensor, origins: Tensor, destinations: Tensor) -> None:
     """Copy blocks ``origins`` of ``old`` to blocks ``destinations`` of ``new``, possibly between devices.
 
-    Both tensors are (num_layers, num_blocks, ...). Layers are copied one at a time, so that the temporary
-    memory is that of one layer.
+    Both tensors are (num_layers, num_blocks, ...). Layers are copied one at a time, so the temporary memory
+    is only that of one layer.
     """
     for source, target in zip(_bytes(old), _bytes(new), strict=True):
         target.index_copy_(0, destinations, source.index_select(0, origins).to(target.device))
 
 
 def _bytes(memory: Tensor) -> Tensor:
-    """View a tensor of one-byte elements as bytes, because not every device can index FP8 tensors."""
+    """View a tensor of one-byte elements as uint8, because not every device can index FP8 tensors."""
     return memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
 
 

@@ -3,7 +3,7 @@
 Every block is in exactly one of three states:
 
 * *free*: nothing refers to it, and its content is undefined;
-* *used*: one or more sequences refer to it (``refs`` counts them, and the prefix cache as one more);
+* *used*: one or more sequences refer to it. ``refs`` counts them, and the prefix cache as one more;
 * *cached*: only the prefix cache refers to it. Its content can be found by its hash until the block is
   evicted. The least recently used block is evicted first.
 
@@ -80,8 +80,8 @@ class BlockPool(ArraysWithViews):
         null_blocks: number of blocks at the pool's start that are never allocated.
 
     Attributes:
-        refs: number of references to each block, int32, the prefix cache's included. A sequence may write to
-            its block only while this is 1.
+        refs: number of references to each block, int32, including that of the prefix cache. A sequence may
+            write to its block only while this number is 1.
         refs_tensor: (num_blocks,) int32, a view of ``refs``.
         free: free blocks; the next one to allocate is last.
         cached: blocks used only by the prefix cache, the least recently used first.
@@ -109,7 +109,7 @@ class BlockPool(ArraysWithViews):
         return len(self.free) + len(self.cached)
 
     def allocate(self) -> int:
-        """Allocate a block, with one reference."""
+        """Allocate a block and return it. It has one reference."""
         block = self.free.pop() if self.free else self._evict()
         self.refs[block] = 1
         return block
@@ -126,8 +126,10 @@ class BlockPool(ArraysWithViews):
             refs[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove a reference from each block. Without references a block becomes free; if only the prefix
-        cache refers to it, it becomes cached."""
+        """Remove a reference from each block.
+
+        A block without references becomes free. A block that only the prefix cache refers to becomes cached.
+        """
         refs, hash_of, to_free = self.refs, self.hash_of, self.free.append
         for block in blocks:
             left = refs[block] - 1
@@ -138,7 +140,7 @@ class BlockPool(ArraysWithViews):
                 self.cached[block] = None
 
     def available_after(self, releases: dict[int, int]) -> int:
-        """Return the number of available blocks after ``releases[block]`` releases of each block."""
+        """Return how many blocks would be available if each block were released ``releases[block]`` times."""
         refs, hash_of = self.refs, self.hash_of
         return self.available + sum(
             refs[block] - count == (block in hash_of) for block, count in releases.items()
@@ -174,7 +176,7 @@ class BlockPool(ArraysWithViews):
 
 
 def block_hashes(tokens: array[int], block_size: int, salt: bytes = b"") -> Iterator[bytes]:
-    """Yield the hash of each full block of ``tokens``, in order. A last partial block has none.
+    """Yield the hash of each full block of ``tokens``, in order. A partial last block has no hash.
 
     Keys and values of a token depend on every earlier token, so a block can be reused only if the whole
     prefix is equal: ``hash[j] = H(hash[j - 1] + tokens of block j)``.
@@ -182,8 +184,8 @@ def block_hashes(tokens: array[int], block_size: int, salt: bytes = b"") -> Iter
     Args:
         tokens: the sequence's tokens.
         block_size: tokens per block.
-        salt: part of every hash, for anything else that keys and values depend on (an adapter, an image) or
-            that separates tenants.
+        salt: bytes that enter every hash. They identify anything else that keys and values depend on (an
+            adapter, an image), or the tenant.
 
     Raises:
         TypeError: ``salt`` is not bytes, even if there is no full block.

@@ -40,7 +40,7 @@ def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The resolved sequences of a batch. The object is valid until a sequence is freed or swapped out.
+    """The sequences of a batch and their rows. Valid until one of the sequences is freed or swapped out.
 
     ``ids``, ``rows`` and ``starts`` are (batch,) int64 on the CPU: the sequences, their rows of the block
     table, and the rows' offsets in the flattened table. ``owner`` identifies the manager that made the batch.
@@ -66,9 +66,11 @@ class BlockTable(ArraysWithViews):
         skipped: number of leading blocks of each row that were released because the window has passed them.
         entries: all rows, flat; row r is ``entries[r * max_blocks : (r + 1) * max_blocks]``. Entries beyond a
             sequence's length are stale.
-        sequence_of_row: ``NO_SEQUENCE`` for a free row, and while its sequence is swapped out.
+        sequence_of_row: sequence of each row. ``NO_SEQUENCE`` for a free row, and while the row's sequence is
+            swapped out.
         step_of_row: number of the step that reserved the row's last tokens; only this step may write them.
-        rows: maps each sequence to its row, in order of creation; to ``~row`` while it is swapped out.
+        rows: maps each sequence to its row, or to ``~row`` while the sequence is swapped out. The order is
+            that of creation.
         changed_from: maps a row to its first entry that :meth:`take_changes` has not reported.
         owner: identifies the table in its batches; a copy of the table has another owner.
     """
@@ -120,7 +122,7 @@ class BlockTable(ArraysWithViews):
             )
 
     def row(self, sequence: int, swapped_out: bool = False) -> int:
-        """Return the row of a sequence that is resident, or is swapped out if ``swapped_out`` is True.
+        """Return the row of a resident sequence, or of a swapped-out sequence if ``swapped_out`` is True.
 
         Raises:
             ValueError: the sequence does not exist, or its state differs from ``swapped_out``.
@@ -134,7 +136,7 @@ class BlockTable(ArraysWithViews):
     def resolve(
         self, sequences: Iterable[int] | Tensor, swapped_out: bool = False
     ) -> tuple[array[int], list[int]]:
-        """Return (sequences, their rows), with the errors of :meth:`row`. The sequences must differ."""
+        """Return (sequences, their rows). Raise as :meth:`row`, or if a sequence is listed twice."""
         sequences = as_ints("sequences", sequences)
         rows = [self.row(sequence, swapped_out) for sequence in sequences]
         if len(set(rows)) != len(rows):
@@ -177,7 +179,7 @@ class BlockTable(ArraysWithViews):
             self.changed_from[row] = column
 
     def copy_row(self, source: int, target: int) -> list[int]:
-        """Copy row ``source`` to ``target``, a new row. Return the blocks that both use."""
+        """Copy row ``source`` to the new row ``target``. Return the blocks that the two rows share."""
         length, skipped = self.lengths[source], self.skipped[source]
         begin, count = target * self.max_blocks, -(-length // self.block_size)
         entries = self.slices[source * self.max_blocks :][:count]
@@ -188,14 +190,14 @@ class BlockTable(ArraysWithViews):
         return entries[skipped:].tolist()
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
-        """Resolve the sequences of a batch, or raise as :meth:`BlockManager.batch`."""
+        """Look up the sequences of a batch. Raise as :meth:`BlockManager.batch`."""
         sequences, rows = self.resolve(sequences)
         indices = torch.tensor(rows, dtype=torch.int64)
         ids = torch.tensor(sequences.tolist(), dtype=torch.int64)
         return Batch(tuple(sequences), ids, indices, indices * self.max_blocks, self.owner)
 
     def check_batch(self, batch: Batch) -> None:
-        """Raise if the batch is not this table's, or a sequence of it has been freed or swapped out."""
+        """Raise if the batch is of another table, or if one of its sequences was freed or swapped out."""
         if not isinstance(batch, Batch):
             raise TypeError(f"batch must come from BlockManager.batch, got {type(batch).__name__}")
         if batch.owner is not self.owner:
@@ -205,12 +207,12 @@ class BlockTable(ArraysWithViews):
                 self.row(sequence)
 
     def begin_step(self, rows: Tensor) -> None:
-        """Give these rows a new step number. Only that step may write to their last tokens."""
+        """Give these rows the number of a new step. Only this step may write the rows' reserved tokens."""
         self.steps_tensor.index_fill_(0, rows, self._next_step)
         self._next_step += 1
 
     def take_changes(self) -> tuple[Tensor, Tensor]:
-        """Return the changes since the last call: (indices into the flattened table int64, entries int32)."""
+        """Return what changed since the last call: (int64 indices into the flat table, int32 entries)."""
         if not self.changed_from:
             return NO_CHANGES
         starts, counts = [], []

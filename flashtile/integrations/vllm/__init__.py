@@ -1,7 +1,7 @@
-"""flashtile as attention backend ``CUSTOM`` of vLLM. vLLM itself calls :func:`register`, by an entry point.
+"""flashtile as attention backend ``CUSTOM`` of vLLM. vLLM calls :func:`register` through an entry point.
 
-:mod:`~flashtile.integrations.vllm.backend` is the backend, which vLLM imports when it is selected, and
-:mod:`~flashtile.integrations.vllm.releases` what differs between vLLM's releases.
+:mod:`~flashtile.integrations.vllm.backend` is the backend, which vLLM imports when it is selected.
+:mod:`~flashtile.integrations.vllm.releases` contains what differs between vLLM's releases.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ OLDEST = (0, 25)
 def register() -> None:
     """Register flashtile in vLLM as attention backend ``CUSTOM``.
 
-    It is the entry point ``flashtile`` of the group ``vllm.general_plugins``, which vLLM calls in each of its
-    processes. ``vllm serve MODEL --attention-backend CUSTOM`` then selects flashtile. A second call changes
-    nothing. Only a name is registered: neither the backend nor a GPU is touched.
+    This function is the entry point ``flashtile`` of the group ``vllm.general_plugins``. vLLM calls the entry
+    points of this group in each of its processes. ``vllm serve MODEL --attention-backend CUSTOM`` then
+    selects flashtile. A second call changes nothing. Only a name is registered: the backend is not imported,
+    and no GPU is used.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
@@ -35,6 +36,6 @@ def register() -> None:
         raise ModuleNotFoundError(text) from None
 
     release = version.__version_tuple__[:2]
-    if (0, 0) < release < OLDEST:  # a checkout without tags is (0, 0)
+    if (0, 0) < release < OLDEST:  # a checkout without tags has version (0, 0)
         raise NotImplementedError(f"vllm must be 0.25 or newer, got {version.__version__}")
     register_backend(AttentionBackendEnum.CUSTOM, "flashtile.integrations.vllm.backend.Backend")

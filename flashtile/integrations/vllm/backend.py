@@ -2,11 +2,11 @@
 
 vLLM's ``Attention`` layer calls ``Impl.do_kv_cache_update``, which writes new keys and values into the
 layer's cache, and then ``Impl.forward``. ``Builder.build`` prepares the lengths once a step for all layers of
-a kind. None of them synchronises with the GPU, and kernels are chosen by shapes, never by lengths: vLLM may
-capture them in CUDA graphs.
+a kind. None of these methods synchronises with the GPU, and kernels are chosen by shapes, never by lengths.
+So vLLM may capture the methods in CUDA graphs.
 
-A layer calls the operations below ``flash_attn_with_kvcache`` and ``append_kvcache``, because vLLM's
-arguments never vary in type: outside of graphs the host's time counts at every layer.
+A layer calls the internal operators of ``flash_attn_with_kvcache`` and ``append_kvcache`` directly. The types
+of vLLM's arguments never vary, and outside of CUDA graphs this saves host time in every layer.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from flashtile.problems.decode import (
 )
 
 FP8_DTYPES = ("fp8", "fp8_e4m3")
-"""vLLM's names of caches of float8_e4m3fn."""
+"""vLLM's names for the cache dtype float8_e4m3fn."""
 DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
-"""Dtypes of models, with the name that vLLM gives a cache of that dtype."""
+"""Dtypes of models, and vLLM's name for a cache of each dtype."""
 WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 APPEND_OPTIONS = AppendOptions()
 INVARIANT_QUERIES = 128
-"""Lower bound of ``max_seqlen_q`` over a cache if results must not depend on the batch: from here on, the
-number of queries no longer changes the tile."""
+"""Lower bound of ``max_seqlen_q`` for attention over a cache if results must not depend on the batch. From
+this bound on, the number of queries no longer changes the tile."""
 MAX_INVARIANT_HEAD = 128
 """For larger heads, Hopper's kernel rescales all rows of a tile when one row needs it, so a result depends on
 how a prompt is cut into chunks. The portable kernel rescales each row by itself."""
 
 
 class Backend(AttentionBackend):
-    """The class that vLLM selects. It states what is served; vLLM refuses the rest."""
+    """The class that vLLM selects. It states what the backend supports; vLLM rejects everything else."""
 
     supported_dtypes: ClassVar = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16", *FP8_DTYPES]
@@ -75,7 +75,7 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
-        """Return multiples of 16: the kernels take any size, but smaller ones slowly."""
+        """Return multiples of 16. The kernels accept any block size, but are slow with smaller blocks."""
         return [MultipleOf(16)]
 
     @staticmethod
@@ -124,7 +124,7 @@ class Backend(AttentionBackend):
     def supports_combination(
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any, **named: Any
     ) -> str | None:
-        """Return why vLLM's choices cannot be combined, or None."""
+        """Return the reason why these settings cannot be combined, or None if they can."""
         if kv_cache_dtype not in DTYPES.values() or kv_cache_dtype == DTYPES.get(dtype):
             return None
         return f"a cache that is not FP8 must have the model's dtype {dtype}, got {kv_cache_dtype}"
@@ -132,18 +132,21 @@ class Backend(AttentionBackend):
 
 @dataclass
 class Metadata(AttentionMetadata):
-    """A step of the batch, under the names of vLLM's own backends. Tensors are views of vLLM's buffers."""
+    """Lengths and cache positions of one step. Fields are named as in vLLM's own backends.
+
+    Tensors are views of vLLM's buffers.
+    """
 
     num_actual_tokens: int
     max_query_len: int
-    """Upper bound of the queries of a sequence."""
+    """Upper bound of the number of queries of a sequence."""
     max_encoder_len: int
-    """Upper bound in layers without a cache, equal in all steps if results must not depend on the batch."""
+    """Upper bound in layers without a cache. Equal in all steps if results must not depend on the batch."""
     query_start_loc: Tensor
     """(num_reqs + 1,) int32."""
     max_seq_len: int
     seq_lens: Tensor
-    """(num_reqs,) int32: keys of each sequence, with those of this step."""
+    """(num_reqs,) int32: number of keys of each sequence, including those of this step."""
     block_table: Tensor
     """(num_reqs, max_blocks) int32."""
     slot_mapping: Tensor
@@ -153,7 +156,7 @@ class Metadata(AttentionMetadata):
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
-    """Makes :class:`Metadata` on the host, once a step."""
+    """Makes the :class:`Metadata` of each step, on the host."""
 
     _cudagraph_support: ClassVar = releases.graph_support()
     supports_update_block_table = True
@@ -169,14 +172,14 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         """Return the step's metadata.
 
-        ``max_query_len`` is rounded up to a power of two. Steps of different lengths then share launches,
-        and the tile is chosen for at least as many rows.
+        ``max_query_len`` is rounded up to a power of two, so that steps of different lengths reuse the same
+        prepared launches. The tile of a launch is chosen for the rounded number of queries.
 
         Raises:
-            NotImplementedError: only some sequences are causal.
+            NotImplementedError: some sequences are causal and others are not.
         """
         common = common_attn_metadata
-        # Chunked-local layers pass numpy's integers.
+        # Layers with chunked local attention pass NumPy integers.
         num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)
         if isinstance(common.causal, Tensor):
             raise NotImplementedError("causal must be one bool for all sequences, got a tensor")
@@ -196,13 +199,13 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         )
 
     def update_block_table(self, metadata: Metadata, blk_table: Tensor, slot_mapping: Tensor) -> Metadata:
-        """Return the metadata with the pages of another group of layers."""
+        """Return a copy of the metadata with the block table and slots of another group of layers."""
         updated = copy.copy(metadata)
         updated.block_table, updated.slot_mapping = blk_table[: len(metadata.seq_lens)], slot_mapping
         return updated
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Do nothing: the metadata has nothing that is computed from lengths."""
+        """Do nothing, because no field of the metadata is computed from the values of the lengths."""
 
 
 class Impl(AttentionImpl[Metadata]):
@@ -255,7 +258,7 @@ class Impl(AttentionImpl[Metadata]):
         self.causal_options = options._replace(causal=True, window_left=left, window_right=0)
         self.options = options._replace(window_left=left, window_right=left)
         self._options_of: dict[tuple[bool, int], DecodeOptions] = {}
-        """By (causal, max_query_len), which is a power of two: so there are few."""
+        """Options by (causal, max_query_len). There are few, because max_query_len is a power of two."""
         self.scales: tuple[Tensor, Tensor] | None = None
         self._filled: tuple[float, float] | None = None
         if kv_cache_dtype in FP8_DTYPES and self.has_cache:
@@ -266,9 +269,10 @@ class Impl(AttentionImpl[Metadata]):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write keys and values (tokens, heads_kv, head_size) to their slots; a negative slot is left out.
+        """Write keys and values (tokens, heads_kv, head_size) to their slots of the cache.
 
-        ``slot_mapping`` (n,) int64 is of the first n tokens.
+        ``slot_mapping`` (n,) int64 contains the slots of the first n tokens. Tokens with a negative slot are
+        not written.
         """
         if not self.has_cache:
             return
@@ -291,10 +295,10 @@ class Impl(AttentionImpl[Metadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Attend from query (tokens, heads, head_size) into ``output`` of the same shape, and return it.
+        """Write the attention of query (tokens, heads, head_size) to ``output``, and return ``output``.
 
-        Rows after the step's tokens are padding. Without metadata, when vLLM measures memory, ``output`` is
-        filled with 0.
+        Rows after the step's tokens are padding. vLLM passes no metadata while it measures memory; ``output``
+        is then filled with 0.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale and output_block_scale must be None, got a tensor")
@@ -311,7 +315,7 @@ class Impl(AttentionImpl[Metadata]):
             return output
         keys, values, k_scale, v_scale = self._cache(layer, kv_cache)
         out = output
-        if step.is_one_query_each:  # the kernels for one query need not be told where it is
+        if step.is_one_query_each:  # query i belongs to sequence i, so no offsets are needed
             options, starts = self.causal_options if step.causal else self.options, None
             tokens = step.num_actual_tokens
             query, out = query[:tokens].unsqueeze(1), output[:tokens].unsqueeze(1)
@@ -333,10 +337,11 @@ class Impl(AttentionImpl[Metadata]):
         return options
 
     def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return views of the layer's keys and values, and the scales of an FP8 cache (heads_kv,).
+        """Return views of the layer's keys and values, and their scales (heads_kv,) if the cache is FP8.
 
-        vLLM's scales are one for the layer, which is spread over the heads here, or one for each head. The
-        former are compared by their numbers on the host, so a step writes nothing unless they have changed.
+        vLLM has either one scale per head, which is returned, or one scale per layer. A scale per layer is
+        written to all elements of ``self.scales``, but only if it has changed. The comparison uses vLLM's
+        copy of the scale on the host.
         """
         if self.scales is None:
             return *releases.keys_and_values(kv_cache, self.head_size), None, None

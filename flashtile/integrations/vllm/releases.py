@@ -1,7 +1,8 @@
 """Differences between vLLM's releases: the shape of a layer's cache, and what CUDA graphs may replay.
 
-0.25 has (num_blocks, 2, block_size, heads_kv, head_size). 0.26 and later have (num_blocks, heads_kv,
-block_size, 2 * head_size), keys before values. 0.29 and later make that shape without asking the backend.
+In vLLM 0.25 the shape is (num_blocks, 2, block_size, heads_kv, head_size). From 0.26 on it is (num_blocks,
+heads_kv, block_size, 2 * head_size), with keys before values. From 0.29 on vLLM does not call the backend for
+this shape.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if RELEASE == (0, 0):
     RELEASE = (99, 0)
 
 IS_PACKED = RELEASE >= (0, 26)
-"""Whether a token's keys and values are one row of the cache."""
+"""Whether the key and the value of a token and head are next to each other in one row of the cache."""
 
 
 def cache_shape(num_blocks: int, block_size: int, heads_kv: int, head_size: int) -> tuple[int, ...]:
@@ -27,7 +28,7 @@ def cache_shape(num_blocks: int, block_size: int, heads_kv: int, head_size: int)
 
 
 def stride_order(with_layers: bool) -> tuple[int, ...]:
-    """Return the order of the cache's dimensions in memory, for the layout that vLLM's user has chosen.
+    """Return the order of the cache's dimensions in memory, for the layout that the user of vLLM has chosen.
 
     Args:
         with_layers: whether the cache has a leading dimension of layers.
@@ -45,7 +46,7 @@ def stride_order(with_layers: bool) -> tuple[int, ...]:
 
 
 def keys_and_values(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """Return views (num_blocks, block_size, heads_kv, head_size) of a layer's cache, by its strides."""
+    """Return the keys and values of a layer's cache, views (num_blocks, block_size, heads_kv, head_size)."""
     if kv_cache.dim() == 5:
         keys, values = kv_cache.unbind(1)
     else:
@@ -57,9 +58,9 @@ def keys_and_values(kv_cache: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
 def graph_support() -> AttentionCGSupport:
     """Return which batches a captured CUDA graph of the backend may replay.
 
-    The kernels read all lengths on the device, so one graph serves any lengths up to the number of queries
-    per sequence with which it was captured. Graphs of decoding are captured with the number that they replay.
-    Graphs of mixed batches are so only from 0.33 on: before, Model Runner V2 captures them with one query per
-    sequence and replays them with more.
+    The kernels read all lengths on the device. So a graph may be replayed with any lengths, as long as no
+    sequence has more queries than at capture. Graphs of decoding steps meet this condition in every release.
+    Graphs of mixed batches meet it only from vLLM 0.33 on. In earlier releases, Model Runner V2 captures them
+    with one query per sequence and replays them with more.
     """
     return AttentionCGSupport.ALWAYS if RELEASE >= (0, 33) else AttentionCGSupport.UNIFORM_BATCH

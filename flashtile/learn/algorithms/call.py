@@ -30,7 +30,7 @@ class Mask:
     right: int = -1
 
     def sees_any(self, rows: range, keys: range) -> bool:
-        """Whether any score of the tile (rows, keys) is visible; FlashAttention-2 skips all other tiles."""
+        """Whether any score of the tile (rows, keys) is visible. FlashAttention-2 skips the other tiles."""
         seen = visible_keys(rows, self.seqlen_k, self.seqlen_k - self.seqlen_q, self.left, self.right)
         return max(seen.start, keys.start) < min(seen.stop, keys.stop)
 
@@ -114,7 +114,7 @@ def check(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
 ) -> Problem:
-    """Check the arguments of :func:`place` and return them as an attention call of one head.
+    """Check the arguments of :func:`place` and return them as a ``Problem`` with one head.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is wrong; the message names it.
@@ -148,12 +148,12 @@ def chosen_blocks(block_m: int | None, block_n: int | None, default: tuple[int, 
 
 
 def blocks(length: int, size: int) -> Iterator[range]:
-    """Cut 0 to ``length`` into blocks of ``size``; the last one may be shorter."""
+    """Cut the range from 0 to ``length`` into blocks of ``size``. The last block may be shorter."""
     return split(range(length), size)
 
 
 def block_size(memory: Memory, elements_per_row: int) -> int:
-    """Return how many rows of a block fit into SRAM if each needs ``elements_per_row`` elements in all.
+    """Return how many rows fit into SRAM if all tiles together have ``elements_per_row`` elements per row.
 
     Raises:
         SramExceededError: not even one row fits.
@@ -178,7 +178,7 @@ def lowest(rows: int, like: Tensor) -> Tensor:
 
 
 def row_max(scores: Tensor) -> Tensor:
-    """Return the maximum of each row, (rows, 1); finite even if a whole row is hidden."""
+    """Return the maximum of each row, (rows, 1). It is finite even if all scores of the row are hidden."""
     return scores.amax(-1, keepdim=True).clamp(min=LOWEST)
 
 

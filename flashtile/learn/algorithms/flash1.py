@@ -81,9 +81,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (out, m, l) by Algorithm 1: out (seqlen_q, head_dim_v); m and l (seqlen_q, 1).
 
-    m is the maximum of each row of scores, l its sum of exp(S - m). The arguments are those of
+    m is the maximum of each row of scores, and l is the row's sum of exp(S - m). The arguments are those of
     :func:`flashtile.algorithms.call.place`; block_m (Br) and block_n (Bc) default to :func:`block_sizes`.
-    Tiles that the mask hides are computed like all others. FlashAttention-2 introduced skipping them.
+    Tiles that the mask hides entirely are computed like all others. Skipping them came with FlashAttention-2.
 
     Examples:
         >>> from flashtile.algorithms import Memory, flash1
@@ -130,7 +130,7 @@ def forward(
 
 
 def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc) of Algorithm 4: SRAM holds K, V, dK, dV, Q, dQ, O, dO, P, dS, m, l and D."""
+    """Return (Br, Bc) of Algorithm 4. SRAM holds tiles of K, V, dK, dV, Q, dQ, O, dO, P, dS, m, l and D."""
     block_n = block_size(memory, 4 * head_dim + 2 * head_dim + 4 * head_dim_v + 3)
     return min(block_n, head_dim), block_n
 

@@ -55,10 +55,10 @@ BACKWARD_TILES = {
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc), where Br, the outer block, is as large as SRAM allows.
+    """Return (Br, Bc), where Br, the size of an outer block, is as large as SRAM allows.
 
-    In FlashAttention, Bc has this role. SRAM holds Q (Br, d), the accumulator, S, m, l, and K and V (Bc, d),
-    where Bc = min(Br, d).
+    In FlashAttention 1 the outer block is that of the keys, Bc. SRAM holds Q (Br, d), the accumulator, S, m,
+    l, and K and V (Bc, d), where Bc = min(Br, d).
     """
     block_m = block_size(memory, 3 * head_dim + 2 * head_dim_v + 2)
     return block_m, min(block_m, head_dim)
@@ -114,8 +114,8 @@ def attend(
 ) -> None:
     """Compute attention of one block of rows over blocks of keys (Algorithm 1, lines 4 to 11).
 
-    O = sum of exp(S - m) V, not yet divided by l, stays in SRAM with m and l. ``load_keys`` loads K and V of
-    a block; None loads them from contiguous memory.
+    The results m, l and O stay in SRAM. O is the sum of exp(S - m) V; it is not divided by l yet.
+    ``load_keys`` loads K and V of a block; None loads them from contiguous memory.
     """
     load_keys = load_keys or call.load_keys
     q_i = sram.load(call.Q, rows)
@@ -133,7 +133,7 @@ def attend(
 
 
 def backward_block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc) of Algorithm 2: SRAM holds K, V, dK, dV, Q, dQ, dO, P, dS, lse and D."""
+    """Return (Br, Bc) of Algorithm 2. SRAM holds tiles of K, V, dK, dV, Q, dQ, dO, P, dS, lse and D."""
     block_n = block_size(memory, 4 * head_dim + 2 * head_dim + 3 * head_dim_v + 2)
     return min(block_n, head_dim), block_n
 
@@ -191,7 +191,7 @@ def backward(
                     q_i, do_i, dq_i = sram.load(Q, rows), sram.load(dO, rows), sram.load(dQ, rows)
                     lse_i, d_i = sram.load(LSE, rows), sram.load(D, rows)
                     s = call.mask.hide(q_i @ k_j.T * call.scale, rows, keys)
-                    # A row without keys has lse = -inf and is hidden everywhere: exp(-inf - finite) = 0.
+                    # In a row without visible keys, lse and all scores are -inf. With a finite lse, P is 0.
                     sram.P = torch.exp(s - lse_i.clamp(min=LOWEST))
                     sram.dV = sram.dV + sram.P.T @ do_i
                     sram.dP = do_i @ v_j.T

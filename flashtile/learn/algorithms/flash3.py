@@ -71,7 +71,7 @@ def forward(
     """Return (out, lse): out (seqlen_q, head_dim_v), lse (seqlen_q, 1).
 
     The arguments are those of :func:`flashtile.algorithms.call.place`; block_m counts the rows of one
-    warpgroup. Tiles of one warpgroup or stage are named S.0, S.1, K.0, ...
+    warpgroup. The names of tiles end with the number of the warpgroup or the stage: S.0, S.1, K.0, ...
 
     Examples:
         >>> from flashtile.algorithms import Memory, flash3
@@ -91,7 +91,7 @@ def forward(
             previous: Tensor | None = None
             step = 0
             for keys in call.visible_keys(sram, rows, blocks(K.rows, Bc)):
-                k_j = sram.load(K, keys, name=f"K.{step % STAGES}")  # the producer, one stage ahead
+                k_j = sram.load(K, keys, name=f"K.{step % STAGES}")  # by the producer, one stage ahead
                 v_j = sram.load(V, keys, name=f"V.{step % STAGES}")
                 for warpgroup in warpgroups:
                     warpgroup.step(k_j, previous, keys)
@@ -114,7 +114,7 @@ class Warpgroup:
         )
 
     def step(self, k_next: Tensor, v: Tensor | None, keys: range) -> None:
-        """Issue S of the next block and O += P V of the previous one, then compute the softmax of the next.
+        """Issue S of the next block and O += P V of the previous block. Then compute the next softmax.
 
         ``v`` is V of the previous block, None in the first step.
         """

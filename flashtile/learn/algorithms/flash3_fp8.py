@@ -1,8 +1,8 @@
 """FlashAttention-3 in FP8: half the bytes, twice the products per second, and two ways to keep errors small.
 
 arXiv:2407.08608, section 3.3. An e4m3 number has 3 bits after its leading one. Rounding to e4m3 changes
-numbers from 1/64 to 448 by up to 6 %, and smaller numbers by more. Values are stored as x / scale, the
-largest as 448.
+numbers from 1/64 to 448 by up to 6 %, and smaller numbers by more. Values are stored as x / scale, with a
+scale that makes the largest value 448.
 
 Block quantisation. The largest outlier sets the scale of a whole tensor: numbers 30000 times smaller lose
 bits, numbers 500000 times smaller become 0. With a scale for each block of rows, an outlier affects only its
@@ -67,7 +67,7 @@ def forward(
     block_n: int | None = None,
     seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) with Q, K, V and P rounded to e4m3, which approximate exact attention.
+    """Return (out, lse) of attention with Q, K, V and P rounded to e4m3, an approximation.
 
     Args:
         block_scales: use a scale for each block of rows of Q, K and V; if False, one for each tensor.
@@ -131,7 +131,7 @@ def forward(
 def quantise(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return (values rounded to e4m3, scales (blocks, 1)), with one scale per ``block`` rows.
 
-    x is about values * scale. The values keep the dtype of x.
+    x is approximately values * scale. The values keep the dtype of x.
     """
     values, scales = torch.empty_like(x), []
     for rows in blocks(x.shape[0], block):

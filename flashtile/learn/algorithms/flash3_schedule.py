@@ -51,11 +51,12 @@ def schedule(
 
     Args:
         warpgroups: number of consumers, which have equally many rows.
-        pingpong: whether the warpgroups take turns at the tensor cores. If not, all run the same
-            operation and wait for each other. This is the worst case, which the barriers exclude.
+        pingpong: whether the warpgroups take turns at the tensor cores, as FlashAttention-3's barriers make
+            them do. If not, all warpgroups run the same operation and wait for each other, the worst case
+            without these barriers.
         pipelined: whether a warpgroup issues S of the next block before P V of this one, and computes the
             next softmax while P V runs. If not, it waits for each operation before it issues another.
-        stages: blocks of K, and of V, that fit in the ring in SRAM.
+        stages: number of blocks of K, and of V, that the ring of buffers in SRAM holds.
         product, softmax, load: duration of each operation, for one warpgroup and one block.
 
     Raises:
@@ -92,7 +93,7 @@ def schedule(
 
 
 def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: bool) -> Iterator[Order]:
-    """Yield the tensor cores' queue: in each turn S of a block and P V of the previous one."""
+    """Yield the products in the order of the tensor cores: S of a block and P V of the block before it."""
     for j in range(num_blocks + 1):
         turn = [("S", j), ("P V", j - 1)] if pipelined else [("P V", j - 1), ("S", j)]
         turn = [(label, block) for label, block in turn if 0 <= block < num_blocks]
@@ -103,7 +104,7 @@ def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: b
 
 
 def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, stages: int) -> list[Order]:
-    """Return the operations that must end before ``order`` can start, if its unit is free."""
+    """Return the operations that must end before ``order`` can start. Its unit must also be free."""
     worker, label, j = order
     if worker == PRODUCER:  # a stage is free when all consumers have used its block
         user = {"K": "S", "V": "P V"}[label]
@@ -118,6 +119,6 @@ def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, s
 
 
 def busy(spans: list[Span], unit: str) -> float:
-    """Return the share of the total time in which a unit works; 0 if there are no spans."""
+    """Return the fraction of the total time during which a unit works; 0 if there are no spans."""
     total = max((span.end for span in spans), default=0.0)
     return sum(span.end - span.start for span in spans if span.unit == unit) / total if total else 0.0

@@ -38,7 +38,7 @@ MERGE_TILES = {
 
 
 def block_sizes(memory: Memory, seqlen_q: int, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc); with few rows, nearly all of SRAM holds K, V and S."""
+    """Return (Br, Bc). With few query rows, K, V and S take nearly all of SRAM."""
     block_m = max(1, min(seqlen_q, flash2.block_sizes(memory, head_dim, head_dim_v)[0]))
     rest = memory.sram_elements - block_m * (head_dim + head_dim_v + 2)
     return block_m, rest // (head_dim + head_dim_v + block_m)
@@ -59,8 +59,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (out, lse): out (seqlen_q, head_dim_v), lse (seqlen_q, 1).
 
-    The arguments are those of :func:`flashtile.algorithms.call.place` and ``num_splits``, the number of parts
-    of the keys. Parts consist of whole blocks; the last ones may be shorter or empty.
+    ``num_splits`` is the number of parts into which the keys are cut. Each part consists of whole blocks of
+    keys. The last parts may be shorter or empty. The other arguments are those of
+    :func:`flashtile.algorithms.call.place`.
 
     Examples:
         >>> from flashtile.algorithms import Memory, flash_decoding
@@ -71,7 +72,7 @@ def forward(
     call = place(memory, q, k, v, causal, window_size, softmax_scale)
     Q, K, V = call.Q, call.K, call.V
     Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, Q.rows, Q.cols, V.cols))
-    O_s = memory.empty("O_s", num_splits * Q.rows, V.cols, like=q)  # split after split
+    O_s = memory.empty("O_s", num_splits * Q.rows, V.cols, like=q)  # all rows of split 0, then of split 1
     LSE_s = memory.empty("lse_s", num_splits * Q.rows, 1, like=q)
     for split, parts in enumerate(split_blocks(K.rows, Bc, num_splits)):
         for rows in blocks(Q.rows, Br):
@@ -91,7 +92,7 @@ def forward(
 def merge(
     memory: Memory, O_s: Array, LSE_s: Array, O: Array, LSE: Array, rows: range, num_splits: int
 ) -> None:
-    """Merge the splits (the second kernel) by an online softmax over splits instead of keys."""
+    """Merge the results of all splits by an online softmax over the splits. This is the second kernel."""
     with memory.sram("merge", MERGE_TILES, rows=rows) as sram:
         sram.start(
             O=zeros(len(rows), O.cols, O.tensor),
@@ -125,5 +126,5 @@ def split_blocks(seqlen_k: int, block_n: int, num_splits: int) -> list[list[rang
 
 
 def of_split(split: int, rows: range, seqlen_q: int) -> range:
-    """Return the rows of O_s and lse_s that hold ``rows`` of a split."""
+    """Return the rows of O_s and lse_s that hold the results of a split for the query rows ``rows``."""
     return range(split * seqlen_q + rows.start, split * seqlen_q + rows.stop)

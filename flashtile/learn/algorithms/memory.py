@@ -59,7 +59,7 @@ class Array:
         return self.tensor.numel() * self.element_bytes
 
     def extent(self, rows: range | None, cols: range | None) -> tuple[range, range]:
-        """Return (rows, cols); None stands for all rows or columns."""
+        """Return (rows, cols), with None replaced by the range of all rows or columns."""
         return range(self.rows) if rows is None else rows, range(self.cols) if cols is None else cols
 
 
@@ -92,7 +92,11 @@ class Tile(NamedTuple):
     element_bytes: int | None = None
 
     def position(self, ranges: Mapping[str, range]) -> tuple[range | None, range | None]:
-        """Return the tile's (rows, cols), looked up in ``ranges``; None for an axis without a range."""
+        """Return the ranges (rows, cols) of the tile in the whole matrix.
+
+        The names ``self.rows`` and ``self.cols`` are looked up in ``ranges``. The range of an axis is None if
+        the axis has no name or its name is not in ``ranges``.
+        """
         rows, cols = (ranges.get(axis) if axis else None for axis in (self.rows, self.cols))
         return rows, cols
 
@@ -120,7 +124,7 @@ class Memory:
             to be in registers.
         element_bytes: bytes of one number, independent of the dtype in which torch computes. 2 is float16.
             With 1 the counters count elements, as the papers do.
-        trace: records every step; None records nothing.
+        trace: trace that gets an event for every step; None records nothing.
 
     Attributes:
         hbm_read, hbm_written: bytes moved so far.
@@ -185,7 +189,10 @@ class Memory:
         return {name: getattr(self, name) for name in names}
 
     def place(self, name: str, tensor: Tensor, element_bytes: int | None = None) -> Array:
-        """Put an input (rows, cols) into HBM; ``element_bytes`` overrides the memory's size of a number."""
+        """Put an input (rows, cols) into HBM and return it as an :class:`Array`.
+
+        ``element_bytes`` is the size of one number, by default the ``element_bytes`` of the memory.
+        """
         return self._appear("place", name, tensor.detach(), element_bytes)
 
     def empty(self, name: str, rows: int, cols: int, like: Tensor, element_bytes: int | None = None) -> Array:
@@ -202,14 +209,15 @@ class Memory:
     def sram(
         self, kernel: str = "", tiles: Mapping[str, Tile] | None = None, **ranges: range
     ) -> Iterator[Sram]:
-        """Open a scope of tiles; tiles loaded and computed in it are freed at its end.
+        """Open a scope of SRAM. Tiles that are loaded or computed in it are freed at its end.
 
         The outermost scope is a program (a GPU's thread block); scopes within it share its SRAM.
 
         Args:
             kernel: name of the program's kernel, if an algorithm has several.
-            tiles: descriptions of computed tiles, by attribute.
-            ranges: rows and columns that the program works on, by the names that ``tiles`` uses.
+            tiles: descriptions of the computed tiles. The key is the attribute to which a tile is assigned.
+            ranges: rows and columns that the program works on. The keywords are the names that ``tiles`` use
+                for ranges, such as ``rows`` and ``keys``.
         """
         outermost = self._depth == 0
         if outermost:
@@ -241,7 +249,8 @@ class Memory:
     ) -> None:
         """Add an event to the trace, if there is one.
 
-        The event gets the watched rows of ``column``, if this tensor has one column.
+        ``column`` is the tile of the event. If it is a single column, such as the running maximum m, the
+        event also gets its values in the rows that the trace watches.
         """
         if self.trace is None:
             return
@@ -310,30 +319,30 @@ class Sram:
         return self._values[name][1]
 
     def part(self, number: int, **ranges: range) -> Sram:
-        """Return a view for one of several workers, such as warpgroups, whose tiles are named S.0, S.1, ...
+        """Return a view of this scope for one of several workers, such as warpgroups.
 
-        The worker's tiles are freed with this scope. ``ranges`` are the worker's rows and columns, in
-        addition to the ranges of this scope.
+        The names of the worker's tiles end with its number: S.0, S.1, ... Its tiles are freed at the end of
+        this scope. ``ranges`` are the worker's rows and columns, in addition to the ranges of this scope.
         """
         part = Sram(self.memory, self._tiles, {**self._ranges, **ranges}, f".{number}")
         part.names = self.names
         return part
 
     def move(self, **ranges: range) -> None:
-        """Set the rows or columns of tiles computed from now on; earlier tiles stay in SRAM."""
+        """Set the rows or columns of the tiles that are computed from now on. Earlier tiles stay in SRAM."""
         self._ranges = {**self._ranges, **ranges}
 
     def start(self, **values: Tensor) -> None:
-        """Set the initial values of accumulators, which have no formula in the trace."""
+        """Set the initial values of accumulators. The trace has no formula for these tiles."""
         for name, value in values.items():
             self._assign(name, value, op="")
 
     @contextmanager
     def scope(self, **ranges: range) -> Iterator[None]:
-        """Open an inner scope, such as an iteration; tiles that are new in it are freed at its end.
+        """Open an inner scope, such as one iteration of a loop. Its new tiles are freed at its end.
 
         Args:
-            ranges: rows and columns of the inner scope, in addition to those of the outer one.
+            ranges: rows and columns of the inner scope, in addition to those of the outer scope.
         """
         around = self.names, self._ranges
         self.names, self._ranges = [], {**self._ranges, **ranges}
@@ -360,8 +369,8 @@ class Sram:
     ) -> Tensor:
         """Copy a tile of an array from HBM; ``rows`` and ``cols`` default to all.
 
-        The tile has the array's name by default. SRAM holds several tiles of one array only under different
-        values of ``name``.
+        The tile has the name of the array by default, and it replaces a tile of the same name. To hold
+        several tiles of one array at a time, give each tile its own ``name``.
         """
         rows, cols = array.extent(rows, cols)
         tile = array.tensor[rows.start : rows.stop, cols.start : cols.stop].clone()
@@ -382,7 +391,7 @@ class Sram:
         op: str = "",
         element_bytes: int | None = None,
     ) -> Tensor:
-        """Hold a computed value in SRAM as the tile ``name``, and return it.
+        """Put a computed value into SRAM as the tile ``name``, and return the value.
 
         Args:
             name: name of the tile.
@@ -421,7 +430,7 @@ class Sram:
             self.memory.record("free", name, tile.rows, tile.cols, tile.bytes)
 
     def _forget(self, name: str) -> None:
-        """Remove the attributes whose tile is freed or replaced."""
+        """Remove the attributes that refer to the tile ``name``, which is freed or replaced."""
         self._values = {key: held for key, held in self._values.items() if held[0] != name}
 
     def _hold(self, name: str, size: int, rows: range | None, cols: range | None) -> None:

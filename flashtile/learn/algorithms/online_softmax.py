@@ -35,7 +35,7 @@ ONLINE_TILES = {
 
 
 def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+    """Return the softmax of each row of x (rows, cols), computed in tiles of (block_m, block_n).
 
     The maximum is not subtracted, so the result is inf / inf = NaN for large x.
 
@@ -57,7 +57,7 @@ def naive(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -
 
 
 def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+    """Return the softmax of each row of x (rows, cols), computed in tiles of (block_m, block_n).
 
     Three passes over x compute the maximum, the sum and the result.
 
@@ -82,9 +82,9 @@ def safe(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) ->
 
 
 def online(x: Tensor, memory: Memory, *, block_m: int = 1, block_n: int = 1024) -> Tensor:
-    """Return the softmax of each row of x (rows, cols) in tiles of (block_m, block_n).
+    """Return the softmax of each row of x (rows, cols), computed in tiles of (block_m, block_n).
 
-    One pass over x computes both the maximum and the sum, a second one the result.
+    One pass over x computes both the maximum and the sum. A second pass computes the result.
 
     Examples:
         >>> from flashtile.algorithms import Memory, online_softmax
@@ -132,7 +132,7 @@ def average(x: Tensor, v: Tensor, memory: Memory, *, block_m: int = 1, block_n: 
 
 
 def update(sram: Sram, x: Tensor) -> None:
-    """Update the running maximum m and sum l of rows in SRAM by a further piece x (rows, cols)."""
+    """Update the running maximum m and sum l in SRAM with x (rows, cols), the next piece of the rows."""
     m_new = torch.maximum(sram.m, row_max(x))
     sram.l = sram.l * torch.exp(sram.m - m_new) + row_sum(torch.exp(x - m_new))
     sram.m = m_new

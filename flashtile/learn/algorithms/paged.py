@@ -65,14 +65,14 @@ class PagedCache:
         self._record("append", sequence, table[-1])
 
     def fork(self, parent: str, child: str) -> None:
-        """Create the sequence ``child`` with the parent's tokens. No key or value is moved."""
+        """Create the sequence ``child``, which shares all pages of ``parent``. No key or value is copied."""
         self.tables[child], self.lengths[child] = list(self.tables[parent]), self.lengths[parent]
         for page in self.tables[child]:
             self.ref_counts[page] += 1
         self._record("fork", child)
 
     def free(self, sequence: str) -> None:
-        """Remove a sequence; pages without a reference can be allocated again."""
+        """Remove a sequence. Those of its pages that no other sequence uses can be allocated again."""
         del self.lengths[sequence]
         for page in self.tables.pop(sequence):
             self.ref_counts[page] -= 1
@@ -138,7 +138,7 @@ class PagedCache:
         self._record("copy_on_write", sequence, page, source)
 
     def _record(self, op: str, sequence: str, page: int | None = None, source: int | None = None) -> None:
-        """Record an event with the tables and reference counts after it."""
+        """Record a change of the block tables, with the tables and reference counts after the change."""
         data = {
             "op": op,
             "sequence": sequence,

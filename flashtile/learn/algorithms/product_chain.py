@@ -30,7 +30,9 @@ TILES = {"S": Tile("S = Q K^T", "rows", "keys"), "O": Tile("O += S V")}
 def separate(
     q: Tensor, k: Tensor, v: Tensor, memory: Memory, *, block_m: int | None = None, block_n: int | None = None
 ) -> Tensor:
-    """Return O (seqlen_q, head_dim_v) by two products; block_m and block_n are the tile sizes of S.
+    """Return O (seqlen_q, head_dim_v), computed as two separate products.
+
+    ``block_m`` and ``block_n`` are the sizes of a tile of S.
 
     Examples:
         >>> from flashtile.algorithms import Memory, product_chain
@@ -51,7 +53,9 @@ def separate(
 def fused(
     q: Tensor, k: Tensor, v: Tensor, memory: Memory, *, block_m: int | None = None, block_n: int | None = None
 ) -> Tensor:
-    """Return O (seqlen_q, head_dim_v), one tile of S at a time; block sizes default to FlashAttention-2's.
+    """Return O (seqlen_q, head_dim_v), computed one tile of S at a time.
+
+    The block sizes default to those of FlashAttention-2.
 
     Examples:
         >>> from flashtile.algorithms import Memory, product_chain
@@ -79,7 +83,9 @@ def fused(
 
 
 def reordered(q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
-    """Return O (seqlen_q, head_dim_v) as Q (K^T V), which is exact without a softmax and impossible with one.
+    """Return O (seqlen_q, head_dim_v), computed as Q (K^T V).
+
+    Without a softmax, this order of products is exact. With a softmax between them, it is impossible.
 
     Examples:
         >>> from flashtile.algorithms import Memory, product_chain

@@ -41,7 +41,9 @@ class Request(NamedTuple):
 def random_requests(
     count: int, seed: int = 0, mean_prompt: float = 161, mean_output: float = 338, longest: int = LONGEST
 ) -> list[Request]:
-    """Return requests with exponentially distributed lengths; the means are ShareGPT's (section 6.1).
+    """Return requests with exponentially distributed lengths.
+
+    The default means are those of ShareGPT in the PagedAttention paper (section 6.1).
 
     Examples:
         >>> from flashtile.algorithms import reservation
@@ -70,7 +72,7 @@ class Room(Protocol):
         """Allocate room for the prompt of a request and return True, or change nothing and return False."""
 
     def grow(self, number: int) -> bool:
-        """Make room for one more token of a sequence; return False if there is none."""
+        """Make room for one more token of a sequence. Return False if there is no room."""
 
     def free(self, number: int) -> None:
         """Free the memory of a sequence."""
@@ -79,7 +81,7 @@ class Room(Protocol):
         """Number of tokens that a sequence's memory has room for, used or not."""
 
     def places(self, number: int) -> list[int]:
-        """Return [first slot, slots] or the pages of a sequence, for drawing."""
+        """Return where a sequence is, for drawing: [first slot, number of slots], or its pages."""
 
 
 class Contiguous:
@@ -131,8 +133,8 @@ def for_the_longest(request: Request) -> int:
 def to_a_power_of_two(request: Request) -> int:
     """Reserve the prompt's length, plus the output's length rounded up to a power of two.
 
-    A server does not know the output's length in advance. This function assumes that it can be predicted to
-    a factor of two.
+    A server does not know the output's length in advance. This function assumes that the length can be
+    predicted within a factor of two.
     """
     return min(request.prompt + (1 << (request.output - 1).bit_length()), LONGEST)
 
@@ -215,9 +217,10 @@ def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, e
 
     Args:
         requests: requests that all arrive at the start.
-        room: memory of their tokens. If a sequence cannot grow, the sequence that came last is preempted. It
-            loses its memory and waits at the head of the queue; its tokens so far become its prompt.
-        trace: gets an event of kind "page" every ``every`` steps, with the positions of all sequences.
+        room: memory that holds the tokens of the running sequences. If a sequence cannot grow, the sequence
+            that came last is preempted. It loses its memory and waits at the head of the queue; its tokens so
+            far become its prompt.
+        trace: gets an event of kind "page" every ``every`` steps, with the places of all sequences in memory.
 
     Raises:
         ValueError: a request does not fit into the empty memory.
@@ -276,7 +279,7 @@ def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, e
 
 
 def _held(room: Room, tokens: dict[int, int], final: dict[int, int]) -> Counter[str]:
-    """Count for one step the sequences, the slots that they hold, and the held slots without a token."""
+    """Count the sequences of one step, the slots that they hold, and the held slots that have no token."""
     step = Counter(steps=1, sequences=len(tokens))
     for number, length in tokens.items():
         held, to_come = room.held(number), final[number] - length

@@ -1,9 +1,9 @@
 """The tiled matrix product: the simplest example of blocks that save memory traffic.
 
 Let A be (m, k), B (k, n) and C = A B. If each of the m n elements of C is computed on its own, it reads a row
-of A and a column of B: 2 m n k reads. But all columns of a block of C need the same rows of A, and all its
-rows the same columns of B. So a (block_m, block_n) tile of C stays in SRAM while strips of A and B are
-streamed:
+of A and a column of B: 2 m n k reads. But all columns of a block of C need the same rows of A, and all rows
+of the block need the same columns of B. So a (block_m, block_n) tile of C stays in SRAM while strips of A and
+B are streamed:
 
     reads of A: m k * ceil(n / block_n)      reads of B: k n * ceil(m / block_m)      writes of C: m n
 
@@ -38,12 +38,14 @@ WARP_TILES = {
 
 
 def strip_width(memory: Memory) -> int:
-    """Return block_k, the width of a strip, which is small compared with a tile of C."""
+    """Return block_k, the width of the strips of A and B. It is small compared with a tile of C."""
     return max(1, min(math.isqrt(memory.sram_elements) // 4, MAX_BLOCK_K))
 
 
 def block_sizes(memory: Memory, cols: int) -> tuple[int, int]:
-    """Return (block_m, block_n) of the largest square tile of C that fits into SRAM with two strips.
+    """Return (block_m, block_n) of the largest square tile of C that fits into SRAM.
+
+    SRAM also holds a strip of A and a strip of B, which are multiplied into the tile.
 
     If C has fewer columns than this tile, the tile is narrower and taller.
 
@@ -128,7 +130,9 @@ def two_levels(
     warp_m: int = 32,
     warp_n: int = 32,
 ) -> tuple[Tensor, Warps]:
-    """Return (alpha a b + beta c, shared memory traffic), computed by thread blocks and warps within them.
+    """Return (alpha a b + beta c, warps), computed by thread blocks and by the warps within them.
+
+    ``warps`` has counted the traffic of shared memory.
 
     A thread block owns block_m x block_n numbers of C and streams strips of A and B through shared memory. A
     warp owns warp_m x warp_n of these numbers in its registers and reads its part of each strip from shared

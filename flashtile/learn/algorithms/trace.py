@@ -110,7 +110,7 @@ class Trace:
     spans: list[Span] = field(default_factory=list)
 
     def totals(self) -> dict[str, int]:
-        """Return the counters of Memory, computed from the events only."""
+        """Return the counters that ``Memory`` also has, computed from the events of the trace."""
         moved = {kind: sum(e.bytes for e in self.events if e.kind == kind) for kind in ("load", "store")}
         return {
             "hbm_read": moved["load"],
@@ -122,7 +122,7 @@ class Trace:
         }
 
     def _sram_used(self) -> Iterator[int]:
-        """Yield the bytes held in SRAM after each event; a tile replaces a tile of the same name."""
+        """Yield the bytes held in SRAM after each event. A new tile replaces a tile of the same name."""
         held: dict[str, int] = {}
         for event in self.events:
             if event.kind in ("load", "compute"):

@@ -63,7 +63,7 @@ def forward(
         phi: the unified maximum, chosen for a model from statistics of its scores.
         bounds: limits of every scaled score minus phi. The default keeps exp, and sums over any realistic
             sequence length, within the range of float32.
-        num_splits: parts of the keys, as in :mod:`flash_decoding`.
+        num_splits: number of parts into which the keys are cut, as in :mod:`flash_decoding`.
 
     The other arguments are those of :func:`flashtile.algorithms.call.place`.
 
@@ -119,9 +119,9 @@ def attend(
     phi: float,
     bounds: tuple[float, float],
 ) -> bool:
-    """Compute one split of a block of rows; return whether all visible scores are within the bounds.
+    """Compute one split of a block of rows. Return whether all visible scores are within the bounds.
 
-    O = sum of exp(S - phi) V and l = sum of exp(S - phi) stay in SRAM.
+    The results O = sum of exp(S - phi) V and l = sum of exp(S - phi) stay in SRAM.
     """
     low, high = bounds
     q_i = sram.load(call.Q, rows)

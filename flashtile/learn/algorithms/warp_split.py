@@ -4,8 +4,8 @@ A thread block has a block of rows of Q in shared memory and loops over the bloc
 share the work on each tile of S in one of two ways (Figure 3 of the paper):
 
     split_k   Each warp takes a part of the keys: a slice of K and of V, and all rows of Q. Every warp then
-              has a share of every row's maximum, sum and output. The shares are written to shared memory, all
-              warps wait, and the shares of each row are added. FlashAttention does this.
+              has a partial maximum, sum and output of every row. The warps write these to shared memory, wait
+              for each other, and combine the partial results of each row. FlashAttention does this.
     split_q   Each warp takes a part of the rows, and all of K and V. The maxima, sums and outputs
               of its rows stay in its registers: the warps exchange nothing. FlashAttention-2 does this.
 
@@ -96,7 +96,9 @@ def split_q(
     block_n: int = 64,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Warps]:
-    """Return (out (seqlen_q, head_dim_v), lse (seqlen_q, 1), shared memory traffic); each warp owns rows.
+    """Return (out, lse, warps), where each warp computes a part of the rows of every query block.
+
+    out is (seqlen_q, head_dim_v) and lse (seqlen_q, 1). ``warps`` has counted the traffic of shared memory.
 
     Args:
         q, k, v, memory, softmax_scale: as for :func:`flashtile.algorithms.call.place`.
@@ -158,11 +160,11 @@ def split_k(
     block_n: int = 64,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Warps]:
-    """Return the results of :func:`split_q`; here each warp has a part of every block of keys.
+    """Return the results of :func:`split_q`, but let each warp compute a part of every block of keys.
 
-    ``num_warps`` must divide block_n and block_m. For every tile the warps exchange data twice: the row
-    maxima, before probabilities can be computed, and the partial sums and outputs, which each warp adds up
-    for a part of the rows.
+    ``num_warps`` must divide block_n and block_m. The warps exchange data twice for every tile of scores.
+    First they exchange the row maxima, which the probabilities depend on. Then they exchange their partial
+    sums and outputs, and each warp adds these for a part of the rows.
 
     Examples:
         >>> from flashtile.algorithms import Memory, warp_split
@@ -207,7 +209,10 @@ def split_k(
 
 
 def _exchange_maxima(sram: Sram, warps: Warps, m: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (new maximum, correction factor): every warp writes the maxima of its columns and reads all."""
+    """Return (new maximum of each row, correction factor of the earlier sums and outputs).
+
+    Every warp writes the row maxima of its own keys to shared memory, and reads the maxima of all warps.
+    """
     for warp in warps:  # the last block may have fewer keys than warps
         warp.m_w = row_max(warp.S) if warp.S.shape[1] else lowest(len(m), m)
     sram.maxima = torch.cat([warp.m_w for warp in warps], 1)
@@ -226,7 +231,8 @@ def _exchange_outputs(
 ) -> Accumulated:
     """Add the sums and outputs of a tile to ``state``.
 
-    Every warp writes its shares for all rows, then adds the shares of all warps for a part of the rows.
+    Every warp writes its partial sums and outputs of all rows to shared memory. Then it adds the partial
+    results of all warps for its part of the rows.
     """
     sram.sums = torch.cat([warp.l for warp in warps], 1)
     sram.outputs = torch.stack([warp.O_w for warp in warps])
@@ -249,7 +255,7 @@ def _exchange_outputs(
 TENSOR_CORE, ARITHMETIC, SHARED_MEMORY, WAITING = "tensor core", "softmax", "shared memory", "barrier"
 
 MATMUL_RATE, OTHER_RATE, SHARED_RATE = 512, 16, 128
-"""Rates of an A100 per cycle: FLOPs of a warp's tensor core and of its 16 lanes, bytes of shared memory.
+"""Rates of an A100 per cycle: FLOPs of a warp's tensor core, FLOPs of its 16 lanes, bytes of shared memory.
 
 The four tensor cores of a multiprocessor do 1024 fp16 multiply-adds per cycle; it has four times 16 fp32
 lanes."""
@@ -286,7 +292,7 @@ def timeline(events: list[Event]) -> list[Span]:
 
 
 def _between_barriers(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
-    """Yield lists of (number, event) up to each barrier and after the last one; empty lists are left out."""
+    """Yield the events between two barriers, as lists of (number, event). Empty lists are left out."""
     phase: list[tuple[int, Event]] = []
     for number, event in enumerate(events):
         if event.kind in ("shared_load", "shared_store", "register"):
@@ -301,7 +307,7 @@ def _between_barriers(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
 def _phase(phase: list[tuple[int, Event]], free: list[float]) -> list[Span]:
     """Return the spans of the warps up to the next barrier.
 
-    ``free`` holds the time at which each warp is free, and is updated.
+    ``free`` holds the time at which each warp becomes free. It is updated in place.
     """
     queues = [[entry for entry in phase if _warp_of(entry[1]) == warp] for warp in range(len(free))]
     port, spans = 0.0, []
@@ -326,7 +332,7 @@ def _phase(phase: list[tuple[int, Event]], free: list[float]) -> list[Span]:
 
 
 def _warp_of(event: Event) -> int:
-    """Return the warp of an event, -1 if it belongs to none."""
+    """Return the number of the warp that an event belongs to, or -1 if it belongs to no warp."""
     _, dot, warp = event.name.partition(".")
     return int(warp) if dot else -1
 
@@ -334,7 +340,7 @@ def _warp_of(event: Event) -> int:
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, memory: Memory, softmax_scale: float | None
 ) -> tuple[Head, Array, Array]:
-    """Place the inputs and return them with the arrays of the results, O and lse."""
+    """Place the inputs in HBM and allocate the results there. Return (inputs, O, lse)."""
     call = place(memory, q, k, v, softmax_scale=softmax_scale)
     O = memory.empty("O", call.Q.rows, call.V.cols, like=q)
     return call, O, memory.empty("lse", call.Q.rows, 1, like=q)

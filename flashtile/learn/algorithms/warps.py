@@ -59,8 +59,8 @@ class Warps:
 class Warp:
     """One warp of a thread block and its registers.
 
-    A tensor that is assigned to an attribute is kept in the registers; the attribute returns it. The trace
-    gets those tensors that have a description in the ``tiles`` of :class:`Warps`.
+    A tensor that is assigned to an attribute is kept in the registers; the attribute returns it. The
+    assignment is recorded in the trace if the ``tiles`` of :class:`Warps` describe the attribute.
 
     Examples:
         >>> from flashtile.algorithms import Memory, Tile
@@ -92,11 +92,14 @@ class Warp:
         raise AttributeError(f"the registers of warp {self.number} hold no {name}")
 
     def take(self, **ranges: range) -> None:
-        """Set the rows and columns that the warp works on, by the names that ``tiles`` uses."""
+        """Set the rows and columns that the warp works on.
+
+        The keywords are the names that ``tiles`` use for ranges, such as ``rows`` and ``keys``.
+        """
         self._ranges |= ranges
 
     def start(self, **values: Tensor) -> None:
-        """Set the initial values of accumulators, which are not recorded."""
+        """Set the initial values of accumulators without recording an event."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 

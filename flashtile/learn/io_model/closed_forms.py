@@ -6,7 +6,7 @@ arXiv:2307.08691). The results equal the counts that the algorithms in ``flashti
 run, summed over sequences and heads. Each query head reads its own keys and values, except in
 :func:`flash_decoding`.
 
-Block sizes are (rows of queries, rows of keys). The algorithms derive theirs from the size of SRAM.
+Block sizes are (rows of queries, rows of keys). The algorithms derive them from the size of SRAM.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from flashtile.learn.io_model.kernels import STATISTIC_BYTES, counted, walks
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes between HBM and SRAM, FLOPs of matrix products, and bytes of HBM beyond inputs and results."""
+    """Bytes moved between HBM and SRAM, FLOPs of matrix products, and extra bytes held in HBM.
+
+    ``extra_bytes`` are held in addition to the inputs and results.
+    """
 
     hbm_read: int
     hbm_written: int
@@ -50,7 +53,7 @@ def standard_forward(call: Call, sram_bytes: int | None = None) -> Cost:
 def standard_backward(call: Call, sram_bytes: int | None = None) -> Cost:
     """Cost of the backward pass with P kept from the forward pass (Dao et al. 2022, algorithm 3).
 
-    dV = P^T dO, dP = dO V^T, dS = P (dP - D), dQ = dS K, dK = dS^T Q. ``sram_bytes`` is that of
+    dV = P^T dO, dP = dO V^T, dS = P (dP - D), dQ = dS K, dK = dS^T Q. ``sram_bytes`` is as for
     :func:`standard_forward`.
     """
     return _standard(call, sram_bytes, ("kqv", "qvk", "qkd", "kqd"), inputs=2, statistics=1, stored=3)

@@ -39,7 +39,7 @@ class QueryTile:
 
 
 def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
-    """Traffic of the kernels that one call over a cache launches: attention and, if tiles are split, combine.
+    """Return the traffic of the kernels of a call over a cache: attention, and combine if tiles are split.
 
     Raises:
         ValueError: no decoding kernel supports the head size or the dtypes.
@@ -121,16 +121,17 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
 
 
 def _keys(call: Call) -> Iterator[tuple[int, int]]:
-    """Yield (number of equal sequences, keys of each that any query attends to)."""
+    """Yield (number of equal sequences, number of keys per sequence that at least one query attends to)."""
     for (seqlen_q, seqlen_k), count in counted(call.sequences):
         start = 0 if call.window_left == UNLIMITED else max(0, seqlen_k - seqlen_q - call.window_left)
         yield count, seqlen_k - start
 
 
 def _runs(tiles: list[QueryTile], most_programs: int) -> tuple[int, int, int]:
-    """Return (programs, rows of partial results, rows of split tiles) with equal runs of key blocks.
+    """Cut the key blocks of all tiles into equal runs, one for each of at most ``most_programs`` programs.
 
-    There are at most ``most_programs`` programs, and one run per program.
+    Returns:
+        (number of programs, rows of partial results, query rows of the tiles that are split between runs).
     """
     ends = list(accumulate(len(tile.blocks) for tile in tiles))
     total = ends[-1] if ends else 0

@@ -43,7 +43,7 @@ PAPERS = {
 """Closed forms by pass, with the function that derives block sizes from the size of SRAM."""
 
 Counted = tuple[str, float, float, float, int, int]
-"""Fields of :class:`Estimate` after ``which``."""
+"""The fields of :class:`Estimate` that come after ``which``, in order."""
 
 DECODE_ROWS = 128
 """Largest number of query rows per key/value head for which Flash-Decoding is listed."""
@@ -61,10 +61,10 @@ The number is that of Volta (Jia et al. 2018, arXiv:1804.06826) and is used for 
 class Estimate:
     """One pass of one algorithm on a card, in bytes, FLOPs and lower bounds of seconds.
 
-    ``bytes`` go to and from HBM, ``sm_bytes`` to and from the SMs: L2 serves the difference. The papers'
-    algorithms have no L2, so both are equal there. ``extra_bytes`` are held in addition to inputs and
-    results. ``programs`` can run in parallel: if there are fewer than SMs, the other SMs are idle. 0 means
-    at least one per SM.
+    ``bytes`` are moved to and from HBM, ``sm_bytes`` to and from the SMs. L2 serves the difference. The
+    papers do not count L2, so both numbers are equal for their algorithms. ``extra_bytes`` are held in
+    addition to inputs and results. ``programs`` is the number of programs that can run in parallel. If it is
+    smaller than the number of SMs, the other SMs are idle. 0 means at least one program per SM.
     """
 
     call: Call
@@ -79,12 +79,12 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes held at the same time, including inputs and results."""
+        """Largest number of bytes held in HBM at a time, including inputs and results."""
         return resident_bytes(self.call, self.which) + self.extra_bytes
 
     @property
     def busy(self) -> int:
-        """SMs in use."""
+        """Number of SMs in use."""
         return min(self.programs or self.card.sm_count, self.card.sm_count)
 
     @property
@@ -98,7 +98,7 @@ class Estimate:
 
     @property
     def l2_seconds(self) -> float:
-        """Least time for the loads and stores through L2; 0 if the card's clock is not known."""
+        """Lower bound of the time of loads and stores through L2; 0 if the card's clock is not known."""
         rate = self.busy * L2_BYTES_PER_CLOCK * self.card.clock_mhz * 1e6
         return self.sm_bytes / rate if rate else 0.0
 
@@ -113,17 +113,19 @@ class Estimate:
 
     @property
     def bound(self) -> str:
-        """Resource that sets the floor: "compute", "HBM", or "L2" (the load rate of the SMs in use)."""
+        """Resource that takes the longest time: "compute", "HBM", or "L2" (loads of the SMs in use)."""
         names = {"compute": self.compute_seconds, "HBM": self.memory_seconds, "L2": self.l2_seconds}
         return max(names, key=lambda name: names[name])
 
 
 def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
-    """Return the estimates of all algorithms that serve the call. The last is the least that any could need.
+    """Return the estimates of all algorithms that support the call.
+
+    The last estimate has the least bytes and FLOPs that any algorithm could need.
 
     Raises:
-        ValueError: ``which`` is not a pass, or is "backward" for a call over a cache. Also if the card has no
-            peak for the call's dtype, or no decoding kernel supports a call over a cache.
+        ValueError: ``which`` is not a pass, or is "backward" for a call over a cache; the card has no peak
+            for the call's dtype; or no decoding kernel supports a call over a cache.
 
     Examples:
         >>> from flashtile.io_model import Call, estimates, find_card
@@ -150,7 +152,10 @@ def least_bytes(call: Call, which: str) -> int:
 
 
 def least_flops(call: Call, which: str) -> int:
-    """Return the FLOPs for the visible scores: two products forward, five backward with scores recomputed."""
+    """Return the FLOPs for the visible scores.
+
+    The forward pass has two products. The backward pass has five, one of which recomputes the scores.
+    """
     if which == "forward":
         return 2 * call.visible_pairs * (call.head_dim + call.width_v)
     return 2 * call.visible_pairs * (3 * call.head_dim + 2 * call.width_v)

@@ -1,8 +1,8 @@
 """Bytes that the Hopper forward kernel moves (``flashtile.backends.hopper``).
 
-Each SM runs one persistent program that computes work tiles: one or two blocks of query rows, whose keys it
-visits from the last to the first. The backend's own schedule says which tiles a program computes and in which
-order, so triton must be installed.
+Each SM runs one persistent program that computes work tiles. A work tile is one or two blocks of query rows;
+the program visits their keys from the last to the first. The backend's own schedule says which tiles a
+program computes and in which order, so triton must be installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGEST_HEAD_DIM = 256
 START_AND_END = 1
 """Approximate cost of a query block's prologue and epilogue, in units of one key block."""
 VISITS = 2**19
-"""Approximate limit of a simulation: visits of all programs to pieces of K and V, half a second of work."""
+"""Approximate limit of a simulation, in visits of programs to pieces of K and V: half a second of work."""
 
 
 def serves(call: Call, card: Card) -> bool:
@@ -111,9 +111,10 @@ def by_program(count: int, programs: int, cost: Callable[[int], int] | None) -> 
 def paths_of(
     work: WorkTiles, indices: Iterable[int], key_blocks: list[int], unit: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield the pieces of K and V that each work tile of a program visits, for :func:`misses`.
+    """Yield the pieces of K and V that each work tile of a program visits, as :func:`misses` takes them.
 
-    Each item is (number of the key/value head's first piece, visited pieces counted from there).
+    A piece is ``unit`` consecutive key blocks. Pieces are numbered over all sequences and key/value heads.
+    Each item is (number of the first piece of the work tile's head, visited pieces relative to this number).
 
     Args:
         indices: work tiles of the program, in order.
@@ -138,8 +139,8 @@ class WorkTiles:
         heads: number of query heads divided by the number of query heads that share a tile.
         swizzle: number of heads whose work tiles are interleaved.
         walks: for each sequence, the key blocks that each of its query blocks attends to.
-        rows: (sequence, tile in the head) of the work tiles that one head has in all sequences, in the order
-            of the tile table.
+        rows: (sequence, index of the tile in the sequence) of all work tiles of one head, in the order of the
+            kernel's tile table.
         count: work tiles of all heads.
     """
 
@@ -160,7 +161,7 @@ class WorkTiles:
         blocks = (variant.BLOCK_M // variant.PACK, variant.BLOCK_N)
         seen = [walks(call, lengths, blocks) for lengths in call.sequences]
         heads = call.num_heads_q // variant.PACK
-        # Sequences with more keys come first (``tile_table``).
+        # Sequences with more keys come first, as in the kernel's tile table.
         order = sorted(range(len(seen)), key=lambda sequence: -call.sequences[sequence][1])
         table = [
             (sequence, place)
@@ -170,7 +171,7 @@ class WorkTiles:
         return cls(variant, heads, l2_swizzle(problem, variant), seen, table, len(table) * heads)
 
     def by_program(self, programs: int) -> Iterator[Iterable[int]]:
-        """Yield the work tiles of each program, see the function :func:`by_program`."""
+        """Yield the indices of each program's work tiles, as the function :func:`by_program` does."""
 
         def cost(index: int) -> int:
             return sum(cost_of(walk) for walk in self.tile(index)[2])

@@ -16,9 +16,9 @@ from flashtile.learn.io_model.l2 import Stream, dram_blocks
 from flashtile.problems.common import UNLIMITED
 
 L2_SHARE = 0.5
-"""Share of L2 available to blocks that all SMs read, because each half of L2 keeps its own copy of them.
+"""Share of L2 that is available to blocks read by all SMs. Each half of L2 keeps its own copy of such blocks.
 
-The value is not fitted; the counters confirm it.
+The value is not fitted; the counters of Nsight Compute confirm it.
 """
 
 REGISTERS = 64 * KIB
@@ -70,7 +70,7 @@ def dq(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
 def dkdv(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
     """Kernel of dK and dV: a program owns BLOCK_N keys and values.
 
-    It loops over the rows of q and dout that attend to them, in every query head of its group.
+    The program loops over the rows of q and dout that attend to these keys, in every query head of the group.
     """
     own = call.k_bytes + call.v_bytes
     return _traffic("dkdv", call, tile, card, own, own)
@@ -115,8 +115,9 @@ def reach(
 ) -> range:
     """Return the blocks of one sequence that positions ``start <= i < end`` of the other sequence attend to.
 
-    Position ``i`` attends to ``i + offset - window_back`` to ``i + offset + window_ahead``, cut to
-    ``length``; -1 means no limit. ``block`` is the number of positions in a block.
+    Position ``i`` attends to positions ``i + offset - window_back`` to ``i + offset + window_ahead`` of the
+    other sequence, which has ``length`` positions. A window of -1 is unlimited. ``block`` is the number of
+    positions in a block.
     """
     first = 0 if window_back == UNLIMITED else max(0, start + offset - window_back)
     after = length if window_ahead == UNLIMITED else min(length, max(0, end + offset + window_ahead))
@@ -145,7 +146,11 @@ def walks(
 def _traffic(
     kernel: str, call: Call, tile: KernelConfig, card: Card, own_read: int, written: int
 ) -> KernelTraffic:
-    """Return a kernel's traffic. Its programs own query rows ("dkdv": keys) of ``own_read`` bytes in all."""
+    """Return the traffic of a kernel.
+
+    Each program owns a block of query rows, or of keys in the kernel "dkdv". All programs together read
+    ``own_read`` bytes of the blocks that they own, and write ``written`` bytes.
+    """
     by_keys = kernel == "dkdv"
     width = (call.head_dim + call.width_v) * call.element_bytes + by_keys * STATISTICS_BYTES
     resident = residents(kernel, call, tile, card) * card.sm_count
@@ -159,7 +164,7 @@ def _traffic(
             starts = range(0, call.group_size * blocks, blocks)
             owners = [tuple(range(at + part.start, at + part.stop) for at in starts) for part in seen]
             stream = Stream(blocks * call.group_size, tuple(owners))
-        else:  # with a limit to the right, the last rows run first
+        else:  # with a window limited to the right, the last rows run first
             ordered = seen if call.window_right == UNLIMITED else seen[::-1]
             stream = Stream(blocks, tuple((part,) for part in ordered) * call.group_size)
         count *= call.num_heads_kv

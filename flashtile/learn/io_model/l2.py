@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 UNITS = 256
-"""Most pieces that a stream is cut into for the simulation; a piece is one or more consecutive blocks."""
+"""Maximum number of pieces that a stream is cut into for the simulation. A piece is consecutive blocks."""
 
 WAVES = 8
 """Rounds of resident programs that are simulated; the rest of a grid is extrapolated."""
@@ -33,12 +33,12 @@ class Stream:
 
     @property
     def walked(self) -> int:
-        """Blocks loaded by all programs together."""
+        """Number of blocks loaded by all programs together."""
         return sum(len(part) for program in self.programs for part in program)
 
     @property
     def distinct(self) -> int:
-        """Blocks that at least one program loads."""
+        """Number of different blocks, each loaded by at least one program."""
         edges = sorted((part.start, part.stop) for program in self.programs for part in program if len(part))
         count = end = 0
         for start, stop in edges:
@@ -48,11 +48,15 @@ class Stream:
 
 
 def dram_blocks(stream: Stream, count: int, resident: int, capacity: float) -> float:
-    """Return the blocks read from DRAM for ``count`` equal streams that follow each other in the grid.
+    """Return the number of blocks that the programs of ``count`` equal streams read from DRAM.
+
+    The streams follow each other in the grid.
 
     Args:
-        resident: programs that run at once.
-        capacity: blocks that L2 holds.
+        stream: blocks that several programs load.
+        count: number of streams.
+        resident: number of programs that run at the same time.
+        capacity: number of blocks that L2 holds.
     """
     if count == 0 or not stream.programs:
         return 0.0
@@ -69,7 +73,10 @@ def dram_blocks(stream: Stream, count: int, resident: int, capacity: float) -> f
 
 
 def path_of(program: Iterable[range], unit: int) -> list[int]:
-    """Return the pieces of ``unit`` blocks that a program visits, in order; a range may count down."""
+    """Return the pieces that a program visits, in order. A piece is ``unit`` consecutive blocks.
+
+    ``program`` contains ranges of blocks. A range may count down.
+    """
     found: list[int] = []
     for part in program:
         if len(part):
@@ -78,13 +85,15 @@ def path_of(program: Iterable[range], unit: int) -> list[int]:
 
 
 def misses(queues: Iterable[Iterator[tuple[int, Sequence[int]]]], capacity: float) -> int:
-    """Count the misses of a least-recently-used cache. All programs run in lockstep, one piece at a time.
+    """Count the misses of a least-recently-used cache of pieces. A piece is one or more consecutive blocks.
+
+    All programs run in lockstep: at each step, every running program visits one piece.
 
     Args:
-        queues: one iterator for each slot that a program runs in. For each program of the slot in turn, it
-            yields (number of the stream's first piece, visited pieces counted from there). Slots may share an
-            iterator.
-        capacity: pieces that L2 holds.
+        queues: one iterator for each slot; a slot runs one program after another. For each program, the
+            iterator yields (number of the first piece of the program's stream, visited pieces relative to
+            this number). Slots may share an iterator.
+        capacity: number of pieces that L2 holds.
     """
     programs = [(first + piece for first, path in queue for piece in path) for queue in queues]
     cache: OrderedDict[int, None] = OrderedDict()

@@ -55,7 +55,9 @@ def at_length(call: Call, seqlen: int) -> Call:
 
 
 def longest_sequence(call: Call, card: Card, *, standard: bool, training: bool = False) -> int:
-    """Longest sequence, in tokens, whose attention in one layer fits the card's memory; 0 if none does.
+    """Return the largest sequence length at which one layer's attention fits the card's memory.
+
+    The result is 0 if not even one token fits.
 
     Examples:
         >>> from flashtile.io_model import Call, find_card, longest_sequence
@@ -119,7 +121,9 @@ def prompt_memory(model: Model, batch: int, seqlen: int, dtype: str = "float16")
 
 
 def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int = 1) -> int:
-    """Tokens whose keys and values fit on ``cards`` cards next to the weights; 0 if the weights do not fit.
+    """Number of tokens whose keys and values fit on ``cards`` cards next to the weights.
+
+    The result is 0 if the weights do not fit.
 
     Examples:
         >>> from flashtile.io_model import MODELS, cached_tokens, find_card
@@ -131,7 +135,9 @@ def cached_tokens(model: Model, card: Card, dtype: str = "float16", cards: int =
 
 
 def longest_prompt(model: Model, batch: int, card: Card, dtype: str = "float16", *, standard: bool) -> int:
-    """Longest prompt, in tokens, so that ``model`` can read ``batch`` of them at once on ``card``; 0 if none.
+    """Return the largest prompt length at which ``model`` can read ``batch`` prompts at once on ``card``.
+
+    The result is 0 if not even one token per prompt fits.
 
     Examples:
         >>> from flashtile.io_model import find_card, find_model

@@ -37,9 +37,10 @@ class Model:
 
     @property
     def products(self) -> tuple[tuple[int, int], ...]:
-        """(N, K) of the products of a layer.
+        """Sizes (N, K) of the matrix products of a layer.
 
-        They are: q, k and v together; output; first feed-forward product with its gate; second one.
+        There are four products: the joint projection to q, k and v, the output projection, the first
+        feed-forward product with its gate, and the second feed-forward product.
         """
         hidden = self.num_heads_q * self.head_dim
         qkv = (self.num_heads_q + 2 * self.num_heads_kv) * self.head_dim
@@ -121,11 +122,11 @@ class Product:
         return 2 * self.M * self.N * self.K
 
     def floor_seconds(self, card: Card) -> float:
-        """Lower bound for any kernel on the card: the time of the traffic or of the FLOPs, the longer one."""
+        """Lower bound of any kernel's time: the time of its traffic or its FLOPs, whichever is longer."""
         return max(self.bytes / card.bandwidth_gbps * 1e-9, self._arithmetic_seconds(card))
 
     def bound(self, card: Card) -> str:
-        """Resource that sets the floor: "memory" or "arithmetic"."""
+        """Resource that takes the longer time on the card: "memory" or "arithmetic"."""
         return "arithmetic" if self._arithmetic_seconds(card) == self.floor_seconds(card) else "memory"
 
     def intensity(self, block_n: int) -> float:

@@ -23,7 +23,7 @@ from flashtile.learn.io_model.models import MODELS, Model
 
 
 def card_table(card: Card, dtype: str) -> Table:
-    """Table of the card's sizes and speeds, from which the floors follow."""
+    """Table of the card's memory sizes and speeds. The floors (lower bounds) of times follow from them."""
     table = new_table(card.name, ("", "size", "speed"))
     table.add_row("memory", format_bytes(card.memory_bytes), f"{card.bandwidth_gbps:.0f} GB/s")
     if card.l2_bytes:
@@ -45,7 +45,7 @@ def card_table(card: Card, dtype: str) -> Table:
 def why_not_all_shared(card: Card) -> str:
     """Explain why a tile cannot use all of an SM's L1 memory.
 
-    CUDA C++ Programming Guide, compute capabilities.
+    Source: CUDA C++ Programming Guide, chapter on compute capabilities.
     """
     whole, most = (size // KIB for size in (card.l1_bytes, card.shared_bytes))
     said = (
@@ -57,7 +57,7 @@ def why_not_all_shared(card: Card) -> str:
 
 
 def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
-    """Table with one row per algorithm; times are floors."""
+    """Table with one row per algorithm. All times are floors (lower bounds)."""
     headings = ("HBM", "FLOPs", "FLOPs/B", "arithmetic", "HBM time", "L2 time", "bound by", "floor", "memory")
     table = new_table(f"{found[0].which} on {card.name}", ("algorithm", *headings, "programs"))
     for row in found:
@@ -85,7 +85,7 @@ def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
 
 
 def why_flash1_is_slower(found: Sequence[Estimate]) -> str | None:
-    """Explain why FlashAttention 1's floor is above standard attention's; None if it is not."""
+    """Explain why the floor of FlashAttention 1 is above that of standard attention. None if it is not."""
     rows = {row.algorithm: row for row in found}
     first, standard = rows.get(FLASH1), rows.get(STANDARD)
     if first is None or standard is None or first.floor_seconds <= standard.floor_seconds:
@@ -170,7 +170,7 @@ def format_tokens(count: int) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str | None:
-    """Format ``value`` with three digits in the first unit that is not larger; None if all are larger."""
+    """Format ``value`` with three digits in the first unit that is not larger. None if all are larger."""
     for unit, name in units:
         if value >= unit:
             number = value / unit
@@ -193,14 +193,15 @@ COPIED_TOTALS: dict[str, tuple[int | None, int]] = {
     "Llama-2-13B": (26, 18),
     "Llama-2-70B": (None, 48),
 }
-"""Totals in 10^9 bytes at batch 1, (standard, flash attention), from a table that articles often copy."""
+"""Memory of models in 10^9 bytes at batch 1, (with standard attention, with flash attention). The numbers are
+from a table that articles often copy."""
 
 
 def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, card: Card) -> Table:
     """Table of a model's memory while it reads prompts of each length.
 
-    Also shows whether the memory fits ``card``, and the time floor of standard attention divided by that of
-    FlashAttention.
+    The table also shows whether the memory fits ``card``, and the ratio of two time floors: standard
+    attention divided by FlashAttention.
     """
     headings = (
         "weights", "cache", "q, out", "attention,\nstandard", "attention,\nflash", "total,\nstandard",
@@ -242,7 +243,7 @@ def _fits(memory: PromptMemory, card: Card) -> str:
 
 
 def about_copied_totals(model: Model, dtype: str) -> str:
-    """Compare a model's entry in ``COPIED_TOTALS`` with what its weights and scores take, in one sentence."""
+    """Compare a model's entry in ``COPIED_TOTALS`` with the size of its weights and scores."""
     standard, flash = COPIED_TOTALS[model.name]
     weights = model.weight_bytes(dtype) * 1e-9
     copied = f"{flash} GB with flash attention" + ("" if standard is None else f", {standard} with standard")

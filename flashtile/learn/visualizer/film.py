@@ -60,7 +60,10 @@ def frames(recording: Recording, count: int) -> Iterator[Image.Image]:
 
 
 class _Film:
-    """Picture of the score matrix after a number of events; in ascending order only changes are painted."""
+    """Picture of the score matrix after a given number of events.
+
+    The numbers must ascend, because each picture adds to the one before.
+    """
 
     def __init__(self, recording: Recording):
         self.recording, self.events = recording, recording.trace.events

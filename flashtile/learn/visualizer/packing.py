@@ -1,8 +1,8 @@
 """Compact storage of traces: repeated data is stored once, the rest as differences, then compressed.
 
 An algorithm repeats a few steps on different tiles. So an event is stored as a *form* (kind of event, array,
-size of the tile, bytes and operations), of which a run has dozens, and a position (first row and column,
-program). The page's ``trace.js`` reads the format.
+size of the tile, bytes and operations) and a position (first row and column, program). A run has only dozens
+of forms. The page's ``trace.js`` reads the format.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ def pack(trace: Trace) -> str:
 def compact(trace: Trace) -> dict[str, Any]:
     """Return the events and spans of a trace as plain data, which :func:`pack` compresses.
 
-    ``form``, ``row``, ``col`` and ``program`` have an entry per event, the difference to the entry before. A
-    row or column of -1 means none. ``series`` has for each name and watched row the events at which its value
-    changed, as differences, and the values; None stands for minus infinity.
+    A form is everything about an event except its position, and ``forms`` lists the different forms. ``form``
+    (an index into ``forms``), ``row``, ``col`` and ``program`` have one number per event, stored as the
+    difference from the previous event. A row or column of -1 means none. ``series`` has one entry for each
+    statistic and watched row. An entry contains the numbers of the events that changed the value, stored as
+    differences, and the new values. None stands for minus infinity.
     """
     forms: dict[tuple[Any, ...], int] = {}
     numbers = [forms.setdefault(_form(event), len(forms)) for event in trace.events]
@@ -57,7 +59,7 @@ def _form(event: Event) -> tuple[Any, ...]:
 
 
 def _series(events: list[Event]) -> list[dict[str, Any]]:
-    """Changes of the watched values: a statistic that is computed, stored and loaded again appears once."""
+    """Return the changes of each statistic in each watched row. Events with unchanged values are skipped."""
     changes: dict[tuple[str, int], list[tuple[int, float | None]]] = {}
     for number, event in enumerate(events):
         for row, value in (event.values or {}).items():

@@ -58,8 +58,8 @@ def write_page(
         path: HTML file to write; missing folders are created.
         settings: runs that the page offers. Those of :func:`flashtile.learn.visualizer.settings.grid` are
             kept in the package and need no recording.
-        own: further settings.
-        start: state in which the page opens, unless its address says otherwise.
+        own: further settings. Their SRAM sizes are added to those that the page offers.
+        start: initial state of the page, unless the page's address contains a state.
         progress: called for each recording.
         workers: processes that record; by default as many as there are cores, at most 8. They are spawned: a
             script that calls this function needs ``if __name__ == "__main__":``.
@@ -78,8 +78,10 @@ def write_page(
 def recordings(
     settings: list[Setting], progress: Callable[[], None] = lambda: None, workers: int | None = None
 ) -> Iterator[prebuilt.Recorded]:
-    """Yield (catalogue entry, packed events) of each setting, in order; those not in the package are
-    recorded."""
+    """Yield (catalogue entry, packed events) of each setting, in order.
+
+    Recordings that the package contains are reused. The other settings are recorded now.
+    """
     kept = prebuilt.load()
     new = [setting for setting in settings if setting not in kept]
     made = record_all(new, workers)
@@ -110,7 +112,7 @@ def _one_thread() -> None:
 
 
 def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> dict[str, Any]:
-    """Return everything that the page plays, recordings compressed. Runs with equal events share them."""
+    """Return the data of the page, with compressed recordings. Runs with equal events store them once."""
     packed: dict[str, str] = {}
     entries = []
     for entry, events in recorded:
@@ -124,14 +126,20 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
 
 
 def small_inputs() -> dict[str, list[list[float]]]:
-    """Return q, k and v, (64, 4) each, of the runs that the page computes; one decimal, to follow by hand."""
+    """Return the inputs q, k and v, (64, 4) each, of the runs that the page itself computes.
+
+    The numbers have one decimal, so that readers can follow the runs by hand.
+    """
     numbers = torch.randn(3, SMALL_SEQLEN, SMALL_HEAD_DIM, generator=torch.Generator().manual_seed(0))
     rounded = [[[round(x, 1) for x in row] for row in one] for one in numbers.tolist()]
     return dict(zip("qkv", rounded, strict=True))
 
 
 def cards() -> list[dict[str, Any]]:
-    """GPUs of the roofline with FLOP/s of fp16 products and bytes per second, the papers' A100 first."""
+    """Return the GPUs of the page's roofline, beginning with the A100 of the papers.
+
+    ``flops`` is the peak of fp16 matrix products per second, ``bandwidth`` is in bytes per second.
+    """
     order = sorted(CARDS.items(), key=lambda item: item[0] != "a100")
     return [
         {
@@ -165,7 +173,7 @@ def render(catalog: dict[str, Any], start: dict[str, Any]) -> str:
     scripts = [(assets / "js" / f"{name}.js").read_text("utf-8") for name in SCRIPTS]
     environment = Environment(
         loader=PackageLoader("flashtile.learn.visualizer", "assets"),
-        autoescape=False,  # style, script and JSON are ours; _embed keeps JSON from ending its element
+        autoescape=False,  # all inserted text is our own; _embed escapes "<" in JSON
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
@@ -188,6 +196,6 @@ def _as_json(value: Any) -> str:
 
 
 def _embed(value: Any) -> str:
-    """Return ``value`` as JSON that cannot be taken for markup."""
+    """Return ``value`` as JSON that is safe inside an HTML element."""
     text = _as_json(value)
     return text.replace("<", "\\u003c")

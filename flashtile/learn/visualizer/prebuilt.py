@@ -1,7 +1,7 @@
 """Recordings of the page's own settings, kept in the package because making them takes minutes.
 
-They carry a stamp of the code that made them. If the code has changed since, they are not used, and a test
-tells developers to run ``python scripts/record_page.py``, which records them again.
+They carry a stamp, a hash of the code that made them. If the code has changed since, they are not used, and a
+test tells developers to run ``python scripts/record_page.py``, which records them again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CODE = ("recording.py", "packing.py")
 
 
 def stamp() -> str:
-    """Return a hash of the code that makes recordings, without comments, docstrings and white space."""
+    """Return a hash of the code that makes recordings. Comments, docstrings and white space are ignored."""
     algorithms = files("flashtile.learn.algorithms")
     sources = [path for path in algorithms.iterdir() if path.name.endswith(".py")]
     sources += [files("flashtile.learn.visualizer") / name for name in CODE]
@@ -38,7 +38,10 @@ def stamp() -> str:
 
 
 def load() -> dict[Setting, Recorded]:
-    """Return the kept recordings by setting; none if the file is missing or other code made it."""
+    """Return the packaged recordings by setting.
+
+    The result is empty if the file is missing, or if the code that makes recordings has changed since.
+    """
     path = files("flashtile.learn.visualizer") / "assets" / NAME
     if not path.is_file():
         return {}
@@ -52,7 +55,7 @@ def load() -> dict[Setting, Recorded]:
 
 
 def dump(recorded: Iterable[tuple[Setting, Recorded]]) -> bytes:
-    """Return the file that :func:`load` reads. Runs with equal events share them."""
+    """Return the content of the file that :func:`load` reads. Runs with equal events store them once."""
     packed: list[str] = []
     places: dict[str, int] = {}
     runs = []

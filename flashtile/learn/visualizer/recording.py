@@ -48,7 +48,7 @@ class Recording:
     traffic: dict[str, tuple[int, int]]
 
     def as_record(self) -> dict[str, Any]:
-        """Return the entry in the page's catalogue; the events are packed separately."""
+        """Return the run's entry in the page's catalogue. Its events are packed separately."""
         blocks = _tile_sizes(self.trace)
         return {
             "algorithm": self.setting.algorithm,
@@ -181,7 +181,7 @@ RUNNERS: dict[str, Runner] = {
 
 
 def _tile_sizes(trace: Trace) -> dict[str, int]:
-    """Size of the largest tile of scores that was computed."""
+    """Return the size of the largest computed tile of scores, as block_m and block_n."""
     tiles = [
         e for e in trace.events if e.kind == "compute" and e.name.split(".")[0] == "S" and e.rows and e.cols
     ]

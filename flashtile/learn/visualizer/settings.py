@@ -36,13 +36,15 @@ class Setting:
     """Algorithm and sizes of one run.
 
     Args:
-        algorithm: a key of :data:`flashtile.learn.visualizer.recording.RUNNERS`. seqlen: number of tokens;
-        number of keys if there is one query. head_dim: head size of queries, keys and values. queries: "all"
-        for a query per token, or "one" for a decoding step. mask: "full", "causal", or "window": causal, and
-        a query sees only its nearest keys, a quarter of seqlen. block: "64x64" for blocks of 64 queries and
-        64 keys, or "auto". sram_bytes: size of SRAM for "auto"; None if blocks are given, because such a run
-        is the same on every
-            SRAM that it fits into.
+        algorithm: a key of :data:`flashtile.learn.visualizer.recording.RUNNERS`.
+        seqlen: number of tokens. If there is only one query, the number of keys.
+        head_dim: head size of queries, keys and values.
+        queries: "all" for one query per token, or "one" for a decoding step.
+        mask: "full", "causal" or "window". A window is causal, and a query sees only its nearest keys, a
+            quarter of seqlen.
+        block: "64x64" for blocks of 64 queries and 64 keys, or "auto".
+        sram_bytes: size of SRAM from which "auto" derives the blocks. None if the blocks are given, because
+            such a run is the same on every SRAM that it fits into.
         num_splits, page_size: options of the algorithms that have them.
     """
 
@@ -58,7 +60,7 @@ class Setting:
 
     @property
     def block_sizes(self) -> tuple[int | None, int | None]:
-        """(block_m, block_n); None for blocks that follow from the size of SRAM.
+        """(block_m, block_n), or (None, None) if the blocks are derived from the size of SRAM.
 
         Raises:
             ValueError: ``block`` is neither "auto" nor of the form "64x64".
@@ -78,7 +80,7 @@ class Setting:
         ]
 
     def as_record(self) -> dict[str, Any]:
-        """Return the settings of this run that are not None, by which the page selects it."""
+        """Return the settings that are not None, except the algorithm. The page selects the run by them."""
         record = {name: value for name, value in asdict(self).items() if value is not None}
         del record["algorithm"]
         return record

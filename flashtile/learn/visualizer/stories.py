@@ -81,7 +81,7 @@ SOFTMAX_BLOCK = 2
 
 
 def softmax() -> Iterator[Case]:
-    """Softmax of [1, 2, 3, 4] in two blocks: three passes, two, and one."""
+    """Softmax of four numbers in two blocks, by the four methods of ``online_softmax``."""
     for variant, row in SOFTMAX_ROWS.items():
         x, v = torch.tensor([row]), torch.tensor(SOFTMAX_VALUES)[:, None]
         for name in ("naive", "safe", "online"):
@@ -103,8 +103,10 @@ MATMUL_FACTORS = {"product": (1.0, 0.0), "scaled": (2.0, 0.5)}
 
 
 def matmul() -> Iterator[Case]:
-    """C = alpha A B + beta C of 8 x 8 matrices: by element, by thread block, by warps within a thread
-    block."""
+    """C = alpha A B + beta C of 8 x 8 matrices, with three tilings of C.
+
+    A thread block computes a single element, a tile, or a tile that is cut into tiles of warps.
+    """
     a, b, c = torch.randn(3, MATMUL_SIZE, MATMUL_SIZE, generator=torch.Generator().manual_seed(0))
     for variant, (alpha, beta) in MATMUL_FACTORS.items():
         for name, (block, warp) in MATMUL_TILES.items():
@@ -163,13 +165,13 @@ FP8_HUGE = 200_000.0
 """An outlier so large that other numbers lose bits. Smaller outliers do no harm: e4m3 has an exponent."""
 
 FP8_LOUD = 0.25
-"""Rounding error above this does not occur for ordinary numbers around 1."""
+"""Threshold of the absolute rounding error. Ordinary numbers around 1 have smaller errors."""
 
 
 def fp8_inputs(variant: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, (FP8_SEQLEN, FP8_HEAD_DIM), normally distributed except for outliers."""
     q, k, v = torch.randn(3, FP8_SEQLEN, FP8_HEAD_DIM, generator=torch.Generator().manual_seed(0))
-    if variant == "column":  # large in the same column of both, as models have it
+    if variant == "column":  # outliers in the same column of q and k, as in real models
         q[:, FP8_COLUMN] = 20 + q[:, FP8_COLUMN] / 2
         k[:, FP8_COLUMN] = -15 + k[:, FP8_COLUMN] / 2
     elif variant == "huge":
@@ -178,7 +180,10 @@ def fp8_inputs(variant: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fp8() -> Iterator[Case]:
-    """Attention in e4m3 with an outlier: one scale per tensor, one per block of rows, and a rotation."""
+    """Attention in e4m3 with and without outliers, by three methods.
+
+    The methods are one scale per tensor, one scale per block of rows, and block scales after a rotation.
+    """
     for variant in ("column", "huge", "none"):
         q, k, v = fp8_inputs(variant)
         exact, _ = flash2.forward(
@@ -198,10 +203,10 @@ def fp8() -> Iterator[Case]:
 
 
 def fp8_rounding(x: Tensor, rows: int, rotation: Tensor | None) -> dict[str, Any]:
-    """Classify the rounding error of each number of x when it is stored in e4m3, as one digit each.
+    """Classify the rounding error of each number of x in e4m3. ``classes`` has one digit per number.
 
-    0: relative error within 1/16; 1: larger; 2: rounded to zero; 3: within 1/16, but the absolute error is
-    more than :data:`FP8_LOUD`.
+    0: the relative error is at most 1/16. 1: it is larger. 2: the number is rounded to zero. 3: the relative
+    error is at most 1/16, but the absolute error is above :data:`FP8_LOUD`.
     """
     x = x if rotation is None else x @ rotation
     stored, scales = flash3_fp8.quantise(x, rows)
@@ -229,8 +234,10 @@ UNIFIED_NUM_SPLITS, UNIFIED_BLOCK = 4, 2
 
 
 def unified() -> Iterator[Case]:
-    """Sixteen scores in four splits: with a running maximum, and with a unified maximum that a spike
-    breaks."""
+    """Attention of one query to sixteen keys in four splits, with a running and with a unified maximum.
+
+    In the variant "spike" one score exceeds the bounds of the unified maximum.
+    """
     for variant in ("spike", "calm"):
         scores = list(UNIFIED_SCORES)
         if variant == "spike":
@@ -259,8 +266,11 @@ POOL_SLOTS, POOL_PAGE_SIZE, POOL_REQUESTS = 15728, 16, 96
 
 
 def pool() -> Iterator[Case]:
-    """One workload in three memories of the same size: reservations for the longest sequence, for guessed
-    lengths, and pages."""
+    """One workload in three memories of the same size.
+
+    The first reserves a region for the longest possible sequence. The second reserves a region for a guessed
+    length. The third allocates pages.
+    """
     rooms: dict[str, reservation.Room] = {
         "longest": reservation.Contiguous(POOL_SLOTS, reservation.for_the_longest),
         "power": reservation.Contiguous(POOL_SLOTS, reservation.to_a_power_of_two),
@@ -311,7 +321,7 @@ def masks_inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def attend_in_blocks(name: str, memory: Memory, in_lists: bool) -> Tensor:
-    """Run FlashAttention-2 over the blocks of a mask's block lists, or over all blocks.
+    """Run FlashAttention-2 over the blocks in the lists of a block mask, or over all blocks.
 
     With ``in_lists``, empty blocks are skipped and only partial blocks are masked, as in the kernels.
     """
@@ -352,7 +362,10 @@ def attend_in_blocks(name: str, memory: Memory, in_lists: bool) -> Tensor:
 
 
 def masks() -> Iterator[Case]:
-    """Masks in blocks: every block is computed and masked, or only the blocks that a block mask lists."""
+    """Attention with masks, block by block.
+
+    Either every block is computed and masked, or only the blocks that a block mask lists are computed.
+    """
     for variant in MASKS:
         for name in ("every", "lists"):
             trace = Trace()
@@ -368,7 +381,7 @@ STORIES: dict[str, Callable[[], Iterator[Case]]] = {
 
 @functools.cache
 def recorded(name: str) -> tuple[Case, ...]:
-    """Return the cases of a story, run once for all pages that a process writes."""
+    """Return the cases of a story. They run once per process, also if it writes several pages."""
     return tuple(STORIES[name]())
 
 

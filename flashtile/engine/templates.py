@@ -249,7 +249,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Convert to JSON. The arguments are those of Transformers' filter; Jinja's filter would escape HTML."""
+    """Convert to JSON: the filter ``tojson``, as Transformers defines it. Jinja's own would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

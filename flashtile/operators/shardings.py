@@ -61,7 +61,7 @@ def _placements(
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     def way(rows: Any, lse: Any, dsink: Any, **sharded: Any) -> tuple[Any, Any, list[Any], Any, Any]:
-        """Return one way. Extras that are not in ``sharded`` are replicated."""
+        """Return the placements of one sharding. Extras that are not in ``sharded`` are replicated."""
         given = zip(OptionalTensors._fields, extras, strict=True)
         of_extras = [None if t is None else sharded.get(name, Replicate()) for name, t in given]
         whole = Replicate() if lse == Replicate() else Partial()  # each rank has one term of a sum

@@ -37,7 +37,7 @@ def check(
     """Raise AssertionError unless the call is within the error rule and writes exactly the new tokens.
 
     The rule is that of :mod:`flashtile.testing`. The caches are not changed, because the checked call gets
-    copies. The check takes the memory of standard attention in float64.
+    copies. The check needs as much memory as standard attention in float64.
 
     Args:
         q, k_cache, v_cache, k, v: as for :func:`flashtile.flash_attn_with_kvcache`.

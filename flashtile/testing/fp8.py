@@ -51,7 +51,8 @@ def check(
 ) -> Report:
     """Raise AssertionError unless FP8 attention over q, k and v is within the error rule; return the report.
 
-    The rule is that of :mod:`flashtile.testing`. The check takes the memory of standard attention in float64.
+    The rule is that of :mod:`flashtile.testing`. The check needs as much memory as standard
+    attention in float64.
 
     Args:
         q, k, v: as for :func:`flashtile.fp8.attention`, or float8_e4m3fn tensors as for

@@ -176,7 +176,7 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
 
 @contextlib.contextmanager
 def collecting() -> Iterator[dict[str, Any]]:
-    """Collect the kernels that are compiled or found inside the context.
+    """Collect the kernels that are compiled, or found in a cache, inside the context.
 
     The dictionary maps the key of each kernel (:func:`compiled_folder.key_of`) to the compiled kernel.
     """

@@ -196,7 +196,7 @@ def store_scaled(y, place, end, m, call):
 def load_squares(part, m, first, parts, rows, squares):
     """Load the sums of squares that other programs stored for rows ``m`` [1, rows] of a tile.
 
-    The programs have the numbers ``first + part`` [n, 1]. Numbers of ``parts`` or more give 0.
+    The programs have the numbers ``first + part`` [n, 1]. If a number is not below ``parts``, its sums are 0.
     """
     at = (first + part) * rows + m
     return tl.load(squares + at, mask=first + part < parts, other=0.0, cache_modifier=".cg")

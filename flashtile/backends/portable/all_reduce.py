@@ -75,7 +75,7 @@ def pack_words(first, second, like, C: tl.constexpr):
 
 @triton.jit
 def arrived(message, inside, number, timeout_ns, C: tl.constexpr):
-    """Wait until all messages [SOURCES, BLOCK] carry call ``number``, then return their data."""
+    """Wait until all messages [SOURCES, BLOCK] carry the call's ``number``, then return their data."""
     if C.TIMED:
         began = tl.extra.cuda.globaltimer()
     given = tl.load(message, mask=inside, other=0, volatile=True)

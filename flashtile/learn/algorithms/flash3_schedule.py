@@ -93,7 +93,7 @@ def schedule(
 
 
 def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: bool) -> Iterator[Order]:
-    """Yield the products in the order of the tensor cores: S of a block and P V of the block before it."""
+    """Yield the products, S of a block and P V of the block before it, in the order of their execution."""
     for j in range(num_blocks + 1):
         turn = [("S", j), ("P V", j - 1)] if pipelined else [("P V", j - 1), ("S", j)]
         turn = [(label, block) for label, block in turn if 0 <= block < num_blocks]

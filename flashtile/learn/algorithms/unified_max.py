@@ -61,8 +61,8 @@ def forward(
 
     Args:
         phi: the unified maximum, chosen for a model from statistics of its scores.
-        bounds: limits of every scaled score minus phi. The default keeps exp, and sums over any realistic
-            sequence length, within the range of float32.
+        bounds: limits of every scaled score minus phi. With the default, exp stays within the range of
+            float32, and so does its sum over any realistic sequence length.
         num_splits: number of parts into which the keys are cut, as in :mod:`flash_decoding`.
 
     The other arguments are those of :func:`flashtile.algorithms.call.place`.

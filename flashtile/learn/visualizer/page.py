@@ -126,7 +126,7 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
 
 
 def small_inputs() -> dict[str, list[list[float]]]:
-    """Return the inputs q, k and v, (64, 4) each, of the runs that the page itself computes.
+    """Return q, k and v, (64, 4) each, the inputs of the runs that JavaScript computes in the page.
 
     The numbers have one decimal, so that readers can follow the runs by hand.
     """

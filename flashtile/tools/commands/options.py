@@ -86,7 +86,7 @@ def bad_models() -> Iterator[None]:
 
 
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
-    """Return the arguments of a command line with this command's parameters, updated by ``changed``."""
+    """Return the command line that gives this command its parameters, with those in ``changed`` replaced."""
     values, found = {**context.params, **changed}, []
     for parameter in context.command.params:
         value = values.get(parameter.name or "")

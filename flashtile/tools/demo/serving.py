@@ -54,7 +54,7 @@ def serve(model: Llama, folder: Path, seqlen: int, device: str, length: int = 64
 
     Args:
         seqlen: length of the longest text that the model was trained on.
-        length: most tokens of an answer.
+        length: maximum number of tokens of an answer.
 
     Raises:
         ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).

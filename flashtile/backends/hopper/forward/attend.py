@@ -79,11 +79,11 @@ def output_layout(C):
 
 @gluon.jit
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from, n_to, n_masked=0):
-    """Attend to blocks n_from - 1 down to n_to, without a mask.
+    """Attend to blocks n_from - 1 down to n_to, which need no mask by position.
 
-    Only a block mask (LISTED) is applied, to blocks n >= n_masked. Q K^T of each block overlaps P V of the
-    block before. ``p`` is P of block n_from. Block n_from - 1 is the ``i``-th in the channels of k and v.
-    Returns the new state, P of block n_to, and the new ``i``.
+    If there is a block mask (LISTED), it is applied to blocks n >= n_masked. Q K^T of each block overlaps P V
+    of the block before. ``p`` is P of block n_from. Block n_from - 1 is the ``i``-th in the channels of k and
+    v. Returns the new state, P of block n_to, and the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))

@@ -7,7 +7,6 @@ is killed.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import pickle
@@ -36,6 +35,8 @@ def compile_in_process(calls: Sources, target: Target, workers: int | None = Non
         OSError: the cache cannot be written.
         RuntimeError: the process failed.
     """
+    import fcntl  # Windows does not have it
+
     from flashtile.backends.common.compiled_folder import in_use
 
     task = pickle.dumps((calls if callable(calls) else list(calls), target, workers))

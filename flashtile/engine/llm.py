@@ -546,10 +546,18 @@ def _steps_of(
     """Return the arguments of :func:`flashtile.engine.step_calls.step_calls` for the models of a runner."""
     manager, model = runner.manager, runner.model
     limits = Limits(
-        manager.table.max_blocks * manager.block_size, manager.table.max_sequences, budget,
-        manager.block_size, runner.memory.k.shape[1], runner.memory.k.dtype, fp8, runner.capture is not None,
-        runner.max_verified, runner.has_siblings, runner.ranks.world,
-    )  # fmt: skip
+        max_model_len=manager.table.max_blocks * manager.block_size,
+        max_num_seqs=manager.table.max_sequences,
+        max_num_batched_tokens=budget,
+        block_size=manager.block_size,
+        num_blocks=runner.memory.k.shape[1],
+        cache_dtype=runner.memory.k.dtype,
+        fp8=fp8,
+        captured=runner.capture is not None,
+        verified=runner.max_verified,
+        siblings=runner.has_siblings,
+        world=runner.ranks.world,
+    )
     name = str(model.embedding.dtype).removeprefix("torch.")
     found = [(replace(model.config, dtype=name), limits, False)]
     if draft is not None:

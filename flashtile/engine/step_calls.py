@@ -13,20 +13,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flashtile.api.decode import copy_blocks
-from flashtile.compilation.ahead import compile_in_process
 from flashtile.compilation.calls import Call, Signature, calls_of
-from flashtile.compilation.compiling import Source, target_of
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.model import FEW_ROWS, Model, StepInput
 from flashtile.engine.parallel import Ranks
 from flashtile.engine.weights import Shard, parameters
 from flashtile.op.operation import remembering
+
+if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile
+    from flashtile.compilation.compiling import Source
 
 logger = logging.getLogger("flashtile.engine")
 
@@ -79,6 +81,9 @@ def warm_up(device: torch.device, models: Sequence[tuple[ModelConfig, Limits, bo
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return
+    from flashtile.compilation.ahead import compile_in_process
+    from flashtile.compilation.compiling import target_of
+
     begun = time.monotonic()
     try:
         done = compile_in_process(functools.partial(calls_of_all, models), target_of(device))

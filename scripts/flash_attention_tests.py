@@ -125,13 +125,7 @@ def suite(checkout: Path, number: int) -> original_tests.Suite:
 
 
 def main() -> int:
-    parser = original_tests.parser(__doc__.splitlines()[0])
-    parser.add_argument("--checkout", type=Path, help="folder of a checkout of Dao-AILab/flash-attention")
-    parser.add_argument("--suite", type=int, choices=tuple(FILES), help="2, 3 or 4: FlashAttention-2, 3 or 4")
-    options = parser.parse_args()
-    if not options.add and not (options.checkout and options.suite):
-        parser.error("expected --checkout and --suite, or --add")
-    return original_tests.main(options, lambda: suite(options.checkout, options.suite))
+    return original_tests.command(__doc__.splitlines()[0], "Dao-AILab/flash-attention", tuple(FILES), suite)
 
 
 if __name__ == "__main__":

@@ -384,6 +384,26 @@ def parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def command(
+    description: str, project: str, suites: Sequence[Any], suite: Callable[[Path, Any], Suite]
+) -> int:
+    """Run the command line of a script for one project, and return the exit code of :func:`main`.
+
+    Args:
+        description: first line of the script's help.
+        project: name of the repository.
+        suites: the choices of ``--suite``, all of one type.
+        suite: returns the suite of a checkout, by its choice.
+    """
+    options_of = parser(description)
+    options_of.add_argument("--checkout", type=Path, help=f"folder of a checkout of {project}")
+    options_of.add_argument("--suite", type=type(suites[0]), choices=suites, help="test files to run")
+    options = options_of.parse_args()
+    if not options.add and not (options.checkout and options.suite):
+        options_of.error("expected --checkout and --suite, or --add")
+    return main(options, lambda: suite(options.checkout, options.suite))
+
+
 def main(options: argparse.Namespace, suite: Callable[[], Suite]) -> int:
     """Choose cases, run them and print their results. Return the exit code.
 

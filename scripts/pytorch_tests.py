@@ -271,13 +271,7 @@ def suite(checkout: Path, name: str) -> original_tests.Suite:
 
 
 def main() -> int:
-    parser = original_tests.parser(__doc__.splitlines()[0])
-    parser.add_argument("--checkout", type=Path, help="folder of a checkout of pytorch/pytorch")
-    parser.add_argument("--suite", choices=tuple(FILES), help="door to test")
-    options = parser.parse_args()
-    if not options.add and not (options.checkout and options.suite):
-        parser.error("expected --checkout and --suite, or --add")
-    return original_tests.main(options, lambda: suite(options.checkout, options.suite))
+    return original_tests.command(__doc__.splitlines()[0], "pytorch/pytorch", tuple(FILES), suite)
 
 
 if __name__ == "__main__":

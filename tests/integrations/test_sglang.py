@@ -303,6 +303,8 @@ def test_steps_share_launches_and_do_not_synchronise(newest):
         most.append(made.forward_metadata.step.max_query_len)
     assert most == [32, 32]
     assert not made.needs_cpu_seq_lens
+    assert made.token_to_kv_pool is server.pool
+    assert made.req_to_token_pool is server.runner.req_to_token_pool
     batch = server.batch((2, 1, 1, 1, 1))
     batch.extend_seq_lens_cpu = None  # an upper bound is enough
     made.init_forward_metadata(batch)

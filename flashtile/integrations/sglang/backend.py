@@ -76,12 +76,16 @@ class Backend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         _refuse(model_runner)
-        self.pool, self.page_size = model_runner.token_to_kv_pool, model_runner.page_size
+        # SGLang's layers and runners read these two attributes of the backend.
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token_pool = model_runner.req_to_token_pool
+        self.page_size = model_runner.page_size
         self.kv_cache_dtype = model_runner.kv_cache_dtype
-        rows = model_runner.req_to_token_pool.req_to_token
+        rows = self.req_to_token_pool.req_to_token
         self.first_slots = rows[:, :: self.page_size]
         """(requests, pages) int32: the first slot of each page of each request."""
-        self.has_window_pool = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
+        pool = self.token_to_kv_pool
+        self.has_window_pool = isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
         self.invariant = bool(get_exec().deterministic.enable_deterministic_inference)
         self.min_queries = INVARIANT_QUERIES if self.invariant else 1
         self.row_starts = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
@@ -114,7 +118,7 @@ class Backend(AttentionBackend):
         window_table = window_slots = None
         if self.has_window_pool:
             window_table = self._window_pages(slots)
-            window_slots = self.pool.translate_loc_from_full_to_swa(forward_batch.out_cache_loc)
+            window_slots = self._window_slots(forward_batch.out_cache_loc)
         table = slots if self.page_size == 1 else slots.floor_divide_(self.page_size)
         self._use(lengths, table, window_table, window_slots, starts, tokens, most)
 
@@ -155,7 +159,7 @@ class Backend(AttentionBackend):
             window_table.copy_(self._window_pages(table))
             given = forward_batch.out_cache_loc
             window_slots = buffers.window_slots[: given.shape[0]]
-            window_slots.copy_(self.pool.translate_loc_from_full_to_swa(given))
+            window_slots.copy_(self._window_slots(given))
         if self.page_size > 1:
             table.floor_divide_(self.page_size)
         starts = self.row_starts[: requests + 1]
@@ -215,10 +219,11 @@ class Backend(AttentionBackend):
         assert metadata is not None
         if save_kv_cache and k is not None and v is not None:
             slots = KVWriteLoc.for_batch(forward_batch, swa_loc=metadata.window_slots)
-            self.pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
-        known = self.layers.get(layer.layer_id)
+            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
+        number = layer.layer_id
+        known = self.layers.get(number)
         if known is None:
-            known = self.layers[layer.layer_id] = self._layer(layer)
+            known = self.layers[number] = self._layer(layer)
         step = metadata.window_step if known.has_window_pool else metadata.step
         assert step is not None
         heads, dim_v = layer.tp_q_head_num, layer.v_head_dim
@@ -228,8 +233,8 @@ class Backend(AttentionBackend):
         known.attention.attend(
             q.view(-1, heads, layer.qk_head_dim),
             (
-                self._paged(self.pool.get_key_buffer(layer.layer_id), layer.qk_head_dim),
-                self._paged(self.pool.get_value_buffer(layer.layer_id), dim_v),
+                self._paged(self.token_to_kv_pool.get_key_buffer(number), layer.qk_head_dim),
+                self._paged(self.token_to_kv_pool.get_value_buffer(number), dim_v),
             ),
             out.view(-1, heads, dim_v),
             step,
@@ -260,10 +265,13 @@ class Backend(AttentionBackend):
             window_step.block_table = window_table
         self.forward_metadata = Metadata(step, window_step, window_slots)
 
+    def _window_slots(self, slots: Tensor) -> Tensor:
+        """Return the slots in the window's pool; -1 for those that have left the window."""
+        return self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+
     def _window_pages(self, first_slots: Tensor) -> Tensor:
-        """Return the pages of the window's pool. Pages that are gone, which no window reaches, become 0."""
-        slots = self.pool.translate_loc_from_full_to_swa(first_slots)
-        return (slots // self.page_size).clamp_(min=0).to(torch.int32)
+        """Return the pages in the window's pool. Pages that have left the window become 0."""
+        return (self._window_slots(first_slots) // self.page_size).clamp_(min=0).to(torch.int32)
 
     def _paged(self, buffer: Tensor, head_dim: int) -> Tensor:
         """Return a pool's buffer as (pages, page_size, heads_kv, head_dim), without a copy.
@@ -305,7 +313,9 @@ class Backend(AttentionBackend):
         return Layer(
             attention=attention,
             causal=layer.attn_type not in NOT_CAUSAL,
-            has_window_pool=self.has_window_pool and self.pool.layers_mapping[layer.layer_id][1],
+            has_window_pool=(
+                self.has_window_pool and self.token_to_kv_pool.layers_mapping[layer.layer_id][1]
+            ),
             k_scale=k_scale,
             v_scale=v_scale,
         )

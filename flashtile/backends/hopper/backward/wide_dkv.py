@@ -58,9 +58,9 @@ from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class DkvPointers(NamedTuple):
-    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks.
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for each that is not used.
 
-    They are int32 except for the slopes.
+    All but the slopes point to int32.
     """
 
     table: Any
@@ -236,7 +236,8 @@ def as_block_of(desc, tile):
 
 @gluon.jit
 def store_sums(C: gl.constexpr, desc, work, head, tile, sums, factor, schedule):
-    """Store the gradient in accumulators ``sums`` (:func:`zero_sums`), times ``factor``, by TMA."""
+    """Store a gradient by TMA: the tuple of accumulators ``sums`` (as from :func:`zero_sums`), scaled by
+    ``factor``."""
     store_gradient(C, 0, desc, work, head, tile, sums[0] * factor, schedule)
     if len(sums) > 1:
         store_gradient(C, 0, desc, work, head, tile, sums[1] * factor, schedule, sums[0].shape[1])

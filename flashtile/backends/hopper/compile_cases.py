@@ -94,7 +94,7 @@ _TYPE_OF = {name: type_name for type_name, names in TYPES.items() for name in na
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the case of the kernel that fills the tile table."""
+    """Yield the compile case of the kernel that fills the tile table."""
     if arch != HOPPER:
         return
     pointers = ("table", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
@@ -123,10 +123,10 @@ def attention_case(
     spill_budget: int,
     structures: Mapping[str, Any] = {},
 ) -> CompileCase:
-    """Return the case of a warp-specialised kernel.
+    """Return the compile case of a warp-specialised kernel.
 
-    ``views`` and ``structures`` give the types of its parameters by name. None in ``structures`` stands
-    for a parameter that the call lacks.
+    ``views`` and ``structures`` give the types of the kernel's parameters by name. In ``structures``, None
+    stands for a parameter that the call does not use.
     """
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {"C": variant}

@@ -79,7 +79,7 @@ def pack_of(problem: DecodeProblem) -> int:
 def packed(problem: DecodeProblem) -> DecodeProblem:
     """Return the problem for which work is scheduled.
 
-    It has one key head for each group of query heads that share a tile (:func:`pack_of`).
+    In this problem, each group of query heads that share a tile (:func:`pack_of`) has its own key head.
     """
     return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem))
 
@@ -103,8 +103,8 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
     """Return the number of programs of a stream-K grid.
 
     It is the number of programs that run at a time. This number is rounded down to a multiple of the number
-    of work tiles, unless fewer than MIN_FILLED of the programs would remain. Then programs that read the same
-    keys for different m_blocks read them at the same time.
+    of work tiles, unless fewer than MIN_FILLED of the programs would remain. With a multiple, programs that
+    read the same keys for different m_blocks read them at the same time.
     """
     problem = packed(problem)
     programs = multiprocessors(problem.device) * config.programs_per_sm

@@ -101,7 +101,7 @@ def _why(choice: Choice) -> str:
 def _refusals(choices: tuple[Choice, ...]) -> list[str]:
     """Return, for each backend that is preferred to the chosen one, the reason why it was refused.
 
-    A reason that does not hold for all operations names its operations.
+    If a backend was refused for only some of the operations, the text names these operations.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for choice in choices:

@@ -100,7 +100,7 @@ def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
 
 
 def check_with_functions(extras: OptionalTensors, options: Options) -> None:
-    """Raise NotImplementedError for an argument that cannot be combined with functions."""
+    """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
     if extras is NO_EXTRAS and options[OPTIONS_OF_ALL:] == _DEFAULTS:
         return
     for name in Options._fields[OPTIONS_OF_ALL:]:

@@ -94,7 +94,7 @@ def profile_scores(
     max_rows: int = 256,
     **keywords: Any,
 ) -> ScoreProfile:
-    """Find ``softmax_max`` for :func:`flashtile.flash_attn_with_kvcache`, and whether the scores allow one.
+    """Find ``softmax_max`` for :func:`flashtile.flash_attn_with_kvcache`, and say whether it is useful.
 
     Args:
         model_or_q: q (batch, seqlen_q, heads_q, head_dim), or a function, such as a module. If it is q,
@@ -226,7 +226,7 @@ class _Parts:
 
 
 def _best(means: Tensor, largest: Tensor, below: float, above: float) -> tuple[float, float]:
-    """Return (phi, share of parts out of range). phi is the maximum that keeps the most parts in range.
+    """Return (phi, share of parts out of range), for the ``softmax_max`` phi that keeps most parts in range.
 
     A part is 64 keys of a row. It is in range if its mean is at least ``phi - below`` and its largest score
     at most ``phi + above``.

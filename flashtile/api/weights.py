@@ -93,8 +93,8 @@ def attention_weights(
         lse: the log-sum-exp of that call (``return_lse=True``).
         form: "full" for every weight; "columns" for the sum of each key's weights over all rows of a head,
             which cache eviction policies use (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to 128
-            for that many of the largest in each row. The memory of the last two grows only linearly with the
-            sequence lengths.
+            for that many of the largest in each row. The memory for "columns" or an int grows only linearly
+            with the sequence lengths.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: those of the call that
             gave lse.
         softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: those of that call.

@@ -70,8 +70,8 @@ class CompiledFolder:
         """Read the index of a folder.
 
         Raises:
-            ValueError: ``path`` is not such a folder, others may write to it, or it was made by another
-                version of flashtile or Triton.
+            ValueError: ``path`` is not a folder made by ``flashtile compile``, others may write to it, or it
+                was made by another version of flashtile or Triton.
         """
         from flashtile import __version__
 

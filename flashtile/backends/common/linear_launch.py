@@ -80,7 +80,7 @@ def product_pointers(
     partial: Any = None,
     arrived: Any = None,
 ) -> ProductPointers:
-    """Return the structure of a kernel's tensors.
+    """Return the :class:`ProductPointers` of a launch.
 
     ``given`` is a ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``.
     """

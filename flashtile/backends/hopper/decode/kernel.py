@@ -358,7 +358,7 @@ def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
 def make_loads(C: gl.constexpr, channel, desc, source):
     """Return the :class:`KeyLoads` of k or v.
 
-    ``source`` locates k or v in memory. It is used only if GATHER, when there is no TMA descriptor.
+    ``source`` locates k or v in memory. It is used only if GATHER; TMA loads use ``desc``.
     """
     scales = make_scales(C)
     if C.GATHER:

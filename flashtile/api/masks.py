@@ -20,7 +20,7 @@ from flashtile.problems.mask_program import alibi, composed, parse
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
 
 ALLOWED_EXTRAS = ("alibi_slopes", "sink")
-"""The optional tensors that a call with functions may have, in addition to q, k and v."""
+"""The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
 
 _DEFAULTS = Options()[OPTIONS_OF_ALL:]
 _EVERYTHING = (True,)

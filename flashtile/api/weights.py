@@ -42,8 +42,8 @@ class TopWeights(NamedTuple):
     Attributes:
         weights: (batch, heads_q, seqlen_q, k), or (heads_q, total_q, k) with cu_seqlens; float32 (float64 for
             float64 inputs).
-        indices: int64, of the same shape: the keys of the weights, counted from the sequence's first. Where a
-            row sees fewer than k keys, the remaining weights are 0 and their indices -1.
+        indices: int64, of the same shape: the key of each weight, counted from 0 in its sequence. Where a row
+            sees fewer than k keys, the remaining weights are 0 and their indices -1.
     """
 
     weights: Tensor

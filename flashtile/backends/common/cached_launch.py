@@ -52,8 +52,8 @@ class CachedLaunch:
         config: number of warps and stages; None means NUM_WARPS warps.
         views: ``common.tma.View`` of each tensor that gets a TMA descriptor; these are the first tensors of a
             call. If a view is None, the kernel gets None instead of a descriptor, and calls pass no tensor.
-        pointers: NamedTuple type of the parameter that holds all other tensors; if None, each of them is a
-            parameter.
+        pointers: NamedTuple type of the parameter that holds all other tensors. If None, the kernel has a
+            parameter for each of the other tensors.
         options: further options of the compiler and of the launch.
     """
 

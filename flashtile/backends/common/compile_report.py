@@ -79,7 +79,7 @@ class CompileCase:
     """One kernel with all that decides its binary.
 
     Args:
-        name: of the kernel and its configuration, unique among the cases.
+        name: name of the kernel and its configuration, unique among the cases.
         kernel: a ``@triton.jit`` or Gluon function.
         signature: Triton's type ("*bf16", "i32", "fp32", a tensor descriptor's) of each argument that is not
             constant. Pointers are assumed to be aligned to 16 bytes, as torch's allocations are. A structure

@@ -3,9 +3,9 @@
 The name of a cache entry depends on the kernel's source and options, and on ``triton_key``: a digest of every
 file of Triton's compiler, including the 400 to 500 MB of libtriton.so. In Triton, each process computes that
 digest before its first launch. But file sizes and modification times suffice to tell whether files changed,
-as for a .pyc. So ``triton_key`` is stored in the cache under a digest of sizes and times. The entry's name is
-built from it as in Triton. All other cases fall back to Triton: no stored key, no entry of this name, an
-entry that cannot be read, or a Triton that names entries differently.
+as for a .pyc. So ``triton_key`` is stored in the cache under a digest of sizes and times. The name of the
+entry is then built from the stored ``triton_key``, as in Triton. All other cases fall back to Triton: no
+stored key, no entry of this name, an entry that cannot be read, or a Triton that names entries differently.
 """
 
 from __future__ import annotations

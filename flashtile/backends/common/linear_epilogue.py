@@ -1,8 +1,8 @@
 """Epilogues of a product y = x W^T, applied to its float32 sums and shared by all kernels of products.
 
 A *place* is an output column, or a pair of output columns. The plain epilogue has one sum per place, from one
-row of W. SwiGLU has two sums per place, because gate and up give one output. So has rotary embedding, which
-rotates a pair of columns. With two sums per place, the program computes both and ``HALVES`` is 2.
+row of W. SwiGLU has two sums per place, because gate and up give one output. Rotary embedding also has two
+sums per place, because it rotates a pair of columns. The program then computes both and ``HALVES`` is 2.
 
 The functions of this module create no tensors. Gluon kernels, whose tensors have layouts, can therefore call
 them as Triton kernels do.
@@ -44,7 +44,7 @@ class ProductPointers(NamedTuple):
     """Tensors of a product and of its epilogue; None for each that a call does not use."""
 
     x: Any
-    """The input. It is the product if torch.mm has computed it and the kernel only applies the epilogue."""
+    """The input. If torch.mm has computed the product, x is the product, to which the epilogue is applied."""
     w: Any
     y: Any
     norm_weight: Any

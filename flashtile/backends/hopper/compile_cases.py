@@ -151,7 +151,7 @@ def attention_case(
 
 
 def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
-    """Return the types of the fields that ``ForwardPointers`` and ``BackwardPointers`` have in common."""
+    """Return Triton's types of the fields that ``ForwardPointers`` and ``BackwardPointers`` both have."""
     given: Any = None if mods is None else "i32"
     if mods is not None and mods.ranks:
         given = types_of(CapturedTensors, "i32", tensor_0="*fp32", tensor_1="*i32")

@@ -53,8 +53,8 @@ from flashtile.problems.masks import MAX_CAPTURED
 
 SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
 """Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
-two groups at a time. More is faster if all blocks of keys cost the same. Less is faster under a causal mask,
-where heads complete later."""
+two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
+under a causal mask, where heads complete later."""
 SMALLEST_SCALE = 1e-6
 """Below this softmax_scale, lse in units of raw products would lose precision or overflow."""
 

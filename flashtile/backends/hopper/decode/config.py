@@ -65,7 +65,7 @@ class HopperDecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class HopperDecodeVariant(Layout, ModifierFlags):
-    """Everything that the kernel is compiled for: one constant of the kernel."""
+    """Compile-time parameters of the kernel, which takes them as one constexpr."""
 
     TANH_APPROX: ClassVar[bool] = False
     EVEN_N: ClassVar[bool] = False

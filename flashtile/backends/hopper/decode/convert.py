@@ -6,7 +6,7 @@ one instruction for two values. Queries and P are then float16. Rows of bfloat16
 power of two to fit float16's range, and their scores are multiplied by it.
 
 If each block of the cache has a scale, the scores of a key are multiplied by the scale of its block. Values
-are multiplied by theirs and rounded to the dtype of q; P then also has this dtype.
+are multiplied by the scale of their block and rounded to the dtype of q. P then also has this dtype.
 """
 
 from typing import Any, NamedTuple

@@ -72,7 +72,7 @@ class HopperDecodePointers(NamedTuple):
     softmax_max: Any
     qv: Any
     k_cache: Any
-    """None unless GATHER, as is v_cache: TMA loads have descriptors instead."""
+    """None unless GATHER, like ``v_cache``. TMA loads use descriptors instead."""
     v_cache: Any
 
 

@@ -166,7 +166,7 @@ def attention(
             gradients. GPU kernels write directly into contiguous memory that starts at a multiple of 16
             bytes; otherwise the result is copied. If ``lse`` is given, it is written even without
             ``return_lse``.
-        backend: "hopper", "portable" or "cpu" to require one; None lets dispatch choose (see
+        backend: "hopper", "portable" or "cpu" to require this backend. None lets dispatch choose (see
             ``flashtile.explain``).
 
     Returns:

@@ -371,7 +371,7 @@ def flash_attn_combine(
         backend: the backend to require.
 
     Returns:
-        (out, lse): shaped as one part of out_partial and of lse_partial.
+        (out, lse): out has the shape of ``out_partial[0]``, and lse that of ``lse_partial[0]``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.

@@ -130,7 +130,8 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
             device of its tensors. The tensors are then assumed to be aligned for that card's kernels.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as the call, for arguments that no backend could take.
+        TypeError, ValueError, NotImplementedError: the call's own error, if no backend could take its
+            arguments.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()

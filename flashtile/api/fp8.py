@@ -85,7 +85,7 @@ def quantize(
             tensor are clamped to the ends of the tables.
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
-        backend: "portable" or "cpu" to require one.
+        backend: "portable" or "cpu" to require this backend.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
@@ -201,7 +201,7 @@ def attention(
             are not quantised yet. Keys start at position 0, and queries are aligned to the bottom right, as
             masks are.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
-            :func:`flashtile.attention`. None means the values with which a tensor was quantised.
+            :func:`flashtile.attention`. None means the values that :func:`quantize` got for a tensor.
         softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, deterministic, backend: as for
             :func:`flashtile.attention`.
         sink: (heads_q,), float16, bfloat16 or float32.

@@ -42,7 +42,7 @@ def attend(
     Raises:
         TypeError: a function does not compile, or ``block_mask`` is not a block mask.
         ValueError: ``mask_mod`` and ``block_mask`` are both given, or too many tensors are captured.
-        NotImplementedError: an argument cannot be combined with functions.
+        NotImplementedError: an argument cannot be combined with score or mask functions.
     """
     check_with_functions(extras, options)
     check_tokens(mask_mod, q, k)
@@ -85,7 +85,7 @@ def takes_functions(extras: OptionalTensors, options: Options) -> bool:
 
 
 def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
-    """Return functions that apply ALiBi before ``score_mod``; the slopes become the last captured tensor."""
+    """Return ``given`` with ALiBi before its ``score_mod``. The slopes become the last captured tensor."""
     captured = *given.captured, slopes
     if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
         raise ValueError(

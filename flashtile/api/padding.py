@@ -101,7 +101,7 @@ def can_look(mask: Tensor) -> bool:
 
 
 def as_booleans(name: str, mask: Tensor) -> Tensor | None:
-    """Convert a boolean or additive mask of scores to one that is True where a query sees a key.
+    """Convert a boolean or additive mask of scores to a bool mask that is True where a query sees a key.
 
     An additive mask is 0 where a query sees a key and -inf elsewhere. The result is None for other values, or
     if :func:`can_look` forbids reading them. Reading waits for the device.

@@ -90,7 +90,7 @@ def attention_weights(
 
     Args:
         q, k: as for :func:`flashtile.attention`.
-        lse: the log-sum-exp of that call (``return_lse=True``).
+        lse: the log-sum-exp that a call of :func:`flashtile.attention` returned (``return_lse=True``).
         form: "full" for every weight; "columns" for the sum of each key's weights over all rows of a head,
             which cache eviction policies use (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to 128
             for that many of the largest in each row. The memory for "columns" or an int grows only linearly

@@ -119,9 +119,9 @@ class CachedLaunch:
             self._compile(device, tensors)
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
-        """Launch by Triton's own path, which compiles if necessary, and keep the compiled kernel."""
+        """Launch through Triton, which compiles the kernel if necessary, and keep the compiled kernel."""
         compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
-        if compiled is not None:  # None from the interpreter
+        if compiled is not None:  # Triton's interpreter returns None
             # The index comes first: another thread that sees ``_run`` must also see ``_index``.
             self._index = device.index
             self._run = compat.launcher(

@@ -248,7 +248,7 @@ def report(case: CompileCase, arch: str) -> CompileReport:
 def reports(cases: Iterable[CompileCase], arch: str, jobs: int | None = None) -> Iterator[CompileReport]:
     """Yield the reports of all cases, in order, each as soon as it is ready.
 
-    Threads suffice: Triton's passes, LLVM and ptxas run without Python's lock.
+    Threads suffice, because Triton's passes, LLVM and ptxas run without the GIL.
 
     Args:
         jobs: number of cases that are compiled at a time; None is the number of CPU cores.

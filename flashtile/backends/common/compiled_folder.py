@@ -159,8 +159,8 @@ def use_compiled(path: str | os.PathLike[str]) -> CompiledFolder:
 
     Raises:
         TypeError: ``path`` is not a path.
-        ValueError: ``path`` is not such a folder, others may write to it, or it was made by another
-            version of flashtile or Triton.
+        ValueError: ``path`` is not a folder made by ``flashtile compile``, others may write to it, or it was
+            made by another version of flashtile or Triton.
 
     Examples:
         >>> flashtile.use_compiled("/nowhere")

@@ -63,7 +63,7 @@ def split_pairs(pairs, IN_SOFTWARE: tl.constexpr):
     """Convert pairs of e4m3, stored as uint16, to float16, exactly. Return (the low bytes, the high bytes).
 
     The hardware converts two adjacent bytes at a time. A 32-bit register holds two pairs. One permutation
-    makes its two low bytes adjacent, and its two high bytes. Two instructions then convert them.
+    makes the two low bytes adjacent, and also the two high bytes. Two instructions then convert them.
 
     e4m3 is loaded as pairs because the loads of tensor-core operands can transpose tiles of 16-bit elements.
     """

@@ -304,7 +304,7 @@ class Chunk:
     ) -> Tensor:
         """Return a tile of scores (sequences * heads_kv, group * rows, keys), -inf where hidden.
 
-        ``added``, if given, is added to the scores. It has one value per row, and the last dimension 1.
+        ``added`` (sequences * heads_kv, group * rows, 1) is added to the scores, if given.
         """
         tile = self.tile("scores", q.shape[1], len(keys))
         k = self.k[:, keys.start : keys.stop].mT

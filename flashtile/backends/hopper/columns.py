@@ -97,7 +97,7 @@ def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = T
 
 @gluon.jit
 def zero_sums(HEAD_DIM: gl.constexpr):
-    """Return zeros, float32, as a tuple of accumulators of a warpgroup.
+    """Return a tuple of accumulators of a warpgroup, float32 and set to zero.
 
     There is one accumulator, [64, HEAD_DIM rounded up to 64]. For 192 columns there are two, [64, 128] and
     [64, 64].

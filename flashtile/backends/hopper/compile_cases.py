@@ -165,7 +165,7 @@ def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
 
 
 def schedule_types(structure: Any, variant: Any) -> Any:
-    """Return the types of the fields of ``structure``, ``ForwardSchedule`` or ``BackwardSchedule``."""
+    """Return Triton's types of the fields of ``ForwardSchedule`` or ``BackwardSchedule``."""
     of_bias, of_dropout = ("i32" if given else None for given in (variant.HAS_BIAS, variant.HAS_DROPOUT))
     return types_of(structure, "i32", bias_batch=of_bias, bias_heads=of_bias, drop_threshold=of_dropout)
 

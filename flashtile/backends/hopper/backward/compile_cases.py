@@ -123,8 +123,10 @@ def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterato
 
 
 def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
-    """Yield the case of ``backward_kernel`` with a modifier. A bias of dense sequences has a second case, in
-    which the kernel writes dS as the bias's gradient."""
+    """Yield the compile case of ``backward_kernel`` with a modifier.
+
+    A bias of dense sequences has a second case, in which the kernel writes dS as the bias's gradient.
+    """
     shared = bias_of(problem)
     biases = [shared]
     if shared is not None and not problem.varlen:

@@ -104,9 +104,9 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     All blocks of a head come before those of the next head, so programs that run at the same time read the
     same query rows. There are two exceptions:
 
-    * With DETERMINISTIC, each ``swizzle`` heads are interleaved: consecutive work tiles belong to different
-      heads. Neighbouring blocks of one head add to the same rows of dQ in a fixed order. If programs started
-      them at the same time, one would have to wait for the other.
+    * With DETERMINISTIC, groups of ``swizzle`` heads are interleaved: consecutive work tiles belong to
+      different heads of a group. Neighbouring blocks of one head add to the same rows of dQ in a fixed order.
+      If programs started them at the same time, one would have to wait for the other.
     * Under a causal mask, the last ``swizzle`` heads are interleaved. Otherwise the longest blocks of the
       last head would start when all other work is done.
     """

@@ -113,7 +113,7 @@ def from_chunks(x, layout: gl.constexpr):
 
 @gluon.jit
 def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, statistics, schedule):
-    """Load block ``m`` of q or dO of query head ``g`` of the group, and its -lse or -delta, by TMA.
+    """Load block ``m`` of q or dO of query head ``g``, and the -lse or -delta of its rows, by TMA.
 
     This is the ``i``-th write to the channel ``ring``.
     """
@@ -188,7 +188,7 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, num
     q.release(i)
     if C.MASKED and cut:
         p = mask(C, 0, p, m, work, schedule, s_layout)
-    # dS / dP: P, times the soft-cap's derivative.
+    # dS is the product of these weights and (dP - delta).
     slot = weights.acquire(i)
     weights.tiles.index(slot).store(in_chunks(to_16_bit(p * softcap_grad, dtype)))
     mbarrier.arrive(weights.full.index(slot), count=1)

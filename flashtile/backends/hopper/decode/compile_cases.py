@@ -138,7 +138,7 @@ def _combine_case(problem: DecodeProblem, config: HopperDecodeConfig) -> Compile
 def _small_case(
     name: str, kernel: Any, signature: dict[str, Any], constants: dict[str, Any], num_warps: int = NUM_WARPS
 ) -> CompileCase:
-    """Case of a kernel without matrix products."""
+    """Return the compile case of a kernel without matrix products."""
     return CompileCase(
         name=name,
         kernel=kernel,

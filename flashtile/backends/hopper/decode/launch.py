@@ -85,12 +85,12 @@ def packed(problem: DecodeProblem) -> DecodeProblem:
 
 
 def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """:func:`portable.decode.plan.is_stream_k` of the :func:`packed` problem."""
+    """Return :func:`portable.decode.plan.is_stream_k` for the :func:`packed` problem."""
     return shares_blocks(packed(problem), config)
 
 
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Return the number of keys per TMA load, which are contiguous in memory: a power of two.
+    """Return the number of keys per TMA load, a power of two. These keys are contiguous in memory.
 
     For a kernel that copies keys one by one, without TMA, the result is BLOCK_N.
     """
@@ -192,7 +192,7 @@ def recorded_variant(
 
 
 def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
-    """Return (variant, warps) of the kernel that combines work tiles which the queue's table divides."""
+    """Return (variant, warps) of the kernel that combines divided work tiles (:func:`divides`)."""
     num_warps = 4
     rows = COMBINE_TILES[num_warps] // padded(problem.head_dim_v) // DIVIDED_SPLITS
     tile = CombineTile(rows, DIVIDED_SPLITS, num_warps)
@@ -335,7 +335,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """Return the launch that combines the work tiles which the queue's table divides."""
+        """Return the launch that combines divided work tiles (:func:`divides`)."""
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
         programs = COMBINING_PROGRAMS * multiprocessors(self._device)
@@ -344,7 +344,7 @@ class HopperDecodeLaunch(DecodeLaunch):
 
 
 def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num_warps: int) -> CachedLaunch:
-    """Return the launch of a combining kernel. All of them take the pointers of the portable one."""
+    """Return the launch of a combining kernel, which takes the pointers of the portable combining kernel."""
     return CachedLaunch(
         kernel,
         programs,

@@ -53,9 +53,9 @@ class _Kept:
         """Digest of the source of the kernel and of all functions it calls, and of the constants they use.
 
         Triton's own digest also depends on the order in which a process first compiles its kernels. If a
-        kernel is hashed before the functions that it calls, the digest lacks their constants. And constants
-        of equal names are sorted by address. So a process might not find a kernel in the cache that another
-        process had compiled.
+        kernel is hashed before the functions that it calls, the digest lacks their constants. Constants of
+        equal names are sorted by address, which differs between processes. So a process might not find a
+        kernel in the cache that another process had compiled.
         """
         key = self.__dict__.get("_key")
         if key is None:

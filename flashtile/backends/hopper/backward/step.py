@@ -33,7 +33,7 @@ class StepState(NamedTuple):
 def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
     """Start the product dS K for warpgroup W's half of dQ, and return its accumulator.
 
-    The half is half of the columns with BLOCK_M 64, and 64 of the rows with BLOCK_M 128. The product is
+    With BLOCK_M 64 the half has half of the columns. With BLOCK_M 128 it has 64 of the rows. The product is
     asynchronous: wait for it before the accumulator is used.
     """
     COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D

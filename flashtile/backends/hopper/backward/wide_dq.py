@@ -245,8 +245,8 @@ def dq_kernel(
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)
-    # With 256 columns, q and dO leave shared memory for three blocks of keys: two of k, which is needed for
-    # longer, and one of v.
+    # With 256 columns, q and dO leave shared memory for three blocks of k and v: two of k, which is needed
+    # for longer, and one of v.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
     channels = DqTiles(q, do, k, v)

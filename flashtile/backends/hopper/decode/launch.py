@@ -358,9 +358,10 @@ def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num
 
 
 class Attend:
-    """Launches the attention kernel and, before it, the kernel that fills the table of a work queue.
+    """Launches the attention kernel.
 
-    Calls have the signature of the portable kernel's launch.
+    If it has a work queue, the kernel that fills the queue's table is launched first. Calls have the
+    signature of the portable kernel's launch.
     """
 
     def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, gathers: bool) -> None:

@@ -148,7 +148,7 @@ def all_reduce_kernel(
 
 
 def memory_words(ranks: int, capacity: int) -> int:
-    """Number of 64-bit words in the memory of a rank, for parts of up to ``capacity`` 32-bit words."""
+    """Number of 64-bit words of a rank's communication memory, for parts of ``capacity`` 32-bit words."""
     return 2 * ranks * capacity
 
 

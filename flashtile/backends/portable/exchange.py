@@ -126,7 +126,7 @@ def exchange_variant(ranks: int, capacity: int, head_dim: int) -> ExchangeVarian
 
 
 def memory_words(variant: ExchangeVariant) -> int:
-    """Number of 32-bit words in the memory of a rank."""
+    """Number of 32-bit words of a rank's communication memory."""
     return 2 * variant.RANKS * (variant.PROGRAMS + variant.SLOT)
 
 

@@ -78,7 +78,7 @@ def choose(problem: Fp8Problem) -> Fp8Config:
 
 
 def every_row() -> Iterator[tuple[int, int, bool, bool, Fp8Config]]:
-    """Yield (padded head_dim, padded head_dim_v, windowed, v transposed, config) of each row."""
+    """Yield (padded head_dim, padded head_dim_v, windowed, v transposed, config) of each table entry."""
     for (size, windowed, v_transposed), config in _TABLE.items():
         yield size, size, windowed, v_transposed, config
     for (block_d, block_dv), config in _UNEQUAL.items():

@@ -135,7 +135,7 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
         load_keys(C, k_desc, work, n, k.full.index(slot), k.tiles.index(slot))
         if not C.V_TRANSPOSED:
             load_values(C, v_desc, work, n, i, v, v_rows)
-            if i > 0:  # before q is loaded, because consumers free q's slot only after block i - 1
+            if i > 0:  # must precede q.acquire: consumers free q's slot after block i - 1
                 transpose_values(C, i - 1, v, v_rows)
         if n == n_end - 1:  # after the first keys, whose load need not wait for a free slot of q
             slot = q.acquire(j)

@@ -101,8 +101,11 @@ def copy_layout(C, dtype):
 
 @gluon.constexpr_function
 def ring_layout(C, dtype):
-    """Swizzled layout of a slot. Four threads read 4 * K_WIDTH adjacent elements of a row at a time; in
-    adjacent rows these lie in different banks."""
+    """Swizzled shared-memory layout of a slot of the ring.
+
+    Four threads read 4 * K_WIDTH adjacent elements of a row at a time. The swizzle places these elements of
+    adjacent rows in different banks.
+    """
     unit = 4 * C.K_WIDTH
     units = C.BLOCK_K // unit
     per_line = BANK_BYTES.value * 8 // (unit * dtype.primitive_bitwidth)
@@ -166,7 +169,7 @@ def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
 
 @gluon.jit
 def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
-    """Start copies of a chunk of a tile's rows of W and, if NORM, of the norm's weights."""
+    """Start to copy a chunk of W, for the rows of one tile, and, if NORM, a chunk of the norm's weights."""
     copy(pointers.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
     if E.NORM:
         columns = columns_of(C, pointers.norm_weight.dtype.element_ty)

@@ -78,7 +78,7 @@ def as_online(acc, row_max, row_sum):
     """Return (acc, row_max, row_sum) rescaled so that row_sum is 1 and row_max is the log-sum-exp in base 2.
 
     Rows without keys keep row_sum 0. A sink or the results over other keys can then be added, even if their
-    scores are far from phi.
+    scores are far from phi, the number that was subtracted from scores.
     """
     empty = row_sum == 0.0
     total = tl.where(empty, 1.0, row_sum)

@@ -397,7 +397,8 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         row_start, min(row_start + BLOCK_M, len_q), offset, len_k, lengths.window_left, lengths.window_right,
         C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    # Three runs: the window's left edge; blocks within it; its right edge or the end of the sequence.
+    # Three ranges of blocks: the left edge of the window, blocks within the window, and the right edge or the
+    # end of the sequence.
     for RUN in tl.static_range(3):
         if RUN != 0 or C.HAS_LEFT:
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)

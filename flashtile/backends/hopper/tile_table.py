@@ -14,7 +14,8 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 
 CHUNK = 256
-"""Number of sequences that a program compares with its own at a time; also of rows written at a time."""
+"""Sequences that a program compares with its own at a time, and rows of the table that it writes at a
+time."""
 
 
 @triton.jit

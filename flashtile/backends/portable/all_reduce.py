@@ -96,8 +96,9 @@ def all_reduce_kernel(
     """Add the parts of all ranks, in the same order on each rank, plus ``residual``. Grid: (PROGRAMS,).
 
     part, residual and out have ``words`` words of 32 bits. With RESULT = JOIN, part is (rows, columns) words
-    and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks' memories.
-    ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of a graph.
+    and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of each rank's
+    communication memory. ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of
+    a graph.
 
     Calls alternate between two slots: call n + 2 writes to the slot of call n. A rank starts call n + 2 after
     its own call n + 1 has ended. That call has waited for the parts of all other ranks, so all of them have

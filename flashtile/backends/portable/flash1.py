@@ -85,7 +85,10 @@ def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths",))
 def flash1_kernel(pointers, strides, lengths, softmax_scale, C: tl.constexpr):
-    """Grid: (heads * batch,). q, k, v (batch, seqlen, heads, head_dim) with any strides, out contiguous.
+    """Compute out of one head per program.
+
+    Grid: (heads * batch,). q, k, v are (batch, seqlen, heads, head_dim) with any strides, and out is
+    contiguous.
 
     partial [batch, num_heads_q, seqlen_q, HEAD_DIM_V], row_max and row_sum [batch, num_heads_q, seqlen_q] are
     fp32. The caller fills them with 0, -inf and 0. After the last key block, the output is written to out.

@@ -359,7 +359,7 @@ def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num
 
 
 class Attend:
-    """Launches the attention kernel, after the kernel that fills its queue's table if it has a queue.
+    """Launches the attention kernel, and before it the kernel that fills the table of its work queue, if any.
 
     Calls have the signature of the portable kernel's launch.
     """

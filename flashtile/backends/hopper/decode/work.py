@@ -28,11 +28,12 @@ PART_COST = tl.constexpr(3.0)
 COMBINE_COST = tl.constexpr(8.0)
 """Cost of storing partial results and combining them, in n_blocks."""
 PARTS = tl.constexpr(65536)
-"""A row of the table stores two integers in one: PARTS * (number of parts) + (index of the part)."""
+"""A row of the work queue's table stores two integers in one: PARTS * (number of parts) + (index of the
+part)."""
 
 
 class TablePointers(NamedTuple):
-    """Tensors of the kernel that fills the table; None for each that a call does not use."""
+    """Tensors of the kernel that fills the work queue's table; None for each that a call does not use."""
 
     partial: Any
     cache_seqlens: Any
@@ -59,7 +60,7 @@ def start_dependents():
 
 @triton.jit
 def wait_for_table():
-    """Wait for the end of the kernel that fills the table."""
+    """Wait for the end of the kernel that fills the work queue's table."""
     tl.extra.cuda.gdc_wait()
 
 

@@ -149,9 +149,9 @@ def block_scores(
 def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, state, i, n_from, n_to):
     """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, which an edge of the mask cuts.
 
-    Returns the new state and the new ``i``. Q K^T and P V do not overlap here, because such blocks are few.
-    To overlap them, this loop would have to pass P to the loop over unmasked blocks, and both loops would
-    repack P in every step.
+    ``i`` counts the key blocks that have passed through the channels of k and v. Returns the new state and
+    the new ``i``. Q K^T and P V do not overlap here, because such blocks are few. To overlap them, this loop
+    would have to pass P to the loop over unmasked blocks, and both loops would repack P in every step.
     """
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH))
@@ -176,7 +176,8 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     """Attend to all ``blocks`` (:class:`~flashtile.backends.hopper.forward.schedule.OwnBlocks`) of a tile.
 
     Blocks under the right edge of the mask come first, then those that every row sees, then those under the
-    left edge. Returns the new state and the new ``i``. Without HAS_LEFT, the last P V is still in flight.
+    left edge. ``i`` counts the key blocks that have passed through the channels of k and v. Returns the new
+    state and the new ``i``. Without HAS_LEFT, the last P V is still in flight.
     """
     begin, end, full_begin, full_end = blocks
     CUTS_FIRST: gl.constexpr = C.HAS_RIGHT or C.HAS_TREE or (C.HAS_CUTS and not C.LISTED)

@@ -39,7 +39,7 @@ _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
 _TELLING = {("mods", "block mask", 64), ("dropout", "causal", 128), ("bias", "causal", 64)}
 """Cases with modifiers that every run of the tests compiles; the other cases differ little from them."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-"""Sequence lengths that together select every row of the table."""
+"""Sequence lengths that together select every entry of the table of configurations."""
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:

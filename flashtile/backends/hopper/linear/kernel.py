@@ -1,8 +1,9 @@
 """Flat products for Hopper, y [M, N] = x [M, K] W [N, K]^T with up to 16 rows of x (FlashDecoding++, Hong et
 al. 2023, arXiv:2311.01282, section 4). Reading W takes most of the time, so memory should never be idle:
 
-* All programs read equally many rows of W, divided into tiles of equal size. Their numbers of rows differ by
-  at most one *place*: an output column, or a pair of them (``common.linear_epilogue``). Within a tile, each
+* All programs read nearly the same number of rows of W, in tiles of nearly the same size. Programs, and
+  tiles, differ by at most one *place*: an output column, or a pair of them (``common.linear_epilogue``).
+  Within a tile, each
   warp multiplies a part of K. The sums of the warps are added at the end of the tile, in a fixed order.
 * A ring of asynchronous copies continues across the boundaries of tiles.
 * Under programmatic dependent launch the kernel loads its first weights before it waits for the previous
@@ -62,7 +63,7 @@ class FlatVariant:
     AHEAD: bool
     """Whether weights may be loaded before the previous kernel has ended."""
     K_WIDTH: int
-    """Adjacent elements in K per thread in the operands' layout: 2, or 4 if W is e4m3."""
+    """Number of adjacent elements along K that a thread holds of an operand: 2, or 4 if W is e4m3."""
 
 
 class FlatRing(NamedTuple):

@@ -285,7 +285,9 @@ def attend_split(program, call, C: tl.constexpr):
 
 @kernel(do_not_specialize=("outer", "lengths", "num_blocks", "splits"))
 def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits, C: tl.constexpr):
-    """Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
+    """Attend to a cache: each program writes out and lse of whole work tiles, and otherwise partial results.
+
+    Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
 
     q is (batch, seqlen_q, heads_q, HEAD_DIM), or (total_q, heads_q, HEAD_DIM) when VARLEN. Caches are (rows,
     capacity, heads_kv, ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out is like q, with HEAD_DIM_V

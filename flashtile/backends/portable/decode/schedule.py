@@ -7,11 +7,11 @@ an m_block and a key/value head.
 
 If STREAM_K, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads.
 Keys of these heads are adjacent in memory and are read at about the same time. The n_blocks of all work tiles
-are flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
-equal, contiguous share of that sequence for any lengths, as stream-K does for matrix products (Osama et al.
-2023, arXiv:2301.03598). So a long sequence among short ones is divided over many teams. A share may begin and
-end within work tiles. So a program leaves at most two partial results: one for a tile that an earlier team
-began, and one for a tile that a later team continues.
+are flattened into one list, ordered by m_block, then by group of heads, then by key. Every team takes an
+equal, contiguous share of that list for any lengths, as stream-K does for matrix products (Osama et al. 2023,
+arXiv:2301.03598). So a long sequence among short ones is divided over many teams. A share may begin and end
+within work tiles. So a program leaves at most two partial results: one for a tile that an earlier team began,
+and one for a tile that a later team continues.
 
 If not STREAM_K, each work tile is cut into splits that depend on its own length only. So its result is
 independent of the rest of the batch.
@@ -217,7 +217,7 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Return how many of the n_blocks that teams share belong to each m_block, [SCAN_BLOCK].
+    """Return how many n_blocks of the list that the teams share belong to each m_block, [SCAN_BLOCK].
 
     This is the number of n_blocks of the m_block times the number of groups of HEADS_PER_TEAM heads.
     """
@@ -284,8 +284,9 @@ def stream_k_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY
     """Return where the share of ``team`` begins: (total, position, m_block, m_block_start).
 
     ``total`` is the number of n_blocks of all shares. ``position`` is the index of the team's first n_block
-    among them. ``m_block`` is the m_block that contains this n_block. The first n_block of ``m_block`` is at
-    position ``m_block_start``. ``index``: the integers from 0 to SCAN_BLOCK (exclusive), in any layout.
+    in the list of these n_blocks. ``m_block`` is the m_block that contains this n_block. The first n_block of
+    ``m_block`` is at position ``m_block_start``. ``index``: the integers from 0 to SCAN_BLOCK (exclusive), in
+    any layout.
     """
     m_block = team * 0
     m_block_start = team * 0
@@ -316,9 +317,9 @@ def work_tile_at(
 ):  # fmt: skip
     """Return the work tile that a program processes at ``position``.
 
-    ``position`` is an index among the n_blocks that all teams share. The result is (work tile, index of the
-    n_block within the work tile, position where the m_block ends). The m_block's first n_block is at position
-    ``m_block_start``.
+    ``position`` is an index in the list of n_blocks that the teams share. The result is (work tile, index of
+    the n_block within the work tile, position where the m_block ends). The m_block's first n_block is at
+    position ``m_block_start``.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     m_block = tl.minimum(m_block, lengths.m_blocks - 1)

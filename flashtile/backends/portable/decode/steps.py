@@ -34,7 +34,8 @@ class ScoreRows(NamedTuple):
     """Pointers to the tokens' rows of the tree mask."""
     len_q: Any
     left: Any
-    """Most keys that a token sees before its position, and ``right`` after it: scalars, or [BLOCK_M, 1]."""
+    """Maximum number of keys that a token sees before its position; ``right``: after it. Scalars or [BLOCK_M,
+    1]."""
     right: Any
 
 

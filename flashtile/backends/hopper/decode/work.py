@@ -54,7 +54,7 @@ def behind_partials(partial, splits, C: tl.constexpr):
 
 @triton.jit
 def start_dependents():
-    """Allow the next kernel of the stream to start. That kernel itself waits for the end of this one."""
+    """Allow the next kernel of the stream to start. It waits for the end of this kernel by itself."""
     tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -79,7 +79,7 @@ def output_layout(C):
 
 @gluon.jit
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from, n_to, n_masked=0):
-    """Attend to blocks n_from - 1 down to n_to, which need no mask by position.
+    """Attend to blocks n_from - 1 down to n_to, which no edge of the mask cuts.
 
     If there is a block mask (LISTED), it is applied to blocks n >= n_masked. Q K^T of block n overlaps P V of
     block n + 1, the block of the previous iteration. ``p`` is P of block n_from. Block n_from - 1 is the

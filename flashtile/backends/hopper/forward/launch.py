@@ -96,8 +96,8 @@ def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
 def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
     """Whether work tiles come from the work queue.
 
-    They do for packed sequences. With ``config.QUEUED``, they also do for sequences of at least
-    ``config.paired_below`` keys under a mask with only a right edge.
+    Work tiles of packed sequences always come from the queue. With ``config.QUEUED``, so do those of
+    sequences of at least ``config.paired_below`` keys, under a mask with only a right edge.
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     one_edge = right != UNLIMITED and left == UNLIMITED
@@ -129,7 +129,7 @@ def variant_of(
     queued = has_queue and takes_from_queue(problem, config)
     paired = right != UNLIMITED and short and not alone
     flags = modifier_flags(problem, fixed=False)
-    if has_natural_scores(problem):  # the softmax scales such scores
+    if has_natural_scores(problem):  # the softmax itself scales scores in natural units
         scaled = False
     if problem.mods is not None:
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)

@@ -196,7 +196,7 @@ def query_blocks(C: gl.constexpr, work, schedule):
 
 @gluon.jit
 def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
-    """Return the :class:`WorkTile` of an index: from the table of packed sequences, or by arithmetic."""
+    """Return the :class:`WorkTile` of an index. For packed sequences it is read from the tile table."""
     if C.VARLEN:
         row = pointers.table + (1 + tile_index // schedule.num_heads) * TABLE_WIDTH
         return WorkTile(
@@ -229,10 +229,10 @@ def key_blocks(
     first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return (begin, end), the blocks of keys that some of the rows see (:func:`key_range`).
+    """Return (begin, end), the blocks of keys that at least one of the rows sees (:func:`key_range`).
 
-    There is at least one block. If the rows see no key, it is the block past the last key, which loads as
-    zeros and is masked as a whole.
+    There is at least one block. If the rows see no key, the result is the block past the last key, which
+    loads as zeros and is masked as a whole.
     """
     begin, end, _, _ = key_range(first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
     n_begin = begin // BLOCK_N
@@ -372,7 +372,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # otherwise each launch has a new counter, because resetting it costs spills
+        if C.HAS_MODS:  # without modifiers each launch has a new counter: a reset costs spills
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

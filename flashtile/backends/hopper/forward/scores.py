@@ -99,7 +99,7 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
     """Return the scores of block ``n``, with -inf where a row does not see a key.
 
-    These are keys outside [first_key, last_key] and keys that a tree mask or MASK_MOD hides. ``is_full`` says
+    A row sees the keys in [first_key, last_key] that neither a tree mask nor MASK_MOD hides. ``is_full`` says
     that a block mask lists the block as full, so that MASK_MOD hides none of its keys.
     """
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]

@@ -52,7 +52,7 @@ class BiasSizes(NamedTuple):
 
 @triton.jit
 def is_reached(row_start, key_start, sequence, call, C: tl.constexpr):
-    """Return whether a row of a tile may see a key of the tile, judged by lengths, window and chunks.
+    """Return whether any row of a tile may see any of its keys, judged by lengths, window and chunks.
 
     The tile has BLOCK_M rows from ``row_start`` on and BLOCK_N keys from ``key_start`` on.
     """

@@ -69,7 +69,7 @@ def block_at(start, sequence, head, call, C: tl.constexpr):
 
 @triton.jit
 def queries_of(sequence, head, call):
-    """Return the :class:`Matrix` of the sequence's queries of ``head``."""
+    """Return the queries of ``head`` in a sequence, as a :class:`Matrix`."""
     return head_of(call.pointers.q, call.strides.q, sequence.b, sequence.start_q, head, sequence.len_q)
 
 

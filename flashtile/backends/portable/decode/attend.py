@@ -224,8 +224,8 @@ def attend_balanced(program, call, C: tl.constexpr):
         tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C
     )
     end = share_start(team + 1, teams, total)
-    # The first iteration is not checked. So values that do not depend on the lengths are computed while the
-    # lengths are loaded.
+    # The condition is not checked before the first iteration. So values that do not depend on the lengths are
+    # computed while the lengths are loaded.
     more = tl.full([], True, tl.int1)
     while more:
         work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)

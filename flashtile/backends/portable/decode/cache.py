@@ -128,7 +128,7 @@ def find_faults(cache, first, last, keys, C: tl.constexpr):
     """
     faults = cache.fault
     if C.faults_ahead:
-        # Loads per round; taller tiles have registers for only one.
+        # Number of loads per round. Taller tiles have registers for only one load.
         ROUNDS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
         BLOCK_N: tl.constexpr = C.BLOCK_N
         start = first * BLOCK_N

@@ -186,7 +186,7 @@ def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C:
 def load_page_scales(cache, page, outer, C: tl.constexpr):
     """Load the scales of k and v by page: scalars if an n_block lies in one page, else one number per key.
 
-    The latter are [1, BLOCK_N] for k and [BLOCK_N, 1] for v.
+    The numbers per key are [1, BLOCK_N] for k and [BLOCK_N, 1] for v.
     """
     k_scale = tl.load(cache.k_descale + page.to(tl.int64) * outer.k_descale_stride)
     v_scale = tl.load(cache.v_descale + page.to(tl.int64) * outer.v_descale_stride)

@@ -85,7 +85,7 @@ def packed(problem: DecodeProblem) -> DecodeProblem:
 
 
 def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """:func:`portable.decode.plan.is_stream_k` of the :func:`packed` problem."""
+    """Whether programs share all n_blocks of the :func:`packed` problem equally (stream-K)."""
     return shares_blocks(packed(problem), config)
 
 

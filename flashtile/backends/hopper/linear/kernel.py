@@ -126,7 +126,7 @@ def tiles_of(program, programs, places, C: gl.constexpr):
 
 @gluon.jit
 def edge_of(tiles, t):
-    """Return the first place of tile ``t``."""
+    """Return the first place (output column, or pair of columns) of tile ``t``."""
     return tiles.begin + tiles.places * t // tiles.count
 
 

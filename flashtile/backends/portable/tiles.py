@@ -22,10 +22,11 @@ def block_range(
     HAS_AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return which blocks of the other sequence are in the window of positions ``start`` to ``end`` - 1.
+    """Return the key blocks in the window of query positions ``start`` to ``end`` - 1, or vice versa.
 
     The window of position i covers positions ``i + offset - back`` to ``i + offset + ahead`` of the other
-    sequence, which has ``length`` positions. Returns (first, full_first, full_last, last):
+    sequence (keys for a query, queries for a key), which has ``length`` positions. Returns (first,
+    full_first, full_last, last):
 
     - Blocks [first, last) are in the window of at least one position.
     - Blocks [full_first, full_last) are in the windows of all positions and within the sequence, so they need

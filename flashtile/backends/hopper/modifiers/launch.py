@@ -92,7 +92,7 @@ class FunctionTensors:
 
         With ``by_address``, lists and captured have addresses instead of tensors. ``lists`` is None without a
         block mask; ``missing`` replaces lists that the block mask lacks. Captured tensors that a call lacks
-        are 0. If a call has neither captured tensors nor numbers, ``captured`` is 0. There 0 stands for None,
+        are 0. If a call has neither captured tensors nor numbers, ``captured`` itself is 0. It is not None,
         because jit functions of Triton 3.6 cannot return a structure that contains None.
         """
         lists, captured, tensors = None, self._without_captured, []

@@ -83,7 +83,10 @@ last such key.
 
 
 def attention_pointers(name: str, own: str) -> Any:
-    """Return a NamedTuple type for a kernel's tensors: its ``own``, then :data:`OPTIONAL`."""
+    """Return a NamedTuple type for a kernel's tensors.
+
+    ``own`` names the tensors of this kernel, separated by spaces. The names in :data:`OPTIONAL` follow.
+    """
     return namedtuple(name, (*own.split(), *OPTIONAL))
 
 

@@ -206,11 +206,11 @@ MAX_HEADS = 128
 
 
 def looks_transposed(q: Tensor, k: Tensor) -> bool:
-    """Whether the layout of q and k is probably (batch, heads, seqlen, head_dim). Their shapes are valid.
+    """Whether q and k, whose shapes are valid, probably have the layout (batch, heads, seqlen, head_dim).
 
-    The sizes of dimension 2, which should be the numbers of heads, must be equal and larger than q's
-    dimension 1. In addition, they must exceed ``MAX_HEADS``, or q's dimension 1 must be a multiple of k's, as
-    numbers of heads are.
+    This is assumed if dimension 2 has the same size in q and k, this size is larger than q's dimension 1, and
+    one of two conditions holds: the size exceeds ``MAX_HEADS``, or q's dimension 1 is a multiple of k's, as
+    numbers of heads are in grouped-query attention.
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():

@@ -179,7 +179,7 @@ def with_unit_stride(tensor: Any) -> Any:
         return tensor
     if tensor.shape[-1] <= 1 or tensor.layout != torch.strided:
         return tensor
-    # contiguous() would return a tensor without elements unchanged.
+    # Not contiguous(), which keeps the strides of a tensor without elements.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 

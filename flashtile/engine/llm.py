@@ -507,7 +507,7 @@ def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: 
     if model.embedding.device.type == "cpu":
         return 0
     positions = max(0, min(length, blocks * block_size))
-    rows = seqs + 1  # the runner has a spare row
+    rows = seqs + 1  # the block table has one more row, for padding sequences
     return 4 * (positions * model.config.head_dim + rows * -(-positions // block_size))
 
 

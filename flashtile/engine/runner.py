@@ -184,8 +184,9 @@ class Runner:
         )
         self.block_table[rows] = manager.pool.num_blocks
         self.has_siblings = parents != tuple(range(len(parents)))
-        # With siblings, a step may have two known tokens before its guesses: an accepted sibling is computed
-        # again, because its keys and values are not in the slot of its position.
+        # With siblings (several guesses for one position), a step may compute two known tokens before its
+        # guesses. The keys and values of an accepted sibling are not in the slot of its position, so the next
+        # step computes this token again.
         self.max_verified = len(parents) + 1 + self.has_siblings if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
         # A mixture of experts loops on the host over the experts in use, which a graph cannot capture.
@@ -314,13 +315,14 @@ class Runner:
             if guesses[:1] == [UNKNOWN]:
                 new[-len(guesses) :] = (~(known_at + 1 + i) for i in range(len(guesses)))
             tokens += new
-            # Without guesses, a sequence and its forks draw from the last token's logits. With guesses, it
-            # draws from the logits of the last known token and of each guess.
+            # Without guesses, a sequence and its forks draw from the last token's logits. A sequence with
+            # guesses draws from the logits of the last known token and of each guess.
             last = len(guesses) if entry.samples else 0
             first = end - last  # position of the first guess
             depth = depths(sequence.parents[:last]) if last else [0]
             if last and not form.has_slots:
-                # Batches with a chunk of a prompt have no tree mask, so siblings cannot be accepted.
+                # A batch with a chunk of a prompt has no tree mask. Treat the guesses as a chain, so that no
+                # sibling (a guess outside the chain) is accepted.
                 sequence.parents = tuple(range(max(depth)))
             times = 1 if last else len(entry.samples)
             logits_rows += [len(tokens) - 1 - last + i for i in range(1 + last)] * times
@@ -515,6 +517,6 @@ def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _split_words(masks: list[int]) -> tuple[list[int], list[int]]:
-    """Split 64-bit masks into their low and high 32-bit words, as signed integers."""
+    """Return the low and the high 32-bit words of 64-bit masks, as signed integers."""
     low, high = ([bits >> shift & 0xFFFFFFFF for bits in masks] for shift in (0, 32))
     return tuple([word - (word >> 31 << 32) for word in words] for words in (low, high))  # type: ignore[return-value]

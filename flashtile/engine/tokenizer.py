@@ -278,7 +278,7 @@ class _FastStream(TextStream):
         new = text[len(self.shown) :]
         if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
             return ""
-        if text == self.shown:  # special tokens, which are skipped
+        if text == self.shown:  # MAX_WAITING tokens without text, such as special tokens
             del self.window[self.read :]
             return ""
         del self.window[: self.read]

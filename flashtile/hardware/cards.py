@@ -25,7 +25,7 @@ _BLACKWELL = "NVIDIA Blackwell (HGX B200) datasheet; L2 and SMs as CUDA reports 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of the table, or a device measured by :func:`flashtile.io_model.measured_card`.
+    """A GPU of :data:`CARDS`, or a device measured by :func:`flashtile.io_model.measured_card`.
 
     Args:
         name: common name.
@@ -79,7 +79,7 @@ class Card:
 
     @property
     def register_bytes(self) -> int:
-        """Bytes of registers of one SM: 65,536 registers of 32 bits on all GPUs of the table; 0 on CPUs."""
+        """Bytes of registers of one SM: 65,536 registers of 32 bits on every GPU of CARDS; 0 on CPUs."""
         return 256 * KIB if self.shared_bytes else 0
 
     @property
@@ -174,7 +174,7 @@ def find_card(name: str) -> Card:
 
 
 def card_of_device(device_name: str) -> Card | None:
-    """Return the card that the driver calls ``device_name``, or None if the table does not have it.
+    """Return the entry of :data:`CARDS` for a GPU that the driver calls ``device_name``, or None.
 
     Examples:
         >>> from flashtile.io_model import card_of_device

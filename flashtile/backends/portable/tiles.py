@@ -121,7 +121,7 @@ def result_bases(
     out_ptr, lse_ptr, b, head, start_q, num_heads_q, seqlen_q, total_q, HEAD_DIM_V: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the addresses of the sequence's first row of ``head`` in out and in lse."""
+    """Return (address in out, address in lse) of the first row of a sequence and head."""
     row = row_of_token(b, start_q, num_heads_q, seqlen_q, VARLEN)
     lse_row = row_of_head(b, head, start_q, num_heads_q, seqlen_q, total_q, VARLEN)
     return out_ptr + (row + head) * HEAD_DIM_V, lse_ptr + lse_row

@@ -43,9 +43,9 @@ USE_TRITON_ROCM = False
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Return how many neighbouring keys of a row have a common maximum in S_dmask.
+    """Return the number of keys in a block whose maximum is subtracted in S_dmask.
 
-    Here a row has only one maximum, so this is the maximum length of a row.
+    Here the block is the whole row, so the result is the maximum length of a row.
     """
     return MAX_LENGTH
 

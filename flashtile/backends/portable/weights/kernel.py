@@ -23,7 +23,7 @@ from flashtile.backends.portable.tiles import row_block
 
 @triton.jit
 def load_shifts(lse, rows, length):
-    """Load the lse of ``rows`` in log2 units, which is subtracted from the scores.
+    """Load the lse of ``rows``, in log2 units, to subtract it from the scores.
 
     The lse of a row that sees no key is replaced by inf, so that its probabilities are 0.
     """
@@ -206,7 +206,8 @@ def weights_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     """Compute attention weights in the form C.FORM. Grid: (blocks of rows * heads * batch,).
 
     With FORM "columns", the weights are summed over rows, and the grid is (blocks of keys * heads * batch,).
-    A block mask then lists the row blocks of each key block, otherwise the key blocks of each row block.
+    The lists of a block mask then hold the row blocks of each key block. With other forms, they hold the key
+    blocks of each row block.
 
     q and k are laid out as for the forward kernel. lse, weights and indices are contiguous. Elements outside
     of the visited blocks are not written: the caller fills weights with 0 and indices with -1.

@@ -62,7 +62,7 @@ class BoundedCache(dict[Any, Any]):
     def _drop_one_but(self, kept: Hashable) -> Any:
         keys = self._keys
         place = int(self._random.random() * len(keys))
-        if keys[place] == kept:  # another key exists: entries are dropped only if ``kept`` alone would fit
+        if keys[place] == kept:  # take another key; there is one, because ``kept`` alone is within the limit
             place = place - 1 if place else 1
         key = keys[place]
         keys[place] = keys[-1]

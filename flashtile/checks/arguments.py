@@ -170,7 +170,7 @@ def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
 
 
 def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
-    """Check qv, the queries that are multiplied by v: the shape is that of q with the head_dim of v."""
+    """Check ``qv``, the queries that are multiplied by v. Its shape must be q's, with the head_dim of v."""
     check_dense("qv", qv)
     check_same_dtype("qv", qv, "q", q)
     check_device("qv", qv, q)
@@ -183,7 +183,7 @@ def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
 
 
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
-    """Check that q and k have the same head_dim, and that q has a multiple of the heads of k."""
+    """Check that q and k have the same head_dim, and that q's heads are a multiple of k's in number."""
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{name_of_k} has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal"

@@ -267,7 +267,7 @@ class Runner:
     def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
-        # Whether every sequence is sampled and has one new token or guesses.
+        # Whether every sequence gets a token from this step, and has one new token or guesses (draft tokens).
         few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
         runs_draft = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
         has_slots = few and most > 1
@@ -284,7 +284,7 @@ class Runner:
         """Send a step's inputs to the device.
 
         The device has a copy of the block table, so only the sequences' row indices are sent. A token that
-        only the device knows is sent as ``~index`` into the flattened ``known``.
+        only the device knows is sent as ``~index``, where ``index`` is its place in the flattened ``known``.
         """
         entries, spare = schedule.entries, form.batch - len(schedule.entries)
         table, size = self.manager.table, self.manager.block_size
@@ -484,7 +484,10 @@ class Runner:
                 in_flight.prompt_scores.append((sequence, piece, found))
 
     def _move(self, what: str, pairs: Listing[tuple[int, int]]) -> None:
-        """Copy blocks, given as (source, target) in order, within the device or to and from the host."""
+        """Copy blocks within the device, or to or from the host.
+
+        ``pairs`` holds (source, target) blocks, in the order in which they must be copied.
+        """
         memories = [self.memory] + ([] if self.drafter is None else [self.draft_memory])
         for memory in memories:
             if what == COPY:

@@ -235,7 +235,7 @@ class FastTokenizer(Tokenizer):
             return bytes(BYTE_OF[character] for character in text)
         if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             return bytes.fromhex(text[3:5])
-        # A decoder may treat a text's first token specially, so use the text that a second copy adds.
+        # A decoder may treat the first token of a text specially. Use the text that a second copy adds.
         once, twice = (self.decode([token] * count, False) for count in (1, 2))
         return twice[len(once) :].encode()
 

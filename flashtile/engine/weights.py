@@ -248,7 +248,7 @@ def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
 
     for path in _files(folder):
         try:
-            file = safe_open(path, framework="pt", device="cpu")  # maps the file, reads nothing
+            file = safe_open(path, framework="pt", device="cpu")  # maps the file without reading weights
             names = list(file.keys())
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a safetensors file: {error}") from None

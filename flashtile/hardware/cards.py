@@ -61,7 +61,7 @@ class Card:
     source: str
 
     def peak_tflops(self, dtype: str) -> float:
-        """Return the peak of products in ``dtype``, in TFLOP/s.
+        """Return the peak throughput of products in ``dtype``, in TFLOP/s.
 
         Raises:
             ValueError: the peak of the card in this dtype is unknown.
@@ -94,10 +94,10 @@ class Card:
 
 
 def _tensor(half: float, tf32: float, fp32: float, fp64: float, fp8: float | None = None) -> dict[str, float]:
-    """Return the peak TFLOP/s by dtype of a GPU of the Ampere generation or a later one.
+    """Return the peak TFLOP/s of a GPU by dtype, for GPUs from Ampere on.
 
-    The peak of float32 is that of the fp32 units, because flashtile never rounds fp32 to tf32. ``tf32`` is
-    the peak of tf32 products, for kernels that compute an fp32 product as three tf32 products.
+    "float32" has the peak of the fp32 units, because flashtile never rounds fp32 to tf32. "tf32" is for
+    kernels that compute an fp32 product as three tf32 products.
     """
     peaks = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": fp32, "float64": fp64}
     return peaks if fp8 is None else {**peaks, "float8_e4m3fn": fp8, "float8_e5m2": fp8}

@@ -224,8 +224,8 @@ def load_slope(alibi_slopes, alibi_stride_b, b, head, HAS_ALIBI: tl.constexpr):
 def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKED: tl.constexpr):
     """Take a step of the online softmax: return (p, new maximum, factor that rescales earlier sums).
 
-    scores and p are [BLOCK_M, BLOCK_N], the rest [BLOCK_M]; p is exp2(scores - new maximum). Unless
-    HAS_SCORE_MOD, the scores are raw products and ``scale_log2`` is folded into the exponent.
+    scores and p are [BLOCK_M, BLOCK_N], the rest [BLOCK_M]; p is exp2(scores - new maximum). Scores are in
+    log2 units with HAS_SCORE_MOD. Otherwise they are raw products, which are scaled by ``scale_log2`` here.
     """
     if HAS_SCORE_MOD:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -244,7 +244,7 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKE
 
 @triton.jit
 def sink_step(acc, row_max, row_sum, sink):
-    """Add the sink, a score without a value, to each row: return accumulator, maximum and sum.
+    """Add the attention sink, a score without a value vector, to each row: return (acc, maximum, sum).
 
     The sink is added last, so that a large sink does not reduce the precision of the probabilities.
     """

@@ -50,8 +50,9 @@ def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
 def join_top(best, p, seen, key_start, C: tl.constexpr):
     """Merge a tile's weights ``p`` into ``best`` [BLOCK_M, BLOCK_TOP], each row's largest weights so far.
 
-    An entry of ``best`` is an int64. Its upper half holds the bits of a weight, which sort like weights. Its
-    lower half is 0x7FFFFFFF minus the key, so the first key wins among equal weights. -1 is an empty entry.
+    An entry of ``best`` is an int64. Its upper half holds the bits of a weight, which sort as integers in the
+    same order as the weights. Its lower half is 0x7FFFFFFF minus the key, so the first key wins among equal
+    weights. An empty entry is -1.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_TOP: tl.constexpr = C.BLOCK_TOP

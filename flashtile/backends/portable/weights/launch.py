@@ -33,7 +33,7 @@ def choose(problem: WeightsProblem) -> WeightsConfig:
 
 
 def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
-    """Return the configuration for a problem whose forward pass has ``config``."""
+    """Return the weights kernel's configuration, derived from the forward kernel's ``config``."""
     tile = replace(config.forward, spill_budget=0, features_spill_budget=0)
     if problem.form == "top":
         keys = max(tile.BLOCK_N, padded(problem.top)) if problem.mods is None else tile.BLOCK_N

@@ -28,7 +28,7 @@ class Drafter:
             and its entries are the number of the last block.
         known: (max_sequences + 1, 1 + drafts) int32. Column 0 holds each sequence's last token; :meth:`draft`
             writes the other columns.
-        parents: the tree of drafts, a comb (:func:`flashtile.engine.speculation.comb`).
+        parents: the tree of drafts, a result of :func:`flashtile.engine.speculation.comb`.
     """
 
     def __init__(

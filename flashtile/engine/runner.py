@@ -104,15 +104,16 @@ def _token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
 
 
 class Form(NamedTuple):
-    """The sizes of a step, which are padded if a CUDA graph computes it, and which optional inputs it has.
+    """The sizes and optional inputs of a step. The sizes are padded if a CUDA graph computes the step.
 
     Attributes:
         batch: number of sequences.
         tokens: total number of new tokens.
         width: largest number of new tokens of a sequence.
-        has_slots: whether each token's position and cache slot are sent. Steps with guesses need them.
-        tree: whether tree masks are also sent. Guesses with siblings need them.
-        runs_draft: whether the draft model also computes the step. It must if a sequence has no guesses.
+        has_slots: whether each token's position and cache slot are sent. Steps with guesses (draft tokens)
+            need them.
+        tree: whether tree masks are also sent. Steps whose guesses form a tree need them.
+        runs_draft: whether the draft model also computes the step, because a sequence has no guesses.
     """
 
     batch: int
@@ -148,15 +149,16 @@ class Memory:
 
 
 class Runner:
-    """Computes steps: the model, its KV cache, CUDA graphs and the draw.
+    """Runs steps on the device: computes the model with its KV cache and CUDA graphs, and chooses tokens.
 
     Args:
         model: the model, on its device.
-        manager: the block manager whose blocks are allocated.
+        manager: the block manager, which gives the number of blocks of the KV cache.
         cache_dtype: dtype of keys and values.
         max_num_batched_tokens: largest number of tokens of a step.
         capture: use CUDA graphs on a GPU.
-        parents: parent of each guess in the largest tree of a sequence (:mod:`flashtile.engine.speculation`).
+        parents: parent of each guess in a sequence's largest tree of guesses
+            (:mod:`flashtile.engine.speculation`).
         draft: a draft model that makes these guesses.
         ranks: the processes that compute the model together.
     """

@@ -3,7 +3,7 @@
 A template comes with the weights and is not trusted. Jinja's sandbox keeps it from Python's internals, but
 bounds neither time nor memory, for example of ``{{ 'a' * 10**9 }}``. So a template has a budget of steps and
 characters, which grows with the size of the rendered variables. Every loop, call, filter and operator that
-can multiply its input is charged to this budget.
+can multiply its input is paid from this budget.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The row that selects kernels for a shape, and ``how``, a text that says why this row was chosen."""
+    """The measurements that select kernels for a shape, and ``how``, the reason why they were chosen."""
 
     row: Row
     how: str

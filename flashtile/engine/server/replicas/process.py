@@ -56,7 +56,7 @@ class Replica:
         hangs: whether its process runs but does not answer.
         in_flight: number of calls that it is answering.
         restarts: how often it was restarted.
-        given_up: whether it failed to start too often and is not restarted any more.
+        given_up: whether it failed to start so often that it is not restarted any more.
         exit_code: exit code of its last process.
         printed: for each line that a replica wrote before it began to serve, the first replica that wrote it.
             Replicas that share this dict print such a line only once.

@@ -183,7 +183,7 @@ def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
 
 
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
-    """Check that q and k have the same head_dim, and that q's heads are a multiple of k's in number."""
+    """Check that q and k have the same head_dim, and that num_heads_q is a multiple of num_heads_kv."""
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{name_of_k} has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal"

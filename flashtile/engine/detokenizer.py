@@ -45,8 +45,8 @@ class Detokenizer:
             search: look for stop texts.
 
         Returns:
-            (number of tokens read, stop text) if a stop text was found, else None. ``text`` is then cut at
-            the stop text.
+            None, or (number of tokens read, stop text) if a stop text was found. In this case ``text`` is cut
+            at the stop text.
         """
         for token in tokens[self.tokens_read :]:
             self.tokens_read += 1

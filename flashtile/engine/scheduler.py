@@ -259,9 +259,9 @@ class Scheduler:
         """Start waiting sequences in order, while tokens of the budget, seats and blocks are left.
 
         A seat is a place for one of the ``max_num_seqs`` sequences that may hold memory. While a sequence
-        waits for a seat, no sequence starts before ``max_num_seqs // 32`` seats are free.
-        Several prompts then start in the same step, so fewer steps contain a prompt. A step with a prompt is
-        slower than a step of single tokens, which runs as a CUDA graph.
+        waits for a seat, no sequence starts before ``max_num_seqs // 32`` seats are free. Several prompts
+        then start in the same step, so fewer steps contain a prompt. A step with a prompt is slower than a
+        step of single tokens, which runs as a CUDA graph.
         """
         seats = self.max_num_seqs - self._seats_taken()
         if self._full and self.running and seats < self.max_num_seqs // 32:
@@ -292,7 +292,7 @@ class Scheduler:
             budget -= count
 
     def _seats(self, sequence: Sequence) -> int:
-        """Return how many seats a sequence needs to start (see :meth:`_admit`).
+        """Return how many of the ``max_num_seqs`` seats (see :meth:`_admit`) a sequence needs to start.
 
         A sequence also needs the seats of its later forks. A beam search takes the seats of all its beams at
         once and keeps them until it ends.

@@ -152,8 +152,8 @@ def _shipped() -> tuple[Row, ...]:
 def _own(path: Path, stamp: int) -> tuple[Row, ...]:
     """Read the user's table of measurements, or warn and return no rows if the file is invalid.
 
-    ``stamp`` is the file's modification time. The result is cached until it changes, so that an invalid file
-    is reported only once.
+    ``stamp`` is the file's modification time. The result is cached until the file changes, so that an invalid
+    file is reported only once.
     """
     try:
         return read_table(path)

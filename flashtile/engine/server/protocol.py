@@ -320,7 +320,7 @@ def _read_call(
     prompt_logprobs: int | None,
     **own: Any,
 ) -> Call:
-    """Read the fields that completions and chat completions share, and refuse unknown fields.
+    """Read the fields that completions and chat completions share. Refuse unknown or unsupported fields.
 
     Args:
         kind: class of the result.

@@ -151,7 +151,7 @@ class LaunchInto:
         self._launch = launch
         self._first = len(into.of.tensors)
         self._straight = [_takes(launch, buffer) for buffer in tensors[self._first :]]
-        """Whether the launch writes to each buffer directly."""
+        """For each buffer, whether the launch writes to it directly."""
         spans = [(i, _span(t), into.names[i]) for i, t in enumerate((*tensors, *optional)) if t is not None]
         spans = [span for span in spans if span[1]]
         self._pairs = [

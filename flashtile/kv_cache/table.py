@@ -136,7 +136,11 @@ class BlockTable(ArraysWithViews):
     def resolve(
         self, sequences: Iterable[int] | Tensor, swapped_out: bool = False
     ) -> tuple[array[int], list[int]]:
-        """Return (sequences, their rows). Raise as :meth:`row`, or if a sequence is listed twice."""
+        """Return (sequences, their rows of the table).
+
+        Raises:
+            ValueError: as :meth:`row`, or a sequence is listed twice.
+        """
         sequences = as_ints("sequences", sequences)
         rows = [self.row(sequence, swapped_out) for sequence in sequences]
         if len(set(rows)) != len(rows):
@@ -169,7 +173,7 @@ class BlockTable(ArraysWithViews):
         return -(-self.lengths[row] // self.block_size)
 
     def blocks(self, row: int) -> list[int]:
-        """Return the blocks that a row's sequence uses, in order."""
+        """Return the blocks listed in a row of the table, in order, without those that were released."""
         start = row * self.max_blocks
         return self.slices[start + self.skipped[row] : start + self.num_blocks(row)].tolist()
 
@@ -207,7 +211,7 @@ class BlockTable(ArraysWithViews):
                 self.row(sequence)
 
     def begin_step(self, rows: Tensor) -> None:
-        """Give these rows the number of a new step. Only this step may write the rows' reserved tokens."""
+        """Store the number of a new step in these rows. Only that step may write their reserved tokens."""
         self.steps_tensor.index_fill_(0, rows, self._next_step)
         self._next_step += 1
 

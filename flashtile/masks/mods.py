@@ -167,9 +167,9 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
     Args:
         kind: "score_mod" or "mask_mod".
         function: takes the arguments of a score_mod or mask_mod, and then a pointer for each of ``tensors``.
-            The elements at a pointer are contiguous, whatever the tensor's strides. The function may use
-            operations of ``tl`` on scalars. Its globals are read once, in this call, because Triton does not
-            allow them to change.
+            The elements at a pointer are contiguous, also if those of the tensor are not. The function may
+            use operations of ``tl`` on scalars. Its globals are read once, in this call, because Triton does
+            not allow them to change.
         tensors: captured tensors, which get gradients if ``kind`` is "score_mod".
 
     Raises:

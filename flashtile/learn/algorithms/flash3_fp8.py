@@ -74,8 +74,8 @@ def forward(
         incoherent: rotate Q and K first; head_dim must be a power of 2.
         seed: seed of the rotation's random signs.
 
-    The other arguments are those of :func:`flashtile.algorithms.call.place`. A number of Q, K or V counts as
-    one byte.
+    The other arguments are those of :func:`flashtile.algorithms.call.place`. Each element of Q, K and V
+    counts as one byte.
 
     Examples:
         >>> from flashtile.algorithms import Memory, flash3_fp8

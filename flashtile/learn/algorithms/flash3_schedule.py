@@ -93,7 +93,11 @@ def schedule(
 
 
 def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: bool) -> Iterator[Order]:
-    """Yield the products, S of a block and P V of the block before it, in the order of their execution."""
+    """Yield the products S and P V of all blocks in the order in which the tensor cores execute them.
+
+    With ``pipelined``, S of a block comes before P V of the previous block. With ``pingpong``, both products
+    of one warpgroup come before those of the next warpgroup.
+    """
     for j in range(num_blocks + 1):
         turn = [("S", j), ("P V", j - 1)] if pipelined else [("P V", j - 1), ("S", j)]
         turn = [(label, block) for label, block in turn if 0 <= block < num_blocks]
@@ -104,7 +108,10 @@ def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: b
 
 
 def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, stages: int) -> list[Order]:
-    """Return the operations that must end before ``order`` can start. Its unit must also be free."""
+    """Return the operations that must end before the operation ``order`` can start.
+
+    In addition, the unit that executes ``order`` must be free.
+    """
     worker, label, j = order
     if worker == PRODUCER:  # a stage is free when all consumers have used its block
         user = {"K": "S", "V": "P V"}[label]

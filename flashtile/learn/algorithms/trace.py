@@ -43,7 +43,7 @@ class Event(NamedTuple):
     rows and key columns. ``bytes`` are moved (load, store), held in SRAM (compute, free) or held in HBM
     (place, empty, release). ``op`` is the short formula of a computed tile. The FLOPs are those since the
     previous event. ``program`` numbers the programs of ``kernel`` that can run in parallel (a GPU's thread
-    blocks). ``values`` maps each watched row to its number in a column vector such as the running maximum m.
+    blocks). ``values`` maps each watched row to its element of a column vector such as the running maximum m.
     ``data`` is the state that an event of kind page records.
     """
 

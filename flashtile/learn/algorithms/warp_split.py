@@ -164,7 +164,7 @@ def split_k(
 
     ``num_warps`` must divide block_n and block_m. The warps exchange data twice for every tile of scores.
     First they exchange the row maxima, which the probabilities depend on. Then they exchange their partial
-    sums and outputs, and each warp adds these for a part of the rows.
+    sums and outputs, and each warp adds up those of its part of the rows.
 
     Examples:
         >>> from flashtile.algorithms import Memory, warp_split

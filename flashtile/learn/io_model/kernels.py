@@ -57,27 +57,34 @@ class KernelTraffic:
 
 
 def forward(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
-    """Forward kernel: a program owns BLOCK_M rows of q and loops over the keys and values they attend to."""
+    """Return the traffic of the forward kernel.
+
+    A program owns BLOCK_M rows of q and loops over the keys and values that these rows attend to.
+    """
     return _traffic("forward", call, tile, card, call.q_bytes, call.out_bytes + call.lse_bytes)
 
 
 def dq(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
-    """Kernel of dQ: a program owns BLOCK_M rows of q and dout and loops over keys, as in :func:`forward`."""
+    """Return the traffic of the kernel of dQ.
+
+    A program owns BLOCK_M rows of q and dout and loops over keys and values, as in :func:`forward`.
+    """
     own = call.q_bytes + call.out_bytes + call.rows_q * STATISTICS_BYTES
     return _traffic("dq", call, tile, card, own, call.q_bytes)
 
 
 def dkdv(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
-    """Kernel of dK and dV: a program owns BLOCK_N keys and values.
+    """Return the traffic of the kernel of dK and dV.
 
-    The program loops over the rows of q and dout that attend to these keys, in every query head of the group.
+    A program owns BLOCK_N keys and values. It loops over the rows of q and dout that attend to these keys, in
+    every query head of the group.
     """
     own = call.k_bytes + call.v_bytes
     return _traffic("dkdv", call, tile, card, own, own)
 
 
 def preprocess(call: Call, card: Card) -> KernelTraffic:
-    """Kernel that computes the row statistics of the backward pass once from out, dout and lse."""
+    """Return the traffic of the kernel that computes the backward pass's row statistics from out, dout, lse."""
     read = 2 * call.out_bytes + call.lse_bytes
     rows = sum(-(-seqlen_q // 128) * 128 for seqlen_q, _ in call.sequences) * call.num_heads_q
     programs = rows // 64

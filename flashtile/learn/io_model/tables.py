@@ -23,7 +23,7 @@ from flashtile.learn.io_model.models import MODELS, Model
 
 
 def card_table(card: Card, dtype: str) -> Table:
-    """Table of the card's memory sizes and speeds. The floors (lower bounds) of times follow from them."""
+    """Return a table of the card's memory sizes and speeds, which determine the lower bounds of times."""
     table = new_table(card.name, ("", "size", "speed"))
     table.add_row("memory", format_bytes(card.memory_bytes), f"{card.bandwidth_gbps:.0f} GB/s")
     if card.l2_bytes:
@@ -198,10 +198,10 @@ from a table that articles often copy."""
 
 
 def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, card: Card) -> Table:
-    """Table of a model's memory while it reads prompts of each length.
+    """Return a table of a model's memory while it reads prompts, with one row per prompt length.
 
-    The table also shows whether the memory fits ``card``, and the ratio of two time floors: standard
-    attention divided by FlashAttention.
+    Other columns say whether the memory fits ``card``, and how many times the time floor (lower bound) of
+    FlashAttention is contained in that of standard attention.
     """
     headings = (
         "weights", "cache", "q, out", "attention,\nstandard", "attention,\nflash", "total,\nstandard",

@@ -55,7 +55,7 @@ def load() -> dict[Setting, Recorded]:
 
 
 def dump(recorded: Iterable[tuple[Setting, Recorded]]) -> bytes:
-    """Return the content of the file that :func:`load` reads. Runs with equal events store them once."""
+    """Return the content of the file that :func:`load` reads. Runs with equal events share one copy."""
     packed: list[str] = []
     places: dict[str, int] = {}
     runs = []

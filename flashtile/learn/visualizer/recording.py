@@ -63,7 +63,7 @@ class Recording:
 
 
 def record(setting: Setting) -> Recording:
-    """Run an algorithm on random inputs. A number counts as two bytes, as in float16.
+    """Run an algorithm on random inputs and record it. An element counts as two bytes, as in float16.
 
     Raises:
         ValueError: an unknown algorithm or block, a length below 1, or too many events.

@@ -234,9 +234,10 @@ UNIFIED_NUM_SPLITS, UNIFIED_BLOCK = 4, 2
 
 
 def unified() -> Iterator[Case]:
-    """Attention of one query to sixteen keys in four splits, with a running and with a unified maximum.
+    """Yield attention of one query to sixteen keys in four splits: with a running and a unified maximum.
 
-    In the variant "spike" one score exceeds the bounds of the unified maximum.
+    Each method runs on two rows of scores. In the variant "spike", one score exceeds the bounds of the
+    unified maximum. In the variant "calm", no score does.
     """
     for variant in ("spike", "calm"):
         scores = list(UNIFIED_SCORES)
@@ -381,10 +382,10 @@ STORIES: dict[str, Callable[[], Iterator[Case]]] = {
 
 @functools.cache
 def recorded(name: str) -> tuple[Case, ...]:
-    """Return the cases of a story. They run once per process, also if it writes several pages."""
+    """Return the cases of a story. The first call in a process runs them, and later calls reuse them."""
     return tuple(STORIES[name]())
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """Return every story as data for the page."""
+    """Return the name and the recorded cases of every story, as JSON data for the page."""
     return [{"name": name, "cases": [case.as_record() for case in recorded(name)]} for name in STORIES]

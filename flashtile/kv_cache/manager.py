@@ -165,7 +165,7 @@ class BlockManager:
         return sequence
 
     def fork(self, sequence: int) -> int:
-        """Create a copy of a sequence, which shares all its blocks.
+        """Create a copy of a sequence. The copy shares all blocks of the sequence.
 
         Write the reserved tokens of a sequence before you fork it. A shared block is copied only when one of
         the two sequences writes to it.

@@ -194,7 +194,7 @@ class BlockTable(ArraysWithViews):
         return entries[skipped:].tolist()
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
-        """Look up the sequences of a batch. Raise as :meth:`BlockManager.batch`."""
+        """Return the batch of these sequences. The errors are those of :meth:`BlockManager.batch`."""
         sequences, rows = self.resolve(sequences)
         indices = torch.tensor(rows, dtype=torch.int64)
         ids = torch.tensor(sequences.tolist(), dtype=torch.int64)

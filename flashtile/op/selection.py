@@ -72,7 +72,7 @@ class Choice:
 def load_part(name: str, operation: Served) -> Any:
     """Return the backend's module for ``operation``, None if the backend does not implement it.
 
-    Backends are looked up by name, because one may need triton, which ``import flashtile`` must not import.
+    The module is imported here, not with flashtile, because a backend may import triton.
     """
     module = f"flashtile.backends.{name}" + (f".{operation.part}" if operation.part else "")
     spec = importlib.util.find_spec(module)

@@ -209,7 +209,7 @@ class Memory:
     def sram(
         self, kernel: str = "", tiles: Mapping[str, Tile] | None = None, **ranges: range
     ) -> Iterator[Sram]:
-        """Open a scope of SRAM. Tiles that are loaded or computed in it are freed at its end.
+        """Open a scope of SRAM. Tiles that are loaded or computed in the scope are freed when it ends.
 
         The outermost scope is a program (a GPU's thread block); scopes within it share its SRAM.
 
@@ -339,7 +339,7 @@ class Sram:
 
     @contextmanager
     def scope(self, **ranges: range) -> Iterator[None]:
-        """Open an inner scope, such as one iteration of a loop. Its new tiles are freed at its end.
+        """Open an inner scope, such as one iteration of a loop. Tiles created in it are freed when it ends.
 
         Args:
             ranges: rows and columns of the inner scope, in addition to those of the outer scope.
@@ -367,7 +367,7 @@ class Sram:
     def load(
         self, array: Array, rows: range | None = None, cols: range | None = None, name: str | None = None
     ) -> Tensor:
-        """Copy a tile of an array from HBM; ``rows`` and ``cols`` default to all.
+        """Copy a tile of an array from HBM to SRAM; ``rows`` and ``cols`` default to all.
 
         The tile has the name of the array by default, and it replaces a tile of the same name. To hold
         several tiles of one array at a time, give each tile its own ``name``.

@@ -13,7 +13,7 @@ class Model:
     """A decoder's published numbers.
 
     Args:
-        intermediate: width between the feed-forward products.
+        intermediate: hidden width of the feed-forward layers.
         parameters: number of parameters of the whole model.
         longest: longest sequence that the model was trained for, in tokens.
         gated: whether the first feed-forward product has a gate projection.

@@ -200,8 +200,8 @@ from a table that articles often copy."""
 def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, card: Card) -> Table:
     """Return a table of a model's memory while it reads prompts, with one row per prompt length.
 
-    Other columns say whether the memory fits ``card``, and how many times the time floor (lower bound) of
-    FlashAttention is contained in that of standard attention.
+    Other columns say whether the memory fits ``card``, and give the time floor (lower bound) of standard
+    attention divided by that of FlashAttention.
     """
     headings = (
         "weights", "cache", "q, out", "attention,\nstandard", "attention,\nflash", "total,\nstandard",

@@ -152,7 +152,7 @@ def _paged(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) ->
 
 
 def _backward(module: Any) -> Runner:
-    """Runner that records the backward pass but not the forward pass before it."""
+    """Return a function for ``RUNNERS`` that records the backward pass, without the forward pass."""
 
     def run(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
         q, k, v = _inputs(setting, random)

@@ -145,7 +145,7 @@ def _kind_of_step(
     s_aux: Tensor | None,
     others: dict[str, Any],
 ) -> tuple | None:
-    """Return the key of a decoding step in the cache of launches, or None if it takes the general path.
+    """Return the key of a decoding step in the cache of launches, or None if the step has no fast path.
 
     The caller has checked that the step has no mask. The arguments are those of Transformers' attention:
     query (batch, heads, 1, head_dim), key and value (batch, heads_kv, keys, head_dim). ``others`` are further
@@ -244,9 +244,10 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, module: Any) -> Tensor:
     """Compute attention under a padding mask (batch, seqlen_k) that is True for keys that are not padding.
 
-    The mask may be shorter than a static cache, whose later keys are not written yet. The queries belong to
-    the last tokens of the sequence. A causal or windowed call with as many queries as keys is self-attention,
-    so its queries have the same padding as its keys. In cross-attention their padding may differ.
+    The mask may be shorter than k and v of a static cache, whose last keys are not written yet. The queries
+    belong to the last tokens of the sequence. A causal or windowed call with as many queries as keys is
+    self-attention, so its queries have the same padding as its keys. In cross-attention their padding may
+    differ.
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]

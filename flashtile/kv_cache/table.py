@@ -23,7 +23,11 @@ NO_CHANGES = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int3
 
 
 def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
-    """Convert to a one-dimensional array of int64. Raise TypeError or ValueError naming the argument."""
+    """Return ``values`` as an array of int64.
+
+    Raises:
+        TypeError, ValueError: ``values`` are not ints in one dimension; the message has ``name``.
+    """
     if isinstance(values, Tensor):
         if values.dim() != 1:
             raise ValueError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")
@@ -216,7 +220,7 @@ class BlockTable(ArraysWithViews):
         self._next_step += 1
 
     def take_changes(self) -> tuple[Tensor, Tensor]:
-        """Return what changed since the last call: (int64 indices into the flat table, int32 entries)."""
+        """Return the entries changed since the last call: (int64 indices in the flat table, int32 values)."""
         if not self.changed_from:
             return NO_CHANGES
         starts, counts = [], []

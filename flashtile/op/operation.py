@@ -162,7 +162,7 @@ class Operation:
         return self.traced(tensors, optional, options)
 
     def launch(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        """Compute a plain call (:func:`is_plain`) with the launch that is prepared for its signature."""
+        """Return the results of a plain call (:func:`is_plain`), using the launch for its signature."""
         prepared = self.prepared(tensors, optional, options)
         self.check_values(tensors, optional, options)
         return prepared(*tensors, optional)
@@ -212,7 +212,7 @@ class Operation:
             self._check_values(*tensors, optional, options)
 
     def traced(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        """Compute a call that is not plain (:func:`is_plain`), through the torch operator."""
+        """Return the results of a call that is not plain (:func:`is_plain`), using the torch operator."""
         if torch.compiler.is_dynamo_compiling():
             leave_graph_of_gradients()
             self._check_traced(*tensors, optional, options)

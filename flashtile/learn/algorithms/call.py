@@ -30,7 +30,7 @@ class Mask:
     right: int = -1
 
     def sees_any(self, rows: range, keys: range) -> bool:
-        """Whether any score of the tile (rows, keys) is visible. FlashAttention-2 skips tiles without any."""
+        """Whether any score of the tile (rows, keys) is visible. FlashAttention-2 skips hidden tiles."""
         seen = visible_keys(rows, self.seqlen_k, self.seqlen_k - self.seqlen_q, self.left, self.right)
         return max(seen.start, keys.start) < min(seen.stop, keys.stop)
 

@@ -55,7 +55,7 @@ BACKWARD_TILES = {
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc), where Br, the size of an outer block, is as large as SRAM allows.
+    """Return (Br, Bc). Br, the number of query rows of a block in the outer loop, is as large as possible.
 
     SRAM holds Q (Br, d), the accumulator, S, m, l, and K and V (Bc, d), where Bc = min(Br, d). FlashAttention
     1 has key blocks in its outer loop, so it makes Bc large instead.

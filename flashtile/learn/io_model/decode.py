@@ -54,7 +54,7 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     key_bytes = (call.head_dim + call.width_v) * call.cache_element_bytes
     walked = sum(len(tile.blocks) * count for tile, count in tiles) * heads * block
     distinct = sum(count * keys for count, keys in _keys(call)) * call.num_heads_kv
-    # Tiles of one sequence and head run concurrently: their keys come from DRAM once if they stay in L2.
+    # Tiles of one sequence and head run concurrently, so keys that stay in L2 are read from DRAM once.
     largest = max((keys for _, keys in _keys(call)), default=0) * key_bytes
     missed = distinct if largest <= L2_SHARE * card.l2_bytes else walked
     pages = walked // call.page_size if call.page_size else 0

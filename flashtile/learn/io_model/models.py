@@ -113,7 +113,7 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        """Least traffic: x and the weight are read once, y is written once."""
+        """Minimum number of bytes moved: x and the weight are read once, y is written once."""
         rows = (self.M * self.K + self.M * self.N) * ELEMENT_BYTES[self.dtype]
         return rows + self.N * self.K * ELEMENT_BYTES[self.weight_dtype]
 

@@ -85,7 +85,7 @@ def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
 
 
 def why_flash1_is_slower(found: Sequence[Estimate]) -> str | None:
-    """Explain why the floor of FlashAttention 1 is above that of standard attention. None if it is not."""
+    """Explain why the lower bound of FlashAttention 1 is above standard attention's. None if it is not."""
     rows = {row.algorithm: row for row in found}
     first, standard = rows.get(FLASH1), rows.get(STANDARD)
     if first is None or standard is None or first.floor_seconds <= standard.floor_seconds:

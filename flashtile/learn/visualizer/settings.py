@@ -80,7 +80,7 @@ class Setting:
         ]
 
     def as_record(self) -> dict[str, Any]:
-        """Return the settings that are not None, except the algorithm. The page finds the run by these."""
+        """Return the settings that are not None, without the algorithm. The page finds a run by them."""
         record = {name: value for name, value in asdict(self).items() if value is not None}
         del record["algorithm"]
         return record

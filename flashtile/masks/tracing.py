@@ -74,7 +74,7 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 class _InOnePiece:
-    """Context manager that does nothing at run time. Dynamo does not break the graph within a context.
+    """Context manager that does nothing at run time. Dynamo does not break a graph within a ``with`` block.
 
     A graph break would split a trace between Dynamo and Python.
     """

@@ -1,9 +1,9 @@
 """Operations that write their results into the caller's memory: ``out=`` and ``lse=``.
 
-Each is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A launch
-with the attribute ``writes_into`` takes a buffer or None for each result, after its other arguments, and
-writes directly into these buffers. Without the attribute, or if a buffer is not contiguous and aligned, the
-result is copied into the buffer.
+Each operation is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A
+launch with the attribute ``writes_into`` takes a buffer or None for each result, after its other arguments,
+and writes directly into these buffers. Without the attribute, or if a buffer is not contiguous and aligned,
+the result is copied into the buffer.
 """
 
 from __future__ import annotations

@@ -221,9 +221,9 @@ def _visible_tiles(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (rows, keys loaded, count) for the blocks of query rows of all sequences and heads.
 
-    ``rows`` is the number of rows in a block. ``count`` is the number of blocks with the same rows and keys
-    loaded, in all heads and in sequences of equal lengths. With ``by_keys``, yield (keys, rows loaded, count)
-    for the blocks of keys.
+    ``rows`` is the number of rows in a block. ``count`` is the number of times that the block occurs: in
+    every head, and in each of several neighbouring sequences of equal lengths. With ``by_keys``, yield (keys,
+    rows loaded, count) for the blocks of keys.
     """
     for lengths, count in counted(call.sequences):
         seen = walks(call, lengths, blocks, by_keys=by_keys)

@@ -121,7 +121,7 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
 
 
 def _keys(call: Call) -> Iterator[tuple[int, int]]:
-    """Yield (number of sequences of equal lengths, keys of each that at least one query attends to)."""
+    """Yield (number of sequences of equal lengths, number of keys of each that a query attends to)."""
     for (seqlen_q, seqlen_k), count in counted(call.sequences):
         start = 0 if call.window_left == UNLIMITED else max(0, seqlen_k - seqlen_q - call.window_left)
         yield count, seqlen_k - start

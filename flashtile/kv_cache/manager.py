@@ -501,7 +501,7 @@ class BlockManager:
         return copies
 
     def usage(self) -> Usage:
-        """Return the numbers of used and available blocks, of tokens, and of blocks without sharing."""
+        """Return how many blocks are used and available, and how many tokens the used blocks hold."""
         return usage(self.table, self.pool)
 
     def check_integrity(self) -> list[Invariant]:

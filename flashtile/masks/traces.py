@@ -168,7 +168,7 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
-    """Trace a function. Cache the trace in the function's attributes if all that it read is guarded."""
+    """Trace a function. Cache the trace as an attribute of the function if all that it read is guarded."""
     guards = _guards_of(function)  # before the function runs, because running may change what it reads
     made = trace(kind, function)
     if guards is not None and made.properties is not None:

@@ -121,7 +121,7 @@ class Estimate:
 def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
     """Return the estimates of all algorithms that support the call.
 
-    The last estimate is no algorithm: it has the fewest bytes and FLOPs that any algorithm could need.
+    The last estimate is not an algorithm. It has the fewest bytes and FLOPs that any algorithm could need.
 
     Raises:
         ValueError: ``which`` is not a pass, or is "backward" for a call over a cache; the card has no peak

@@ -234,10 +234,10 @@ UNIFIED_NUM_SPLITS, UNIFIED_BLOCK = 4, 2
 
 
 def unified() -> Iterator[Case]:
-    """Yield attention of one query to sixteen keys in four splits: with a running and a unified maximum.
+    """Yield attention of one query to sixteen keys in four splits, by two methods.
 
-    Each method runs on two rows of scores. In the variant "spike", one score exceeds the bounds of the
-    unified maximum. In the variant "calm", no score does.
+    The methods are a running maximum and a unified maximum. In the variant "spike", one score exceeds the
+    bounds of the unified maximum. In the variant "calm", no score does.
     """
     for variant in ("spike", "calm"):
         scores = list(UNIFIED_SCORES)

@@ -13,7 +13,7 @@ import torch
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions by name. The version of absent software is None.
+    """Return the versions of software that affects measurements, by name. None means not installed.
 
     ``cuda`` and ``cudnn`` are the versions that torch uses.
     """

@@ -301,7 +301,7 @@ class _Recorder(TorchFunctionMode):
         if name is not None:
             return name
         if isinstance(value, (bool, int, float)):
-            # Dynamo may have made the number symbolic. As the key of a dict it becomes a guarded constant.
+            # Dynamo may have made the number symbolic. Using it as the key of a dict makes it a constant.
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
             check_dense("a captured tensor", value)

@@ -62,7 +62,7 @@ class Into(Operation):
         )
 
     def write(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Tensor | None, ...]:
-        """Compute the results into ``buffers``, or new memory where a buffer is None, and return them."""
+        """Write the results into ``buffers`` and return them. New memory replaces a buffer that is None."""
         buffers = self.complete(tensors, optional, options, buffers)
         given = (*tensors, *buffers)
         self.refuse_gradients(buffers, self.names, (*given, *optional))

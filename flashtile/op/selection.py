@@ -96,7 +96,7 @@ def _configure(name: str, operation: Served, problem: Any) -> Any:
 
 
 def on_target(problem: Any, target: Any) -> Any:
-    """Return a copy of the problem for the GPU ``target``. The copy has no obstacle to loads by TMA."""
+    """Return a copy of the problem for the GPU ``target``, as if TMA could load all of its tensors."""
     moved = {"device": target} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
     return problem._replace(**moved) if hasattr(problem, "_replace") else replace(problem, **moved)
 

@@ -50,13 +50,13 @@ def schedule(
     """Return the timeline of a thread block that attends to ``num_blocks`` blocks of keys, ordered by start.
 
     Args:
-        warpgroups: number of consumers, which have equally many rows.
+        warpgroups: number of consumer warpgroups. All have the same number of rows.
         pingpong: whether the warpgroups take turns at the tensor cores, as FlashAttention-3's barriers make
-            them do. If not, all warpgroups run the same operation and wait for each other, the worst case
-            without these barriers.
+            them do. If not, all warpgroups run the same operation and wait for each other. This is the worst
+            case of a kernel without these barriers.
         pipelined: whether a warpgroup issues S of the next block before P V of this one, and computes the
             next softmax while P V runs. If not, it waits for each operation before it issues another.
-        stages: number of blocks of K, and of V, that the ring of buffers in SRAM holds.
+        stages: number of blocks of K, and number of blocks of V, that fit into the buffers in SRAM.
         product, softmax, load: duration of each operation, for one warpgroup and one block.
 
     Raises:

@@ -294,7 +294,7 @@ def timeline(events: list[Event]) -> list[Span]:
 
 
 def _between_barriers(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
-    """Yield the events between two barriers, as lists of (number, event). Empty lists are left out."""
+    """Yield a list of (number, event) for each interval between barriers. Empty lists are left out."""
     phase: list[tuple[int, Event]] = []
     for number, event in enumerate(events):
         if event.kind in ("shared_load", "shared_store", "register"):

@@ -57,7 +57,7 @@ def why_not_all_shared(card: Card) -> str:
 
 
 def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
-    """Table with one row per algorithm. All times are floors (lower bounds)."""
+    """Return a table with one row per algorithm. All times are floors (lower bounds)."""
     headings = ("HBM", "FLOPs", "FLOPs/B", "arithmetic", "HBM time", "L2 time", "bound by", "floor", "memory")
     table = new_table(f"{found[0].which} on {card.name}", ("algorithm", *headings, "programs"))
     for row in found:
@@ -102,7 +102,7 @@ def why_flash1_is_slower(found: Sequence[Estimate]) -> str | None:
 
 
 def memory_table(call: Call, card: Card, training: bool) -> Table:
-    """Table of the memory of standard and flash attention by sequence length.
+    """Return a table of the memory of standard and flash attention, with one row per sequence length.
 
     The caption gives the lengths at which the card is full.
     """
@@ -128,7 +128,7 @@ def memory_table(call: Call, card: Card, training: bool) -> Table:
 
 
 def kv_cache_table(dtype: str) -> Table:
-    """Key/value caches of known models, and how many tokens fit next to the weights on known cards."""
+    """Return a table of known models: bytes of their KV caches, and tokens that fit on known cards."""
     cards = [CARDS[name] for name in ("rtx4090", "l40s", "a100", "h200")]
     headings = ("weights", "a token", "longest sequence", *(f"tokens, {card.name}" for card in cards))
     table = new_table(f"key/value caches, {dtype}", ("model", *headings))

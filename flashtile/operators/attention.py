@@ -96,7 +96,7 @@ class BackwardOperation(Operation):
         return super().launch(self.normalized(tensors), extras, options)
 
     def normalized(self, tensors: tuple) -> tuple:
-        """Return the tensors, with dout and dlse made contiguous: autograd's may have any strides."""
+        """Return the tensors, with dout and dlse made contiguous. Autograd may pass any strides."""
         dout, dlse, q, k, v, out, lse = tensors
         dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
         return (dout, None if dlse is None else dlse.contiguous(), q, k, v, out, lse)

@@ -199,13 +199,13 @@ COPY = _Writing(
 )
 
 _append_and_decode = launch_cache()
-"""Pairs of launches (append, attention). One look-up finds both: host time limits most decoding steps."""
+"""Pairs of launches (append, attention). One look-up finds both, to save host time in decoding steps."""
 _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
 """Names of all tensors of :func:`append_and_decode` that might require a gradient."""
 
 
 Buffers = tuple[Any, ...]
-"""The caller's buffers (out, lse). One of them may be None. The tuple is empty if both are."""
+"""The caller's buffers (out, lse), one of which may be None; () if the caller passed no buffer."""
 
 
 def decode(
@@ -281,7 +281,7 @@ def _launch_both(
     try:
         of_both = (q, k_cache, v_cache, k, v, *tensors, *angles, *own, *buffers)
         key = (options, append_options, len(own), *signatures(of_both))
-    except Exception:  # not a tensor, or one without strides: the checks name it
+    except Exception:  # not a tensor, or without strides: the checks raise an error
         attend.check(q, k_cache, v_cache, *buffers, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)
         raise

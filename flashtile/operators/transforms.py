@@ -26,7 +26,7 @@ _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 
 
 def backward(operation: Operation, *arguments: Any) -> Any:
-    """Compute ``flashtile::backward`` under a transform of ``torch.func``, or if dout or dlse has a tangent.
+    """Compute ``flashtile::backward`` under a transform of ``torch.func``, or with forward-mode tangents.
 
     ``operation`` is :data:`flashtile.operators.attention.BACKWARD`.
     """

@@ -52,8 +52,8 @@ class Shards:
 
     Args:
         ranks: the group.
-        pieces_q: for each rank, the pieces of the sequence that its q holds.
-        pieces_k: for each rank, the pieces of the sequence that its k and v hold.
+        pieces_q: for each rank, the tokens of the sequence that its q holds.
+        pieces_k: for each rank, the tokens of the sequence that its k and v hold.
         mask: the mask of the whole sequence.
         scores: the other options of attention.
         timeout: seconds to wait for a rank.
@@ -70,7 +70,7 @@ class Shards:
     keys_shared: bool = False
 
     def pair(self, rank_q: int, rank_k: int) -> Pair:
-        """Return the attention calls that compute one rank's queries against another rank's keys."""
+        """Return the attention calls of one rank's queries over another rank's keys."""
         return pair_of(self.pieces_q[rank_q], self.pieces_k[rank_k], self.mask)
 
     @property
@@ -207,9 +207,9 @@ class Total:
 
     Args:
         like: a tensor of the sum's shape and device.
-        dtype: dtype in which parts are summed.
+        dtype: dtype of the addition.
 
-    Up to two parts are kept unsummed, so that one pass can add the last two and round.
+    Up to two tensors are kept unsummed, so that one pass over memory can add the last two and round the sum.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -231,7 +231,7 @@ class Total:
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in ``dtype``."""
-        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # a part of all tokens sorts first
+        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # gradients of all tokens sort first
         bounds = [bound for _, *of_part in parts for bound in of_part]
         if bounds == [*self._whole]:
             return parts[0][0].to(dtype)

@@ -46,7 +46,7 @@ class Operation(NamedTuple):
     simplify: Callable[..., Any] | None = None
 
     def number(self, *numbers: Any) -> Any:
-        """Compute the result, as a number, of operands that are all numbers."""
+        """Compute the result of the operation on numbers, as a number."""
         result = self.evaluate(*numbers)
         return result.item() if isinstance(result, Tensor) else result
 

@@ -181,7 +181,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x (..., heads, head_dim) by the angles with cos and sin (..., 1, rotary_dim / 2)."""
+    """Rotate x (..., heads, head_dim) by angles, given as cos and sin of (..., 1, rotary_dim / 2)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotary_dim = 2 * cos.shape[-1]
     c, s = cos.to(wide), sin.to(wide)
@@ -200,8 +200,8 @@ def rotate_appended(
 ) -> Tensor:
     """Apply rotary embedding to new keys or queries.
 
-    With ``by_token``, positions of a sequence's rows count up from its first new position. Otherwise all rows
-    of a sequence are rotated by that first position.
+    With ``by_token``, row i of a sequence is rotated by the angles of position ``first + i``, where ``first``
+    is the sequence's first new position. Otherwise all rows are rotated by the angles of ``first``.
 
     Returns:
         The rotated rows (rows, heads, head_dim), without the rows of x after the last sequence.

@@ -244,7 +244,7 @@ def compare(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill all memory that ``torch.empty`` and similar functions return with NaN (integers: the maximum).
+    """Put NaN (integers: the maximum) into all memory that ``torch.empty`` and similar functions return.
 
     Output elements that are never written become visible. torch fills memory in its deterministic mode, which
     is switched on inside the context. Operations without a deterministic form only warn. Inside the context,
@@ -451,8 +451,8 @@ def _rounding_noise(
 def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
     """Return the Euclidean norm of the sink's probabilities over all rows, (heads,).
 
-    The gradient of the sink is a sum over rows. The sink's probability in a row is the factor by which the
-    error of this row is multiplied in the sum.
+    The gradient of the sink is a sum over rows, in which each row's error is multiplied by the sink's
+    probability in this row. Independent errors of the rows are therefore multiplied by this norm.
     """
     p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     squares = p.square().sum(-1)

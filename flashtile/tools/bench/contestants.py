@@ -300,7 +300,7 @@ def contestants(kind: str, names: Sequence[str], backends: Sequence[str], device
 
 
 def kind_of(workloads: Sequence[Workload]) -> str:
-    """Return the kind of all workloads.
+    """Return the kind that all workloads have.
 
     Raises:
         ValueError: the workloads are of several kinds.

@@ -25,13 +25,13 @@ from flashtile.tools.bench.workloads import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
-"""Most scores that the reference computes for a workload, by device type. At least one head is compared."""
+"""Maximum number of scores that the reference computes for a workload (at least one head), by device type."""
 
 HEADS_CHECKED = 64
-"""Most key/value heads that are compared."""
+"""Maximum number of key/value heads that are compared."""
 
 CHUNK_SCORES = {"cuda": 2**25, "cpu": 2**19}
-"""Scores that the reference holds in memory at once, by device type."""
+"""Number of scores that the reference holds in memory at once, by device type."""
 
 LARGEST_SCORE = 6.0
 """Approximate largest score of standard normal q and k, scaled by ``head_dim ** -0.5``."""

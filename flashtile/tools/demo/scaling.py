@@ -31,7 +31,10 @@ CPU_MEMORY_CAP = 4 * 2**30
 GPU_MEMORY_SHARE = 0.9
 
 LONGEST_PASS_SECONDS = 20.0
-"""Passes that would take longer are left out. Doubling the length is expected to take four times as long."""
+"""Longest time of a pass. Longer passes are left out.
+
+A pass is expected to take four times as long if the length is doubled.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class ScalingWorkload:
     head_dim: int
     seqlens: tuple[int, ...]
     seconds_each: float
-    """Approximate time for which a measurement repeats the pass, at least once."""
+    """Approximate seconds of a measurement, which repeats the pass and runs it at least once."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -56,7 +59,7 @@ class ScalingWorkload:
         return f"{self.dtype}, batch {self.batch}, {self.heads} heads of {self.head_dim}"
 
     def score_bytes(self, seqlen: int) -> int:
-        """Least bytes that standard attention needs in addition to its inputs and outputs."""
+        """Return the minimum bytes that standard attention needs in addition to its inputs and outputs."""
         return SCORE_MATRICES * self.batch * self.heads * seqlen**2 * self.torch_dtype.itemsize
 
 

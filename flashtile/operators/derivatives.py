@@ -46,8 +46,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
 def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
     """Return (attend, learned) of a call.
 
-    ``learned`` maps names to the call's sink, bias and captured tensors. It has only those that are given and
-    can need a gradient. ``attend`` is :func:`plain` as a function of q, k, v and these tensors.
+    ``learned`` maps names to the call's sink, bias and captured tensors, except those that are absent or
+    cannot need a gradient. ``attend`` is :func:`plain` as a function of q, k, v and these tensors.
     """
     names = (*LEARNED, *(CAPTURED[i] for i in learned_of(options)))
     learned = {name: getattr(extras, name) for name in names if getattr(extras, name) is not None}

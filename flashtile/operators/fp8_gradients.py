@@ -127,7 +127,7 @@ def _dequantized(
 class StraightThrough(torch.autograd.Function):
     """Return x as the source of a Quantized.
 
-    The gradient of x is that of the source, rotated back by the rotary embedding. It is 0 for unused rows.
+    The gradient of x is the source's gradient, rotated back by the rotary embedding. It is 0 for unused rows.
     """
 
     @staticmethod

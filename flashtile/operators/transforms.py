@@ -43,8 +43,8 @@ def backward(operation: Operation, *arguments: Any) -> Any:
 def second_derivative(operation: Operation, ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
     """Differentiate ``flashtile::backward``, and return the gradients of its arguments.
 
-    ``cotangents`` are the gradients of its results. The arguments out and lse get None, because their
-    gradients are included in those of q, k, v and the other tensors from which they are computed.
+    ``cotangents`` are the gradients of its results. The arguments out and lse get None. Their effect
+    is included in the gradients of q, k, v and the other tensors, from which out and lse are computed.
     """
     tensors, extras, options = ctx.saved_tensors[:5], extras_of(ctx.saved_tensors[5:]), ctx.options
     attend, learned = derivatives.of_call(extras, options)

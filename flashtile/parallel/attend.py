@@ -176,7 +176,7 @@ def attend_once(
 ) -> tuple[Tensor, Tensor]:
     """Run the attention calls of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
 
-    The queries see no other keys than those of ``pair``. If no query is in two calls, there are no partial
+    ``pair`` has all keys that the queries see. If no query is in two calls, there are no partial
     results to merge, and the kernel itself converts ``out`` to q's dtype.
     """
     if not pair.disjoint:

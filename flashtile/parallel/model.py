@@ -31,7 +31,7 @@ REACHED = {"forward": 0.65, "backward": 0.5}
 
 @dataclass(frozen=True)
 class Link:
-    """The link from a GPU to the others.
+    """The link between a GPU and the other GPUs.
 
     Args:
         name: name of the link.

@@ -20,12 +20,12 @@ from torch import Tensor
 from flashtile.problems.common import DTYPES
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes that captured tensors of booleans or ints may have: those that torch can compute with."""
+"""Dtypes of captured bool and int tensors: all in which torch can compute."""
 FLOATS = (
     *DTYPES,
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
-"""Dtypes that captured tensors of floats may have: those that Triton can load."""
+"""Dtypes of captured float tensors: all that Triton can load."""
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
 

@@ -201,7 +201,10 @@ def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
 
 
 class Load(NamedTuple):
-    """A load of an element of a captured tensor, with respect to which a program computes a derivative."""
+    """A load of an element of a captured tensor.
+
+    The program computes the derivative with respect to this element.
+    """
 
     tensor: int
     indices: int

@@ -49,9 +49,9 @@ class Mods:
     ranks: tuple[int, ...] = ()
     """Number of dimensions of each captured tensor."""
     block_size: tuple[int, int] | None = None
-    """Queries and keys of a block of the block mask."""
+    """Numbers of queries and keys in a block of the block mask."""
     list_heads: int = 1
-    """Number of heads in the block mask's lists: that of the queries, or 1 if all heads share the lists."""
+    """Number of heads in the block mask's lists: all query heads, or 1 if all heads share the lists."""
     positions: int = POSITIONS
     """Upper bound of query and key positions: it decides which ints fit in 32 bits."""
 

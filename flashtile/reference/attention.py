@@ -1,4 +1,4 @@
-"""Standard attention, which stores the score matrix: the reference of all tests and a row of the benchmarks.
+"""Standard attention, which stores the score matrix: the reference of tests, and a contestant of benchmarks.
 
 Plain torch, differentiable by autograd any number of times, on any device and in any floating dtype.
 """

@@ -4,10 +4,10 @@
     q, k, v = (testing.random_tensor((2, 1024, 8, 64), torch.bfloat16, "cuda", seed=i) for i in range(3))
     print(testing.check(q, k, v, causal=True))
 
-The rule is FlashAttention's: the error of an implementation may exceed that of plain PyTorch in the same
-dtype by at most a small factor. Errors are differences from standard attention in float64. The rule applies
-to the largest error. It also applies to the root mean square of the errors, because the largest error may be
-that of a few rows with large values.
+The rule is FlashAttention's: the error of an implementation may be at most a small multiple of the error of
+plain PyTorch in the same dtype. Errors are differences from standard attention in float64. The rule applies
+to the largest error. It also applies to the root mean square of the errors, because a few rows with large
+values can dominate the largest error.
 """
 
 from __future__ import annotations

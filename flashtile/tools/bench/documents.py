@@ -57,7 +57,7 @@ Their speed is shown in GB/s.
 
 
 def names(document: dict[str, Any], *, ours: bool) -> list[str]:
-    """Return the names of flashtile's contestants, or with ``ours=False`` those of the peers."""
+    """Return the names of flashtile's contestants, or the names of the peers with ``ours=False``."""
     return [c["name"] for c in document["contestants"] if c["ours"] == ours]
 
 

@@ -107,7 +107,7 @@ def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
-    """Return log-normal lengths from 1 to ``most``, similar to those of ShareGPT.
+    """Return log-normal lengths from 1 to ``most``, similar to the lengths in ShareGPT.
 
     The logarithm of the lengths has a standard deviation of 1.
     """

@@ -46,7 +46,7 @@ class Head:
 
 
 class Oracle:
-    """Reference results of a workload on a sample of heads: exact ones, and those of plain PyTorch.
+    """Reference results of a workload on a sample of heads: exact results, and results of plain PyTorch.
 
     The results of plain PyTorch are computed in the dtype of the inputs. They set the allowed error.
     """
@@ -63,7 +63,7 @@ class Oracle:
         self._plain = self._compute(inputs, wide if workload.fp8 else workload.torch_dtype, gradients)
 
     def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
-        """Compare results with the exact ones on the sampled heads, and return a comparison for each result.
+        """Compare each result with the exact result on the sampled heads, and return the comparisons.
 
         Args:
             results: tensors by their names in ``RESULTS``, in the layout and shape of the inputs.

@@ -1,7 +1,7 @@
 """Benchmark of a transformer layer's matrix products in :func:`flashtile.linear.linear` and in its peers.
 
-The products of several layers run one after the other. Their weights together exceed any L2 cache, so they
-are read from memory. On a GPU the products are a replayed CUDA graph, which excludes host time.
+The products of several layers run one after the other. Together their weights are larger than any L2 cache,
+so weights are read from memory. On a GPU the products are a replayed CUDA graph, which excludes host time.
 """
 
 from __future__ import annotations

@@ -34,7 +34,10 @@ class Operations(Standard):
 
     name = "standard, by operation"
     STORED_COPIES = 6
-    """Tensors of the scores' size: scores, masked scores, P, P with dropout, dropout mask, current result."""
+    """Number of tensors as large as the scores.
+
+    They are scores, masked scores, P, P with dropout, the dropout mask, and the current result.
+    """
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen or workload.changes_scores or workload.cache is not None or workload.fp8:

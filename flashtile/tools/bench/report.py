@@ -159,7 +159,7 @@ def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]
 
 
 def summary_table(document: dict[str, Any]) -> Table:
-    """Return a table of the speed of flashtile divided by that of each peer.
+    """Return a table of the speed of flashtile divided by the speed of each peer.
 
     Each row shows the geometric mean and the lowest ratio over the workloads that both ran.
     """

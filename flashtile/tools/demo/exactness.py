@@ -60,7 +60,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Exactness:
-    """Largest errors of one case in one dtype against float64 standard attention, by result.
+    """Largest error of each result of one case in one dtype, against standard attention in float64.
 
     Each bound has the errors of flashtile and of plain PyTorch in the same dtype. ``holds`` says whether
     flashtile meets the error rule.

@@ -23,7 +23,7 @@ from flashtile.tools.demo.attention import Attention, flashtile, later_keys, sta
 from flashtile.tools.demo.exactness import Check
 
 SCORE_MATRICES = 3
-"""Matrices of the size of the scores in standard attention's backward pass: P, dP and dS."""
+"""Number of matrices as large as the scores in standard attention's backward pass: P, dP and dS."""
 
 CPU_MEMORY_CAP = 4 * 2**30
 """Largest memory of standard attention on a CPU. A second limit is half of the free memory."""

@@ -109,8 +109,8 @@ class _Writing(Operation):
 class _Decoding(Operation):
     """Attention over a cache.
 
-    A dense cache that grows, by ``torch.cat`` or as a longer slice of a larger one, has a new signature at
-    every step but needs no new kernel. Its launch is derived from the launch for the previous length.
+    A dense cache may grow at every step, by ``torch.cat`` or as a longer slice of a larger cache. It then has
+    a new signature but needs no new kernel. Its launch is derived from the launch for the previous length.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -156,7 +156,7 @@ def _one_by_one(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Apply ``operator`` to each sample in a loop.
 
-    Calls with score or mask functions, or with tensors that have no batch dimension, need this, because their
+    This is for calls with score or mask functions, or with tensors that have no batch dimension. Their
     samples cannot be merged into one larger batch. For example, a sink has one gradient per call, but needs
     one per sample.
     """

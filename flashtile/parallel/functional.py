@@ -102,9 +102,9 @@ def context_parallel_attention(
             on all ranks, if they disagree on a shape, the mask or the method.
         RuntimeError: a rank has ended or has not made this call within ``timeout``.
 
-    With gloo, every call compares its arguments over the ranks, and every wait ends after ``timeout``. With
-    NCCL, a call with the same arguments as an earlier one is not compared again unless FLASHTILE_DEBUG=1, and
-    waits on the GPU end after the group's own timeout.
+    With gloo, the ranks compare their arguments at every call, and every wait ends after ``timeout``. With
+    NCCL, they do not compare arguments again that were equal in an earlier call, unless FLASHTILE_DEBUG=1.
+    Waits on the GPU end after the group's own timeout.
 
     The call breaks the graph of ``torch.compile``, because ranks exchange their arguments on the host before
     they compute. With ``fullgraph=True`` the compiler raises an error that says so.

@@ -67,8 +67,8 @@ class Problem(Results):
     """Description of an attention call. Lengths are in tokens; a window side of -1 is unlimited.
 
     Bool fields such as ``alibi`` say whether the call has that argument. ``causal`` is folded into the window
-    (``window_right = 0``). Masks are aligned to the bottom right: query row ``i`` of a sequence sees keys
-    from ``i + seqlen_k - seqlen_q - window_left`` to ``i + seqlen_k - seqlen_q + window_right``, both
+    (``window_right = 0``). Masks are aligned to the bottom right: query row ``i`` of a sequence is at
+    position ``p = i + seqlen_k - seqlen_q``. It sees keys ``p - window_left`` to ``p + window_right``, both
     included.
     """
 

@@ -21,7 +21,7 @@ METHODS = ("block", "head", "tensor")
 QUERY_BLOCK = 64
 """Number of rows of q that share a scale: the rows that one Hopper warpgroup computes."""
 KEY_BLOCK = 128
-"""Number of keys that share a scale of k and a scale of v; a multiple of the key tile."""
+"""Number of keys that share a scale of k and a scale of v, a multiple of the key tile."""
 KEY_GROUP = 32
 """Number of keys within which V^T is permuted (:func:`key_order`)."""
 
@@ -73,7 +73,7 @@ def key_order(num_keys: int, device: torch.device | str | None = None) -> Tensor
 
     ``num_keys`` is a multiple of 32. Within 32 columns, column ``16 a + 4 b + 2 c + d`` holds key
     ``16 a + 8 c + 2 b + d``. Each thread of a Hopper warpgroup then holds its scores of a row in the order in
-    which the product P V reads them, so P stays in registers.
+    which the product P V reads P. Therefore P can stay in registers.
     """
     column = torch.arange(num_keys, device=device)
     a, b, c, d = column // 16 % 2, column // 4 % 4, column // 2 % 2, column % 2

@@ -2,10 +2,10 @@
 
 A program is the traced form of a score or mask function (:mod:`flashtile.problems.mask_program`).
 
-A derivative is written with the operations themselves: ``gradient(emit, result, *operands)`` returns the
-partial derivative with respect to each operand, or None for an operand without one. For an operation that
-selects an operand, such as minimum, it returns for each operand (condition, whether this operand is selected
-if the condition is True).
+Derivatives are programs of the same operations. ``gradient(emit, result, *operands)`` returns the partial
+derivative with respect to each operand, or None for an operand without a derivative. Some operations select
+one of their operands, such as minimum. For these it returns (condition, whether the operand is selected if
+the condition is True) for each operand.
 """
 
 from __future__ import annotations

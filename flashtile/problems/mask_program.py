@@ -1,8 +1,8 @@
 """A score or mask function as a list of elementary operations: the traced form of a user's function.
 
-A program has no branches: each line names the result of one operation on earlier results, on the inputs
-(``score``, ``b``, ``h``, ``q``, ``kv``) and on numbers. Operators, compiled graphs and cache keys hold the
-program's text::
+A program has no branches. Each line names the result of one operation. Its operands are earlier results, the
+inputs (``score``, ``b``, ``h``, ``q``, ``kv``) and numbers. Operators, compiled graphs and cache keys hold
+the program's text::
 
     t0: int = sub q kv
     t1: float = load 0 h  # alibi.py:7: return score - slopes[head] * (q_idx - kv_idx)
@@ -11,9 +11,9 @@ program's text::
     return t3
 
 ``load i ...`` reads an element of captured tensor ``i``. A result depends on a single score, so its
-derivative with respect to the score is one number. :func:`derivatives` appends lines that compute it, and the
-derivatives with respect to loaded elements, by reverse-mode differentiation (Griewank and Walther,
-*Evaluating Derivatives*, 2008, chapter 3).
+derivative with respect to the score is one number. :func:`derivatives` appends lines that compute this
+derivative and those with respect to loaded elements. It uses reverse-mode differentiation (Griewank and
+Walther, *Evaluating Derivatives*, 2008, chapter 3).
 """
 
 from __future__ import annotations

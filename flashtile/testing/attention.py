@@ -411,8 +411,8 @@ def _rounding_noise(
     holds for an error of lse.
 
     The gradient of a score is ``dS = P (dP - delta)``, where dP and delta are sums of products of dout and v.
-    With one visible key, dP equals delta and dS is 0. With more keys, delta is computed from an out that is
-    rounded to the dtype of q, and dS is rounded to this dtype before it multiplies k and q. The gradient of a
+    With one visible key, dP equals delta and dS is 0. With more keys there are two rounding errors: delta is
+    computed from out in the dtype of q, and dS is rounded to this dtype for the products. The gradient of a
     key sums dS over all queries that see the key. The sink has no value vector, so the gradient of its score
     is ``P (dlse - delta)``, summed over all rows.
     """

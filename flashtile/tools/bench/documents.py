@@ -139,9 +139,9 @@ def beyond_ceiling(document: dict[str, Any]) -> list[str]:
 def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
     """Return the minimum time of a cell (a workload in one pass) in milliseconds.
 
-    It is the larger of two times: the time of the cell's FLOPs at the measured speed of a matrix product, and
-    the time of its minimum memory traffic at the measured speed of a copy. The result is None if these speeds
-    were not measured.
+    One limit is the time of the cell's FLOPs at the measured speed of a matrix product. The other limit is
+    the time of its minimum memory traffic at the measured speed of a copy. The larger of the two is returned,
+    or None if these speeds were not measured.
     """
     flops, bytes_ = (ceiling(document, cell, unit) for unit in ("tflops", "gbps"))
     if flops is None or bytes_ is None:

@@ -33,7 +33,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 LAYERS = 4
 OURS = "flashtile"
 ALLOWED = 2.0
-"""Allowed error, in multiples of torch's error; one rounding of the result is allowed in addition."""
+"""Allowed error in multiples of torch's error, in addition to one rounding of the result."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 

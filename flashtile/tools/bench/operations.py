@@ -1,8 +1,9 @@
 """The operations of standard attention. Each is timed, and their sum is compared with flashtile's fused call.
 
 This repeats the measurement of GPT-2 in FlashAttention's paper (Dao et al. 2022, arXiv:2205.14135, figure 1).
-Matrix product, mask, softmax, dropout and matrix product each read or write the scores in memory; the fused
-kernel does not. The sum and the fused call are compared twice: both with dropout, and both without.
+Each of the operations (matrix product, mask, softmax, dropout, matrix product) reads or writes the scores in
+memory. The fused kernel does not. The sum and the fused call are compared twice: both with dropout, and both
+without.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Named attention calls, shared by tests, benchmarks and tuning, with their FLOPs and bytes.
 
-FLOPs follow the FlashAttention papers: ``4 * batch * heads * seqlen_q * seqlen_k * head_dim`` forward (two
-matrix products), 2.5 times that backward (five products), and half of either for causal attention with
-seqlen_q = seqlen_k. Other masks and sequences of different lengths are counted by their visible (query, key)
-pairs.
+FLOPs are counted as in the FlashAttention papers. The two matrix products of the forward pass have
+``4 * batch * heads * seqlen_q * seqlen_k * head_dim`` FLOPs, and the five of the backward pass have 2.5 times
+as many. Causal attention with seqlen_q = seqlen_k has half of these FLOPs. Other masks and sequences of
+different lengths are counted by their visible (query, key) pairs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Workload:
         head_dim_v: head size of v and out; None is ``head_dim``.
         latent: absorbed multi-head latent attention (MLA): v is the last ``head_dim_v`` columns of k, and
             these columns are stored once.
-        weights: form of the attention weights to return in addition: "full", "columns" (summed over queries),
+        weights: which attention weights the call also returns: "full" (all), "columns" (sums over queries),
             "top" (the largest of each query), or "" for none.
         alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
         tags: names of the sets that the workload belongs to.

@@ -125,9 +125,9 @@ def _dequantized(
 
 
 class StraightThrough(torch.autograd.Function):
-    """Return x as the source of a Quantized.
+    """Return x, as the tensor that gets the gradient of a Quantized.
 
-    The gradient of x is the source's gradient, rotated back by the rotary embedding. It is 0 for unused rows.
+    This gradient is rotated back by the rotary embedding, and is 0 for unused rows.
     """
 
     @staticmethod

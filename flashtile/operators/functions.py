@@ -87,7 +87,7 @@ class Functions(NamedTuple):
 
     captured: tuple[Tensor, ...]
     lists: tuple[Tensor, ...]
-    """Lists of the block mask, () without one."""
+    """Lists of the block mask; () if there is no block mask."""
     score_mod: str
     mask_mod: str
     block_size: tuple[int, int]

@@ -69,7 +69,7 @@ def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) ->
 
 
 class Forward(torch.autograd.Function):
-    """Compute (out, lse) under a transform.
+    """Compute (out, lse) under a transform of ``torch.func``.
 
     Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of OptionalTensors and Options.
     """

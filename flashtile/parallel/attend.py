@@ -122,7 +122,7 @@ class Method(Protocol):
 
 
 class State:
-    """Running out and lse of a rank's queries over the keys attended to so far.
+    """out and lse of a rank's queries over the keys that they have attended to so far.
 
     Args:
         q: (batch, tokens, heads_q, head_dim).
@@ -231,7 +231,7 @@ class Total:
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in ``dtype``."""
-        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # gradients of all tokens sort first
+        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # gradients of all tokens come first
         bounds = [bound for _, *of_part in parts for bound in of_part]
         if bounds == [*self._whole]:
             return parts[0][0].to(dtype)

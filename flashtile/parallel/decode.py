@@ -206,7 +206,7 @@ def _append(
     descales: tuple[Tensor | None, Tensor | None],
     backend: str | None,
 ) -> None:
-    """Write the new tokens that belong to this rank."""
+    """Write the new tokens that belong to this rank into its caches."""
     for name, tensor in (("k", k), ("v", v)):
         if tensor is None:
             raise ValueError(f"{name} must be given together with {'v' if name == 'k' else 'k'}, got None")

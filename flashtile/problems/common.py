@@ -58,7 +58,7 @@ class Results:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.num_heads_q // max(self.num_heads_kv, 1)
 
     @property

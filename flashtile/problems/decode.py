@@ -115,7 +115,7 @@ class CombineOptions(NamedTuple):
 
 
 class CopyTensors(NamedTuple):
-    """The scales of an FP8 cache, copied with its blocks."""
+    """The scales of an FP8 cache. The scales of a block are copied together with the block."""
 
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
@@ -137,8 +137,7 @@ class DecodeProblem(Results):
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
     ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``.
     Windows and ALiBi use the distance from this position. A window side of -1 is unlimited; causal is
-    ``window_right = 0``.
-    Chunks of ``attention_chunk`` positions (0: none) begin at position ``cache_leftpad[b]``.
+    ``window_right = 0``. Chunks of ``attention_chunk`` positions (0: none) begin at ``cache_leftpad[b]``.
     """
 
     batch: int

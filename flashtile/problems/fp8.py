@@ -49,7 +49,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class AttendTensors(NamedTuple):
-    """The optional tensors of an attention call in FP8: scales, and the first ``OptionalTensors``."""
+    """The optional tensors of an attention call in FP8: scales, and fields of ``OptionalTensors``."""
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None

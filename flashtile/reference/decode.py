@@ -136,7 +136,7 @@ def append(
 
 
 def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Divide x (heads, head_dim) by ``descale`` and round it to a cache's dtype, saturating for FP8."""
+    """Divide x (heads, head_dim) by ``descale`` and round it to FP8; for other dtypes, return x."""
     if dtype != FP8:
         return x
     x = x.float() if descale is None else x.float() / descale[:, None]
@@ -181,7 +181,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x (..., heads, head_dim) by angles, given as cos and sin of (..., 1, rotary_dim / 2)."""
+    """Rotate x (..., heads, head_dim). The cos and sin of the angles are (..., 1, rotary_dim / 2)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotary_dim = 2 * cos.shape[-1]
     c, s = cos.to(wide), sin.to(wide)

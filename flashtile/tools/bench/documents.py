@@ -62,7 +62,7 @@ def names(document: dict[str, Any], *, ours: bool) -> list[str]:
 
 
 def timed(cell: dict[str, Any], candidates: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the cell's results of those ``candidates`` (names of contestants) that were timed, by name."""
+    """Return the results of the contestants ``candidates`` that were timed in a cell, by contestant."""
     return {name: cell["results"][name] for name in candidates if cell["results"][name]["status"] == "ok"}
 
 

@@ -60,7 +60,10 @@ WORKLOADS = tuple(
 
 
 def contestants(device: torch.device) -> dict[str, Product]:
-    """Return the functions to compare, by name: flashtile.linear, torch's and, on a GPU, torch.compile."""
+    """Return the linear functions of flashtile and torch, by name.
+
+    On a GPU there is also torch's function compiled by ``torch.compile``.
+    """
     found: dict[str, Product] = {
         OURS: partial(linear, prefetch=True),
         "torch": torch.nn.functional.linear,

@@ -205,7 +205,7 @@ def compile_share(
     part: int,
     parts: int,
 ) -> None:
-    """Run every ``parts``-th kernel once, beginning with number ``part``, to compile it.
+    """Compile every ``parts``-th kernel, beginning with kernel number ``part``, by running it once.
 
     Several processes, each with its own ``part``, compile all kernels in parallel. Later processes find the
     kernels in the compilation cache.

@@ -46,8 +46,9 @@ class Chart:
 def charts(document: dict[str, Any]) -> Iterator[Chart]:
     """Yield the charts of each series of workloads that differ only in sequence length.
 
-    A series has a chart of the speed in each pass, and of the time of each operation if that was measured. A
-    series with several lengths also has charts of the speed-up and of the memory.
+    A series has a chart of the speed in each pass. If operations of standard attention were timed, it also
+    has charts of their times. A series with several lengths also has charts of the speed-up and of the
+    memory.
 
     Raises:
         ValueError: nothing was measured.

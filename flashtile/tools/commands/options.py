@@ -73,7 +73,7 @@ def bad_parameters() -> Iterator[None]:
 def bad_models() -> Iterator[None]:
     """Convert errors as :func:`bad_parameters` does, and also errors that a model causes.
 
-    These are models that cannot be read, and models that do not fit into memory.
+    A model causes an error if it cannot be read, or if it does not fit into memory.
     """
     with bad_parameters():
         try:
@@ -89,7 +89,7 @@ def bad_models() -> Iterator[None]:
 
 
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
-    """Return the command line that gives this command its parameters, with those in ``changed`` replaced."""
+    """Return the arguments of this command's call, with the parameters in ``changed`` replaced."""
     values, found = {**context.params, **changed}, []
     for parameter in context.command.params:
         value = values.get(parameter.name or "")

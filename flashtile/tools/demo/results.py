@@ -68,7 +68,7 @@ class Setting:
     def served_lines(self) -> list[str]:
         """Return a line for each call, with the backend that computes it.
 
-        Then follows a line for each other backend, with the reason why it cannot compute a call.
+        The other backends follow, each with the reason why it cannot compute a call.
         """
         lines = [
             f"{call.call}, {self.dtype} on {self.device}: served by {call.backend}" for call in self.served

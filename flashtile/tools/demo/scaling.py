@@ -210,7 +210,7 @@ def _peak_resident_bytes() -> int | None:
 
 
 def table(rows: Sequence[ScalingRow]) -> Table:
-    """Table with a row per sequence length."""
+    """Return a table with a row for each sequence length."""
     headings = (
         "tokens", "flashtile\nms", "standard\nms", "speed-up", "flashtile\nMiB", "standard\nMiB",
         "memory\nratio",

@@ -13,7 +13,7 @@ from flashtile.api.attention import attention
 from flashtile.api.padding import MaskPattern, as_booleans, attend, can_look, pattern_of, recognise
 from flashtile.checks.arguments import ERRORS, check_dense, check_dtype, renamed
 from flashtile.checks.conversions import check_flag
-from flashtile.dropout import draw_state, keep_share, kept
+from flashtile.dropout import draw_state, kept
 from flashtile.problems.common import DTYPES
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
@@ -130,7 +130,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 places = (range(size) for size in (*weights.shape[:3], k.shape[1]))
                 mask = kept(rng_state, dropout_p, self.num_heads, *places)
                 weights = weights * F.pad(mask, (0, int(self.add_zero_attn)), value=True)
-                weights = weights / keep_share(dropout_p)
+                weights = weights / (1 - dropout_p)
             weights = weights.mean(1) if average_attn_weights else weights
         if not batched:
             return out[0], None if weights is None else weights[0]

@@ -106,8 +106,7 @@ def attention(
             keys are not read, their gradients are 0, and masks are aligned to the used length. Like offsets,
             values are checked on the CPU, and on a GPU only under ``FLASHTILE_DEBUG=1``; kernels clamp them.
         dropout_p: the probability with which an attention weight is dropped, from 0 to below 1. The remaining
-            weights are divided by ``1 - dropout_p``. dropout_p is first rounded to a multiple of 1/128 if
-            that changes it by at most 2 %, otherwise to a multiple of 2^-15. lse is computed before dropout.
+            weights are divided by ``1 - dropout_p``. lse is computed before dropout.
         rng_state: (2,) int64 on the device of q: the seed and offset that decide which weights are dropped
             (see :mod:`flashtile.dropout`). None: they are drawn from torch's generator of q's device. Used
             only with dropout_p, in the forward and the backward pass.

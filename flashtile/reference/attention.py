@@ -92,7 +92,7 @@ def attention(
             places = (range(len(q)) if b is None else range(b, b + 1), range(problem.num_heads_q))
             lengths = range(q.shape[1]), range(k.shape[1])
             mask = dropout.kept(rng_state, dropout_p, problem.num_heads_q, *places, *lengths)
-            factors = mask.to(q.dtype) / dropout.keep_share(dropout_p)
+            factors = mask.to(q.dtype) / (1 - dropout_p)
         return masked(
             q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
             softcap=problem.softcap, modify=modify, sink=sink, round_p=round_p, factors=factors,

@@ -211,7 +211,7 @@ class Chunk:
         if optional.alibi_slopes is not None:
             slopes = optional.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
             self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
-        self.keep_share = 1.0 if optional.dropout is None else optional.dropout.keep_share
+        self.keep_share = 1.0 if optional.dropout is None else 1 - optional.dropout.p
         self.buffers: dict[str, Tensor] = {}
 
     def visible_rows(self) -> range:
@@ -296,8 +296,9 @@ class Chunk:
         """
         if self.optional.dropout is None:
             return None
-        kept = self.optional.dropout.kept(self.batch, self.heads_q, rows, keys).to(self.dtype)
-        return kept.reshape(self.k.shape[0], -1, len(keys))
+        kept = self.optional.dropout.kept(self.batch, self.heads_q, rows, keys)
+        # Converting bytes is several times as fast as converting bool.
+        return kept.view(torch.uint8).to(self.dtype).reshape(self.k.shape[0], -1, len(keys))
 
     def scores(
         self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None

@@ -46,7 +46,6 @@ from flashtile.backends.hopper.modifiers.launch import (
     own_sizes,
 )
 from flashtile.backends.hopper.tile_table import TileTable
-from flashtile.dropout import keep_share
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED
@@ -193,7 +192,7 @@ def numbers_of(problem: Problem) -> BackwardNumbers:
     if problem.mods is not None and problem.mods.score_mod:
         numbers = numbers._replace(scale_log2=problem.softmax_scale)
     if problem.dropout_p:
-        keep = keep_share(problem.dropout_p)
+        keep = 1 - problem.dropout_p
         numbers = numbers._replace(scale=numbers.scale / keep, keep_scale=1 / keep, keep=keep)
     return numbers
 

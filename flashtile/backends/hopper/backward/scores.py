@@ -33,7 +33,7 @@ class BackwardNumbers(NamedTuple):
     keep_scale: Any = None
     """Factor of dropout, 1 / keep; ``scale`` includes it."""
     keep: Any = None
-    """1 - dropout_p, with dropout_p rounded to the bits of the random numbers."""
+    """1 - dropout_p."""
 
 
 class QueryHead(NamedTuple):

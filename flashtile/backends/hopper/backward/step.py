@@ -107,7 +107,7 @@ def step(
         dq = dq_product(C, W, shared.ds.index(before & 1), k)
     bits = 0
     if C.HAS_DROPOUT:
-        bits = random_bits(modifiers.dropout, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
+        bits = random_bits(modifiers.dropout, m * C.BLOCK_M, C.BLOCK_M, True, s_layout)
     added = 0
     if C.HAS_BIAS:
         added = bias_tiles.read_keys(C, W, modifiers.bias, i, s_layout)

@@ -61,7 +61,6 @@ from flashtile.backends.hopper.modifiers.launch import (
 )
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.dropout import keep_share
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
@@ -269,7 +268,7 @@ def numbers_of(problem: Problem) -> ForwardNumbers:
     if has_natural_scores(problem):
         numbers |= {"scale_log2": LOG2_E, "scale": problem.softcap or problem.softmax_scale}
     if problem.dropout_p:
-        numbers["keep_scale"] = 1 / keep_share(problem.dropout_p)
+        numbers["keep_scale"] = 1 / (1 - problem.dropout_p)
     return ForwardNumbers(**numbers)
 
 

@@ -106,7 +106,7 @@ class ForwardNumbers(NamedTuple):
     """Factor to scores in natural units: softmax_scale for raw products, or softcap for the tanh of a
     soft-cap."""
     keep_scale: Any = None
-    """Factor of dropout, 1 / (1 - dropout_p), with dropout_p rounded to the bits of the random numbers."""
+    """Factor of dropout, 1 / (1 - dropout_p)."""
 
 
 @gluon.jit

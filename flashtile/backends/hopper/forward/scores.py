@@ -39,7 +39,7 @@ def dropout_bits(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.con
     They do not depend on scores, so they can be computed while the product is in flight.
     """
     if C.HAS_DROPOUT:
-        bits = random_bits(rows.modifiers.dropout, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
+        bits = random_bits(rows.modifiers.dropout, n * C.BLOCK_N, WIDTH, False, s_layout)
         if not C.LATE_BITS:
             schedule_barrier(bits)
         return bits

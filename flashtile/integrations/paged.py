@@ -16,11 +16,12 @@ from flashtile.operators import decode as operators
 from flashtile.problems.decode import CacheTensors, DecodeOptions
 
 INVARIANT_QUERIES = 128
-"""Lower bound of ``max_seqlen_q`` for attention over a cache if results must not depend on the batch. From
-this bound on, the number of queries no longer changes the tile."""
+"""Lower bound of ``max_seqlen_q`` for attention over a cache if results must not depend on the batch. For all
+``max_seqlen_q`` above the bound, the kernel has the same tile."""
 MAX_INVARIANT_HEAD = 128
-"""For larger heads, Hopper's kernel rescales all rows of a tile when one row needs it, so a result depends on
-how a prompt is cut into chunks. The portable kernel rescales each row by itself."""
+"""Largest head size at which the results of Hopper's kernel do not depend on the batch. For larger heads, the
+kernel rescales all rows of a tile when one row needs it, so results depend on how a prompt is cut into
+chunks. The portable kernel, which rescales each row by itself, is used instead."""
 
 
 @dataclass

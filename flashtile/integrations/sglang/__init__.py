@@ -11,7 +11,7 @@ from typing import Any
 NAME = "flashtile"
 """The backend's name on SGLang's command line."""
 OLDEST = (0, 5, 23)
-"""The oldest release of SGLang whose interface the backend has."""
+"""The oldest release of SGLang that is supported."""
 
 
 def register() -> None:

@@ -125,7 +125,10 @@ class Metadata(Step, AttentionMetadata):
     """
 
     max_encoder_len: int
-    """Upper bound in layers without a cache. Equal in all steps if results must not depend on the batch."""
+    """Upper bound of a sequence's length in layers without a cache.
+
+    It is the same in all steps if results must not depend on the batch.
+    """
     max_seq_len: int
     slot_mapping: Tensor
     causal: bool
@@ -177,7 +180,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return updated
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Do nothing, because no field of the metadata is computed from the values of the lengths."""
+        """Do nothing, because the metadata has views of the lengths, and no other field depends on them."""
 
 
 class Impl(AttentionImpl[Metadata], PagedAttention):

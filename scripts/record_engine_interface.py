@@ -22,7 +22,7 @@ Names = dict[str, tuple[str, ...]]
 """What is recorded of a file: classes, functions and lists. A class with names is recorded only so far as
 these attributes and methods; attributes may also be set in ``__init__``."""
 BATCH = (
-    "forward_mode batch_size req_pool_indices seq_lens out_cache_loc out_cache_loc_is_physical spec_info "
+    "forward_mode batch_size req_pool_indices seq_lens out_cache_loc out_cache_loc_is_physical "
     "extend_num_tokens extend_seq_lens extend_seq_lens_cpu _attn_output"
 )
 MODES = "EXTEND DECODE MIXED IDLE TARGET_VERIFY is_decode_or_idle is_extend_or_draft_extend_or_mixed"
@@ -66,7 +66,7 @@ ENGINES: dict[str, dict[str, Names]] = {
         "srt/model_executor/model_runner.py": {
             "ModelRunner": ("kv_cache_dtype", "kv_cache_dtype_str", "page_size", "model_config")
         },
-        "srt/runtime_context.py": {"get_exec": (), "get_parallel": ()},
+        "srt/runtime_context.py": {"get_exec": (), "get_parallel": (), "get_spec": ()},
         "srt/arg_groups/choices.py": {
             "ATTENTION_BACKEND_CHOICES": (),
             "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": (),

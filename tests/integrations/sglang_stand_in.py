@@ -20,6 +20,7 @@ BODIES = {
     "register_attention_backend": "return lambda create: registered.__setitem__(name, create)",
     "get_exec": "return state.exec",
     "get_parallel": "return state.parallel",
+    "get_spec": "return state.spec",
     "ForwardMode.is_decode_or_idle": "return self.name in ('DECODE', 'IDLE')",
     "ForwardMode.is_extend_or_draft_extend_or_mixed": "return self.name in ('EXTEND', 'MIXED')",
     "KVWriteLoc.for_batch": "return cls(forward_batch.out_cache_loc, swa_loc, full_loc)",
@@ -32,7 +33,7 @@ FILES = {
     "sglang.srt.mem_cache.memory_pool": ("KVWriteLoc", "MHATokenToKVPool"),
     "sglang.srt.mem_cache.swa_memory_pool": ("SWAKVPool",),
     "sglang.srt.configs.model_config": ("AttentionArch",),
-    "sglang.srt.runtime_context": ("get_exec", "get_parallel", "state"),
+    "sglang.srt.runtime_context": ("get_exec", "get_parallel", "get_spec", "state"),
     "sglang.srt.arg_groups.choices": (
         "ATTENTION_BACKEND_CHOICES",
         "DETERMINISTIC_ATTENTION_BACKEND_CHOICES",
@@ -46,6 +47,7 @@ def modules_of(release: str, deterministic: bool = False) -> dict[str, ModuleTyp
     state = SimpleNamespace(
         exec=SimpleNamespace(deterministic=SimpleNamespace(enable_deterministic_inference=deterministic)),
         parallel=SimpleNamespace(attn_cp_size=1, attn_dcp_size=1),
+        spec=SimpleNamespace(speculative_algorithm=None),
     )
     names = dict(
         engine_stand_in.NAMES, registered={}, state=state, debug_kernel_api=lambda function: function

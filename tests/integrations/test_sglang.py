@@ -231,6 +231,13 @@ def test_fp8_caches(newest, scales):
     made = newest.Backend(server.runner)
     server.assert_exact(made, layer, QUERIES, exact=exact)
     server.assert_exact(made, layer, (1,) * 5, "DECODE", exact=exact)
+    batch = server.batch((1,) * 5, "DECODE")
+    q, k, v = server.tensors(5)
+    made.init_forward_metadata(batch)
+    made.forward_decode(q, k, v, layer, batch)
+    for number, (new, scale) in enumerate(((k, k_scale), (v, v_scale))):
+        stored = server.full.rows(number, batch.out_cache_loc).float() * (1.0 if scale is None else scale)
+        assert (stored - new).abs().max() <= new.abs().max() / 16
 
 
 @pytest.mark.parametrize("page", [1, 16])
@@ -302,6 +309,9 @@ def test_steps_share_launches_and_do_not_synchronise(newest):
         made.init_forward_metadata(server.batch(queries))
         most.append(made.forward_metadata.step.max_query_len)
     assert most == [32, 32]
+    assert not made.forward_metadata.step.is_one_query_each
+    made.init_forward_metadata(server.batch((1,) * 5, "DECODE"))
+    assert made.forward_metadata.step.is_one_query_each
     assert not made.needs_cpu_seq_lens
     assert made.token_to_kv_pool is server.pool
     assert made.req_to_token_pool is server.runner.req_to_token_pool
@@ -341,8 +351,12 @@ RUNNERS = {
     "is_local_attention_model": lambda runner: setattr(runner.model_config, "is_local_attention_model", True),
     "attn_cp_size": lambda runner: setattr(sglang("runtime_context").state.parallel, "attn_cp_size", 2),
     "attn_dcp_size": lambda runner: setattr(sglang("runtime_context").state.parallel, "attn_dcp_size", 2),
+    "speculative_algorithm": lambda runner: setattr(
+        sglang("runtime_context").state.spec, "speculative_algorithm", "EAGLE"
+    ),
     "enable_unified_memory": lambda runner: setattr(runner.kv_index_translator, "is_translating", True),
     "kv_cache_dtype": lambda runner: setattr(runner, "kv_cache_dtype", torch.float8_e5m2),
+    "kv_cache_dtype .*mxfp8": lambda runner: setattr(runner, "kv_cache_dtype_str", "mxfp8"),
 }
 
 
@@ -350,7 +364,8 @@ RUNNERS = {
 def test_servers_that_are_refused(newest, name):
     runner = Server(newest).runner
     RUNNERS[name](runner)
-    with pytest.raises(NotImplementedError, match=f"{name} must be"):
+    expected = name if " " in name else f"{name} must be"
+    with pytest.raises(NotImplementedError, match=expected):
         newest.Backend(runner)
 
 
@@ -370,6 +385,9 @@ def test_layers_that_are_refused(newest, name, value):
     made.init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match=f"layer 0: {name} must be"):
         made.forward_extend(*server.tensors(27), make_layer(**{name: value}), batch)
+    wide = make_layer(dims=(513, 16))
+    with pytest.raises(NotImplementedError, match="head_dim must be at most 512, got 513"):
+        made.forward_decode(torch.empty(1, HEADS * 513), None, None, wide, batch)
 
 
 def test_calls_that_are_refused(newest):
@@ -380,12 +398,10 @@ def test_calls_that_are_refused(newest):
     with pytest.raises(NotImplementedError, match="score_mod must be None"):
         made.forward_extend(*server.tensors(27), server.layers[0], batch, score_mod=len, return_lse=False)
     made.init_cuda_graph_state(8, 8)
-    with pytest.raises(
-        NotImplementedError, match="must decode without speculation, got EXTEND: set --cuda-graph"
-    ):
+    with pytest.raises(NotImplementedError, match="must decode, got EXTEND: set --cuda-graph"):
         made.init_forward_metadata_out_graph(batch)
     verify = server.batch(QUERIES, "TARGET_VERIFY")
-    with pytest.raises(NotImplementedError, match="without speculation, got TARGET_VERIFY"):
+    with pytest.raises(NotImplementedError, match="must decode or extend, got TARGET_VERIFY"):
         made.init_forward_metadata(verify)
 
 

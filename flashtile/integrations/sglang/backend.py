@@ -18,7 +18,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from torch import Tensor
 
 from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
@@ -97,13 +97,11 @@ class Backend(AttentionBackend):
         """Prepare a step that replays no CUDA graph of the whole model.
 
         Raises:
-            NotImplementedError: the step verifies or drafts speculative tokens, or belongs to a diffusion
-                model.
+            NotImplementedError: the step neither decodes nor extends.
         """
         mode = forward_batch.forward_mode
-        served = mode.is_decode_or_idle() or mode.is_extend_or_draft_extend_or_mixed()
-        if not served or forward_batch.spec_info is not None:
-            raise NotImplementedError(f"a step must decode or extend without speculation, got {mode.name}")
+        if not (mode.is_decode_or_idle() or mode.is_extend_or_draft_extend_or_mixed()):
+            raise NotImplementedError(f"a step must decode or extend, got {mode.name}")
         lengths = forward_batch.seq_lens.to(torch.int32)
         requests = lengths.shape[0]
         if mode.is_decode_or_idle():
@@ -141,12 +139,12 @@ class Backend(AttentionBackend):
         """Prepare a decoding step that captures or replays a CUDA graph, in the graph's buffers.
 
         Raises:
-            NotImplementedError: the step is no decoding step without speculation.
+            NotImplementedError: the step does not decode.
         """
         mode, buffers = forward_batch.forward_mode, self.buffers
-        if not mode.is_decode_or_idle() or forward_batch.spec_info is not None or buffers is None:
+        if not mode.is_decode_or_idle() or buffers is None:
             raise NotImplementedError(
-                f"a captured step must decode without speculation, got {mode.name}: "
+                f"a captured step must decode, got {mode.name}: "
                 "set --cuda-graph-backend-prefill to breakable or disabled"
             )
         requests = forward_batch.batch_size
@@ -332,6 +330,9 @@ def _refuse(runner: Any) -> None:
     for name in ("attn_cp_size", "attn_dcp_size"):
         if getattr(parallel, name) > 1:
             raise NotImplementedError(f"{name} must be 1, got {getattr(parallel, name)}")
+    algorithm = get_spec().speculative_algorithm
+    if algorithm is not None:
+        raise NotImplementedError(f"speculative_algorithm must be None, got {algorithm}")
     if runner.kv_index_translator.is_translating:
         raise NotImplementedError("enable_unified_memory must be False, got True")
     if runner.kv_cache_dtype not in (*DTYPES, FP8) or runner.kv_cache_dtype_str == "mxfp8":

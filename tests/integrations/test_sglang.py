@@ -268,36 +268,74 @@ def test_windows_in_a_pool_of_their_own(newest, page):
         torch.testing.assert_close(out[number], exact[0].flatten())
 
 
+def capture(made, call):
+    """Return a call's result and a function that replays it: a CUDA graph; on the CPU, the same call again.
+
+    A replay sees the buffers of its capture, and not the metadata of its own step.
+    """
+    out, metadata = call(), made.forward_metadata
+    if out.is_cuda:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = call()
+        return out, graph.replay
+
+    def replay():
+        made.forward_metadata = metadata
+        out.copy_(call())
+
+    return out, replay
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("page", [1, 16])
-def test_graphs(newest, page, windows):
+def test_graphs(newest, page, windows, device):
     """A graph is captured with one key per request, and replayed with others from the same addresses."""
-    server = Server(newest, page, windows=windows)
-    made = newest.Backend(server.runner)
-    layer = make_layer(1, sliding_window_size=8) if windows else server.layers[0]
-    made.init_cuda_graph_state(8, 8)
-    info = sglang("model_executor.forward_batch_info")
-    empty = torch.zeros(7, dtype=torch.int64)
-    capture = info.ForwardBatch(
-        forward_mode=info.ForwardMode.DECODE,
-        batch_size=7,
-        req_pool_indices=empty,
-        seq_lens=empty + 1,
-        out_cache_loc=empty,
-    )
-    made.init_forward_metadata_out_graph(capture, in_capture=True)
-    captured = made.forward_metadata
-    assert made.get_cuda_graph_seq_len_fill_value() == 1
-    batch = server.batch((1,) * 5, "DECODE", padding=2)
-    made.init_forward_metadata_out_graph(batch)
-    made.forward_metadata = captured  # a replay sees the buffers of its capture only
-    q, k, v = server.tensors(7)
-    for pool in (server.full, server.window) if windows else (server.full,):
-        pool.buffers[0].view(-1)[: pool.buffers[0].shape[1] * HEAD_DIM * page] = 0  # padding's page
-        pool.buffers[1].view(-1)[: pool.buffers[1].shape[1] * HEAD_DIM * page] = 0
-    out = made.forward_decode(q, k, v, layer, batch)
-    assert out.isfinite().all()
-    server.check(layer, q, out, (1,) * 5, {"window_size": (8, 0)} if windows else None)
+    with torch.device(device):
+        server = Server(newest, page, dtype=torch.bfloat16, dims=(64, 64), windows=windows)
+        made = newest.Backend(server.runner)
+        layer, exact = server.layers[0], None
+        if windows:
+            layer, exact = make_layer(1, dims=(64, 64), sliding_window_size=8), {"window_size": (8, 0)}
+        made.init_cuda_graph_state(8, 8)
+        info, zeros = sglang("model_executor.forward_batch_info"), torch.zeros(7, dtype=torch.int64)
+        batch = info.ForwardBatch(
+            forward_mode=info.ForwardMode.DECODE, batch_size=7, req_pool_indices=zeros, seq_lens=zeros + 1,
+            out_cache_loc=zeros.clone(),
+        )  # fmt: skip
+        made.init_forward_metadata_out_graph(batch, in_capture=True)
+        assert made.get_cuda_graph_seq_len_fill_value() == 1
+        static = server.tensors(7)
+        out, replay = capture(made, lambda: made.forward_decode(*static, layer, batch))
+        for _ in range(2):
+            step = server.batch((1,) * 5, "DECODE", padding=2)
+            for buffer, new in zip(
+                (batch.out_cache_loc, *static), (step.out_cache_loc, *server.tensors(7)), strict=True
+            ):
+                buffer.copy_(new)
+            made.init_forward_metadata_out_graph(step)
+            out.fill_(torch.nan)
+            replay()
+            assert out.isfinite().all()
+            server.check(layer, static[0], out, (1,) * 5, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("windows", [False, True])
+def test_steps_do_not_wait_for_the_gpu(newest, windows):
+    with torch.device("cuda"):
+        server = Server(newest, dtype=torch.bfloat16, dims=(64, 64), windows=windows)
+        made, layer = newest.Backend(server.runner), server.layers[0]
+        for queries, mode in ((QUERIES, "MIXED"), ((1,) * 5, "DECODE")):
+            server.assert_exact(made, layer, queries, mode)  # compiles
+            batch, new = server.batch(queries, mode), server.tensors(sum(queries))
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                made.init_forward_metadata(batch)
+                made.forward_extend(*new, layer, batch)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def test_steps_share_launches_and_do_not_synchronise(newest):

@@ -50,7 +50,7 @@ class Buffers:
 
 
 @dataclass
-class Layer:
+class LayerOptions:
     """Options and scales of one layer of the model."""
 
     attention: PagedAttention
@@ -89,7 +89,7 @@ class Backend(AttentionBackend):
         self.invariant = bool(get_exec().deterministic.enable_deterministic_inference)
         self.min_queries = INVARIANT_QUERIES if self.invariant else 1
         self.row_starts = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
-        self.layers: dict[int, Layer] = {}
+        self.layers: dict[int, LayerOptions] = {}
         self.forward_metadata: Metadata | None = None
         self.buffers: Buffers | None = None
 
@@ -221,7 +221,7 @@ class Backend(AttentionBackend):
         number = layer.layer_id
         known = self.layers.get(number)
         if known is None:
-            known = self.layers[number] = self._layer(layer)
+            known = self.layers[number] = self._options(layer)
         step = metadata.window_step if known.has_window_pool else metadata.step
         assert step is not None
         heads, dim_v = layer.tp_q_head_num, layer.v_head_dim
@@ -281,7 +281,7 @@ class Backend(AttentionBackend):
             return buffer.permute(0, 2, 1, 3)
         return buffer.view(-1, self.page_size, buffer.shape[1], head_dim)
 
-    def _layer(self, layer: Any) -> Layer:
+    def _options(self, layer: Any) -> LayerOptions:
         """Return a layer's options and scales, or raise a NotImplementedError if it is not served."""
         for name, expected in (
             ("is_cross_attention", False), ("use_irope", False), ("pos_encoding_mode", "NONE"),
@@ -308,7 +308,7 @@ class Backend(AttentionBackend):
             head_dim=layer.qk_head_dim,
             invariant=self.invariant,
         )
-        return Layer(
+        return LayerOptions(
             attention=attention,
             causal=layer.attn_type not in NOT_CAUSAL,
             has_window_pool=(

@@ -299,7 +299,7 @@ class Backend(AttentionBackend):
             scales = torch.ones(2, layer.tp_k_head_num, dtype=torch.float32, device=device)
             for scale, given in zip(scales, (layer.k_scale, layer.v_scale), strict=True):
                 if given is not None:
-                    scale.copy_(given)  # one scale, or one for each head
+                    scale.copy_(given)  # the layer has one scale for all heads
             k_scale, v_scale = scales.unbind()
         attention = PagedAttention(
             scale=float(layer.scaling),

@@ -91,7 +91,7 @@ def _call(service: Service, answer: Call) -> Handler:
                 raise ApiError(
                     f"the body took longer than {limits.body_timeout:g} s", status=408, code="timeout"
                 ) from None
-            body = parse(raw)
+            body = parse(raw, service.sampling_defaults)
             service.check_model(body.take("model"))
             return await answer(request, service, body)
         finally:

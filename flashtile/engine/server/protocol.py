@@ -48,10 +48,15 @@ _short.maxstring = _short.maxlong = _short.maxother = 60
 
 
 class Body:
-    """A JSON object whose fields are taken one by one. Null counts as absent."""
+    """A JSON object whose fields are taken one by one. Null counts as absent.
 
-    def __init__(self, fields: Mapping[str, Any]):
+    Attributes:
+        defaults: arguments of SamplingParams that hold where the call has no field.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
         self.fields = {name: value for name, value in fields.items() if value is not None}
+        self.defaults = dict(defaults or {})
         self._left = set(self.fields)
 
     def __contains__(self, name: str) -> bool:
@@ -108,8 +113,8 @@ def wrong(name: str, allowed: str, value: Any) -> ApiError:
     return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code="invalid_value")
 
 
-def parse(raw: bytes) -> Body:
-    """Parse the body of a call.
+def parse(raw: bytes, defaults: Mapping[str, Any] | None = None) -> Body:
+    """Parse the body of a call. ``defaults`` are those of the result.
 
     Raises:
         ApiError: the body is not a JSON object in UTF-8.
@@ -123,7 +128,7 @@ def parse(raw: bytes) -> Body:
         raise ApiError(f"the body must be JSON in UTF-8: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(f"the body must be a JSON object, got {type(fields).__name__}", code="invalid_json")
-    return Body(fields)
+    return Body(fields, defaults)
 
 
 def _refuse_constant(name: str) -> None:
@@ -216,7 +221,7 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    max_tokens = body.integer("max_tokens", 16, 0, MAX_TOKENS)
+    max_tokens = body.integer("max_tokens", min(16, body.defaults.get("max_tokens", 16)), 0, MAX_TOKENS)
     echo_only = max_tokens == 0
     if echo_only and not echo:
         raise wrong("max_tokens", "at least 1 without echo", max_tokens)
@@ -236,7 +241,7 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
         raise wrong("top_logprobs", "absent unless logprobs is true", top)
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
     name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    max_tokens = body.integer(name, None, 1, MAX_TOKENS)
+    max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
     body.take("max_tokens")
     logprobs, conversation = (top or 0) if wanted else None, read_conversation(body)
     return _read_call(ChatCall, body, max_tokens, name, logprobs, prompt_logprobs, conversation=conversation)
@@ -364,11 +369,11 @@ def _read_call(
 def _read_sampling(
     body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
 ) -> Params:
-    given = {name: body.take(name) for name in SAMPLING if name in body}
+    given = body.defaults | {name: body.take(name) for name in SAMPLING if name in body}
     if body.take("length_penalty", 1) != 1:
         raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
     return SamplingParams(
-        **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        **{**given, "max_tokens": max_tokens}, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
 

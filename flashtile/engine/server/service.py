@@ -102,6 +102,7 @@ class Service:
         self.created, self.id = int(time.time()), uuid.uuid4().hex
         self.metrics = Metrics(model_name)
         self.engine: Engine = llm.engine
+        self.sampling_defaults = llm.sampling_defaults
         self._counted = llm.engine.last_schedule
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
         self.in_flight, self.max_calls = 0, limits.max_concurrent_requests
@@ -157,9 +158,9 @@ class Service:
         """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.
 
         The maximum is the engine's ``max_model_len`` minus the length of the longest prompt. ApiError is
-        raised if the given ``max_tokens`` is larger. A chat call without ``max_tokens`` gets the maximum or,
-        if that is smaller, the number of tokens that the KV cache can hold after the prompt. It gets at
-        least 1.
+        raised if the given ``max_tokens`` is larger. A chat call without ``max_tokens`` gets the least of the
+        maximum, the model's own default and the number of tokens that the KV cache can hold after the prompt.
+        It gets at least 1.
         """
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -176,7 +177,7 @@ class Service:
         if manager.window_left < 0:  # with a window, the cache does not grow with the length
             pool = manager.pool
             room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
-        params.max_tokens = max(1, room)
+        params.max_tokens = max(1, room if params.max_tokens is None else min(room, params.max_tokens))
 
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         if isinstance(call, ChatCall):

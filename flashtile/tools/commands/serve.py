@@ -45,6 +45,10 @@ def serve(
         bool,
         typer.Option("--skip-tokenizer-init", help="No tokenizer: prompts and answers are tokens."),
     ] = False,
+    generation_config: Annotated[
+        str,
+        typer.Option(help="Sampling defaults: auto (the model's generation_config.json), vllm or a folder."),
+    ] = "auto",
     dtype: ModelDtype = "auto",
     kv_cache_dtype: CacheDtype = "auto",
     load_format: Annotated[str, typer.Option(help="Weights: auto, safetensors or dummy (random).")] = "auto",
@@ -142,6 +146,7 @@ def serve(
             kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
             enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
             speculative_config=speculation, tensor_parallel_size=tensor_parallel_size, warmup=warmup,
+            generation_config=generation_config,
         )  # fmt: skip
     engine = llm.engine
     if engine.runner.ranks.rank:

@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -23,6 +24,11 @@ POLLED = ("/health", "/load", "/metrics", "/live")
 CLIENT_IS_GONE = 499
 
 logger = logging.getLogger("flashtile.server")
+
+
+def request_key(name: str) -> Any:
+    """Return a key for data of a request. Releases of aiohttp without ``RequestKey`` use strings."""
+    return web.RequestKey(name, object) if hasattr(web, "RequestKey") else name
 
 
 def logged(listener: Listener, access_log: bool) -> Middleware:

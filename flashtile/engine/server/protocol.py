@@ -16,17 +16,22 @@ Params = SamplingParams | BeamSearchParams
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "bad_words": ([],), "chat_template": (), "documents": ([],), "function_call": ("none",),
     "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
-    "kv_transfer_params": (), "logits_processors": ([],), "metadata": ({},), "mm_processor_kwargs": (),
-    "modalities": (["text"],), "parallel_tool_calls": (), "prediction": (), "prompt_embeds": (),
-    "reasoning_effort": (), "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"), "spaces_between_special_tokens": (True,), "store": (False,),
-    "structured_outputs": (), "suffix": ("",), "verbosity": (), "vllm_xargs": (), "web_search_options": (),
+    "kv_transfer_params": (), "logits_processors": ([],), "mm_processor_kwargs": (),
+    "modalities": (["text"],), "prediction": (), "prompt_embeds": (), "reasoning_effort": (),
+    "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,), "structured_outputs": (), "suffix": ("",), "verbosity": (),
+    "vllm_xargs": (), "web_search_options": (),
 }  # fmt: skip
 """Unsupported fields of OpenAI's and vLLM's interfaces. The listed values of each field are accepted, because
 they have no effect."""
 
-METADATA = ("user",)
-"""Fields that never change an answer."""
+IGNORED: dict[str, type] = {
+    "metadata": dict, "parallel_tool_calls": bool, "prompt_cache_key": str, "prompt_cache_retention": str,
+    "safety_identifier": str, "service_tier": str, "store": bool, "user": str,
+}  # fmt: skip
+"""Fields that never change an answer, with the types of their values. They are accepted without effect."""
+
+JSON_NAMES = {dict: "an object", bool: "true or false", str: "a string"}
 
 SAMPLING = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
@@ -52,11 +57,13 @@ class Body:
 
     Attributes:
         defaults: arguments of SamplingParams that hold where the call has no field.
+        ignored: names of the given fields that have no effect, after :meth:`finish`.
     """
 
     def __init__(self, fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
         self.fields = {name: value for name, value in fields.items() if value is not None}
         self.defaults = dict(defaults or {})
+        self.ignored: list[str] = []
         self._left = set(self.fields)
 
     def __contains__(self, name: str) -> bool:
@@ -94,10 +101,11 @@ class Body:
         """Refuse the fields that were not taken."""
         for name in sorted(self._left):
             value = self.fields[name]
-            if name in METADATA and isinstance(value, str):
+            if name in IGNORED and type(value) is not IGNORED[name]:
+                raise wrong(name, JSON_NAMES[IGNORED[name]], value)
+            if name in IGNORED:
+                self.ignored.append(name)
                 continue
-            if name in METADATA:
-                raise wrong(name, "a string", value)
             if name not in UNSUPPORTED:
                 raise ApiError(f"{name:.60} is not a field of this call", name[:60], code="unknown_field")
             if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):

@@ -9,7 +9,7 @@ import pytest
 from serving import running
 
 from flashtile.engine import LLM, SamplingParams
-from flashtile.engine.server.protocol import Body, read_chat, read_completion
+from flashtile.engine.server.protocol import IGNORED, Body, read_chat, read_completion
 
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 GENERATION = {
@@ -26,6 +26,12 @@ def generating(model, tmp_path_factory):
     shutil.copytree(model, folder)
     (folder / "generation_config.json").write_text(json.dumps(GENERATION))
     return folder
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with running(model) as found:
+        yield found
 
 
 def load(folder, **options):
@@ -71,3 +77,23 @@ def test_a_server_answers_with_the_defaults(generating):
             for more, tokens in ({}, 7), ({"max_tokens": 9}, 9):
                 status, answer = server.ask(path, {**fields, "ignore_eos": True, **more})
                 assert (status, answer["usage"]["completion_tokens"]) == (200, tokens)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", HELLO)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_change_no_answer_are_named_in_a_header(server, path, fields, stream):
+    harmless = {
+        "metadata": {"run": "1"}, "parallel_tool_calls": False, "prompt_cache_key": "k", "store": True,
+        "prompt_cache_retention": "24h", "safety_identifier": "me", "service_tier": "flex", "user": "me",
+    }  # fmt: skip
+    assert set(harmless) == set(IGNORED)
+    fields = {**fields, "stream": stream, "max_tokens": 2}
+    response = server.send(path, {**fields, **harmless})
+    assert response.status == 200, response.read()
+    assert response.getheader("X-Ignored-Fields") == ", ".join(sorted(harmless))
+    assert response.read()
+    response = server.send(path, {**fields, "store": None})
+    assert (response.status, response.getheader("X-Ignored-Fields")) == (200, None)
+    assert response.read()

@@ -17,13 +17,7 @@ from flashtile.engine.server.answers import chat_completions, completions
 from flashtile.engine.server.errors import ApiError, json_response, refused
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
-from flashtile.engine.server.middlewares import (
-    answer_errors,
-    authorised,
-    check_content_type,
-    logged,
-    request_key,
-)
+from flashtile.engine.server.middlewares import add_middlewares, check_content_type, request_key
 from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
@@ -50,7 +44,7 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     """Make the application. The caller runs it, and shuts down the service's engine afterwards."""
     limits = service.limits
     app = web.Application(client_max_size=limits.max_body_bytes)
-    app.middlewares.extend((logged(listener, limits.access_log), answer_errors, authorised(limits.api_keys)))
+    add_middlewares(app, listener, limits)
     app.on_response_prepare.append(_name_ignored)
     get, post = app.router.add_get, app.router.add_post
 

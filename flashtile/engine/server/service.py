@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class Limits:
             closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
         access_log: whether each call is logged.
+        cors_origins: origins, such as "https://example.org", whose web pages may call the server. "*": all.
 
     Raises:
         ValueError: a limit is invalid; the message names it.
@@ -56,6 +58,7 @@ class Limits:
     max_connections: int = 4096
     max_priority: int = 0
     access_log: bool = True
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -71,6 +74,9 @@ class Limits:
             raise ValueError(f"max_priority must be from 0 to {2**31 - 1}, got {self.max_priority}")
         if not all(self.api_keys) or not all(key.isascii() for key in self.api_keys):
             raise ValueError("api_key must be ASCII and not empty")
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[!-.0-@\[-~]+", origin):
+                raise ValueError(f"cors_origin must be * or scheme://host in lower case, got {origin!r:.80}")
 
 
 @dataclass(frozen=True)

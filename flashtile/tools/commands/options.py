@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -103,6 +104,48 @@ def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
             for one in value if isinstance(value, (list, tuple)) else [value]:
                 found += [parameter.opts[0], str(one)]
     return found
+
+
+def read_options(context: typer.Context, path: Path | None) -> None:
+    """Callback of ``--config``: take the options that the command line does not give from a file.
+
+    The file is TOML, or JSON if its name ends in .json. Its keys are names of options and arguments of the
+    command, with ``-`` or ``_``. A list repeats an option, and a table is the JSON of its option.
+    """
+    if path is None:
+        return
+    known = {one.name: one for one in context.command.params if one.name != "config"}
+    found: dict[str, Any] = {}
+    for key, value in _read_table(path).items():
+        parameter = known.get(key.replace("-", "_"))
+        if parameter is None:
+            raise typer.BadParameter(f"{path}: {key!r:.60} is not an option of this command")
+        repeats = getattr(parameter, "multiple", False)
+        if isinstance(value, list) and not repeats:
+            raise typer.BadParameter(f"{path}: {key} must be a single value, got a list")
+        if value is not None:
+            many = value if isinstance(value, list) else [value]
+            texts = [one if isinstance(one, str) else json.dumps(one) for one in many]
+            found[str(parameter.name)] = texts if repeats else texts[0]
+    context.default_map = found
+
+
+def _read_table(path: Path) -> dict[str, Any]:
+    """Read a TOML or JSON file that holds a table."""
+    try:
+        text = path.read_text("utf-8")
+        if path.suffix != ".json":
+            import tomllib
+
+            return tomllib.loads(text)
+        table = json.loads(text)
+    except ModuleNotFoundError:
+        raise typer.BadParameter(f"{path}: TOML needs Python 3.11; give a file that ends in .json") from None
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{path}: {error}") from None
+    if not isinstance(table, dict):
+        raise typer.BadParameter(f"{path} must hold an object, got {type(table).__name__}")
+    return table
 
 
 def parse_device(name: str | None) -> torch.device:

@@ -23,6 +23,7 @@ from flashtile.tools.commands.options import (
     bad_models,
     bad_parameters,
     parse_device,
+    read_options,
 )
 
 KEY = "FLASHTILE_API_KEY"
@@ -93,6 +94,12 @@ def serve(
         list[str] | None, typer.Option(help="Origin whose web pages may call; repeatable; * is all.")
     ] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for calls to end after SIGTERM.")] = 30.0,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            callback=read_options, is_eager=True, help="TOML or JSON file of options; the command line wins."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
     try:

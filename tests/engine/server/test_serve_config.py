@@ -1,0 +1,111 @@
+"""``flashtile serve --config FILE``: what a file says holds where the command line says nothing."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from flashtile.cli import application
+from flashtile.tools.commands.options import as_arguments
+from flashtile.tools.commands.serve import serve
+
+needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 reads no TOML")
+TOML = """
+# the small machine
+model = "a/model"
+port = 8100
+max-num-seqs = 32
+gpu_memory_utilization = 0.5
+enforce-eager = true
+access-log = false
+enable-prefix-caching = true
+api-key = ["one", "two"]
+cors-origin = "*"
+[speculative-config]
+method = "ngram"
+"""
+VALUES = {
+    "model": "a/model", "port": "8100", "max-num-seqs": "32", "gpu-memory-utilization": "0.5",
+    "speculative-config": '{"method": "ngram"}',
+}  # fmt: skip
+
+
+def given(arguments):
+    """The arguments of ``flashtile serve`` as it understands them, and as its replicas get them."""
+    found = []
+
+    def show(context: typer.Context, **others):
+        found.append(as_arguments(context))
+
+    program = typer.Typer()
+    show.__signature__ = inspect.signature(serve, eval_str=True)
+    program.command()(show)
+    result = CliRunner().invoke(program, arguments)
+    assert result.exit_code == 0, result.output
+    return found[0]
+
+
+def as_dict(arguments):
+    model, *others = arguments
+    found = {"model": model}
+    while others:
+        name = others.pop(0).removeprefix("--")
+        value = others.pop(0) if others and not others[0].startswith("--") else True
+        found[name] = [*found[name], value] if name == "api-key" and name in found else value
+        if name == "api-key" and not isinstance(found[name], list):
+            found[name] = [value]
+    return found
+
+
+@needs_toml
+def test_a_file_gives_options_and_the_command_line_wins(tmp_path):
+    (tmp_path / "serve.toml").write_text(TOML)
+    found = as_dict(given(["--config", str(tmp_path / "serve.toml")]))
+    assert {name: found[name] for name in VALUES} == VALUES
+    assert found["api-key"] == ["one", "two"]
+    assert found["cors-origin"] == "*"
+    assert found["enforce-eager"] is found["no-access-log"] is found["enable-prefix-caching"] is True
+    assert "config" not in found
+    more = ["b", "--port", "1", "--access-log", "--api-key", "three"]
+    found = as_dict(given([*more, "--config", str(tmp_path / "serve.toml")]))
+    assert (found["model"], found["port"], found["api-key"]) == ("b", "1", ["three"])
+    assert found["access-log"] is True
+    assert found["max-num-seqs"] == "32"
+
+
+def test_a_file_of_json(tmp_path):
+    values = {"model": "a", "port": 7, "max_prompts": 3, "tokenizer": None, "no_such": 1}
+    path = tmp_path / "serve.json"
+    path.write_text(json.dumps({name: value for name, value in values.items() if name != "no_such"}))
+    found = as_dict(given(["--config", str(path)]))
+    assert (found["port"], found["max-prompts"], "tokenizer" in found) == ("7", "3", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"no-such": 1}', "'no-such' is not an option"),
+        ('{"config": "x"}', "'config' is not an option"),
+        ('{"port": [1]}', "port must be a single value"),
+        ('{"port": 1.5}', "--port"),
+        ('{"port": true}', "--port"),
+        ('{"max-logprobs": -1}', "--max-logprobs must be"),
+        ("{", "serve.json"),
+        ("[]", "must hold an object"),
+        (None, "No such file"),
+    ],
+)
+def test_a_wrong_file_is_one_line_and_exit_code_2(model, tmp_path, text, said):
+    path = tmp_path / "serve.json"
+    if text is not None:
+        path.write_text(text)
+    result = CliRunner(env={"COLUMNS": "400"}).invoke(
+        application(), ["serve", str(model), "--config", str(path), "--device", "cpu"]
+    )
+    assert result.exit_code == 2, result.output
+    assert said in " ".join(result.output.split())

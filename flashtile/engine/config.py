@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -243,6 +245,33 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(values).__name__}")
     return values
+
+
+def model_folder(model: str | Path) -> Path:
+    """Return the folder of a model: ``model`` itself, or the newest snapshot of ``ORGANISATION/NAME``.
+
+    Snapshots are looked up in Hugging Face's hub cache (``HF_HUB_CACHE``, or ``hub`` in ``HF_HOME``). Nothing
+    is downloaded. A path that is neither a folder nor such a name is returned unchanged.
+
+    Raises:
+        FileNotFoundError: the cache does not have the model.
+    """
+    folder, name = Path(model), str(model)
+    if folder.exists() or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        return folder
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    stored = cache / f"models--{name.replace('/', '--')}"
+    try:
+        snapshot = stored / "snapshots" / (stored / "refs" / "main").read_text().strip()
+    except OSError:
+        snapshot = stored
+    if snapshot == stored or not snapshot.is_dir():
+        raise FileNotFoundError(
+            f"model must be a folder, or a name in the hub cache {cache}, got {name!r}; "
+            f"`hf download {name}` downloads it"
+        )
+    return snapshot
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -17,7 +17,13 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.engine.config import ConfigError, ModelConfig, read_config, read_sampling_defaults
+from flashtile.engine.config import (
+    ConfigError,
+    ModelConfig,
+    model_folder,
+    read_config,
+    read_sampling_defaults,
+)
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
 from flashtile.engine.model import Model
@@ -51,7 +57,8 @@ class LLM:
     """A model and its engine.
 
     Args:
-        model: a folder in Hugging Face's format: config.json, \\*.safetensors, tokenizer.json.
+        model: a folder in Hugging Face's format: config.json, \\*.safetensors, tokenizer.json. Or the name of
+            a model in Hugging Face's local cache, such as "Qwen/Qwen3-8B". Nothing is downloaded.
         tokenizer: another folder to read the tokenizer from.
         skip_tokenizer_init: load no tokenizer. Prompts must be lists of tokens, and answers have no text.
         dtype: "auto" (as stored; float32 on a CPU), "bfloat16", "float16" or "float32".
@@ -142,7 +149,7 @@ class LLM:
         _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager, warmup)
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
-        folder = Path(model)
+        folder = model_folder(model)
         config, self.sampling_defaults = read_config(folder), _sampling_defaults(generation_config, folder)
         check_divides(config, processes)
         place = local_device() if device is None and processes > 1 else device
@@ -159,7 +166,7 @@ class LLM:
         budget = as_int_within("max_num_batched_tokens", max_num_batched_tokens, 1, 2**20)
         if seqs > budget:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={seqs}, got {budget}")
-        text = None if skip_tokenizer_init else _fitting_tokenizer(Path(tokenizer or folder), config)
+        text = None if skip_tokenizer_init else _fitting_tokenizer(model_folder(tokenizer or folder), config)
         draft_config = _draft_config(speculation, config) if isinstance(speculation, DraftModel) else None
         ranks = ProcessRanks(processes, self.device) if processes > 1 else ALONE
         if self.device.type == "cuda":

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from flashtile.checks.arguments import check_int, is_choice
 from flashtile.checks.conversions import as_int
+from flashtile.engine.config import model_folder
 from flashtile.engine.request import Sequence, State
 from flashtile.engine.sampling_params import SamplingParams
 
@@ -160,7 +161,7 @@ def read_speculative_config(config: Mapping[str, Any]) -> PromptLookup | DraftMo
         if not isinstance(folder, (str, Path)):
             text = "speculative_config must have a field model with the draft model's folder"
             raise TypeError(f"{text}, got {folder!r:.60}")
-        given["model"] = Path(folder)
+        given["model"] = model_folder(folder)
     found: PromptLookup | DraftModel = kind(**given)
     count = found.num_speculative_tokens
     check_int("num_speculative_tokens", count, 1, MAX_GUESSES)

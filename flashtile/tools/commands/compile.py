@@ -86,7 +86,7 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
 
     Equal calls are returned once.
     """
-    from flashtile.engine.config import read_config
+    from flashtile.engine.config import model_folder, read_config
     from flashtile.engine.step_calls import Limits, step_calls
     from flashtile.tools.workload_calls import DOCUMENTED, heads_of, training_calls
 
@@ -97,7 +97,7 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
         for path in files:
             found += read_calls(path)
         for path in models:
-            config = read_config(path.parent if path.name == "config.json" else path)
+            config = read_config(path.parent if path.name == "config.json" else model_folder(path))
             if purpose != "serving":
                 found += training_calls(heads_of(config))
             if purpose != "training":

@@ -33,7 +33,9 @@ TORCHRUN = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 
 def serve(
     context: typer.Context,
-    model: Annotated[Path, typer.Argument(help="A folder in Hugging Face's format.")],
+    model: Annotated[
+        Path, typer.Argument(help="A folder in Hugging Face's format, or a name in its local cache.")
+    ],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
@@ -104,7 +106,7 @@ def serve(
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
     try:
         from flashtile.engine import LLM, parallel
-        from flashtile.engine.config import read_config
+        from flashtile.engine.config import model_folder, read_config
         from flashtile.engine.server.replicas.process import end_with_stdin
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
@@ -132,7 +134,7 @@ def serve(
         with bad_parameters():
             environments = environments_of(data_parallel_size, tensor_parallel_size, device)
         with bad_models():  # report the error once, not once per replica
-            read_config(model)
+            read_config(model_folder(model))
         own = as_arguments(
             context, data_parallel_size=1, host="127.0.0.1", port=0, access_log=False, idle_timeout=75.0,
             cors_origin=None,
@@ -142,7 +144,7 @@ def serve(
     if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
         command, own_device = command_of(as_arguments(context)), parse_device(device)
         with bad_models():  # report the error once, not once per process
-            parallel.check_divides(read_config(model), tensor_parallel_size)
+            parallel.check_divides(read_config(model_folder(model)), tensor_parallel_size)
         others, _store = parallel.start_others(command, tensor_parallel_size, own_device)
     elif os.environ.get("RANK", "0") != "0":
         for number in (signal.SIGTERM, signal.SIGINT):  # the first process decides when to stop

@@ -14,8 +14,10 @@ import logging
 import os
 import resource
 import socket
+import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -91,13 +93,14 @@ class Listener:
     """
 
     def __init__(self, limits: Limits, files_each: int = 1):
-        self.idle_timeout = limits.idle_timeout
+        self.idle_timeout, self._tls = limits.idle_timeout, limits.tls
         self.max_connections = allowed_connections(limits.max_connections, files_each)
         self.max_calls = min(limits.max_concurrent_requests, max(1, self.max_connections - SPARE_CONNECTIONS))
         self.port = 0
         self._runner: web.AppRunner | None = None
         self._idle: dict[asyncio.BaseTransport, Connection] = {}  # ordered, the longest idle one first
         self._answering: dict[asyncio.BaseTransport, Connection] = {}
+        self._handshakes: dict[asyncio.Task[None], None] = {}  # of TLS, ordered, the oldest one first
         self._sockets: list[socket.socket] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -123,9 +126,10 @@ class Listener:
 
     async def close(self) -> None:
         """Stop accepting connections. Existing connections stay open."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._handshakes]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for listening in self._sockets:
             listening.close()
 
@@ -170,21 +174,45 @@ class Listener:
                     if not self._close_longest_idle():
                         await asyncio.sleep(PAUSE)  # every connection is busy
                     await asyncio.sleep(0)  # closing a connection takes an iteration of the loop
-                transport, _ = await loop.connect_accepted_socket(server, sock)
-            except BaseException as error:
+            except BaseException:
                 sock.close()
-                if not isinstance(error, OSError):
-                    raise
-                continue
-            self._idle[transport] = Connection(transport, sock, loop.time())
+                raise
+            if self._tls is None:
+                await self._connect(server, sock)
+            else:  # a client may take its time for the handshake, which delays no other client
+                task = loop.create_task(self._connect(server, sock, self._tls))
+                self._handshakes[task] = None
+                task.add_done_callback(lambda task: self._handshakes.pop(task, None))
+
+    async def _connect(
+        self, server: web.Server, sock: socket.socket, tls: ssl.SSLContext | None = None
+    ) -> None:
+        loop, patience = asyncio.get_running_loop(), None if tls is None else self.idle_timeout
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                server, sock, ssl=tls, ssl_handshake_timeout=patience
+            )
+        except BaseException as error:
+            sock.close()
+            if not isinstance(error, OSError):
+                raise
+            return
+        self._idle[transport] = Connection(transport, sock, loop.time())
 
     def _count(self) -> int:
-        if len(self._idle) + len(self._answering) >= self.max_connections:
+        if len(self._idle) + len(self._answering) + len(self._handshakes) >= self.max_connections:
             self._idle = {one: found for one, found in self._idle.items() if found.is_open}
-        return len(self._idle) + len(self._answering)
+        return len(self._idle) + len(self._answering) + len(self._handshakes)
 
     def _close_longest_idle(self) -> bool:
-        """Close the connection that has been idle longest. Return False if none is idle."""
+        """Close the oldest connection without TLS's handshake, or the one that has been idle longest.
+
+        Return False if there is none.
+        """
+        for task in self._handshakes:
+            self._handshakes.pop(task)
+            task.cancel()
+            return True
         for transport in self._idle:
             self._idle.pop(transport).transport.abort()
             return True
@@ -203,6 +231,35 @@ class Listener:
                         found.since, found.unsent = loop.time(), left
                     else:
                         found.transport.abort()
+
+
+def tls_context(certfile: Path | None, keyfile: Path | None, ca_certs: Path | None) -> ssl.SSLContext | None:
+    """Return the TLS settings of a server, or None without a certificate.
+
+    Args:
+        certfile: the server's certificate, with those of its issuers after it, in PEM.
+        keyfile: the certificate's key without a password. None: it is in ``certfile``.
+        ca_certs: certificates of authorities. Clients must show a certificate that one of them issued.
+
+    Raises:
+        ValueError: a file cannot be read, or the key does not belong to the certificate.
+    """
+    if certfile is None:
+        if keyfile is not None or ca_certs is not None:
+            raise ValueError("ssl_certfile must be given with ssl_keyfile or ssl_ca_certs, got None")
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.set_alpn_protocols(["http/1.1"])
+    name, path = "ssl_certfile", certfile
+    try:
+        context.load_cert_chain(certfile, keyfile, lambda: "")  # without a password, OpenSSL asks a terminal
+        if ca_certs is not None:
+            name, path = "ssl_ca_certs", ca_certs
+            context.load_verify_locations(ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except OSError as error:
+        raise ValueError(f"{name} must be certificates and a key that fit, got {path}: {error}") from None
+    return context
 
 
 def allowed_connections(wanted: int, files_each: int = 1) -> int:

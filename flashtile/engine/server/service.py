@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import time
 import uuid
 from collections.abc import Callable
@@ -41,6 +42,7 @@ class Limits:
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
         access_log: whether each call is logged.
         cors_origins: origins, such as "https://example.org", whose web pages may call the server. "*": all.
+        tls: certificates and key for TLS. None: connections are not encrypted.
 
     Raises:
         ValueError: a limit is invalid; the message names it.
@@ -59,6 +61,7 @@ class Limits:
     max_priority: int = 0
     access_log: bool = True
     cors_origins: tuple[str, ...] = ()
+    tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
         for name in (

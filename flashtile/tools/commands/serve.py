@@ -95,6 +95,11 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="Origin whose web pages may call; repeatable; * is all.")
     ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate in PEM: calls are HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, without a password.")] = None,
+    ssl_ca_certs: Annotated[
+        Path | None, typer.Option(help="Authorities, one of which must have issued a client's certificate.")
+    ] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for calls to end after SIGTERM.")] = 30.0,
     config: Annotated[
         Path | None,
@@ -107,6 +112,7 @@ def serve(
     try:
         from flashtile.engine import LLM, parallel
         from flashtile.engine.config import model_folder, read_config
+        from flashtile.engine.server.listener import tls_context
         from flashtile.engine.server.replicas.process import end_with_stdin
         from flashtile.engine.server.run import serve as run
         from flashtile.engine.server.service import Limits
@@ -120,15 +126,15 @@ def serve(
         limits = Limits(
             tuple(keys), max_concurrent_requests, max_prompts, max_prompt_tokens, max_logprobs,
             max_body_bytes, body_timeout, request_timeout, idle_timeout, max_connections, max_priority,
-            access_log, tuple(cors_origin or ()),
+            access_log, tuple(cors_origin or ()), tls_context(ssl_certfile, ssl_keyfile, ssl_ca_certs),
         )  # fmt: skip
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
         speculation = _json_object("speculative_config", speculative_config)
-    shown = f"[{host}]" if ":" in host else host
+    shown, scheme = f"[{host}]" if ":" in host else host, "http" if limits.tls is None else "https"
 
     def announce(number: int) -> None:
-        typer.echo(f"serving {served_model_name or model} at http://{shown}:{number}", err=True)
+        typer.echo(f"serving {served_model_name or model} at {scheme}://{shown}:{number}", err=True)
 
     if data_parallel_size > 1:
         with bad_parameters():
@@ -137,7 +143,7 @@ def serve(
             read_config(model_folder(model))
         own = as_arguments(
             context, data_parallel_size=1, host="127.0.0.1", port=0, access_log=False, idle_timeout=75.0,
-            cors_origin=None,
+            cors_origin=None, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None,
         )  # fmt: skip
         _serve_replicas(own, environments, limits, host, port, shutdown_timeout, announce)
     others: list[Any] = []

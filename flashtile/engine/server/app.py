@@ -86,7 +86,15 @@ def _call(service: Service, answer: Call) -> Handler:
                 f"the server answers at most {service.max_calls} calls at a time: try again later",
                 status=429, code="rate_limit_exceeded",
             )  # fmt: skip
+        coded = "Content-Encoding" in request.headers or request.content_length is None
+        size = limits.max_body_bytes if coded else min(request.content_length or 0, limits.max_body_bytes)
+        if service.body_bytes and service.body_bytes + size > limits.max_total_body_bytes:
+            raise ApiError(
+                f"all bodies together have at most {limits.max_total_body_bytes} bytes: try again later",
+                status=429, code="rate_limit_exceeded",
+            )  # fmt: skip
         service.in_flight += 1
+        service.body_bytes += size
         try:
             check_content_type(request)
             try:
@@ -95,11 +103,14 @@ def _call(service: Service, answer: Call) -> Handler:
                 raise ApiError(
                     f"the body took longer than {limits.body_timeout:g} s", status=408, code="timeout"
                 ) from None
+            service.body_bytes += len(raw) - size
+            size = len(raw)
             body = request[BODY] = parse(raw, service.sampling_defaults)
             service.check_model(body.take("model"))
             return await answer(request, service, body)
         finally:
             service.in_flight -= 1
+            service.body_bytes -= size
 
     return handle
 

@@ -35,6 +35,8 @@ class Limits:
             ``max_model_len``.
         max_logprobs: maximum number of log-probabilities at each position.
         max_body_bytes: maximum number of bytes of a call's body.
+        max_total_body_bytes: maximum number of bytes of the bodies of all calls that are being answered.
+            Further calls get status 429, but one call at a time may have a body of any allowed size.
         body_timeout, request_timeout: maximum seconds to receive a body, and to finish an answer.
         idle_timeout: maximum seconds that a connection may stay open without a call.
         max_connections: maximum number of connections at a time. To accept another connection, the server
@@ -54,6 +56,7 @@ class Limits:
     max_prompt_tokens: int | None = None
     max_logprobs: int = 20
     max_body_bytes: int = 2**24
+    max_total_body_bytes: int = 2**30
     body_timeout: float = 60.0
     request_timeout: float = 600.0
     idle_timeout: float = 75.0
@@ -65,8 +68,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in (
-            "max_concurrent_requests", "max_prompts", "max_prompt_tokens", "max_body_bytes", "body_timeout",
-            "request_timeout", "idle_timeout", "max_connections",
+            "max_concurrent_requests", "max_prompts", "max_prompt_tokens", "max_body_bytes",
+            "max_total_body_bytes", "body_timeout", "request_timeout", "idle_timeout", "max_connections",
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -102,6 +105,7 @@ class Service:
         id: random text, different in each replica and after each start.
         in_flight: number of calls not answered yet.
         max_calls: maximum of ``in_flight``.
+        body_bytes: bytes of these calls' bodies. A body that has not arrived counts with its largest size.
         draining: whether the server is being shut down.
         on_death: called when a call finds that the engine has failed.
     """
@@ -114,7 +118,7 @@ class Service:
         self.sampling_defaults = llm.sampling_defaults
         self._counted = llm.engine.last_schedule
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
-        self.in_flight, self.max_calls = 0, limits.max_concurrent_requests
+        self.in_flight, self.max_calls, self.body_bytes = 0, limits.max_concurrent_requests, 0
         self.draining = False
         self.on_death: Callable[[], None] = lambda: None
 

@@ -80,6 +80,9 @@ def serve(
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Most tokens of one prompt.")] = None,
     max_logprobs: Annotated[int, typer.Option(help="Most log-probabilities per position.")] = 20,
     max_body_bytes: Annotated[int, typer.Option(help="Most bytes of one call's body.")] = 2**24,
+    max_total_body_bytes: Annotated[
+        int, typer.Option(help="Most bytes of all calls' bodies at a time; others get 429.")
+    ] = 2**30,
     body_timeout: Annotated[float, typer.Option(help="Seconds for a body to arrive.")] = 60.0,
     request_timeout: Annotated[float, typer.Option(help="Seconds for an answer to end.")] = 600.0,
     idle_timeout: Annotated[
@@ -125,8 +128,9 @@ def serve(
     with bad_parameters():
         limits = Limits(
             tuple(keys), max_concurrent_requests, max_prompts, max_prompt_tokens, max_logprobs,
-            max_body_bytes, body_timeout, request_timeout, idle_timeout, max_connections, max_priority,
-            access_log, tuple(cors_origin or ()), tls_context(ssl_certfile, ssl_keyfile, ssl_ca_certs),
+            max_body_bytes, max_total_body_bytes, body_timeout, request_timeout, idle_timeout,
+            max_connections, max_priority, access_log, tuple(cors_origin or ()),
+            tls_context(ssl_certfile, ssl_keyfile, ssl_ca_certs),
         )  # fmt: skip
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")

@@ -254,3 +254,21 @@ def test_many_random_calls_with_too_little_memory(model):
     assert set(found.outcomes) == set(WEIGHTS)
     assert found.preemptions > 0
     assert max(found.calls_alive) <= 6, found.calls_alive  # of 80
+
+
+def test_the_memory_of_all_bodies_is_bounded(model):
+    """A body that has not arrived counts with the size that its headers announce, or with the largest one."""
+    fields = {"prompt": "abc", "max_tokens": 1}
+    with running(model, Limits(max_body_bytes=2000, max_total_body_bytes=1500)) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        for length, most in ((b"Content-Length: 1400", 1400), (b"Transfer-Encoding: chunked", 2000)):
+            with socket.create_connection(("127.0.0.1", server.port)) as slow:
+                slow.sendall(head + length + b"\r\n\r\n")
+                wait_for(lambda most=most: server.service.body_bytes == most)
+                status, answer = server.ask("/v1/completions", {**fields, "user": "x" * 200})
+                assert (status, answer["error"]["code"]) == (429, "rate_limit_exceeded")
+                assert server.ask("/health")[0] == 200
+            wait_for(lambda: server.service.body_bytes == 0)
+        assert server.ask("/v1/completions", {**fields, "user": "x" * 1700})[0] == 200
+        assert server.ask("/v1/completions", {**fields, "user": "x" * 2000})[0] == 413
+        wait_for(lambda: server.service.body_bytes == server.service.in_flight == 0)

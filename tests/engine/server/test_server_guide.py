@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import re
 import shlex
@@ -16,6 +18,8 @@ from flashtile.engine import server as server_package
 from flashtile.engine.core import EngineStats
 from flashtile.engine.server import protocol
 from flashtile.engine.server.metrics import Metrics
+from flashtile.engine.server.service import Limits
+from flashtile.tools.commands.serve import serve
 
 GUIDE = (Path(__file__).parents[3] / "docs/guides/server.md").read_text()
 ADDRESS = "http://127.0.0.1:8000"
@@ -81,3 +85,14 @@ def test_every_field_path_code_and_number_is_named():
         )
     )
     assert numbers == numbers & named(GUIDE.split("## Numbers")[1])
+
+
+def test_every_limit_is_in_the_table_with_its_default():
+    rows = dict(re.findall(r"^\| `--([\w-]+)` \| ([^|]+?) \|", GUIDE, re.MULTILINE))
+    parameters = inspect.signature(serve).parameters
+    not_limits = {"api_keys", "access_log", "cors_origins", "tls"}
+    names = {field.name for field in dataclasses.fields(Limits)} - not_limits
+    assert names <= {row.replace("-", "_") for row in rows}
+    for row, shown in rows.items():
+        default = parameters[row.replace("-", "_")].default
+        assert default is None or float(shown) == default, row

@@ -163,7 +163,7 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
     """
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
-    folders, collected, compiled = compiled_folder.in_use(), _collected.get(), None
+    folders, collected, compiled = compiled_folder.in_use_for(target), _collected.get(), None
     if folders or collected is not None:
         key = _key_in_folders(src, target, options)
         compiled = next(filter(None, (folder.load(key, src) for folder in folders)), None)

@@ -13,8 +13,8 @@ class BoundedCache(dict[Any, Any]):
 
     Reads are those of ``dict``; :meth:`store` adds entries. When a new entry does not fit, others chosen at
     random are dropped, one at a time, until it does. If the cache holds n entries, a loop over n + 1 keys
-    therefore misses about twice per round. If the oldest entry or all entries were dropped, it would miss
-    nearly always.
+    therefore misses about twice per round. With a policy that drops the oldest entry or all entries, the same
+    loop would miss nearly always.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -62,7 +62,7 @@ class BoundedCache(dict[Any, Any]):
     def _drop_one_but(self, kept: Hashable) -> Any:
         keys = self._keys
         place = int(self._random.random() * len(keys))
-        if keys[place] == kept:  # another entry exists, because the new one alone would fit
+        if keys[place] == kept:  # take another key; there is one, because ``kept`` alone is within the limit
             place = place - 1 if place else 1
         key = keys[place]
         keys[place] = keys[-1]

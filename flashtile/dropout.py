@@ -14,11 +14,16 @@ four(j) = j // 16 * 4 + j % 8 // 2.
 The first word belongs to query i, the second to query i + 8. The bytes of a word, from the lowest on, belong
 to keys j + 8, j, j + 9 and j + 1.
 
-Each probability has a number: the low seven bits of its byte. The probability is dropped if this number is
-below dropout_p * 128, rounded. If that rounding would change dropout_p or 1 - dropout_p by more than 2 %, the
-number gets eight more bits below the seven. These bits come from a second pair of words. Philox-2x32 makes
-the pair with the same key, and with bit 31 of the counter's second word inverted. The pair is laid out like
-the first, but the bytes of keys j and j + 8 are exchanged, and so are those of keys j + 1 and j + 9.
+Each probability has a number of 15 bits. The upper seven are the low seven bits of its own byte. The lower
+eight are the other byte of the same half word: that of key j + 8 for key j, and that of key j for key j + 8.
+A probability is dropped if its number is below dropout_p * 2^15, rounded to an integer. This changes the
+share of dropped probabilities by at most 2^-16. Only below 2^-16 and above 1 - 2^-16, where the integer is
+at least 1 and at most 2^15 - 1, does it change it by up to 2^-15. Kept probabilities are divided by exactly
+1 - dropout_p.
+
+Keys j and j + 8 of one query have numbers made of the same 16 bits, so their drops are slightly correlated.
+The correlation coefficient is at most 0.01 for dropout_p from 1/128 to 127/128, and at most 0.031 from 1/2048
+to 2047/2048. Nearer to 0 and 1 it rises to 0.5. Any other two probabilities share no bits.
 
 In a product on the tensor cores, one thread holds the eight probabilities of a group. In the transposed
 product two threads hold four each; a warp then computes the same words and transposes them as 8 x 8 matrices
@@ -34,13 +39,7 @@ from torch import Tensor
 from flashtile.checks.arguments import as_float, check_dense, check_share
 
 UNITS = 2**15
-"""dropout_p is rounded to a multiple of 1 / UNITS."""
-_COARSE = 2**8
-"""dropout_p is rounded to a multiple of _COARSE / UNITS if that changes p and 1 - p by at most _NEAR.
-
-_NEAR is relative to the smaller of p and 1 - p.
-"""
-_NEAR = 0.02
+"""The share of dropped probabilities is a multiple of 1 / UNITS."""
 _WORD = 2**32 - 1
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -69,29 +68,23 @@ def threshold(dropout_p: float) -> int:
 
     A probability whose number is below this threshold is dropped. Numbers are uniform from 0 to UNITS - 1.
     """
-    coarse = round(dropout_p * UNITS / _COARSE) * _COARSE
-    if abs(coarse / UNITS - dropout_p) <= _NEAR * min(dropout_p, 1 - dropout_p):
-        return coarse
     return min(max(round(dropout_p * UNITS), 1), UNITS - 1)
 
 
-def is_fine(dropout_p: float) -> bool:
-    """Whether numbers of 15 bits, instead of 7, decide which probabilities are dropped."""
-    return threshold(dropout_p) % _COARSE != 0
-
-
 def keep_share(dropout_p: float) -> float:
-    """Return the share of probabilities that is kept: 1 - dropout_p, apart from rounding.
+    """Return 1 - dropout_p, the share of probabilities that is kept. Kept ones are divided by it.
 
-    Kept probabilities are divided by this share, so that dropout does not change their mean.
+    Raises:
+        TypeError: dropout_p is not a number.
+        ValueError: dropout_p is negative, 1 or more, or NaN.
 
     Examples:
         >>> from flashtile.dropout import keep_share
-        >>> keep_share(0.1) == 1 - 13 / 128, keep_share(0.5)
-        (True, 0.5)
+        >>> keep_share(0.1), keep_share(0.5)
+        (0.9, 0.5)
     """
     check_share("dropout_p", as_float("dropout_p", dropout_p, "a number"))
-    return 1 - threshold(dropout_p) / UNITS
+    return 1 - dropout_p
 
 
 def philox(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
@@ -158,31 +151,26 @@ def kept(
     key, first_row, first_key, _ = philox((seed & _WORD, seed >> 32 & _WORD), counter)
     pairs, fours = _units(rows, 8), _units(keys, 4)
     pair, four = places(pairs, 2) ^ first_row, places(fours, 3) ^ first_key
-    high, low = divmod(threshold(dropout_p), _COARSE)
-    coarse = _bytes(small_philox(key, (pair, four))).bitwise_and_(0x7F)
-    if low == 0:
-        # coarse >= high, computed in bytes, which is several times as fast as a comparison.
-        is_kept = coarse.add_(0x80 - high).bitwise_right_shift_(7).view(torch.bool)
-    else:
-        fine = _bytes(small_philox(key, (pair, four ^ 2**31))).flip(-1)
-        is_kept = (coarse > high).logical_or_((coarse == high).logical_and_(fine >= low))
-    # The last dimension has two bytes of a word: the first belongs to key j + 8, the second to key j.
-    behind, own = is_kept.flatten(5, 6).unbind(-1)
-    in_order = torch.stack((own, behind), -2).flatten(4).flatten(2, 3)
+    numbers = numbers_of(small_philox(key, (pair, four)))
     own_rows = slice(rows.start % 16, rows.start % 16 + len(rows))
     own_keys = slice(keys.start % 16, keys.start % 16 + len(keys))
-    return in_order[:, :, own_rows, own_keys]
+    # In place, the comparison stays in int16. That and the conversion are faster than a comparison to bool.
+    return numbers[:, :, own_rows, own_keys].ge_(threshold(dropout_p)).to(torch.bool)
 
 
-def _bytes(words: tuple[Tensor, Tensor]) -> Tensor:
-    """Split the words of Philox-2x32, two tensors (batch, heads, pairs, fours), into bytes.
+def numbers_of(words: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the numbers of probabilities, (batch, heads, 2 * pairs, 4 * fours) int16, from 0 to UNITS - 1.
 
-    Returns (batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2). Dimensions 2 and 3 count the queries, the last
-    four count the keys.
+    Args:
+        words: the words of Philox-2x32, two tensors (batch, heads, pairs, fours).
     """
     batch, heads, pairs, fours = words[0].shape
     low_bits = [word.to(torch.int32).view(batch, heads, pairs // 8, 8, fours) for word in words]
-    return torch.stack(low_bits, 3).view(torch.uint8).view(batch, heads, pairs // 4, 8, fours // 4, 4, 2, 2)
+    # A block of 16 keys has eight half words: as they are for the first eight keys, and with their bytes
+    # exchanged for the others.
+    halves = torch.stack(low_bits, 3).view(torch.int16).view(batch, heads, 2 * pairs, fours // 4, 8)
+    exchanged = (halves >> 8).bitwise_and_(0xFF).bitwise_or_(halves << 8)
+    return torch.stack((halves, exchanged), -2).flatten(3).bitwise_and_(UNITS - 1)
 
 
 def _units(extent: range, per_sixteen: int) -> range:

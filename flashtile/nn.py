@@ -13,7 +13,7 @@ from flashtile.api.attention import attention
 from flashtile.api.padding import MaskPattern, as_booleans, attend, can_look, pattern_of, recognise
 from flashtile.checks.arguments import ERRORS, check_dense, check_dtype, renamed
 from flashtile.checks.conversions import check_flag
-from flashtile.dropout import draw_state, keep_share, kept
+from flashtile.dropout import draw_state, kept
 from flashtile.problems.common import DTYPES
 
 _OF_MODULE = {"q": "query", "k": "key", "v": "value"}
@@ -110,7 +110,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
             added = (t.view(1, 1, *k.shape[2:]).expand_as(k[:, :1]) for t in biases)
             k, v = (torch.cat(pair, 1) for pair in zip((k, v), added, strict=True))
             masking = masking.with_one_more_key()
-        # A key of zeros has a score of 0, and its zero value adds nothing: it is a sink.
+        # torch appends a key and a value of zeros, which act like a sink of 0.
         sink = q.new_zeros(self.num_heads) if self.add_zero_attn else None
         dropout_p = self.dropout if self.training else 0.0
         rng_state = draw_state(q) if dropout_p > 0 else None
@@ -130,7 +130,7 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
                 places = (range(size) for size in (*weights.shape[:3], k.shape[1]))
                 mask = kept(rng_state, dropout_p, self.num_heads, *places)
                 weights = weights * F.pad(mask, (0, int(self.add_zero_attn)), value=True)
-                weights = weights / keep_share(dropout_p)
+                weights = weights / (1 - dropout_p)
             weights = weights.mean(1) if average_attn_weights else weights
         if not batched:
             return out[0], None if weights is None else weights[0]
@@ -173,8 +173,8 @@ class MultiheadAttention(torch.nn.MultiheadAttention):
     ) -> _Masking:
         """Check the masks and combine them.
 
-        The result is only a pattern if the masks hide nothing but padding and keys after the query. Otherwise
-        it also has a mask of booleans, a bias, or both.
+        ``pattern`` of the result describes padding and causality if possible. Other hidden scores are False
+        in ``mask``. Float masks with values other than 0 and -inf are added up in ``bias``.
         """
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
         keys: Tensor | None = None

@@ -12,9 +12,9 @@ SCORE_UNITS = 2.0
 
 
 def score_noise(q: Tensor, k: Tensor, softmax_scale: float | None, of: Callable[[Tensor], float]) -> float:
-    """Return the allowed rounding error of the scores, as a largest or rms error.
+    """Return the rounding error that is allowed in the scores.
 
-    ``of`` is :func:`largest` or :func:`rms`.
+    ``of`` chooses the norm of the error: :func:`largest` or :func:`rms`.
     """
     eps_of_sums = torch.finfo(torch.promote_types(q.dtype, torch.float32)).eps
     return SCORE_UNITS * eps_of_sums * scale_of(q, softmax_scale) * product(q, k, of)
@@ -28,7 +28,7 @@ def product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float
     """Estimate the size of the dot product of a row of ``left`` and a row of ``right``.
 
     The directions of the two rows are assumed to be unrelated. ``of``, :func:`largest` or :func:`rms`,
-    reduces the lengths of all rows of a tensor to one number.
+    reduces the norms of all rows of a tensor to one number.
     """
     sizes = [of(finite(torch.linalg.vector_norm(t.detach().double(), dim=-1))) for t in (left, right)]
     return sizes[0] * sizes[1] / left.shape[-1] ** 0.5

@@ -106,8 +106,7 @@ def attention(
             keys are not read, their gradients are 0, and masks are aligned to the used length. Like offsets,
             values are checked on the CPU, and on a GPU only under ``FLASHTILE_DEBUG=1``; kernels clamp them.
         dropout_p: the probability with which an attention weight is dropped, from 0 to below 1. The remaining
-            weights are divided by ``1 - dropout_p``. dropout_p is first rounded to a multiple of 1/128 if
-            that changes it by at most 2 %, otherwise to a multiple of 2^-15. lse is computed before dropout.
+            weights are divided by ``1 - dropout_p``. lse is computed before dropout.
         rng_state: (2,) int64 on the device of q: the seed and offset that decide which weights are dropped
             (see :mod:`flashtile.dropout`). None: they are drawn from torch's generator of q's device. Used
             only with dropout_p, in the forward and the backward pass.
@@ -141,8 +140,8 @@ def attention(
         mask_mod: FlexAttention's ``mask_mod(batch, head, q_idx, kv_idx)``, True for a key that takes part. It
             is combined with causal and window_size. q_idx and kv_idx are indices within the sequence from 0;
             they are not aligned to the bottom right. See :mod:`flashtile.masks` for both functions.
-        block_mask: a block mask of :func:`flashtile.masks.create_block_mask` or of FlexAttention, in place of
-            ``mask_mod``, which it contains. Blocks that it hides completely cost nothing.
+        block_mask: a block mask of :func:`flashtile.masks.create_block_mask` or of FlexAttention. It contains
+            a ``mask_mod``, so the argument ``mask_mod`` must be None. Completely hidden blocks cost nothing.
         deterministic: make gradients bitwise reproducible from run to run. Without it they are also
             reproducible, except on Hopper GPUs with head sizes up to 128, where key blocks add to dq in the
             order in which they finish.
@@ -159,14 +158,14 @@ def attention(
         return_lse: also return the log-sum-exp of the scores of each row.
         return_attn_weights: also return the probabilities, before dropout, from a second pass over q and k:
             True or "full" for all of them, "columns" for their sums over the rows of a head, or an int from 1
-            to 128 for that many of the largest in each row. The last two forms never take memory of size
+            to 128 for that many of the largest in each row. "columns" and an int never take memory of size
             seqlen_q * seqlen_k. The weights have no gradient. See :func:`flashtile.attention_weights`.
         out, lse: tensors that receive the results and are returned. Each has exactly the result's shape and
             dtype, a last stride of 1, and shares no memory with another argument. The call then has no
             gradients. GPU kernels write directly into contiguous memory that starts at a multiple of 16
             bytes; otherwise the result is copied. If ``lse`` is given, it is written even without
             ``return_lse``.
-        backend: "hopper", "portable" or "cpu" to require one; None lets dispatch choose (see
+        backend: "hopper", "portable" or "cpu" to require this backend. None lets dispatch choose (see
             ``flashtile.explain``).
 
     Returns:
@@ -340,8 +339,7 @@ def flash_attn_kvpacked_func(
         ``return_attn_probs``, as :func:`flash_attn_func`. lse is (batch, heads_q, seqlen_q).
 
     Raises:
-        TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: as :func:`attention`.
+        TypeError, ValueError, NotImplementedError: as :func:`attention`; also if ``kv`` has another shape.
 
     Examples:
         >>> q = torch.randn(2, 16, 8, 64)
@@ -391,8 +389,7 @@ def flash_attn_qkvpacked_func(
         ``return_attn_probs``, as :func:`flash_attn_func`. lse is (batch, heads, seqlen).
 
     Raises:
-        TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: as :func:`attention`.
+        TypeError, ValueError, NotImplementedError: as :func:`attention`; also if ``qkv`` has another shape.
 
     Examples:
         >>> qkv = torch.randn(2, 128, 3, 4, 64, requires_grad=True)
@@ -445,9 +442,9 @@ def flash_attn_varlen_func(
     """FlashAttention-2's ``flash_attn_varlen_func``: packed sequences of different lengths.
 
     q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence b is rows
-    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q, and likewise of k and v. The other arguments are
-    those of :func:`attention`. The results are those of :func:`flash_attn_func`, but lse is (heads_q,
-    total_q).
+    ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` of q. ``cu_seqlens_k`` divides k and v in the same way. The
+    other arguments are those of :func:`attention`. The results are those of :func:`flash_attn_func`, but lse
+    is (heads_q, total_q).
 
     Args:
         block_table: (batch, max_blocks) int32, for a paged KV cache: k and v are then (num_blocks, page_size,
@@ -459,7 +456,8 @@ def flash_attn_varlen_func(
             may each be up to 512, and there is no backward pass.
 
     Raises:
-        NotImplementedError: ``dropout_p`` or a backward pass with ``block_table``; also as :func:`attention`.
+        TypeError, ValueError, NotImplementedError: as :func:`attention`; also for ``dropout_p`` or a backward
+            pass with ``block_table``.
 
     Examples:
         >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7
@@ -536,8 +534,7 @@ def flash_attn_varlen_kvpacked_func(
         ``return_attn_probs``, as :func:`flash_attn_func`. lse is (heads_q, total_q).
 
     Raises:
-        TypeError, ValueError: ``kv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: as :func:`attention`.
+        TypeError, ValueError, NotImplementedError: as :func:`attention`; also if ``kv`` has another shape.
 
     Examples:
         >>> cu_seqlens_q = torch.tensor([0, 2, 5], dtype=torch.int32)  # 2 and 3 queries
@@ -593,8 +590,7 @@ def flash_attn_varlen_qkvpacked_func(
         ``return_attn_probs``, as :func:`flash_attn_func`. lse is (heads, total).
 
     Raises:
-        TypeError, ValueError: ``qkv`` is not a tensor of that shape, and as :func:`attention`.
-        NotImplementedError: as :func:`attention`.
+        TypeError, ValueError, NotImplementedError: as :func:`attention`; also if ``qkv`` has another shape.
 
     Examples:
         >>> cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)  # a sequence of 5 tokens and one of 7

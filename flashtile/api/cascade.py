@@ -123,7 +123,7 @@ def flash_attn_with_shared_prefix(
             rows, table, offsets = q.reshape(1, batch * seqlen_q, heads, head_dim), block_table[:1], None
         else:
             rows = q.reshape(batch * seqlen_q, heads, head_dim)
-            first = cu_prefix_groups[:-1].clamp(0, batch - 1)  # an empty last group starts after all rows
+            first = cu_prefix_groups[:-1].clamp(0, batch - 1)  # an empty last group starts at ``batch``
             table, offsets = block_table[first], cu_prefix_groups * seqlen_q
             of_prefix = of_prefix._replace(max_seqlen_q=batch * seqlen_q)
         tensors = CacheTensors(

@@ -126,10 +126,11 @@ def flash_attn_with_kvcache(
             enters the softmax.
         q_descale: FlashAttention-3's float32 scales for queries of float8_e4m3fn, (heads_kv,) or (batch,
             heads_kv). The second shape cannot be combined with a ``k_descale`` per page.
-        k_descale, v_descale: float32 scales of an FP8 cache: (heads_kv,); (k_cache.shape[0], heads_kv), one
-            per head of each page (row of a dense cache); or (batch, 1, heads_kv), one per head of each
-            sequence. New keys and values are divided by the scales and clamped to the range of e4m3. k and v
-            that are float8_e4m3fn are stored unchanged.
+        k_descale, v_descale: float32 scales of an FP8 cache, in one of three shapes. (heads_kv,): one scale
+            per head. (num_blocks, heads_kv), or (batch_cache, heads_kv) for a dense cache: one per head of
+            each page or row. (batch, 1, heads_kv): one per head of each sequence. New keys and values are
+            divided by the scales and clamped to the range of e4m3. k and v that are float8_e4m3fn are stored
+            unchanged.
         tree_mask: (seqlen_q, seqlen_q) or (batch, seqlen_q, seqlen_q) bool, for speculative decoding. Query i
             sees every key before the last seqlen_q tokens. Of these last tokens, query i sees token j if
             element (i, j) is True. Cannot be combined with ``causal``, windows, ALiBi or rotary embedding.
@@ -143,9 +144,10 @@ def flash_attn_with_kvcache(
             than 16 query rows per key head ignores softmax_max.
         qv: shaped as q, but with the head_dim of v_cache; copied unless contiguous. Scores are then
             ``q k^T + qv v^T``: multi-head latent attention with absorbed projections (DeepSeek-V2, Liu et al.
-            2024, arXiv:2405.04434, section 2.1), where v_cache holds the latent vectors and k_cache their
-            rotated part. ``softmax_scale=None`` then means ``(head_dim + head_dim_v) ** -0.5``, as in
-            FlashAttention-3. Not supported over a cache of float8_e4m3fn.
+            2024, arXiv:2405.04434, section 2.1). v_cache then holds the latent vectors, and k_cache the part
+            of the keys that has rotary embedding. ``softmax_scale=None`` then means
+            ``(head_dim + head_dim_v) ** -0.5``, as in FlashAttention-3. Not supported over a cache of
+            float8_e4m3fn.
         attention_chunk: if > 0, positions are divided into chunks of this size, and a query sees only keys of
             its own chunk (Llama 4). The first chunk begins after ``cache_leftpad``, as in FlashAttention-3.
             Cannot be combined with ``tree_mask``.
@@ -369,7 +371,7 @@ def flash_attn_combine(
         backend: the backend to require.
 
     Returns:
-        (out, lse): shaped as one part of out_partial and of lse_partial.
+        (out, lse): out has the shape of ``out_partial[0]``, and lse that of ``lse_partial[0]``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.

@@ -101,7 +101,7 @@ def _why(choice: Choice) -> str:
 def _refusals(choices: tuple[Choice, ...]) -> list[str]:
     """Return, for each backend that is preferred to the chosen one, the reason why it was refused.
 
-    A reason that does not hold for all operations names its operations.
+    If a backend was refused for only some of the operations, the text names these operations.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
@@ -130,7 +130,8 @@ def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Expla
             device of its tensors. The tensors are then assumed to be aligned for that card's kernels.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as the call, for arguments that no backend could take.
+        TypeError, ValueError, NotImplementedError: the call's own error, if no backend could take its
+            arguments.
 
     Examples:
         >>> q, k, v = torch.randn(3, 1, 128, 4, 64).unbind()

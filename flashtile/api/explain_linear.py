@@ -76,7 +76,7 @@ class Explanation:
 
 
 def explain(*arguments: Any, card: Card | None = None, **keywords: Any) -> Explanation:
-    """Say which kernel a product would get, which measurement decided that, and the kernel's speed in it.
+    """Say which kernel a product would get, which measurement decided that, and the measured time.
 
     ``explain(x, weight)`` explains :func:`flashtile.linear.linear`. For another function, pass it first:
     ``explain(flashtile.linear.linear_qkv, x, ...)``. Nothing is launched, so meta and fake tensors also work.

@@ -60,7 +60,7 @@ def quantize(
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``; float16 or
-            bfloat16, any strides whose last is 1, head_dim from 1 to 256. An infinity becomes NaN, because
+            bfloat16, head_dim from 1 to 256. The last stride must be 1. An infinity becomes NaN, because
             e4m3 has no infinity. Infinities and NaNs do not affect the scale, and no finite number becomes
             NaN.
         role: "q", "k" or "v". Values are stored transposed, in the order that the kernels need.
@@ -74,8 +74,8 @@ def quantize(
             device and in every run.
         scale: the scales to use with method "head" or "tensor", such as ``scales`` of an earlier result:
             float32, above 0, (batch, heads), (1, heads) or (1, 1). None: they are computed from x. With given
-            scales, x is read once, and the stored numbers of a row do not depend on other rows. Numbers whose
-            magnitude, after the transform, exceeds 448 times the scale are clamped to that magnitude.
+            scales, x is read once, and the stored numbers of a row do not depend on other rows. After the
+            transform, numbers are clamped to 448 times the scale in magnitude.
         cu_seqlens, max_seqlen: (batch + 1,) int32 offsets of the sequences, and the length of the longest (or
             more).
         seqused: (batch,) int32: the number of rows in use in each sequence. The other rows become 0.
@@ -85,7 +85,7 @@ def quantize(
             tensor are clamped to the ends of the tables.
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
-        backend: "portable" or "cpu" to require one.
+        backend: "portable" or "cpu" to require this backend.
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
@@ -126,7 +126,7 @@ def _quantize(
     names: dict[str, str] | None = None,
     scale: Tensor | None = None,
 ) -> Quantized:
-    """Quantise as :func:`quantize` does. Errors call an argument by its name in ``names``, if it has one."""
+    """Quantise as :func:`quantize` does. ``names`` maps arguments to the names that errors use for them."""
     offsets = rotary_offset if isinstance(rotary_offset, Tensor) else None
     offset = 0 if isinstance(rotary_offset, Tensor) else as_int("rotary_offset", rotary_offset)
     tensors = QuantizeTensors(cu_seqlens, seqused, rotary_cos, rotary_sin, offsets, scale)
@@ -201,7 +201,7 @@ def attention(
             are not quantised yet. Keys start at position 0, and queries are aligned to the bottom right, as
             masks are.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as for
-            :func:`flashtile.attention`. None means the values with which a tensor was quantised.
+            :func:`flashtile.attention`. None means the values that :func:`quantize` got for a tensor.
         softmax_scale, causal, window_size, softcap, alibi_slopes, return_lse, deterministic, backend: as for
             :func:`flashtile.attention`.
         sink: (heads_q,), float16, bfloat16 or float32.

@@ -15,7 +15,9 @@ from flashtile.problems.common import MAX_HEAD_DIM
 def join_qv(
     q: Tensor, k: Tensor, v: Tensor, qv: Tensor, extras: OptionalTensors, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return [q, qv] and [k, v], whose product is ``q k^T + qv v^T``. Both are differentiable.
+    """Return q and k with the columns of qv and v appended. Their product is ``q k^T + qv v^T``.
+
+    Both results are differentiable.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as :func:`flashtile.attention`.

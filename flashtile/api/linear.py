@@ -74,10 +74,10 @@ def linear(
         residual: tensor that is added to the result. It has the result's shape and dtype.
         prefetch: load the weight while the previous kernel still runs (programmatic dependent launch). Valid
             only if that kernel does not write the weight, its scales or ``norm_weight``, as in inference.
-        backend: "hopper", "portable" or "cpu" to require one.
+        backend: "hopper", "portable" or "cpu" to require this backend.
 
     Returns:
-        (..., N) in the dtype of x, or (..., N / 2).
+        (..., N) in the dtype of x. With "silu_and_mul", (..., N / 2).
 
     Raises:
         TypeError, ValueError, NotImplementedError: naming the argument, what it was and what is allowed.
@@ -190,8 +190,8 @@ def linear_qkv(
         block_table: (tokens, max_blocks) int32: pages of each token's sequence.
         slot_mapping: (tokens,) int64 instead of a block table: page * page_size + offset in the page. A token
             with a negative slot, or one outside all pages, is not written.
-        rotary_cos, rotary_sin: (rows, rotary_dim / 2), float32 or the dtype of x; a position without a row is
-            not rotated.
+        rotary_cos, rotary_sin: (rows, rotary_dim / 2), float32 or the dtype of x. A token whose position has
+            no row in these tables is not rotated.
         rotary_interleaved: True if the two numbers of a rotary pair are adjacent (GPT-J), False if they are
             rotary_dim / 2 apart (Llama).
         bias, weight_scale, norm_weight, norm_eps, x_scale, prefetch, backend: as for :func:`linear`.

@@ -20,7 +20,7 @@ from flashtile.problems.mask_program import alibi, composed, parse
 from flashtile.problems.masks import MAX_CAPTURED, MAX_SIZES, behind
 
 ALLOWED_EXTRAS = ("alibi_slopes", "sink")
-"""The optional tensors that a call with functions may have, in addition to q, k and v."""
+"""The optional tensors that a call with score or mask functions may have, in addition to q, k and v."""
 
 _DEFAULTS = Options()[OPTIONS_OF_ALL:]
 _EVERYTHING = (True,)
@@ -42,7 +42,7 @@ def attend(
     Raises:
         TypeError: a function does not compile, or ``block_mask`` is not a block mask.
         ValueError: ``mask_mod`` and ``block_mask`` are both given, or too many tensors are captured.
-        NotImplementedError: an argument cannot be combined with functions.
+        NotImplementedError: an argument cannot be combined with score or mask functions.
     """
     check_with_functions(extras, options)
     check_tokens(mask_mod, q, k)
@@ -85,7 +85,7 @@ def takes_functions(extras: OptionalTensors, options: Options) -> bool:
 
 
 def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
-    """Return functions that apply ALiBi before ``score_mod``; the slopes become the last captured tensor."""
+    """Return ``given`` with ALiBi before its ``score_mod``. The slopes become the last captured tensor."""
     captured = *given.captured, slopes
     if len(captured) > MAX_CAPTURED or sum(t.dim() for t in captured) > MAX_SIZES:
         raise ValueError(
@@ -100,7 +100,7 @@ def _with_slopes(given: Functions, slopes: Tensor, offset: int) -> Functions:
 
 
 def check_with_functions(extras: OptionalTensors, options: Options) -> None:
-    """Raise NotImplementedError for an argument that cannot be combined with functions."""
+    """Raise NotImplementedError for an argument that cannot be combined with score or mask functions."""
     if extras is NO_EXTRAS and options[OPTIONS_OF_ALL:] == _DEFAULTS:
         return
     for name in Options._fields[OPTIONS_OF_ALL:]:

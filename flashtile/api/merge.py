@@ -104,9 +104,9 @@ def merge_into(
     """Merge two results of attention as :func:`merge_states` does, and return the merged out in ``dtype``.
 
     lse is updated in place. out may be overwritten: use the returned tensor. All tensors are contiguous, and
-    float32 or float64: out (batch, seqlen, heads, head_dim), and lse (batch, heads, seqlen), which is -inf
-    for rows without keys. ``more_out`` and ``more_lse`` may have fewer rows: their first row belongs to row
-    ``start`` of out. On a GPU one kernel merges and rounds.
+    float32 or float64. out is (batch, seqlen, heads, head_dim), and lse is (batch, heads, seqlen). lse is
+    -inf for rows without keys. ``more_out`` and ``more_lse`` may have fewer rows: their first row belongs to
+    row ``start`` of out. On a GPU one kernel merges and rounds.
     """
     if out.is_cuda and out.dtype == torch.float32:
         from flashtile.backends.portable.merging import merge

@@ -101,7 +101,7 @@ def can_look(mask: Tensor) -> bool:
 
 
 def as_booleans(name: str, mask: Tensor) -> Tensor | None:
-    """Convert a boolean or additive mask of scores to one that is True where a query sees a key.
+    """Convert a boolean or additive mask of scores to a bool mask that is True where a query sees a key.
 
     An additive mask is 0 where a query sees a key and -inf elsewhere. The result is None for other values, or
     if :func:`can_look` forbids reading them. Reading waits for the device.
@@ -126,9 +126,9 @@ def as_mask_or_bias(mask: Tensor) -> dict[str, Any]:
 def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPattern | None:
     """Recognise padding, a causal mask, or both in a boolean ``mask`` that is True where a query sees a key.
 
-    A causal mask must be aligned to the bottom right. Padding may be at any keys, but with a causal mask only
-    on one side. Returns None for other patterns, or if :func:`can_look` forbids reading the mask. Waits for
-    the device.
+    A causal mask must be aligned to the bottom right. Without a causal mask, any keys may be padding. With a
+    causal mask, padding must be as in :func:`pattern_of`. Returns None for other patterns, or if
+    :func:`can_look` forbids reading the mask. Waits for the device.
 
     Args:
         mask: bool of up to 4 dimensions, broadcastable to (batch, heads, seqlen_q, seqlen_k).
@@ -150,9 +150,9 @@ def recognise(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int) -> MaskPat
 def pattern_of(keys: Tensor, causal: bool, seqlen_q: int) -> MaskPattern | None:
     """Return the pattern of a padding mask (batch, seqlen_k) that is True for valid keys.
 
-    With ``causal`` (aligned to the bottom right) padding must be on one side, and padding on the right needs
-    as many queries as keys. Returns None for other padding, or if :func:`can_look` forbids reading the mask.
-    Waits for the device.
+    With ``causal`` (aligned to the bottom right), padding must be on the left in all sequences, or on the
+    right in all sequences. Padding on the right also requires seqlen_q == seqlen_k. Returns None for other
+    padding, or if :func:`can_look` forbids reading the mask. Waits for the device.
     """
     if not can_look(keys):
         return None

@@ -71,7 +71,7 @@ class ScoreProfile:
     def pays(self) -> bool:
         """Whether few enough parts (64 keys of a row) are out of range for ``softmax_max`` to be useful.
 
-        Whether it is faster depends on the call (docs/guides/decoding.md).
+        Whether ``softmax_max`` makes a call faster also depends on the call (docs/guides/decoding.md).
         """
         return self.outside <= PAYS
 
@@ -94,7 +94,7 @@ def profile_scores(
     max_rows: int = 256,
     **keywords: Any,
 ) -> ScoreProfile:
-    """Find ``softmax_max`` for :func:`flashtile.flash_attn_with_kvcache`, and whether the scores allow one.
+    """Find ``softmax_max`` for :func:`flashtile.flash_attn_with_kvcache`, and say whether it is useful.
 
     Args:
         model_or_q: q (batch, seqlen_q, heads_q, head_dim), or a function, such as a module. If it is q,
@@ -226,7 +226,7 @@ class _Parts:
 
 
 def _best(means: Tensor, largest: Tensor, below: float, above: float) -> tuple[float, float]:
-    """Return (phi, share of parts out of range). phi is the maximum that keeps the most parts in range.
+    """Return (phi, share of parts out of range), for the ``softmax_max`` phi that keeps most parts in range.
 
     A part is 64 keys of a row. It is in range if its mean is at least ``phi - below`` and its largest score
     at most ``phi + above``.

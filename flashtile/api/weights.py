@@ -42,8 +42,8 @@ class TopWeights(NamedTuple):
     Attributes:
         weights: (batch, heads_q, seqlen_q, k), or (heads_q, total_q, k) with cu_seqlens; float32 (float64 for
             float64 inputs).
-        indices: int64, of the same shape: the keys of the weights, counted from the sequence's first. Where a
-            row sees fewer than k keys, the remaining weights are 0 and their indices -1.
+        indices: int64, of the same shape: the key of each weight, counted from 0 in its sequence. Where a row
+            sees fewer than k keys, the remaining weights are 0 and their indices -1.
     """
 
     weights: Tensor
@@ -90,11 +90,11 @@ def attention_weights(
 
     Args:
         q, k: as for :func:`flashtile.attention`.
-        lse: the log-sum-exp of that call (``return_lse=True``).
+        lse: the log-sum-exp that a call of :func:`flashtile.attention` returned (``return_lse=True``).
         form: "full" for every weight; "columns" for the sum of each key's weights over all rows of a head,
             which cache eviction policies use (H2O, Zhang et al. 2023, arXiv:2306.14048); an int from 1 to 128
-            for that many of the largest in each row. The memory of the last two grows only linearly with the
-            sequence lengths.
+            for that many of the largest in each row. The memory for "columns" or an int grows only linearly
+            with the sequence lengths.
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: those of the call that
             gave lse.
         softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes: those of that call.

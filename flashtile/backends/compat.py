@@ -50,7 +50,7 @@ def compile_for(
 
     ``arch`` is a compute capability (90 is 9.0) for the backend "cuda", a name ("gfx942") for "hip".
 
-    Floating-point fusion is on, as in the launchers: Triton 3.10 turns it off by default.
+    Floating-point fusion is on, as it is for launched kernels. Triton 3.10 turns it off by default.
     """
     source_type = ASTSource
     if kernel.is_gluon():
@@ -114,12 +114,12 @@ def launcher(
             kernel receives addresses, which saves a driver query per tensor.
         fixed: arguments after the tensors, the same for every launch.
         views: views that make TMA descriptors of the first tensors. None stands for a descriptor that the
-            call lacks.
-        pointers: structure (NamedTuple type) whose fields are the other tensors; if None, each of them is an
-            argument.
+            call does not use.
+        pointers: structure (NamedTuple type) whose fields are the other tensors. If None, the kernel takes
+            each of the other tensors as an argument.
 
-    The driver receives each field of a structure as an argument of its own, unless Triton makes launchers
-    differently (:func:`_for_leaves`). Launch hooks, such as a profiler's, cost nothing if none is set. In
+    Each field of a structure is passed to the driver as a single argument, if this release of Triton allows
+    it (:func:`_for_leaves`). Launch hooks, such as a profiler's, cost nothing if none is set. In
     Triton's own launch path, they would cost a dictionary and two calls of empty hook chains.
 
     ``launch.with_fixed(fixed)`` returns a launch with other fixed arguments, for which Triton would compile
@@ -185,7 +185,8 @@ def _for_leaves(compiled: Any) -> tuple[Any, tuple]:
     11.5 us with a block mask).
 
     The types are those of Triton's signature, in which a structure is a tuple. They are empty if the kernel
-    has no structures, or if Triton makes launchers differently. In that case, the launcher takes structures.
+    has no structures. They are also empty if this release of Triton makes launchers differently; the returned
+    launcher then takes whole structures.
     """
     types = tuple(compiled.src.signature.values())
     if not any(isinstance(t, tuple) for t in types):

@@ -170,7 +170,7 @@ def check_device(name: str, tensor: Tensor, first: Tensor) -> None:
 
 
 def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
-    """Check qv, the queries that are multiplied by v: the shape is that of q with the head_dim of v."""
+    """Check ``qv``, the queries that are multiplied by v. Its shape must be q's, with the head_dim of v."""
     check_dense("qv", qv)
     check_same_dtype("qv", qv, "q", q)
     check_device("qv", qv, q)
@@ -183,7 +183,7 @@ def check_qv(q: Tensor, v: Tensor, name_of_v: str, qv: Tensor) -> None:
 
 
 def check_groups(q: Tensor, k: Tensor, name_of_k: str) -> None:
-    """Check that q and k have the same head_dim, and that q has a multiple of the heads of k."""
+    """Check that q and k have the same head_dim, and that num_heads_q is a multiple of num_heads_kv."""
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"{name_of_k} has head_dim {k.shape[-1]}, but q has {q.shape[-1]}: they must be equal"
@@ -206,11 +206,11 @@ MAX_HEADS = 128
 
 
 def looks_transposed(q: Tensor, k: Tensor) -> bool:
-    """Whether the layout of q and k is probably (batch, heads, seqlen, head_dim). Their shapes are valid.
+    """Whether q and k, whose shapes are valid, probably have the layout (batch, heads, seqlen, head_dim).
 
-    The sizes of dimension 2, which should be the numbers of heads, must be equal and larger than q's
-    dimension 1. In addition, they must exceed ``MAX_HEADS``, or q's dimension 1 must be a multiple of k's, as
-    numbers of heads are.
+    This is assumed if dimension 2 has the same size in q and k, this size is larger than q's dimension 1, and
+    one of two conditions holds: the size exceeds ``MAX_HEADS``, or q's dimension 1 is a multiple of k's, as
+    numbers of heads are in grouped-query attention.
     """
     (_, seqlen_q, heads_q, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
     if type(seqlen_q) is not int or heads_q <= seqlen_q or heads_q != heads_kv or not hints_layout():

@@ -68,7 +68,7 @@ def check_call(
         raise ValueError(f"k has batch size {k.shape[0]}, but q has {q.shape[0]}: they must be equal")
     check_groups(q, k, "k")
     if not packed and looks_transposed(q, k):
-        # Python itself shows a warning only once for each calling line.
+        # Python shows the same warning only once for each calling line, so repeated calls are quiet.
         warnings.warn(f"q, k and v {TRANSPOSED}", stacklevel=2)
     if packed:
         _check_packed(cu_seqlens_q, cu_seqlens_k, q, options)

@@ -136,7 +136,7 @@ def apply_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Ten
 def as_scores(scores: Any, seqlen_k: Any) -> Any:
     """Expand a mask or bias to four dimensions. The size of the last dimension becomes seqlen_k.
 
-    A tensor that does not broadcast to the scores is returned unchanged, so that errors name it.
+    A tensor that does not broadcast to the scores is returned unchanged, and rejected by later checks.
     """
     if not isinstance(scores, Tensor) or scores.is_nested or scores.layout != torch.strided:
         return scores
@@ -160,7 +160,7 @@ def keys_of_scores(k: Any, cu_seqlens_k: Any, options: Options) -> Any:
 def as_offsets(cu_seqlens: Any) -> Any:
     """Cast ``cu_seqlens`` from int64, which ``cumsum`` returns, to int32.
 
-    Any other value is returned unchanged, so that errors name it.
+    Any other value is returned unchanged. Later checks reject it if it is invalid.
     """
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype is torch.int64:
         return cu_seqlens.int()
@@ -179,7 +179,7 @@ def with_unit_stride(tensor: Any) -> Any:
         return tensor
     if tensor.shape[-1] <= 1 or tensor.layout != torch.strided:
         return tensor
-    # contiguous() would return a tensor without elements unchanged.
+    # Not contiguous(), which keeps the strides of a tensor without elements.
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -196,7 +196,7 @@ def refuse_descales(
 ) -> None:
     """Raise ValueError if a scale is given.
 
-    The message ends with ``allowed``, which says what calls accept scales.
+    The message ends with ``allowed``, which says which calls accept scales.
     """
     if q_descale is k_descale is v_descale is None:
         return
@@ -226,7 +226,7 @@ def check_flag(name: str, value: Any) -> None:
 def lengths_tensor(
     length: Any, name: str, tokens: Tensor, name_of_offsets: str, cu_seqlens: Tensor | None
 ) -> Tensor:
-    """Return ``cache_seqlens`` (batch,) int32, in which every sequence of ``tokens`` has the int ``length``.
+    """Return ``cache_seqlens``, a tensor (batch,) int32 filled with ``length``, for the batch of ``tokens``.
 
     ``name`` and ``name_of_offsets`` are the names of ``tokens`` and ``cu_seqlens`` in errors.
     """

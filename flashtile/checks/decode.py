@@ -211,8 +211,8 @@ def check_written(k_cache: Tensor, v_cache: Tensor) -> None:
 def check_own_memory(k_cache: Tensor, v_cache: Tensor) -> None:
     """Check that keys and values are not written to the same memory.
 
-    This check runs at every call, because launches are cached by the signature of their tensors, which has no
-    addresses.
+    This check runs at every call. Other checks are skipped if a launch is cached for the signature of the
+    tensors, but a signature contains no addresses.
     """
     if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel() > 0:
         raise ValueError(SHARED_MEMORY)
@@ -251,7 +251,7 @@ def check_combine(
 
 
 def check_combined_into(out_partial: Tensor, out: Tensor, dtype: torch.dtype) -> None:
-    """Check that ``out`` has the shape, dtype and device of the result."""
+    """Check that ``out`` has the shape, dtype and device of the combined result."""
     check_dense("out", out)
     check_device("out", out, out_partial)
     if out.shape != out_partial.shape[1:]:

@@ -127,9 +127,9 @@ def check_inputs(q: Any, k: Any, v: Any) -> None:
 def check_sequences(
     q: Any, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None
 ) -> None:
-    """Check that the number of sequences, dtype and device of offsets and lengths match q.
+    """Check the shapes, dtypes and devices of ``cu_seqlens_q``, ``cu_seqlens_k`` and ``seqused_k``.
 
-    :func:`flashtile.fp8.attention` calls this before it computes rotary positions from them.
+    :func:`flashtile.fp8.attention` then computes rotary positions from these tensors.
     """
     batch = q.shape[0]
     if cu_seqlens_q is not None or cu_seqlens_k is not None:

@@ -54,9 +54,9 @@ def check_used(name: str, used: Tensor, lengths: list[int], noun: str) -> None:
 
 
 def check_offset_values(name: str, cu_seqlens: Tensor, total: int, max_seqlen: int) -> None:
-    """Raise ValueError unless ``cu_seqlens`` rises from 0 to at most ``total``.
+    """Raise ValueError unless ``cu_seqlens`` starts with 0, never decreases and ends with at most ``total``.
 
-    Its steps are at most ``max_seqlen``.
+    No sequence may be longer than ``max_seqlen``.
     """
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0:
@@ -137,7 +137,10 @@ def check_prefix_values(
     cu_prefix_groups: Tensor | None,
     causal: bool,
 ) -> None:
-    """Raise ValueError unless the sequences of a group start with the same pages and contain the prefix."""
+    """Raise ValueError unless the sequences of each group share the pages of its prefix.
+
+    Every sequence must also contain its prefix. With ``causal``, every query must see the whole prefix.
+    """
     batch, page_size = q.shape[0], k_cache.shape[1]
     starts = [0, batch]
     if cu_prefix_groups is not None:

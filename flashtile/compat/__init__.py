@@ -30,8 +30,8 @@ def install_as_flash_attn() -> None:
     Call this before that code is imported. A second call changes nothing. An installed flash-attn package is
     hidden, provided that none of its modules was imported before.
 
-    ``importlib.metadata`` still finds no flash-attn package. For code that looks its version up there, such
-    as Transformers, use :func:`flashtile.integrations.transformers.register`.
+    This does not change what ``importlib.metadata`` finds. For code that looks up the version of flash-attn
+    there, such as Transformers, use :func:`flashtile.integrations.transformers.register`.
 
     Raises:
         RuntimeError: one of the modules has been imported from elsewhere. Nothing is changed then.
@@ -56,7 +56,7 @@ def install_as_flash_attn() -> None:
 
 
 def uninstall_as_flash_attn() -> None:
-    """Undo :func:`install_as_flash_attn`. Objects that were imported under these names stay usable."""
+    """Undo :func:`install_as_flash_attn`. Objects that were imported from ``flash_attn`` stay usable."""
     for name in MODULES:
         module = sys.modules.get(name)
         if module is not None and module.__name__ == f"{_PACKAGE}.{name}":

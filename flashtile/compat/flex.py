@@ -50,7 +50,8 @@ def flex_attention(
         score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)``; None leaves scores unchanged.
         block_mask: made by FlexAttention's or :func:`flashtile.masks.create_block_mask`; None hides nothing.
         scale: factor of the scores; None means ``head_dim ** -0.5``.
-        enable_gqa: allow more query heads than key/value heads. Their number must be a multiple.
+        enable_gqa: allow more query heads than key/value heads. The number of query heads must be a multiple
+            of the number of key/value heads.
         return_lse: also return the natural log-sum-exp, (batch, heads, seqlen_q) float32.
         kernel_options: tuning options of FlexAttention's kernels, which are ignored.
         return_aux: an ``AuxRequest`` of FlexAttention. Only its ``lse`` is supported.
@@ -61,10 +62,10 @@ def flex_attention(
         (out, FlexAttention's ``AuxOutput``).
 
     Raises:
-        TypeError, ValueError: :func:`flashtile.attention` raises it, the numbers of heads differ without
-            ``enable_gqa``, or ``return_lse`` and ``return_aux`` are both given.
-        NotImplementedError: :func:`flashtile.attention` raises it, ``kernel_options`` has an option that
-            FlexAttention does not have, or ``return_aux`` requests ``max_scores``.
+        TypeError, ValueError: an argument is invalid as in :func:`flashtile.attention`, the numbers of heads
+            differ without ``enable_gqa``, or ``return_lse`` and ``return_aux`` are both given.
+        NotImplementedError: an argument is not supported by :func:`flashtile.attention`, ``kernel_options``
+            has an option that FlexAttention does not have, or ``return_aux`` requests ``max_scores``.
 
     Examples:
         >>> query, key, value = torch.randn(3, 1, 2, 128, 16).unbind()  # (batch, heads, seqlen, head_dim)

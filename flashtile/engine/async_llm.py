@@ -176,7 +176,10 @@ class AsyncLLM:
         return await future
 
     async def shutdown(self, timeout: float = 30.0) -> None:
-        """Accept no more requests, wait at most ``timeout`` seconds for the others, and abort the rest."""
+        """Accept no more requests, wait for the unfinished requests, and end the engine.
+
+        Requests that are unfinished after ``timeout`` seconds are aborted.
+        """
         loop = asyncio.get_running_loop()
         end = loop.time() + timeout
         self._draining = True

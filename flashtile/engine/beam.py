@@ -20,7 +20,7 @@ from flashtile.engine.scheduler import Scheduler
 class Beam:
     """A complete text: its tokens after the prompt, their log-probability, and its length-normalised score.
 
-    ``ended`` says whether an end token completed it, rather than the length limit.
+    ``ended`` is True if an end token completed the text, and False if the length limit did.
     """
 
     tokens: list[int]

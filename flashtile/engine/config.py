@@ -158,7 +158,10 @@ class ModelConfig:
 
     @property
     def common_window(self) -> int:
-        """The largest window of the layers, or -1 if a layer has none. Keys before it can be dropped."""
+        """The largest window of the layers, or -1 if a layer has none.
+
+        The KV cache may drop keys that lie before this window.
+        """
         return max(self.windows) if min(self.windows) >= 0 else -1
 
     @property
@@ -212,7 +215,7 @@ class _Fields:
         return value
 
     def activation(self, name: str) -> str:
-        """Return the activation that field ``name`` holds, by the name that :class:`ModelConfig` uses."""
+        """Return the activation function in field ``name``, under the name that :class:`ModelConfig` uses."""
         value = self.values.get(name)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             raise NotImplementedError(

@@ -158,7 +158,7 @@ class Engine:
         options = {"priority": priority, "cache_salt": cache_salt}
         try:
             self.on_change("add_request", (request_id, {"prompt_token_ids": tokens}, params), options)
-        except BaseException:  # for example, a function of the request cannot be pickled
+        except BaseException:  # for example, a logits processor cannot be pickled
             self._end(request, "error")
             raise
         self._num_requests += 1
@@ -247,7 +247,7 @@ class Engine:
         return outputs
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache and return the number of its blocks."""
+        """Empty the prefix cache and return the number of blocks that it held."""
         self.on_change("reset_prefix_cache", (), {})
         return self.scheduler.reset_prefix_cache()
 
@@ -344,7 +344,7 @@ class Engine:
         request, begin, computed = sequence.request, len(sequence.tokens), 0
         for place, node in enumerate(nodes):
             if sequence.state is State.FINISHED:
-                return  # an earlier token of this path ended the sequence, or it ended while this step ran
+                return  # the sequence ended at an earlier token of this path, or while this step ran
             if sequence.guesses:
                 # The keys and values of an accepted sibling (an alternative guess) are not in the cache slot
                 # of its position, so the next step computes this token again.
@@ -509,7 +509,7 @@ class Engine:
         return outputs
 
     def _count_blocks(self, request: Request) -> None:
-        """Add the number of blocks that a request's answers use to its metrics, with and without sharing."""
+        """Record in a request's metrics how many blocks its answers use, with and without sharing."""
         manager = self.scheduler.manager
         numbers = [
             one.block_sequence for one in request.sequences

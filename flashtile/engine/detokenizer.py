@@ -45,8 +45,8 @@ class Detokenizer:
             search: look for stop texts.
 
         Returns:
-            (number of tokens read, stop text) if a stop text was found, else None. If one was found, ``text``
-            is cut there.
+            None, or (number of tokens read, stop text) if a stop text was found. In this case ``text`` is cut
+            at the stop text.
         """
         for token in tokens[self.tokens_read :]:
             self.tokens_read += 1
@@ -78,7 +78,7 @@ class Detokenizer:
     def _find(self, new: int) -> str | None:
         """Find the earliest stop text that ends within the last ``new`` characters, and cut the text there.
 
-        Returns the stop text, or None if there is none.
+        Returns the stop text, or None if none was found.
         """
         places = []
         for stop in self.stops:

@@ -33,7 +33,11 @@ class Transfer:
         self._turn = 0
 
     def __call__(self, parts: Sequence[Sequence[int]], tensors: Sequence[Tensor] = ()) -> list[Tensor]:
-        """Copy lists of integers and int32 tensors to the device. Return a view of the copy of each."""
+        """Copy lists of integers and int32 tensors to the device.
+
+        Returns:
+            The device tensor of each list, then that of each tensor. They are views of the buffer.
+        """
         self._turn = (self._turn + 1) % RING
         flat = array("i", [number for part in parts for number in part])
         written: list[Tensor] = [torch.frombuffer(flat, dtype=torch.int32)] if flat else []
@@ -57,9 +61,9 @@ def on_device(numbers: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def graph_batch(batch: int) -> int:
-    """Return the batch size that a captured step is padded to.
+    """Return the batch size to which a step is padded if it runs as a CUDA graph.
 
-    It is 1, 2, 4, 8, a multiple of 8 up to 64, or a multiple of 32 above.
+    The sizes are 1, 2, 4, 8, the multiples of 8 up to 64, and the multiples of 32 above 64.
     """
     if batch <= 8:
         return 1 << (batch - 1).bit_length()

@@ -28,7 +28,7 @@ class Drafter:
             and its entries are the number of the last block.
         known: (max_sequences + 1, 1 + drafts) int32. Column 0 holds each sequence's last token; :meth:`draft`
             writes the other columns.
-        parents: the tree of drafts, a comb (:func:`flashtile.engine.speculation.comb`).
+        parents: the tree of drafts, a result of :func:`flashtile.engine.speculation.comb`.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class Drafter:
         lack both. A later pass computes only the last token.
         """
         tokens, positions_of_last, rows, remaining = (state[:batch] for state in self._state)
-        # A sequence that has all its drafts may have no block for further tokens, so none are written for it.
+        # A sequence that has all its drafts may have no block for further tokens. Do not write keys and
+        # values for it.
         continues, offsets = remaining > 0, None
         table = self.block_table.index_select(0, torch.where(continues, rows, self.spare_row))
         lengths = torch.where(continues, positions_of_last, 1) - int(first)

@@ -367,7 +367,7 @@ class LLM:
         return [self._finished.pop(one) for one in ids]
 
     def _step(self) -> dict[str, RequestOutput]:
-        """Compute one step. Return its finished requests by id, including those of :meth:`enqueue`."""
+        """Compute one step. Return the outputs of all requests that it finished, by request id."""
         finished = {output.request_id: output for output in self.engine.step() if output.finished}
         self._finished |= finished
         return finished
@@ -378,7 +378,7 @@ class LLM:
         params: Sequence[SamplingParams | BeamSearchParams],
         priorities: Sequence[int],
     ) -> list[str]:
-        """Queue all prompts and return their request ids. If one is refused, none stays queued."""
+        """Queue all prompts and return their request ids. If a prompt is refused, no prompt stays queued."""
         ids: list[str] = []
         try:
             for prompt, one, priority in zip(prompts, params, priorities, strict=True):
@@ -439,7 +439,7 @@ def _weight_dtype(
 
 
 def _memory_limits(gpu_memory_utilization: Any, swap_space: Any) -> tuple[float, float]:
-    """Validate both limits and return (share of the GPU's memory, bytes of host memory)."""
+    """Validate the memory limits and return (share of the GPU's memory, bytes of host memory)."""
     utilization = as_float("gpu_memory_utilization", gpu_memory_utilization, "a number")
     host_bytes = as_float("swap_space", swap_space, "a number") * 2**30
     if not 0 < utilization <= 1:
@@ -507,7 +507,7 @@ def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: 
     if model.embedding.device.type == "cpu":
         return 0
     positions = max(0, min(length, blocks * block_size))
-    rows = seqs + 1  # the runner has a spare row
+    rows = seqs + 1  # the block table has one more row, for padding sequences
     return 4 * (positions * model.config.head_dim + rows * -(-positions // block_size))
 
 

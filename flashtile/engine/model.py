@@ -91,7 +91,7 @@ class Matrix:
     ) -> Any:
         """Normalise x (tokens, K) by ``norm`` if given, and multiply it by the weight: (tokens, N).
 
-        Bias and residual are added. If the next norm is given as ``following``, the result is a
+        Bias and residual are added. If ``following``, the next norm, is given, the result is a
         :class:`BeforeNorm`. The result may reuse the residual's memory: above ``FEW_ROWS`` tokens the product
         is added to the residual in place, because :func:`linear` would copy the residual.
         """
@@ -166,8 +166,8 @@ class Attention:
     ) -> Any:  # fmt: skip
         """Normalise x (total_new, hidden_size) by ``norm``, apply attention, and add ``residual``.
 
-        If the next norm is given as ``following``, the result is a :class:`BeforeNorm`. It has the sum, the
-        sum times the weight of this norm, and the RMS factor of each row.
+        If ``following``, the next norm, is given, the result is a :class:`BeforeNorm`: the sum, the sum times
+        the weight of ``following``, and the RMS factor of each row.
         """
         out = self._attend_to_few(x, norm, step, cache)
         if out is None:
@@ -217,7 +217,8 @@ class Attention:
         }  # fmt: skip
         if ragged:
             common |= {"cu_seqlens_q": step.cu_seqlens_q, "max_seqlen_q": step.max_seqlen_q}
-        if step.slots is not None:  # the slots of trees and of padding tokens do not follow from the lengths
+        # Tokens of a tree are not at successive positions, and padding tokens must not be written.
+        if step.slots is not None:
             assert step.positions is not None
             q, k = (rotate(t, cache.cos, cache.sin, step.positions.long(), False) for t in (q, k))
             append_kvcache(cache.k, cache.v, k, v, slot_mapping=step.slots)
@@ -249,8 +250,8 @@ class MLP:
     def __call__(self, x: Hidden, norm: Norm, residual: Hidden | None, following: Norm | None = None) -> Any:
         """Normalise x (total_new, hidden_size) by ``norm``, apply the MLP, and add ``residual``.
 
-        If the next norm is given as ``following``, the result is a :class:`BeforeNorm`. It has the sum, the
-        sum times the weight of this norm, and the RMS factor of each row.
+        If ``following``, the next norm, is given, the result is a :class:`BeforeNorm`: the sum, the sum times
+        the weight of ``following``, and the RMS factor of each row.
         """
         if self.silu:
             inner = self.gate_up(x, self.gate_up_bias, norm=norm, activation=SWIGLU)

@@ -189,7 +189,7 @@ class DirectCollectives:
 
     @classmethod
     def between(cls, ranks: ProcessRanks, device: torch.device) -> DirectCollectives | None:
-        """Map the memory of all processes.
+        """Map a part of every GPU's memory into all processes, and return the collectives that use it.
 
         Returns None without NVIDIA GPUs, or if a GPU cannot access the memory of another GPU.
         """
@@ -281,14 +281,17 @@ def end_repeating(engine: Any) -> None:
 def _join_group(device: torch.device) -> weakref.finalize[..., Any]:
     """Join the process group, and leave it when the process ends.
 
-    Finalizers run in reverse order, so runners free their CUDA graphs first; NCCL may wait for those.
+    Finalizers run in reverse order, so runners free their CUDA graphs first. NCCL may wait for such graphs.
     """
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return weakref.finalize(ProcessRanks, _leave_group)
 
 
 def _leave_group() -> None:
-    """Leave the process group, except after an error, because NCCL would then wait for lost ranks."""
+    """Leave the process group.
+
+    After an error, the group is not left, because NCCL would wait for ranks that have already ended.
+    """
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 

@@ -104,15 +104,16 @@ def _token_scores(found: tuple[Tensor, ...]) -> list[TokenScores]:
 
 
 class Form(NamedTuple):
-    """The sizes of a step, which are padded if a CUDA graph computes it, and which optional inputs it has.
+    """The sizes and optional inputs of a step. The sizes are padded if a CUDA graph computes the step.
 
     Attributes:
         batch: number of sequences.
         tokens: total number of new tokens.
         width: largest number of new tokens of a sequence.
-        has_slots: whether each token's position and cache slot are sent. Steps with guesses need them.
-        tree: whether tree masks are also sent. Guesses with siblings need them.
-        runs_draft: whether the draft model also computes the step. It must if a sequence has no guesses.
+        has_slots: whether each token's position and cache slot are sent. Steps with guesses (draft tokens)
+            need them.
+        tree: whether tree masks are also sent. Steps whose guesses form a tree need them.
+        runs_draft: whether the draft model also computes the step, because a sequence has no guesses.
     """
 
     batch: int
@@ -148,15 +149,16 @@ class Memory:
 
 
 class Runner:
-    """Computes steps: the model, its KV cache, CUDA graphs and the draw.
+    """Runs steps on the device: computes the model with its KV cache and CUDA graphs, and chooses tokens.
 
     Args:
         model: the model, on its device.
-        manager: the block manager whose blocks are allocated.
+        manager: the block manager, which gives the number of blocks of the KV cache.
         cache_dtype: dtype of keys and values.
         max_num_batched_tokens: largest number of tokens of a step.
         capture: use CUDA graphs on a GPU.
-        parents: parent of each guess in the largest tree of a sequence (:mod:`flashtile.engine.speculation`).
+        parents: parent of each guess in a sequence's largest tree of guesses
+            (:mod:`flashtile.engine.speculation`).
         draft: a draft model that makes these guesses.
         ranks: the processes that compute the model together.
     """
@@ -184,8 +186,9 @@ class Runner:
         )
         self.block_table[rows] = manager.pool.num_blocks
         self.has_siblings = parents != tuple(range(len(parents)))
-        # With siblings, a step may have two known tokens before its guesses: an accepted sibling is computed
-        # again, because its keys and values are not in the slot of its position.
+        # With siblings (several guesses for one position), a step may compute two known tokens before its
+        # guesses. The keys and values of an accepted sibling are not in the slot of its position, so the next
+        # step computes this token again.
         self.max_verified = len(parents) + 1 + self.has_siblings if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
         # A mixture of experts loops on the host over the experts in use, which a graph cannot capture.
@@ -266,7 +269,7 @@ class Runner:
     def _form(self, entries: Listing[Entry]) -> tuple[Form, bool]:
         """Return the sizes of a step, and whether a CUDA graph computes it."""
         total, most = (f(entry.num_tokens for entry in entries) for f in (sum, max))
-        # Whether every sequence is sampled and has one new token or guesses.
+        # Whether every sequence gets a token from this step, and has one new token or guesses (draft tokens).
         few = all(entry.samples and (entry.num_tokens == 1 or entry.sequence.guesses) for entry in entries)
         runs_draft = self.drafter is not None and not all(entry.sequence.guesses for entry in entries)
         has_slots = few and most > 1
@@ -283,7 +286,7 @@ class Runner:
         """Send a step's inputs to the device.
 
         The device has a copy of the block table, so only the sequences' row indices are sent. A token that
-        only the device knows is sent as ``~index`` into the flattened ``known``.
+        only the device knows is sent as ``~index``, where ``index`` is its place in the flattened ``known``.
         """
         entries, spare = schedule.entries, form.batch - len(schedule.entries)
         table, size = self.manager.table, self.manager.block_size
@@ -314,13 +317,14 @@ class Runner:
             if guesses[:1] == [UNKNOWN]:
                 new[-len(guesses) :] = (~(known_at + 1 + i) for i in range(len(guesses)))
             tokens += new
-            # Without guesses, a sequence and its forks draw from the last token's logits. With guesses, it
-            # draws from the logits of the last known token and of each guess.
+            # Without guesses, a sequence and its forks draw from the last token's logits. A sequence with
+            # guesses draws from the logits of the last known token and of each guess.
             last = len(guesses) if entry.samples else 0
             first = end - last  # position of the first guess
             depth = depths(sequence.parents[:last]) if last else [0]
             if last and not form.has_slots:
-                # Batches with a chunk of a prompt have no tree mask, so siblings cannot be accepted.
+                # A batch with a chunk of a prompt has no tree mask. Treat the guesses as a chain, so that no
+                # sibling (a guess outside the chain) is accepted.
                 sequence.parents = tuple(range(max(depth)))
             times = 1 if last else len(entry.samples)
             logits_rows += [len(tokens) - 1 - last + i for i in range(1 + last)] * times
@@ -482,7 +486,10 @@ class Runner:
                 in_flight.prompt_scores.append((sequence, piece, found))
 
     def _move(self, what: str, pairs: Listing[tuple[int, int]]) -> None:
-        """Copy blocks, given as (source, target) in order, within the device or to and from the host."""
+        """Copy blocks within the device, or to or from the host.
+
+        ``pairs`` holds (source, target) blocks, in the order in which they must be copied.
+        """
         memories = [self.memory] + ([] if self.drafter is None else [self.draft_memory])
         for memory in memories:
             if what == COPY:
@@ -515,6 +522,6 @@ def _to_host(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _split_words(masks: list[int]) -> tuple[list[int], list[int]]:
-    """Split 64-bit masks into their low and high 32-bit words, as signed integers."""
+    """Return the low and the high 32-bit words of 64-bit masks, as signed integers."""
     low, high = ([bits >> shift & 0xFFFFFFFF for bits in masks] for shift in (0, 32))
     return tuple([word - (word >> 31 << 32) for word in words] for words in (low, high))  # type: ignore[return-value]

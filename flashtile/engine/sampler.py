@@ -179,7 +179,7 @@ def ordered(scores: Tensor) -> Tensor:
     bits = scores.contiguous().view(torch.int32).to(torch.int64) & LOW
     keys = torch.where(bits >= 2**31, LOW - bits, bits + 2**31)
     keys = torch.where(scores == -torch.inf, 0, keys + 1)
-    return torch.where(scores.isnan(), LOW + 1, keys)  # NaN of either sign, so that no filter drops it
+    return torch.where(scores.isnan(), LOW + 1, keys)  # the largest key, so that no filter drops a NaN
 
 
 def largest_threshold(keys: Tensor, weights: Tensor, wanted: Tensor) -> Tensor:
@@ -208,7 +208,8 @@ def gumbel(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     tokens = torch.arange(vocab_size, device=seed.device)
     bits = mix32(mix32(tokens ^ (key & LOW)) + ((key >> 32) & LOW))
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
-    # 1 - u has the distribution of u. Using it puts the large noise near u = 0, where floats are dense.
+    # Use 1 - u, which has the same distribution. Large noise then comes from u near 0, where floats are
+    # dense.
     return -torch.log(-torch.log1p(-uniform.clamp_(max=1 - 2.0**-24)))
 
 

@@ -33,8 +33,8 @@ class Entry(NamedTuple):
         num_tokens: number of new tokens.
         row: the sequence's row of the block table.
         samples: the sequences that get a token from the logits of the last new token: none while the prompt
-            is incomplete, otherwise the sequence and its forks of this step. A sequence with guesses is
-            listed ``1 + len(guesses)`` times, because a token is also drawn after each guess.
+            is incomplete, otherwise the sequence and its forks of this step. A sequence with guesses (draft
+            tokens) is listed ``1 + len(guesses)`` times, because a token is also drawn after each guess.
     """
 
     sequence: Sequence
@@ -65,7 +65,10 @@ class SchedulerOutput:
         return sum(entry.num_tokens for entry in self.entries)
 
     def move(self, what: str, pairs: Copies) -> None:
-        """Append moves of blocks. Copies are merged with preceding copies if their order does not matter."""
+        """Append copies or swaps of blocks, given as (source, target) pairs.
+
+        Copies are merged with the preceding copies if the order does not matter.
+        """
         if not pairs:
             return
         if what == COPY and self.moves and self.moves[-1][0] == COPY:
@@ -104,7 +107,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.num_preemptions = self.prefix_queries = self.prefix_hits = 0
-        # A sequence with memory takes one of max_num_seqs seats.
+        # At most max_num_seqs sequences may hold memory. Each takes one of these "seats".
         self._reserved_seats = 0  # seats reserved for answers that are not forked yet
         self._beam_searches: set[Request] = set()
         self._full = False  # whether a sequence waits for a seat
@@ -141,9 +144,9 @@ class Scheduler:
             if wanted == 0 or sequence.state is not State.RUNNING:
                 continue
             singles -= wanted == 1
-            # A chunk leaves budget for the single tokens of later sequences.
+            # A chunk of a prompt must leave budget for later sequences that need a single token.
             count = min(wanted, budget if wanted == 1 else max(0, budget - singles))
-            if sequence.guesses:  # verify all of them or none, and preempt no sequence for them
+            if sequence.guesses:  # verify all draft tokens or none, without preempting another sequence
                 fits = sequence.num_computed + count <= self.manager.max_seqlen
                 if count == wanted and fits and self._make_room_without_preempting(sequence, count, step):
                     self._enter(sequence, count, step)
@@ -160,9 +163,9 @@ class Scheduler:
         return step
 
     def drop_guesses(self, sequence: Sequence) -> None:
-        """Drop a sequence's guesses after the results of their step were read.
+        """Drop a sequence's guesses (draft tokens), once the results of the step that verified them are read.
 
-        The memory of rejected guesses is freed.
+        The blocks of rejected guesses are freed.
         """
         sequence.guesses = []
         if sequence.block_sequence is not None:
@@ -222,8 +225,8 @@ class Scheduler:
         """Return the sequence to preempt, or None if there is none.
 
         The result is the last running sequence. If ``sequence`` itself is the last one, the result is a held
-        beam. The result is never part of the step that is being planned: sequences are added to a step in
-        order, and held beams are not added at all.
+        beam, which waits for the tokens of the other beams. The result is never part of the step that is
+        being planned: sequences are added to a step in order, and held beams are not added at all.
         """
         last = self.running[-1]
         if last is not sequence:
@@ -253,11 +256,12 @@ class Scheduler:
         insort(self.waiting, victim, key=ORDER)
 
     def _admit(self, budget: int, step: SchedulerOutput) -> None:
-        """Start waiting sequences in order, while the budget, the seats and the blocks suffice.
+        """Start waiting sequences in order, while tokens of the budget, seats and blocks are left.
 
-        While a sequence waits for a seat, no sequence starts before ``max_num_seqs // 32`` seats are free.
-        Several prompts then start in the same step, so fewer steps contain a prompt. A step with a prompt is
-        slower than a step of single tokens, which runs as a CUDA graph.
+        A seat is a place for one of the ``max_num_seqs`` sequences that may hold memory. While a sequence
+        waits for a seat, no sequence starts before ``max_num_seqs // 32`` seats are free. Several prompts
+        then start in the same step, so fewer steps contain a prompt. A step with a prompt is slower than a
+        step of single tokens, which runs as a CUDA graph.
         """
         seats = self.max_num_seqs - self._seats_taken()
         if self._full and self.running and seats < self.max_num_seqs // 32:
@@ -288,9 +292,10 @@ class Scheduler:
             budget -= count
 
     def _seats(self, sequence: Sequence) -> int:
-        """Return how many of the ``max_num_seqs`` seats a sequence without memory needs to start.
+        """Return how many of the ``max_num_seqs`` seats (see :meth:`_admit`) a sequence needs to start.
 
-        A beam search keeps its seats until it ends.
+        A sequence also needs the seats of its later forks. A beam search takes the seats of all its beams at
+        once and keeps them until it ends.
         """
         if sequence.request.is_beam_search:
             return 0 if sequence.request in self._beam_searches else sequence.request.width
@@ -392,7 +397,10 @@ class Scheduler:
         step.entries.append(Entry(sequence, start, count, row, samples))
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
-        """Fork the other answers from a sequence whose prompt is complete. Beams are forked later."""
+        """Fork a request's other answers from the sequence that computed the prompt, and return the forks.
+
+        Returns an empty list if they are forked already. Beams are forked by :meth:`replace`.
+        """
         request = sequence.request
         if sequence.forked:
             return []

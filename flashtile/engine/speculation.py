@@ -51,12 +51,19 @@ def chain(tokens: list[int]) -> Guesses:
 
 
 def comb(depth: int, width: int) -> tuple[int, ...]:
-    """Return the parents of a chain of ``depth`` guesses, followed by ``width - 1`` siblings of each."""
+    """Return the parent of each guess in a tree of ``depth * width`` guesses.
+
+    The tree has a chain of ``depth`` guesses. Each of them has ``width - 1`` siblings (other guesses for the
+    same position), which have no children.
+    """
     return (*range(depth), *(parent for parent in range(depth) for _ in range(width - 1)))
 
 
 def depths(parents: tuple[int, ...]) -> list[int]:
-    """Return the depth of each node of the tree: 0 for the last token, at least 1 for guesses."""
+    """Return the depth of each node of a tree of guesses.
+
+    Node 0, the sequence's last token, has depth 0.
+    """
     found = [0]
     for parent in parents:
         found.append(found[parent] + 1)
@@ -64,7 +71,7 @@ def depths(parents: tuple[int, ...]) -> list[int]:
 
 
 def visible(parents: tuple[int, ...]) -> list[int]:
-    """Return a bit mask for each node of the tree, with the bits of the node itself and of its ancestors."""
+    """Return a bit mask for each node of a tree of guesses: the bits of the node itself and its ancestors."""
     found = [1]
     for node, parent in enumerate(parents, 1):
         found.append(found[parent] | 1 << node)
@@ -107,7 +114,7 @@ class PromptLookup:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Parent of each guess if the maximum number of guesses is made. The guesses form a chain."""
+        """Parent of each of ``num_speculative_tokens`` guesses, which form a chain."""
         return tuple(range(self.num_speculative_tokens))
 
 
@@ -127,7 +134,7 @@ class DraftModel:
 
     @property
     def parents(self) -> tuple[int, ...]:
-        """Parent of each guess in the largest tree of guesses."""
+        """Parent of each guess in a tree of ``num_speculative_tokens * tree_width`` guesses."""
         return comb(self.num_speculative_tokens, self.tree_width)
 
 
@@ -239,8 +246,8 @@ class DraftSpeculator:
         self.settings = settings
 
     def guess(self, sequence: Sequence) -> Guesses:
-        # The keys and values of an accepted sibling are in the wrong cache slot, so the next step computes
-        # it again, before the guesses.
+        # An accepted sibling (a guess outside the chain) has its keys and values in the wrong cache slot. The
+        # next step therefore computes this token again, before the guesses.
         lead = 1 + (self.settings.tree_width > 1)
         depth = _chain_length(sequence, self.settings.num_speculative_tokens, lead)
         parents = self.settings.parents

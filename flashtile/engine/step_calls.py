@@ -199,7 +199,7 @@ def _chunks(limits: Limits) -> Iterator[tuple[int, int, int]]:
 
 
 def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
-    """Yield steps of every kind: with one token per sequence, with guesses, and with chunks of prompts."""
+    """Yield steps of every kind: one token per sequence, guesses (draft tokens), and chunks of prompts."""
     step = functools.partial(_step, limits)
     batches = _batches(limits)
     for batch in batches:
@@ -218,7 +218,7 @@ def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
 
 
 def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
-    """Return the numbers of tokens for which steps with guesses are run."""
+    """Return total numbers of tokens that represent all steps with guesses (draft tokens)."""
     if limits.verified == 1:
         return []
     most = limits.max_num_seqs * limits.verified
@@ -229,9 +229,10 @@ def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
 
 
 def _batches(limits: Limits) -> list[int]:
-    """Return the numbers of sequences for which steps with one token per sequence are run.
+    """Return numbers of sequences that represent all steps with one token per sequence.
 
-    With CUDA graphs, these are the padded sizes of the graphs and larger sizes, which run without a graph.
+    With CUDA graphs, these are the padded batch sizes of the graphs, and larger sizes, which run without a
+    graph.
     """
     most = limits.max_num_seqs
     padded = {graph_batch(batch) for batch in range(1, min(most, MAX_GRAPH_BATCH) + 1)}

@@ -3,7 +3,7 @@
 A template comes with the weights and is not trusted. Jinja's sandbox keeps it from Python's internals, but
 bounds neither time nor memory, for example of ``{{ 'a' * 10**9 }}``. So a template has a budget of steps and
 characters, which grows with the size of the rendered variables. Every loop, call, filter and operator that
-can multiply its input is charged to this budget.
+can multiply its input is paid from this budget.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Account:
         self.steps, self.characters = STEPS + STEPS_EACH * size, CHARACTERS + CHARACTERS_EACH * size
 
     def pay(self, characters: int, steps: int = 0) -> None:
-        """Charge characters and steps. Raise TemplateError if the budget is exceeded."""
+        """Subtract characters and steps from the budget. Raise TemplateError if the budget is exceeded."""
         self.characters -= characters
         self.steps -= steps
         if self.characters < 0 or self.steps < 0:
             raise TemplateError("the template computes more than a chat template may")
 
     def pay_for(self, value: Any) -> None:
-        """Charge the length of a value as text, and one step for each element of a container."""
+        """Pay for a value: its length as text in characters, and one step for each element of a container."""
         if isinstance(value, str):
             self.pay(len(value))
         elif isinstance(value, int):
@@ -68,7 +68,10 @@ class Account:
                 self.pay_for(one)
 
     def pay_for_numbers(self, values: Iterable[Any]) -> None:
-        """Charge n characters for each integer n, because it may be the width or the count of a text."""
+        """Pay n characters for each integer n among the arguments ``values`` of a method or filter.
+
+        The integer may be a width or a number of repetitions, so the result may have n characters.
+        """
         for value in values:
             if isinstance(value, int):
                 self.pay(abs(value))
@@ -78,7 +81,13 @@ class Account:
                 self.pay_for_numbers(value.values())
 
     def pay_for_text(self, text: str, name: str, given: tuple[Any, ...]) -> None:
-        """Charge the longest text that a method or filter can make from ``text`` and these arguments."""
+        """Pay for the longest text that a method or filter can return.
+
+        Args:
+            text: the text to which the method or filter is applied.
+            name: its name.
+            given: its other arguments.
+        """
         self.pay_for_numbers(given)
         if name in ("replace", "translate", "join", "format", "format_map"):
             self.pay_for(given)
@@ -102,10 +111,10 @@ class GenerationTag(Extension):
 
 
 def _meter(tree: nodes.Template) -> None:
-    """Insert charges into a parsed template.
+    """Insert filters into a parsed template that pay for its work (see :class:`Account`).
 
-    Each iteration of a loop and each call of a macro is charged one step and its constant text. The operator
-    ``a ~ b`` is charged its operands.
+    Each iteration of a loop and each call of a macro costs one step, and one character for each character of
+    constant text in its body. The operator ``a ~ b`` costs the length of its operands.
     """
     bodies: list[Any] = list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)))
     for node in bodies:
@@ -122,7 +131,7 @@ def _filter(value: Any, name: str, *arguments: nodes.Expr) -> nodes.Filter:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with an :class:`Account`."""
+    """Jinja's sandbox, in which operations are paid from the budget of an :class:`Account`."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -141,7 +150,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *arguments: Any, **options: Any) -> Any:  # noqa: N805
         account: Account = __context[ACCOUNT]
         account.pay(0, 1)
-        text = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # the sandbox wraps str.format
+        # If ``__obj`` is a method of a text, get the text. The sandbox wraps str.format in a function.
+        text = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(text, str):
             arguments = tuple(list(one) if isinstance(one, Iterator) else one for one in arguments)
             account.pay_for_text(text, __obj.__name__, (*arguments, *options.values()))
@@ -193,7 +203,7 @@ def _compiled(template: str) -> Template:
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter, so that its input and its result are charged to the template's account."""
+    """Wrap a filter, so that each call pays for its input and its result from the template's budget."""
     wanted = getattr(getattr(function, "jinja_pass_arg", None), "name", "nothing")
 
     @pass_context
@@ -227,7 +237,7 @@ def _charged(context: Context, value: Any, characters: int) -> Any:
 
 @pass_context
 def _joined(context: Context, values: list[Any]) -> str:
-    """Concatenate values as the operator ``a ~ b`` does, and charge their length."""
+    """Concatenate values as the operator ``a ~ b`` does, and pay for their length."""
     context[ACCOUNT].pay_for(values)
     return "".join(map(str, values))
 
@@ -249,7 +259,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Convert to JSON: the filter ``tojson``, as Transformers defines it. Jinja's own would escape HTML."""
+    """Convert to JSON without escaping HTML. This replaces Jinja's ``tojson`` filter, as in Transformers."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

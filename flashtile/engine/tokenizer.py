@@ -235,7 +235,7 @@ class FastTokenizer(Tokenizer):
             return bytes(BYTE_OF[character] for character in text)
         if "ByteFallback" in self.decoders and re.fullmatch("<0x[0-9A-Fa-f]{2}>", text):
             return bytes.fromhex(text[3:5])
-        # A decoder may treat a text's first token specially, so use the text that a second copy adds.
+        # A decoder may treat the first token of a text specially. Use the text that a second copy adds.
         once, twice = (self.decode([token] * count, False) for count in (1, 2))
         return twice[len(once) :].encode()
 
@@ -278,7 +278,7 @@ class _FastStream(TextStream):
         new = text[len(self.shown) :]
         if (not new or text.endswith(self.UNFINISHED)) and waiting < self.MAX_WAITING:
             return ""
-        if text == self.shown:  # special tokens, which are skipped
+        if text == self.shown:  # MAX_WAITING tokens without text, such as special tokens
             del self.window[self.read :]
             return ""
         del self.window[: self.read]

@@ -180,9 +180,10 @@ def open_weights(
 
 
 def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, ByteRange]:
-    """Return the byte range of each weight in safetensors files whose headers have been checked.
+    """Return the byte range to read for each weight, in safetensors files whose headers have been checked.
 
-    A range covers the whole tensor. If the weight is divided by rows, it covers only this process's rows.
+    For a weight that is divided among ranks by rows, the range covers only this rank's rows. For any other
+    weight, the range covers the whole tensor.
     """
     headers, found = {path: _header(path) for path in set(paths.values())}, {}
     for name, path in paths.items():
@@ -221,7 +222,7 @@ def random_weights(
         if name.endswith("norm.weight"):
             return torch.full(shape, 0.0 if config.family.unit_norm else 1.0, device=device, dtype=dtype)
         part = 0 if split is None else shard.rank  # undivided weights must be equal in all processes
-        number = zlib.crc32(f"{seed} {part} {name}".encode())  # a CPU's generator takes 32 bits
+        number = zlib.crc32(f"{seed} {part} {name}".encode())  # a CPU generator uses 32 bits of a seed
         generator = torch.Generator(device).manual_seed(number)
         fan_in = shape[-2] if ".experts." in name and len(shape) == 3 else shape[-1]
         std = 1.0 if name == EMBEDDING else fan_in**-0.5
@@ -247,7 +248,7 @@ def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
 
     for path in _files(folder):
         try:
-            file = safe_open(path, framework="pt", device="cpu")  # maps the file, reads nothing
+            file = safe_open(path, framework="pt", device="cpu")  # maps the file without reading weights
             names = list(file.keys())
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path} is not a safetensors file: {error}") from None
@@ -257,9 +258,9 @@ def _opened(folder: Path) -> Iterator[tuple[Path, Any, list[str]]]:
 def _files(folder: Path) -> list[Path]:
     """Return the paths of a folder's safetensors files.
 
-    These are the files that the index names. Without an index, the result is model.safetensors or, if that
-    file does not exist, all safetensors files of the folder. The order matters because some folders hold the
-    same weights a second time in other files.
+    If the folder has an index, these are the files that the index names. Otherwise this is model.safetensors
+    or, if that file does not exist, all safetensors files of the folder. Other files are not read, because in
+    some folders they hold the same weights again.
     """
     index = folder / INDEX
     if index.is_file():

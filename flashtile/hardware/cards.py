@@ -25,7 +25,7 @@ _BLACKWELL = "NVIDIA Blackwell (HGX B200) datasheet; L2 and SMs as CUDA reports 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU of the table, or a device measured by :func:`flashtile.io_model.measured_card`.
+    """A GPU of :data:`CARDS`, or a device measured by :func:`flashtile.io_model.measured_card`.
 
     Args:
         name: common name.
@@ -61,7 +61,7 @@ class Card:
     source: str
 
     def peak_tflops(self, dtype: str) -> float:
-        """Return the peak of products in ``dtype``, in TFLOP/s.
+        """Return the peak throughput of products in ``dtype``, in TFLOP/s.
 
         Raises:
             ValueError: the peak of the card in this dtype is unknown.
@@ -79,7 +79,7 @@ class Card:
 
     @property
     def register_bytes(self) -> int:
-        """Bytes of registers of one SM: 65,536 registers of 32 bits on all GPUs of the table; 0 on CPUs."""
+        """Bytes of registers of one SM: 65,536 registers of 32 bits on every GPU of CARDS; 0 on CPUs."""
         return 256 * KIB if self.shared_bytes else 0
 
     @property
@@ -94,10 +94,10 @@ class Card:
 
 
 def _tensor(half: float, tf32: float, fp32: float, fp64: float, fp8: float | None = None) -> dict[str, float]:
-    """Return the peak TFLOP/s by dtype of a GPU of the Ampere generation or a later one.
+    """Return the peak TFLOP/s of a GPU by dtype, for GPUs from Ampere on.
 
-    The peak of float32 is that of the fp32 units, because flashtile never rounds fp32 to tf32. ``tf32`` is
-    the peak of tf32 products, for kernels that compute an fp32 product as three tf32 products.
+    "float32" has the peak of the fp32 units, because flashtile never rounds fp32 to tf32. "tf32" is for
+    kernels that compute an fp32 product as three tf32 products.
     """
     peaks = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": fp32, "float64": fp64}
     return peaks if fp8 is None else {**peaks, "float8_e4m3fn": fp8, "float8_e5m2": fp8}
@@ -174,7 +174,7 @@ def find_card(name: str) -> Card:
 
 
 def card_of_device(device_name: str) -> Card | None:
-    """Return the card that the driver calls ``device_name``, or None if the table does not have it.
+    """Return the entry of :data:`CARDS` for a GPU that the driver calls ``device_name``, or None.
 
     Examples:
         >>> from flashtile.io_model import card_of_device

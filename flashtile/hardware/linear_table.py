@@ -76,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The row that selects kernels for a shape, and ``how``, a text that says why this row was chosen."""
+    """The measurements that select kernels for a shape, and ``how``, the reason why they were chosen."""
 
     row: Row
     how: str
@@ -92,7 +92,7 @@ def cache_file() -> Path:
 
 
 def read_table(path: Path) -> tuple[Row, ...]:
-    """Read the rows of a file.
+    """Read a table of measurements from a file, for example one that ``flashtile profile`` wrote.
 
     Raises:
         ValueError: the file is not a valid table of this version.
@@ -118,19 +118,19 @@ def read_table(path: Path) -> tuple[Row, ...]:
 
 
 def write_table(path: Path, rows: tuple[Row, ...]) -> None:
-    """Write rows to a file atomically. An existing file is replaced."""
+    """Write a table of measurements to a file atomically. An existing file is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"version": VERSION, "rows": [asdict(row) for row in rows]}
     replace_file(path, json.dumps(document, indent=1) + "\n")
 
 
 def merged(old: tuple[Row, ...], new: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Merge two tables. A new row replaces an old row with the same key."""
+    """Merge two tables of measurements. A new row replaces an old row with the same key."""
     return tuple(({row.key: row for row in old} | {row.key: row for row in new}).values())
 
 
 def rows() -> tuple[Row, ...]:
-    """Return the rows of flashtile's tables and of the user's table.
+    """Return all measurements of matrix products: those that flashtile ships, and the user's own.
 
     A row of the user's table replaces flashtile's row with the same key.
     """
@@ -150,9 +150,10 @@ def _shipped() -> tuple[Row, ...]:
 
 @lru_cache(maxsize=4)
 def _own(path: Path, stamp: int) -> tuple[Row, ...]:
-    """Read the user's table.
+    """Read the user's table of measurements, or warn and return no rows if the file is invalid.
 
-    The result is cached by the file's time of change, so that an invalid table is reported only once.
+    ``stamp`` is the file's modification time. The result is cached until the file changes, so that an invalid
+    file is reported only once.
     """
     try:
         return read_table(path)
@@ -162,11 +163,12 @@ def _own(path: Path, stamp: int) -> tuple[Row, ...]:
 
 
 def find(card: str, N: int, K: int, dtype: str, weight_dtype: str) -> Found | None:
-    """Return the row for a shape on a card, or None if no table has a weight of this element size.
+    """Return the measurements to use for a weight (N, K) on a card.
 
-    The first choice is a row of the same card and shape. The second is the row of the same card whose N and N
-    * K are most similar, and the third is the most similar row of another card. 16-bit dtypes share rows,
-    because they are equally fast.
+    The first choice is a measurement of the same card and shape. The second is the measurement on the same
+    card whose N and N * K are most similar, and the third is the most similar one on another card. float16
+    and bfloat16 share measurements, because they are equally fast. Returns None if no weight with this number
+    of bytes per element was measured on any card.
     """
     usable = [row for row in rows() if _width(row.weight_dtype) == _width(weight_dtype)]
     if not usable:

@@ -13,7 +13,7 @@ import torch
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions by name. The version of absent software is None.
+    """Return the versions of software that affects measurements, by name. None means not installed.
 
     ``cuda`` and ``cudnn`` are the versions that torch uses.
     """
@@ -69,9 +69,9 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def source_commit() -> dict[str, Any] | None:
-    """Return ``{"commit", "dirty"}`` of the git checkout that flashtile is imported from.
+    """Return the commit of the git checkout that flashtile is imported from, and whether it is modified.
 
-    Returns None if flashtile is not imported from a checkout.
+    The result is {"commit": hash, "dirty": bool}, or None if flashtile is not imported from a checkout.
     """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():

@@ -41,8 +41,8 @@ def time_call(function: Function, rep: float, device: torch.device, *, warm_up: 
     """Call ``function`` for about ``rep`` milliseconds, and return the milliseconds of each call.
 
     On CUDA, events measure the time. The L2 cache is flushed before each call, and the host's time to issue
-    the call is hidden. On the CPU, the wall clock measures the time. With ``warm_up=False``, the CPU also
-    counts the first call, and may make only this call. On CUDA this option has no effect.
+    the call is hidden. On the CPU, the wall clock measures the time. ``warm_up=False`` omits the unmeasured
+    first call on the CPU, and allows a single measured call. On CUDA, ``warm_up`` has no effect.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -157,7 +157,8 @@ def peak_allocated(function: Function, device: torch.device) -> int:
 def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) -> float:
     """Measure the TFLOP/s of a square matrix product in ``dtype``, an upper bound for attention's products.
 
-    The result is the fastest of ``rounds`` medians. Each median is of about ``rep`` milliseconds of products.
+    Each of ``rounds`` rounds takes the median time of the products that run within about ``rep``
+    milliseconds. The fastest round counts.
     """
     size = CEILING_SIZE[device.type]
     made_in = torch.bfloat16 if dtype == FP8 else getattr(torch, dtype)
@@ -171,9 +172,10 @@ def matmul_ceiling(dtype: str, device: torch.device, rounds: int, rep: float) ->
 
 
 def copy_ceiling(device: torch.device, rounds: int, rep: float) -> float:
-    """Measure the GB/s of a copy, where each byte counts as read and as written.
+    """Measure the GB/s of a copy within the device's memory. Each byte counts twice, as read and as written.
 
-    The result is the fastest of ``rounds`` medians. Each median is of about ``rep`` milliseconds of copies.
+    Each of ``rounds`` rounds takes the median time of the copies that run within about ``rep`` milliseconds.
+    The fastest round counts.
     """
     source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     copy = partial(torch.empty_like(source).copy_, source)
@@ -181,7 +183,7 @@ def copy_ceiling(device: torch.device, rounds: int, rep: float) -> float:
 
 
 def measured_card(device: torch.device, dtypes: Sequence[str], rep: float = 25.0) -> Card:
-    """Measure a device's peaks: a large matrix product in each dtype, and a large copy.
+    """Return a device's measured peaks: FLOP/s of a matrix product in each dtype, and GB/s of a copy.
 
     Memory sizes come from the driver. The clock and the size of L1 come from the table of cards, and are 0 if
     the table does not have the card. On a CPU, threads count as SMs, and the size of shared memory is 0. The

@@ -1,1 +1,1 @@
-"""Integrations into other libraries. Each changes its library only when its function is called."""
+"""Integrations into other libraries. Importing this package changes no library; calling a function does."""

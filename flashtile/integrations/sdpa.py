@@ -34,10 +34,10 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
     Arguments have torch's meaning: ``is_causal`` is aligned at the upper left, a boolean mask is True for
     visible keys, and heads are grouped only with ``enable_gqa``.
 
-    Key padding masks, causal masks and combinations of both are recognised, as booleans or as floats of 0
-    and -inf. Scores that these masks hide cost no work. Recognising a mask synchronises with the device in
-    every call, except for a boolean mask of shape (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other
-    masks element by element, as booleans or as a bias with its gradient. Within a CUDA graph, a compiled
+    Key padding masks, causal masks and combinations of both are recognised, as booleans or as floats of 0 and
+    -inf. Scores that these masks hide cost no work. Recognising a mask synchronises with the device in every
+    call, except for a boolean mask of shape (batch, 1, 1, seqlen_k) on a GPU. Kernels read all other masks
+    element by element, as booleans or as a bias, which may have a gradient. Within a CUDA graph, a compiled
     graph or a transform, kernels read every mask in this way.
 
     ``nn.MultiheadAttention`` also calls the replaced function, except on torch's inference fast path
@@ -194,7 +194,7 @@ class sdpa:  # noqa: N801 - a context manager, named as torch names its own
         return out.transpose(1, 2).reshape(*query.shape[:-1], value.shape[-1])
 
     def _pattern(self, mask: Tensor, query: Tensor, seqlen_k: int) -> MaskPattern | None:
-        """Return the pattern of a mask, or None if no pattern is recognised or the mask cannot be read.
+        """Return the pattern of a mask, or None if there is none or if the host must not read the mask.
 
         Successive layers share a mask, so the last pattern is reused if the mask has the same elements. The
         elements are compared, because some writes change neither the address nor the version of a tensor

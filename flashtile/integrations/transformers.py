@@ -44,7 +44,7 @@ _PAGED = tuple(f"paged|{name}" for name in NAMES)  # Transformers' own spelling 
 def register(as_flash_attention: bool = False) -> None:
     """Register ``attn_implementation="flashtile"`` in Transformers. A second call changes nothing.
 
-    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. It
+    ``from_pretrained``, ``from_config`` and ``model.set_attn_implementation`` then accept the name. flashtile
     supports padding on either side, static caches, windows, soft-caps, sinks, packed ``position_ids``, the
     position bias of T5, mT5 and UMT5 with its gradient, and ``generate_batch``. For ``generate_batch`` on a
     GPU, use the name ``"flashtile_2"``, which reads the paged cache in place.
@@ -211,8 +211,8 @@ def _admitting(check: Callable[..., Any], literal: tuple[str, ...]) -> Callable[
 def _lend(module: Any) -> None:
     """Define ``_flash_attention_forward`` in the module of a model, if the module needs this function.
 
-    Modules that define one attention class per implementation call it, but import it only if FlashAttention's
-    package is installed.
+    Modules that define one attention class per implementation call the function, but import it only if
+    FlashAttention's package is installed.
     """
     if any(name.endswith("_ATTENTION_CLASSES") for name in vars(module)):
         loading, _ = _modules()

@@ -4,9 +4,9 @@ Masks become arguments of flashtile's functions, so tokens are not unpadded and 
 layer waits for the device, because :mod:`flashtile.integrations.transformers_masks` reads a mask once per
 forward pass.
 
-The host dominates the time of a decoding step (one query per sequence), so such steps have a fast path. All
-layers of a step call attention with tensors of equal shapes and strides. The first layer takes the general
-path and stores its launch. The others find this launch by the arguments that Transformers passes. They pass
+Host time dominates a decoding step (one query per sequence), so such steps have a fast path. All layers of a
+step call attention with tensors of equal shapes and strides. The first layer takes the general path and
+stores its launch. The other layers find this launch by the arguments that Transformers passes. They give
 Transformers' tensors to the launch without a transpose, because a compiled kernel needs only addresses, which
 a transpose does not change.
 """
@@ -46,7 +46,7 @@ Options = dict[str, Any]
 FEW_QUERIES = 16
 """Largest number of queries per sequence for which a call over a cache is computed as a decoding step.
 
-The decoding kernels divide the keys of a sequence among programs.
+Decoding steps use the decoding kernels, which divide the keys of a sequence among programs.
 """
 
 
@@ -145,7 +145,7 @@ def _kind_of_step(
     s_aux: Tensor | None,
     others: dict[str, Any],
 ) -> tuple | None:
-    """Return the key of a decoding step in the cache of launches, or None if it takes the general path.
+    """Return the key of a decoding step in the cache of launches, or None if the step has no fast path.
 
     The caller has checked that the step has no mask. The arguments are those of Transformers' attention:
     query (batch, heads, 1, head_dim), key and value (batch, heads_kv, keys, head_dim). ``others`` are further
@@ -203,8 +203,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 def _step(q: Tensor, k: Tensor, v: Tensor, options: Options, cache_leftpad: Tensor | None = None) -> Tensor:
     """Compute attention of a decoding step.
 
-    The host dominates the time of such a step, so its options are built once and reused in all layers and
-    steps.
+    Host time dominates a decoding step, so the options are built once and reused in all layers and steps.
     """
     scale, softcap, window, causal = (options[name] for name in _OF_STEP)
     usual = type(scale) is float and q.stride(3) == k.stride(3) == v.stride(3) == 1
@@ -245,9 +244,10 @@ def _is_step(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options, module: Any) -> Tensor:
     """Compute attention under a padding mask (batch, seqlen_k) that is True for keys that are not padding.
 
-    The mask may be shorter than a static cache, whose later keys are not written yet. The queries belong to
-    the last tokens of the sequence. A causal or windowed call with as many queries as keys is self-attention,
-    so its queries have the same padding as its keys. In cross-attention their padding may differ.
+    The mask may be shorter than k and v of a static cache, whose last keys are not written yet. The queries
+    belong to the last tokens of the sequence. A causal or windowed call with as many queries as keys is
+    self-attention, so its queries have the same padding as its keys. In cross-attention their padding may
+    differ.
     """
     if mask.shape[1] > k.shape[1]:
         mask = mask[:, : k.shape[1]]
@@ -292,7 +292,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any] | None:
     """Return the arguments of ``attention`` for packed sequences, or None if nothing is packed.
 
-    The lengths come from the caller, or from position_ids that restart within the row.
+    The lengths come from the caller's offsets, or from position_ids, which begin anew in each sequence.
     """
     of_q, of_k = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
     most_q, most_k = others.get("max_length_q"), others.get("max_length_k")
@@ -312,9 +312,9 @@ def _sequences(batch: int, others: dict[str, Any], module: Any) -> dict[str, Any
 
 
 def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options) -> Tensor | Any:
-    """Compute attention under any padding mask ``keys`` (batch, seqlen_k).
+    """Compute attention with the padding mask ``keys`` (batch, seqlen_k). Padding may be at any position.
 
-    Causality and windows count positions including padding, as in Transformers' eager attention.
+    Causal masks and windows count padding as positions, as in Transformers' eager attention.
     """
     return attention(q, k, v, key_padding_mask=keys, **options)
 
@@ -322,12 +322,13 @@ def _under_keys(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, options: Options)
 def _with_scores(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: Options, others: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with a mask for each score, with a position bias, or with weights returned.
+    """Compute attention for a call with a mask of scores, with a position bias or with ``output_attentions``.
 
     Returns out (batch, seqlen_q, heads, head_dim), and weights (batch, heads, seqlen_q, keys) if
     ``output_attentions`` is set, otherwise None.
 
-    A mask (batch, heads or 1, seqlen_q, keys) already includes causality and windows.
+    ``mask`` is None, a padding mask (batch, keys), or a mask of scores (batch, heads or 1, seqlen_q, keys),
+    which already includes causality and windows.
     """
     of_scores = mask is not None and mask.dim() == 4
     _refuse_packed(None if of_scores else others.get("position_ids"), len(q), others)

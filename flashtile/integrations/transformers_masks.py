@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Runs(NamedTuple):
-    """A padded batch described as packed sequences: runs of tokens, and runs of padding that use no keys."""
+    """A padded batch as packed sequences: each run of tokens and each run of padding counts as a sequence."""
 
     cu_seqlens: Tensor  # (runs + 1,) int32
     seqused_k: Tensor  # (runs,) int32, 0 for padding
@@ -24,8 +24,8 @@ class Runs(NamedTuple):
 class Padding:
     """Summary of a padding mask (batch, seqlen) that is True for keys that are not padding.
 
-    The constructor waits for the device; the methods do not. The mask itself is not stored: it is the weak
-    key of a dictionary whose value is this object, and a reference from the value would keep the key alive.
+    The constructor waits for the device; the methods do not. The mask itself is not stored, because it is the
+    weak key of this object in a dictionary, and a reference to the mask would keep the entry alive.
 
     Attributes:
         whole: whether there is no padding.
@@ -148,9 +148,9 @@ class Packing(NamedTuple):
 
 
 def packing_of(positions: Tensor, module: Any) -> Packing | None:
-    """Return the packing that ``positions`` (1, tokens) describe, or None if they are of one sequence.
+    """Return the packing that ``positions`` (1, tokens) describe, or None if there is only one sequence.
 
-    The positions are read once per forward pass, as by :func:`padding_of`.
+    The positions are read once per forward pass, like the mask in :func:`padding_of`.
     """
     packing: Packing | None = _once(positions, module, _read_positions)
     return packing
@@ -178,7 +178,7 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
     """Wrap Transformers' function that makes the mask of a forward pass, so that each mask is read once.
 
     Without padding, the wrapped function returns None. With padding, it returns a padding mask (batch, keys).
-    For a static cache with unwritten keys, the mask is only as long as the written keys. If a model has other
+    For a static cache, the mask covers only the keys that have been written. If a model hides scores by other
     rules than causality and windows, the result is a mask with one element per score, (batch, 1, queries,
     keys). For example, Gemma 3's image tokens all see each other.
     """
@@ -199,7 +199,7 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
                 attention_mask = torch.ones(named["batch_size"], written, dtype=torch.bool, device=device)
         if attention_mask is None or torch.compiler.is_compiling() or attention_mask.dim() != 2:
             return original(kv_length=kv_length, attention_mask=attention_mask, **named)
-        # A sliding cache holds only the last keys. Later writes by the caller do not change the copy.
+        # A sliding-window cache holds only the last keys. The caller may write to its mask later, so copy it.
         keys = attention_mask[:, -kv_length:].clone()
         padding = Padding(keys)
         if padding.whole and keys.shape[1] == kv_length:
@@ -213,15 +213,14 @@ def mask_of_keys(original: Callable[..., Tensor | None]) -> Callable[..., Tensor
 def _says_more(
     mask_function: Callable[..., Any] | None = None, use_vmap: bool = False, config: Any = None, **others: Any
 ) -> bool:
-    """Whether a mask has other rules than causality, windows and packed sequences.
+    """Whether a mask needs more than the options for causality, windows and packed sequences.
 
-    A model adds such rules as a mask function of its own (``use_vmap`` is then set), or as blocks of tokens
+    A model adds other rules with its own mask function (``use_vmap`` is then set), or with blocks of tokens
     that see each other (``or_masks``).
 
-    Models whose config has ``use_bidirectional_attention`` are an exception: their attention modules are not
-    causal. If such a model passes its own mask function, this function only makes the mask bidirectional,
-    like the modules, and the result is False. Otherwise the mask is causal, unlike the modules, and the
-    result is True.
+    In models whose config has ``use_bidirectional_attention``, attention modules are not causal. If such a
+    model passes its own mask function, the mask function only removes causality, and the result is False. If
+    it passes none, the mask is causal although the module is not, and the result is True.
     """
     both_ways = getattr(config, "use_bidirectional_attention", None) is True
     if use_vmap or both_ways:

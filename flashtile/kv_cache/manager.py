@@ -88,14 +88,14 @@ class BlockManager:
 
     @property
     def lengths(self) -> Tensor:
-        """Number of tokens of each row, (max_sequences,) int32 on the CPU; 0 for free rows."""
+        """Number of tokens in each row of the block table, (max_sequences,) int32 on the CPU; 0 if free."""
         return self.table.lengths_tensor
 
     @property
     def block_table(self) -> Tensor:
-        """Blocks of each row, (max_sequences, ceil(max_seqlen / block_size)) int32 on the CPU.
+        """The block table, (max_sequences, ceil(max_seqlen / block_size)) int32 on the CPU.
 
-        Entries beyond a sequence's length are stale.
+        Each row lists the blocks of one sequence. Entries beyond the sequence's length are stale.
         """
         return self.table.entries_tensor
 
@@ -165,7 +165,7 @@ class BlockManager:
         return sequence
 
     def fork(self, sequence: int) -> int:
-        """Create a copy of a sequence, which shares all its blocks.
+        """Create a copy of a sequence. The copy shares all blocks of the sequence.
 
         Write the reserved tokens of a sequence before you fork it. A shared block is copied only when one of
         the two sequences writes to it.
@@ -219,8 +219,8 @@ class BlockManager:
         """Reserve room for ``num_tokens`` more tokens.
 
         Returns:
-            At most one (source, destination) pair of blocks. The caller must copy it before it writes tokens
-            and before the next operation.
+            At most one (source, destination) pair of blocks. The caller must copy the source to the
+            destination before it writes tokens and before the next operation.
 
         Raises:
             OutOfBlocksError: there are too few blocks.
@@ -257,8 +257,8 @@ class BlockManager:
             num_tokens: one number for all sequences, or (batch,) integers.
 
         Returns:
-            (source, destination) pairs of blocks. The caller must copy them before it writes tokens and
-            before the next operation.
+            (source, destination) pairs of blocks. The caller must copy each source to its destination before
+            it writes tokens and before the next operation.
 
         Raises:
             OutOfBlocksError, ValueError: as :meth:`reserve`.
@@ -501,7 +501,7 @@ class BlockManager:
         return copies
 
     def usage(self) -> Usage:
-        """Return how many blocks are used, how many tokens they hold, and how many blocks sharing saves."""
+        """Return how many blocks are used and available, and how many tokens the used blocks hold."""
         return usage(self.table, self.pool)
 
     def check_integrity(self) -> list[Invariant]:

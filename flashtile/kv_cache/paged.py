@@ -193,7 +193,7 @@ class PagedKVCache(BlockManager):
 
         Args:
             layer: from 0 to num_layers - 1.
-            q: (total_new, heads_q, head_dim).
+            q: (total_new, heads_q, head_dim), the new tokens of all sequences one after another.
             k, v: (total_new, num_kv_heads, head_dim) and (total_new, num_kv_heads, head_dim_v).
             step: result of :meth:`reserve_step` that is still valid.
             options: options of :func:`flashtile.flash_attn_with_kvcache`: ``softmax_scale``, ``rotary_cos``,

@@ -34,7 +34,11 @@ Copies = list[tuple[int, int]]
 
 
 def as_size(name: str, value: Any, least: int = 1, most: int = MAX_SIZE) -> int:
-    """Convert to an int from ``least`` to ``most``. Raise TypeError or ValueError naming the argument."""
+    """Return ``value`` as an int.
+
+    Raises:
+        TypeError, ValueError: ``value`` is not an int from ``least`` to ``most``; the message has ``name``.
+    """
     size: int = as_int_within(name, value, least, most)
     return size
 
@@ -160,7 +164,7 @@ class BlockPool(ArraysWithViews):
         return True
 
     def reset_prefix_cache(self) -> int:
-        """Empty the prefix cache, free its unused blocks, and return how many blocks it had."""
+        """Empty the prefix cache, free blocks that no sequence uses, and return how many blocks it had."""
         blocks = list(self.hash_of)
         self.hash_of.clear()
         self.block_of.clear()

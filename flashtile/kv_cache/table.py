@@ -23,7 +23,11 @@ NO_CHANGES = (torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int3
 
 
 def as_ints(name: str, values: Iterable[int] | Tensor) -> array[int]:
-    """Convert to a one-dimensional array of int64. Raise TypeError or ValueError naming the argument."""
+    """Return ``values`` as an array of int64.
+
+    Raises:
+        TypeError, ValueError: ``values`` are not ints in one dimension; the message has ``name``.
+    """
     if isinstance(values, Tensor):
         if values.dim() != 1:
             raise ValueError(f"{name} must be one-dimensional, got shape {tuple(values.shape)}")
@@ -136,7 +140,11 @@ class BlockTable(ArraysWithViews):
     def resolve(
         self, sequences: Iterable[int] | Tensor, swapped_out: bool = False
     ) -> tuple[array[int], list[int]]:
-        """Return (sequences, their rows). Raise as :meth:`row`, or if a sequence is listed twice."""
+        """Return (sequences, their rows of the table).
+
+        Raises:
+            ValueError: as :meth:`row`, or a sequence is listed twice.
+        """
         sequences = as_ints("sequences", sequences)
         rows = [self.row(sequence, swapped_out) for sequence in sequences]
         if len(set(rows)) != len(rows):
@@ -169,7 +177,7 @@ class BlockTable(ArraysWithViews):
         return -(-self.lengths[row] // self.block_size)
 
     def blocks(self, row: int) -> list[int]:
-        """Return the blocks that a row's sequence uses, in order."""
+        """Return the blocks listed in a row of the table, in order, without those that were released."""
         start = row * self.max_blocks
         return self.slices[start + self.skipped[row] : start + self.num_blocks(row)].tolist()
 
@@ -190,7 +198,7 @@ class BlockTable(ArraysWithViews):
         return entries[skipped:].tolist()
 
     def batch(self, sequences: Iterable[int] | Tensor) -> Batch:
-        """Look up the sequences of a batch. Raise as :meth:`BlockManager.batch`."""
+        """Return the batch of these sequences. The errors are those of :meth:`BlockManager.batch`."""
         sequences, rows = self.resolve(sequences)
         indices = torch.tensor(rows, dtype=torch.int64)
         ids = torch.tensor(sequences.tolist(), dtype=torch.int64)
@@ -207,12 +215,12 @@ class BlockTable(ArraysWithViews):
                 self.row(sequence)
 
     def begin_step(self, rows: Tensor) -> None:
-        """Give these rows the number of a new step. Only this step may write the rows' reserved tokens."""
+        """Store the number of a new step in these rows. Only that step may write their reserved tokens."""
         self.steps_tensor.index_fill_(0, rows, self._next_step)
         self._next_step += 1
 
     def take_changes(self) -> tuple[Tensor, Tensor]:
-        """Return what changed since the last call: (int64 indices into the flat table, int32 entries)."""
+        """Return the entries changed since the last call: (int64 indices in the flat table, int32 values)."""
         if not self.changed_from:
             return NO_CHANGES
         starts, counts = [], []

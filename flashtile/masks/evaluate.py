@@ -85,9 +85,10 @@ def _is_float(operand: Any) -> bool:
 def _inside(
     line: Line, tensor: Tensor, indices: list[Any], kind: str, check: bool | None
 ) -> tuple[Tensor, ...]:
-    """Return the indices, clamped to the tensor. Negative indices count from the end, as in torch.
+    """Return the indices, clamped to the tensor's shape. Negative indices count from the end, as in torch.
 
-    An index outside the tensor raises ValueError where ``check`` says so, as in :func:`evaluate`.
+    Raises:
+        ValueError: an index is outside the tensor, and ``check`` is True (or None, on the CPU).
     """
     inside = []
     for index, size in zip(indices, tensor.shape, strict=True):

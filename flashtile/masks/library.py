@@ -68,7 +68,7 @@ def causal(offset: int = 0) -> MaskMod:
 
 @_ready
 def window(left: int, right: int, offset: int = 0) -> MaskMod:
-    """Mask that shows keys from ``left`` before to ``right`` after the query. A negative number is no limit.
+    """Mask that shows keys from ``left`` before to ``right`` after the query. Negative means no limit.
 
     Examples:
         >>> from flashtile import masks

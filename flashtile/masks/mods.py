@@ -17,7 +17,7 @@ from flashtile.masks.triton_functions import Pointer, in_torch
 
 
 def _global(module: str, name: str) -> Any:
-    """Return the object with a dotted ``name`` in a module, for pickle."""
+    """Return the object that a dotted ``name`` such as "Class.method" refers to in a module, for pickle."""
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
@@ -42,7 +42,7 @@ class Mod:
             return self.recipe
         place: Any = tuple(getattr(self.function, name, None) for name in ("__module__", "__qualname__"))
         try:
-            is_global = _global(*place) is self  # true if a decorator replaced the function
+            is_global = _global(*place) is self  # True if the object was made by a decorator
         except (AttributeError, ImportError, TypeError, ValueError):
             is_global = False
         return (_global, place) if is_global else (type(self), (self.function, self.name))
@@ -166,10 +166,10 @@ def from_triton(kind: str, function: Any, *tensors: Tensor) -> Mod:
 
     Args:
         kind: "score_mod" or "mask_mod".
-        function: function of the arguments of that kind, followed by a pointer for each of ``tensors``.
-            ``tl.load`` reads elements in the order of a contiguous tensor. The function may use operations of
-            ``tl`` on scalars. Its globals are read once, in this call, because Triton does not allow them to
-            change.
+        function: takes the arguments of a score_mod or mask_mod, and then a pointer for each of ``tensors``.
+            The elements at a pointer are contiguous, also if those of the tensor are not. The function may
+            use operations of ``tl`` on scalars. Its globals are read once, in this call, because Triton does
+            not allow them to change.
         tensors: captured tensors, which get gradients if ``kind`` is "score_mod".
 
     Raises:

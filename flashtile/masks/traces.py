@@ -1,11 +1,11 @@
 """Cache of traced functions. A trace is reused as long as tracing again would give the same program.
 
-The rule: everything that a function reads from outside is compared at every call, or its trace is not cached.
-Without a cached trace the function is run on symbols again, which takes about 100 us of host time. The cache
+A cached trace is used only if everything that the function reads from outside is unchanged. Without a cached
+trace the function is run on symbols again, which takes about 100 us of host time. At every call the cache
 compares
 
 * the function's code and defaults, and those of the functions that it calls;
-* closure cells, globals, attributes of modules, functions and tensors, and a partial's arguments, where they
+* closure cells, globals, attributes of modules, functions and tensors, and a partial's arguments, if they
   hold numbers, strings, dtypes, tensors, tuples of these, functions, or predefined masks;
 * properties of tensors that the function read: shape, strides, dtype, device, ``requires_grad``.
 
@@ -18,11 +18,11 @@ A trace is not cached if the function read anything else:
 
 A tensor that is indexed with batch, head or positions is captured instead: kernels read it at run time.
 
-Two things show what a function reads. :func:`_guards_of` walks everything that its code can name. While the
-function runs, the recorder sees which properties of tensors it reads.
+:func:`_guards_of` finds what a function can read: everything that its code names. While the function runs,
+the recorder notes which properties of tensors the function reads.
 
-Under ``torch.compile`` nothing is cached: Dynamo inlines the trace and guards what it reads. A 0-dim tensor
-is then captured, and making a number from a tensor's data breaks the graph.
+Under ``torch.compile`` nothing is cached, because Dynamo inlines the function and adds its own guards. A
+0-dim tensor is then captured, and making a number from a tensor's data breaks the graph.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ _KNOWN = {
         *STAND_INS,
     )
 }
-"""Callables that need no inspection.
+"""Callables whose code is not inspected.
 
-Calls of torch's functions with a symbol among their arguments are recorded. For calls with only tensors the
-recorder notes that the function reads data.
+The recorder sees calls of torch's functions: it records those with a symbol among their arguments. A call
+with only tensors makes the recorder note that the function reads data.
 """
 
 _MISSING = object()
@@ -87,9 +87,9 @@ _called_as: dict[type, str] = {}
 
 
 def called_as(attribute: str) -> Callable[[type], type]:
-    """Decorate a class of callable objects that only pass their calls on to the function in ``attribute``.
+    """Decorate a class whose ``__call__`` only calls the function stored in the object's ``attribute``.
 
-    Such an object is guarded by guarding this function.
+    The cache then guards this function instead of the object.
     """
 
     def note(cls: type) -> type:
@@ -152,7 +152,7 @@ class _Kept(NamedTuple):
     guards: _Guards
     trace: Trace
 
-    def __reduce__(self) -> Any:  # a copy of the function gets None instead of the trace
+    def __reduce__(self) -> Any:  # if the function is copied, the copy has no cached trace
         return type(None), ()
 
 
@@ -168,7 +168,7 @@ def kept(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 def _keep(kind: str, function: Callable[..., Any], own: Any) -> Trace:
-    """Trace a function. If all that it read is guarded, cache the trace in the function's attributes."""
+    """Trace a function. Cache the trace as an attribute of the function if all that it read is guarded."""
     guards = _guards_of(function)  # before the function runs, because running may change what it reads
     made = trace(kind, function)
     if guards is not None and made.properties is not None:
@@ -198,7 +198,7 @@ class _Walk:
         """``vars`` of the reachable modules, functions, partials, predefined masks and tensors."""
 
     def may_read(self, value: Any) -> bool:
-        """Guard everything reachable from ``value``. Return False if that is not possible."""
+        """Guard everything reachable from ``value``. Return False if something cannot be guarded."""
         kind = type(value)
         if kind in _CONSTANTS or id(value) in _KNOWN or id(value) in self.seen:
             return True
@@ -206,7 +206,7 @@ class _Walk:
         if kind in (tuple, torch.Size):
             return all(map(self.may_read, value))
         if hasattr(value, "__dict__"):
-            # A function's __dict__ will hold its trace, so it is not guarded as empty.
+            # A function's __dict__ may be empty now, but the trace will be stored in it.
             full = vars(value) or kind is types.FunctionType
             (self.spaces if full else self.guards.empty).append(vars(value))
         if kind in PLAIN_TENSORS or kind is types.ModuleType:

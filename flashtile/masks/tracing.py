@@ -74,9 +74,9 @@ def trace(kind: str, function: Callable[..., Any]) -> Trace:
 
 
 class _InOnePiece:
-    """Empty context manager, within which Dynamo breaks no graph.
+    """Context manager that does nothing at run time. Dynamo does not break a graph within a ``with`` block.
 
-    A break would split a trace between Dynamo and Python.
+    A graph break would split a trace between Dynamo and Python.
     """
 
     def __enter__(self) -> None:
@@ -100,8 +100,8 @@ def _trace(kind: str, function: Callable[..., Any], compiling: bool) -> Trace:
     recorder = _Recorder(compiling, has_derivative=kind == "score_mod" and not compiling)
     arguments = [recorder.symbol(Name(name)) for name in SIGNATURES[kind]]
     try:
-        # Gradients are enabled, so that the recorder can refuse code that disables them (torch.no_grad). The
-        # derivative of the program would ignore that.
+        # The derivative of the program would ignore torch.no_grad() in the function. To refuse such code, the
+        # recorder checks that gradients, which are enabled here, are still enabled.
         with nullcontext() if compiling else torch.enable_grad(), recorder:
             result = _as_run(function)(*arguments)
         operand = None if result is None else recorder.operand(result)
@@ -129,7 +129,7 @@ def _said(kind: str) -> str:
 
 
 def _first_line(function: Any) -> str:
-    """Return the line on which a function is defined."""
+    """Return ``file:line: text`` of the definition of a function."""
     if torch.compiler.is_dynamo_compiling():
         return ""
     code = getattr(getattr(function, "fn", function), "__code__", None)
@@ -190,17 +190,17 @@ METADATA = frozenset(
         ),
     )
 )
-"""Properties of a tensor that a function may read. They are compared before a cached trace is reused."""
+"""Properties of a tensor that a function may read. They are guarded: a cached trace needs the same values."""
 
 _NUMBERS = frozenset(("item", "int", "float", "bool", "index", "tolist", "numpy"))
 """Names of methods, without underscores, that make Python numbers from a tensor's data."""
 
 
 class _Recorder(TorchFunctionMode):
-    """Records torch's operations on symbols, ``tensor[symbol]`` included.
+    """Records torch's operations on symbols, including ``tensor[symbol]``.
 
-    A symbol is a :class:`Symbol`. Dynamo supports all operators only on tensors, so under Dynamo a symbol is
-    a meta tensor, identified by its unique length.
+    A symbol is a :class:`Symbol`. Under Dynamo a symbol is a meta tensor instead, identified by its unique
+    length, because Dynamo supports all operators only on tensors.
     """
 
     def __init__(self, compiling: bool, has_derivative: bool) -> None:
@@ -221,7 +221,7 @@ class _Recorder(TorchFunctionMode):
         return placeholder
 
     def name_of(self, value: Any) -> Name | None:
-        """Return the name of a symbol, None for anything else."""
+        """Return the name of a symbol's value in the program. Return None if ``value`` is not a symbol."""
         if isinstance(value, Symbol):
             if value.recorder is not self:
                 raise TypeError("the function uses a value of another function that is being compiled")
@@ -231,7 +231,7 @@ class _Recorder(TorchFunctionMode):
         placeholder, name = self.placeholders[len(value)]
         if placeholder is value:
             return name
-        if value.dtype == torch.float32:  # abs() of a complex placeholder: Dynamo bypasses this mode
+        if value.dtype == torch.float32:  # from abs() of a placeholder, which bypasses __torch_function__
             return self.builder.emit("abs", name)
         raise TypeError("torch.compile does not show an operation on a value: use torch's functions")
 
@@ -271,8 +271,7 @@ class _Recorder(TorchFunctionMode):
     def call(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Record an operation on symbols.
 
-        Meanwhile the recorder itself reads properties of tensors. These are not recorded as read by the
-        function.
+        ``busy`` is set meanwhile, so properties of tensors that the recorder itself reads are not recorded.
         """
         self.busy = True
         try:
@@ -302,7 +301,7 @@ class _Recorder(TorchFunctionMode):
         if name is not None:
             return name
         if isinstance(value, (bool, int, float)):
-            # Dynamo may have made the number symbolic. As the key of a dict it becomes a guarded constant.
+            # Dynamo may have made the number symbolic. Using it as the key of a dict makes it a constant.
             return next(iter({value: None})) if self.compiling else value
         if isinstance(value, Tensor):
             check_dense("a captured tensor", value)
@@ -354,7 +353,7 @@ class _Recorder(TorchFunctionMode):
         return value if self.builder.kind(self.operand(value)) == "float" else self.emit("float", value)
 
     def arithmetic(self, operation: str, a: Any, b: Any) -> Any:
-        """Record an arithmetic operation. If only one operand is a bool, it is converted to an int."""
+        """Record an arithmetic operation. If exactly one operand is a bool, convert it to an int."""
         kinds = [self.builder.kind(self.operand(value)) for value in (a, b)]
         if kinds == ["bool", "bool"] and operation not in ("and", "or", "xor"):
             raise TypeError(f"two booleans must be joined by &, | or ^, got {operation}")

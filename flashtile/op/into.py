@@ -1,9 +1,9 @@
 """Operations that write their results into the caller's memory: ``out=`` and ``lse=``.
 
-Each is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A launch
-with the attribute ``writes_into`` takes a buffer or None for each result, after its other arguments, and
-writes directly into these buffers. Without the attribute, or if a buffer is not contiguous and aligned, the
-result is copied into the buffer.
+Each operation is ``torch.ops.flashtile.<name>_into``, whose schema mutates the buffers and returns nothing. A
+launch with the attribute ``writes_into`` takes a buffer or None for each result, after its other arguments,
+and writes directly into these buffers. Without the attribute, or if a buffer is not contiguous and aligned,
+the result is copied into the buffer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Into(Operation):
         )
 
     def write(self, tensors: tuple, optional: Any, options: Any, buffers: tuple) -> tuple[Tensor | None, ...]:
-        """Compute the results into ``buffers``, or new memory where a buffer is None, and return them."""
+        """Write the results into ``buffers`` and return them. New memory replaces a buffer that is None."""
         buffers = self.complete(tensors, optional, options, buffers)
         given = (*tensors, *buffers)
         self.refuse_gradients(buffers, self.names, (*given, *optional))
@@ -151,7 +151,7 @@ class LaunchInto:
         self._launch = launch
         self._first = len(into.of.tensors)
         self._straight = [_takes(launch, buffer) for buffer in tensors[self._first :]]
-        """Whether the launch writes to each buffer directly."""
+        """For each buffer, whether the launch writes to it directly."""
         spans = [(i, _span(t), into.names[i]) for i, t in enumerate((*tensors, *optional)) if t is not None]
         spans = [span for span in spans if span[1]]
         self._pairs = [

@@ -67,7 +67,7 @@ _sharded: dict[str, Observed] = {}
 
 
 def tell_observers(operation: Observed, tensors: tuple[Any, ...]) -> None:
-    """Register the FLOP count with active FLOP counters and the sharding rules with DTensor."""
+    """Register an operation's FLOP count with active FLOP counters, and its sharding rules with DTensor."""
     if torch.compiler.is_dynamo_compiling():  # counters observe the traced graph
         tell_dtensors(operation, tensors)
         return
@@ -98,9 +98,9 @@ def _count_flops(operation: Observed, *arguments: Any, **unused: Any) -> int:
 
 
 def _register_sharding(name: str) -> None:
-    """Register the sharding rules of an operation with DTensor, if that has not happened yet.
+    """Register the sharding rules of an operation with DTensor, unless they are registered already.
 
-    Importing DTensor's rules takes half a second, which only users of DTensors should pay.
+    This is delayed until a call has a DTensor, because importing DTensor's rules takes half a second.
     """
     operation = _sharded.get(name)
     if operation is None:
@@ -116,6 +116,6 @@ def _register_sharding(name: str) -> None:
     _sharded.pop(name, None)
 
 
-# Makes torch.compile run this function at trace time instead of tracing it. This attribute is all that
-# torch.compiler.assume_constant_result sets, without the seconds that importing the compiler takes.
+# This attribute makes torch.compile run the function at trace time instead of tracing it. It is set here and
+# not by torch.compiler.assume_constant_result, because importing the compiler takes seconds.
 _register_sharding._dynamo_marked_constant = True  # type: ignore[attr-defined]

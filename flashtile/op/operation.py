@@ -148,10 +148,11 @@ class Operation:
             register_autograd(operator, self._refuse_backward)
 
     def __call__(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        """Compute a call: a plain one by its prepared launch, any other through the torch operator.
+        """Return the results of a call.
 
-        A call is plain if nothing observes it (:func:`is_plain`). If the operation has no backward pass and a
-        tensor requires a gradient, the results get a backward pass that raises NotImplementedError.
+        A plain call (:func:`is_plain`) uses its prepared launch. Any other call goes through the torch
+        operator. If the operation has no backward pass and a tensor requires a gradient, the results get a
+        backward pass that raises NotImplementedError.
         """
         if is_plain(tensors, optional):
             if self.no_gradient is not None and torch.is_grad_enabled() and any_learns(tensors, optional):
@@ -161,7 +162,7 @@ class Operation:
         return self.traced(tensors, optional, options)
 
     def launch(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        """Compute a plain call (:func:`is_plain`) with the launch that is prepared for its signature."""
+        """Return the results of a plain call (:func:`is_plain`), using the launch for its signature."""
         prepared = self.prepared(tensors, optional, options)
         self.check_values(tensors, optional, options)
         return prepared(*tensors, optional)
@@ -187,13 +188,13 @@ class Operation:
         return signatures(optional)
 
     def prepare_checked(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
-        """Check a call with a new signature and prepare a launch."""
+        """Check a call with a new signature, and return a launch for this signature."""
         self.check(*tensors, optional, options)
         self._remember(tensors, optional, options)
         return self.prepare(tensors, optional, options)
 
     def prepare(self, tensors: Tensors, optional: Any, options: Any) -> Callable[..., Any]:
-        """Prepare a launch for the signature of a checked call."""
+        """Return a new launch for the signature of a call that has been checked."""
         return select(self, self.describe(*tensors, optional, options), options.backend).prepare()
 
     def normalized(self, tensors: Tensors) -> Tensors:
@@ -205,13 +206,13 @@ class Operation:
             calls.append((self, tensors, optional, options))
 
     def check_values(self, tensors: Tensors, optional: Any, options: Any) -> None:
-        """Check the data if that needs no synchronisation, or if debug checks are requested."""
+        """Check the values of CPU tensors, and of GPU tensors if debug checks are enabled."""
         debug_checks = getattr(options, "debug_checks", False)
         if self._check_values is not None and reads_values(tensors[0], debug_checks):
             self._check_values(*tensors, optional, options)
 
     def traced(self, tensors: Tensors, optional: Any, options: Any) -> Any:
-        """Compute a call that is not plain (:func:`is_plain`), through the torch operator."""
+        """Return the results of a call that is not plain (:func:`is_plain`), using the torch operator."""
         if torch.compiler.is_dynamo_compiling():
             leave_graph_of_gradients()
             self._check_traced(*tensors, optional, options)
@@ -239,14 +240,15 @@ class Operation:
         return (*tensors, *optional[:first], *options[:second], *optional[first:], *options[second:])
 
     def flat_of_all(self, tensors: Tensors, optional: Any, options: Any) -> tuple:
-        """Return all of the operator's arguments. Those that the call does not have get their defaults."""
+        """Return all arguments of the operator's schema, with defaults for those that the call omits."""
         given = self.flat(tensors, optional, options)
         return given + self._defaults[len(self._defaults) - (len(self.arguments) - len(given)) :]
 
     def split(self, arguments: tuple) -> tuple[Tensors, Any, Any]:
         """Split the operator's arguments into (tensors, optional, options).
 
-        torch's dispatcher omits arguments at the end that have their default.
+        ``arguments`` may end early, because torch's dispatcher drops trailing arguments that equal their
+        defaults.
         """
         first = self._num_tensors
         second = first + self._num_optional
@@ -261,7 +263,7 @@ class Operation:
         return tensors, type(self.nothing)(*optional) if given else self.nothing, self.options(*options)
 
     def returned(self, results: Any, tensors: Tensors) -> Any:
-        """Convert the results of a launch to those of the operator: an empty tensor replaces each None."""
+        """Return the results of a launch, with each None replaced by an empty tensor for the operator."""
         if isinstance(results, tuple) and any(r is None for r in results):
             like = next(t for t in tensors if t is not None)
             return tuple(like.new_empty(0) if r is None else r for r in results)
@@ -360,7 +362,7 @@ def describing(*arguments: Any) -> Iterator[Described]:
     """Record the calls inside the context instead of computing them.
 
     Yields a list of (operation, problem, requested backend). Calls return fake tensors. If ``arguments``
-    contain fake tensors, their mode is used.
+    contain fake tensors, the FakeTensorMode of these tensors is used.
     """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode

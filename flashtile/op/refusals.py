@@ -100,8 +100,8 @@ def _requires_gradient(tensor: Tensor) -> bool:
 def _first(holds: Callable[[Tensor], bool], named: Named) -> str | None:
     """Return the name of the first tensor for which ``holds(tensor)`` is True, or None.
 
-    Each active transform of ``torch.func`` wraps tensors once. The function checks the tensors at every level
-    of wrapping, except for those of vmap.
+    Each active transform of ``torch.func`` wraps the tensors once more. ``holds`` is called with the tensors
+    at every level of wrapping, except the wrappers of vmap.
     """
     transform = torch._C._functorch.peek_interpreter_stack() if transforming() else None
     if transform is None or transform.key() != torch._C._functorch.TransformType.Vmap:

@@ -35,7 +35,7 @@ def schema(
 ) -> str:
     """Return a schema like ``forward(Tensor q, ..., Tensor? sink, ..., str? backend) -> (Tensor, Tensor)``.
 
-    Fields that only the types in ``extended_to`` have come last, with their defaults.
+    The fields that the types in ``extended_to`` add to ``optional`` and ``options`` come last, with defaults.
     """
     kinds = {n.rstrip("?"): "Tensor?" if n.endswith("?") else "Tensor" for n in tensors}
     kinds |= {n: _schema_type(kind) for n, kind in optional.__annotations__.items()}
@@ -79,7 +79,8 @@ def define(operator: str, text: str) -> Any:
     """Define the operator ``torch.ops.flashtile.<operator>`` with the schema ``text`` and return it.
 
     Raises:
-        RuntimeError: another version of flashtile has defined it differently in this process.
+        RuntimeError: another version of flashtile has defined the operator with another schema in this
+            process.
     """
     known = _serving.setdefault((operator, "schema"), text)
     if known != text:
@@ -100,7 +101,7 @@ def implement(operator: str, device: str, kernel: Callable[..., Any]) -> None:
 
 
 def register_fake(operator: str, fake: Callable[..., Any]) -> None:
-    """Register ``fake``, which returns empty results for the operator."""
+    """Register ``fake``, which returns empty tensors with the shapes and dtypes of the operator's results."""
     register = partial(torch.library.register_fake, f"{_NAMESPACE}::{operator}", lib=_library())
     _serve(operator, "fake", fake, register)
 
@@ -108,7 +109,7 @@ def register_fake(operator: str, fake: Callable[..., Any]) -> None:
 def register_autograd(
     operator: str, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None
 ) -> None:
-    """Register ``backward`` as the operator's derivative, and ``setup_context`` to save what it needs."""
+    """Register ``backward`` as the operator's derivative. ``setup_context`` saves what ``backward`` needs."""
     keywords: dict[str, Any] = {"lib": _library()}
     if setup_context is not None:
         _serving[operator, "setup_context"] = setup_context

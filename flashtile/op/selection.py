@@ -6,8 +6,9 @@ A backend implements an operation in a module, which is ``flashtile.backends.<ba
 * ``reason_against(problem, explicit)``: why the backend does not support the problem, or None if it does.
   ``explicit`` says whether the caller named the backend. If ``reason_against_<operation>`` exists, it is
   called instead.
-* ``prepare_<operation>(problem, config)``: a launch ``(*tensors, optional)`` for tensors of one signature. It
-  validates nothing. With ``writes_into`` it also takes buffers for its results (``op/into.py``).
+* ``prepare_<operation>(problem, config)``: a launch, which is a function ``(*tensors, optional)`` for tensors
+  with the shapes, strides and dtypes of the problem. It does not check its arguments. If it has the attribute
+  ``writes_into``, it also takes buffers for its results (``op/into.py``).
 * ``configure_<operation>(problem)``: the frozen configuration, if the operation has one.
 """
 
@@ -40,7 +41,10 @@ class Selection:
     reasons_against: dict[str, str] = field(hash=False)
 
     def prepare(self) -> Callable[..., Any]:
-        """Return a launch ``(*tensors, optional)`` for tensors of one signature. It validates nothing."""
+        """Return the launch, a function ``(*tensors, optional)`` that does not check its arguments.
+
+        The tensors must have the shapes, strides and dtypes of the problem.
+        """
         part = load_part(self.backend, self.operation)
         return getattr(part, f"prepare_{self.operation.name}")(self.problem, self.config)
 
@@ -68,7 +72,7 @@ class Choice:
 def load_part(name: str, operation: Served) -> Any:
     """Return the backend's module for ``operation``, None if the backend does not implement it.
 
-    Backends are looked up by name, because one may need triton, which ``import flashtile`` must not import.
+    The module is imported here, not with flashtile, because a backend may import triton.
     """
     module = f"flashtile.backends.{name}" + (f".{operation.part}" if operation.part else "")
     spec = importlib.util.find_spec(module)
@@ -92,7 +96,7 @@ def _configure(name: str, operation: Served, problem: Any) -> Any:
 
 
 def on_target(problem: Any, target: Any) -> Any:
-    """Return the problem on another GPU, assuming that the tensor memory accelerator (TMA) can be used."""
+    """Return a copy of the problem for the GPU ``target``, as if TMA could load all of its tensors."""
     moved = {"device": target} | ({"tma_obstacle": None} if hasattr(problem, "tma_obstacle") else {})
     return problem._replace(**moved) if hasattr(problem, "_replace") else replace(problem, **moved)
 

@@ -96,15 +96,18 @@ class BackwardOperation(Operation):
         return super().launch(self.normalized(tensors), extras, options)
 
     def normalized(self, tensors: tuple) -> tuple:
-        """Return the tensors, with dout and dlse made contiguous: autograd's may have any strides."""
+        """Return the tensors with contiguous dout and dlse, because autograd passes them with any strides.
+
+        If dout is None, zeros replace it.
+        """
         dout, dlse, q, k, v, out, lse = tensors
         dout = out.new_zeros(out.shape) if dout is None else dout.contiguous()
         return (dout, None if dlse is None else dlse.contiguous(), q, k, v, out, lse)
 
     def returned(self, results: Any, tensors: Any) -> Any:
-        """Return the operator's five results.
+        """Return the operator's five results: dq, dk, dv, dsink and dbias.
 
-        The last is dbias. With score or mask functions it is one vector of the gradients of captured tensors.
+        With score or mask functions, one vector with the gradients of all captured tensors replaces dbias.
         """
         *gradients, dbias = results[:5]
         return super().returned((*gradients, functions.pack(results[5:]) if results[5:] else dbias), tensors)

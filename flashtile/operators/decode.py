@@ -109,8 +109,8 @@ class _Writing(Operation):
 class _Decoding(Operation):
     """Attention over a cache.
 
-    A dense cache that grows, by ``torch.cat`` or as a longer slice of a larger one, has a new signature at
-    every step but needs no new kernel. Its launch is derived from the launch for the previous length.
+    A dense cache may grow at every step, by ``torch.cat`` or as a longer slice of a larger cache. It then has
+    a new signature but needs no new kernel. Its launch is derived from the launch for the previous length.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -199,13 +199,13 @@ COPY = _Writing(
 )
 
 _append_and_decode = launch_cache()
-"""Pairs of launches (append, attention). One look-up finds both: host time limits most decoding steps."""
+"""Pairs of launches (append, attention). One look-up finds both, to save host time in decoding steps."""
 _BOTH = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", *CacheTensors._fields)
 """Names of all tensors of :func:`append_and_decode` that might require a gradient."""
 
 
 Buffers = tuple[Any, ...]
-"""The caller's buffers (out, lse). One of them may be None. The tuple is empty if both are."""
+"""The caller's buffers (out, lse), one of which may be None; () if the caller passed no buffer."""
 
 
 def decode(
@@ -281,7 +281,7 @@ def _launch_both(
     try:
         of_both = (q, k_cache, v_cache, k, v, *tensors, *angles, *own, *buffers)
         key = (options, append_options, len(own), *signatures(of_both))
-    except Exception:  # not a tensor, or one without strides: the checks name it
+    except Exception:  # not a tensor, or without strides: the checks raise an error
         attend.check(q, k_cache, v_cache, *buffers, tensors, options)
         check_append(k_cache, v_cache, k, v, appended, append_options)
         raise

@@ -1,4 +1,4 @@
-"""Tangents and derivatives of gradients, by standard attention in plain PyTorch, which is differentiable.
+"""Forward-mode tangents and second derivatives, computed with standard attention in plain PyTorch.
 
 Kernels compute out, lse and first gradients. Further derivatives are rare and are computed with
 :func:`flashtile.reference.attention.attention` in float32 (float64 for float64 inputs). Several tensors of
@@ -21,14 +21,17 @@ from flashtile.problems.mask_program import parse
 from flashtile.reference import attention as reference
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
-"""Function from (q, k, v, *learned) to (out, lse)."""
+"""Function from (q, k, v, *learned) to (out, lse). ``learned`` are a call's other differentiable tensors."""
 
 LEARNED = ("sink", "bias")
 """Fields of OptionalTensors that can have derivatives."""
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) with plain PyTorch, as the kernels would."""
+    """Compute (out, lse) in plain PyTorch, in float32 (float64 for float64 inputs).
+
+    The results have the dtypes of the kernels' results.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     given, _ = plain_part(extras, options)
     out, lse = reference.attention(
@@ -43,8 +46,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> tuple[T
 def of_call(extras: Any, options: Any) -> tuple[Attend, dict[str, Tensor]]:
     """Return (attend, learned) of a call.
 
-    ``learned`` maps names to the call's sink, bias and captured tensors. It has only those that are given and
-    can need a gradient. ``attend`` is :func:`plain` as a function of q, k, v and these tensors.
+    ``learned`` maps names to the call's sink, bias and captured tensors, except those that are absent or
+    cannot need a gradient. ``attend`` is :func:`plain` as a function of q, k, v and these tensors.
     """
     names = (*LEARNED, *(CAPTURED[i] for i in learned_of(options)))
     learned = {name: getattr(extras, name) for name in names if getattr(extras, name) is not None}

@@ -32,9 +32,10 @@ Operand = Quantized | Tensor
 def attend(
     operands: tuple[Operand, Operand, Operand], tensors: AttendTensors, options: AttendOptions
 ) -> tuple[Tensor, Tensor]:
-    """Compute (out, lse) of q, k and v in e4m3, with gradients for the sources of the operands and the sink.
+    """Compute (out, lse) of q, k and v in e4m3. The result is differentiable.
 
-    The source of a Quantized is its ``source``, and that of an e4m3 tensor is the tensor itself.
+    The gradient of a Quantized ``x`` goes to the tensor ``x.source``. The gradient of an e4m3 tensor goes to
+    the tensor itself. The sink also gets a gradient.
     """
     sources = tuple(x.source if isinstance(x, Quantized) else x for x in operands)
     refuse_tangents("qkv", sources)
@@ -64,8 +65,8 @@ class Fp8Attention(torch.autograd.Function):
     def forward(ctx: Any, operands, tensors, options, q_source, k_source, v_source, sink):
         """Compute (out, lse).
 
-        ``operands`` and ``tensors`` also contain the sources and ``sink``. They are passed again as separate
-        arguments, because autograd sees only tensors that are arguments themselves.
+        ``operands`` and ``tensors`` also contain the source tensors and ``sink``. These are passed again as
+        separate arguments, because autograd sees only tensors that are arguments themselves.
         """
         values = tuple(map(_values_of, operands))
         out, lse = ATTEND(values, tensors, options)
@@ -124,9 +125,9 @@ def _dequantized(
 
 
 class StraightThrough(torch.autograd.Function):
-    """Return x as the source of a Quantized.
+    """Return x, as the tensor that gets the gradient of a Quantized.
 
-    The gradient of x is that of the source, rotated back by the rotary embedding. It is 0 for unused rows.
+    This gradient is rotated back by the rotary embedding, and is 0 for unused rows.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Attention with score and mask functions: its additional tensors and options, its checks and its problem.
 
 A call with score or mask functions has more fields than ``OptionalTensors`` and ``Options``: captured
-tensors, the lists of a block mask, and the functions' programs as text. They cost other calls nothing.
+tensors, the lists of a block mask, and the functions' programs as text.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _NOT_CAPTURED, _NO_LISTS = (None,) * MAX_CAPTURED, (None,) * len(LISTS)
 class SignedExtras(ModifiedExtras):
     """Extras that are built once for many forward calls: captured tensors and a block mask's lists.
 
-    No tensor's type is a subclass of Tensor. The lists get a new signature only when their memory changes.
+    The type of every tensor is one of ``PLAIN_TYPES``, so no subclass overrides operations. The signature of
+    the lists is computed again only if their addresses change.
     """
 
     captured: tuple[Tensor, ...]
@@ -60,7 +61,10 @@ class SignedExtras(ModifiedExtras):
 
     @classmethod
     def of(cls, captured: tuple[Tensor, ...], lists: tuple[Tensor, ...]) -> SignedExtras | None:
-        """Return the extras, or None if a tensor's type is a subclass, because it may override operations."""
+        """Return the extras; None if the type of a tensor is not in ``PLAIN_TYPES``.
+
+        Such a type may override operations.
+        """
         lists = lists[:-BACKWARD_LISTS]
         if any(type(tensor) not in PLAIN_TYPES for tensor in (*captured, *lists)):
             return None
@@ -83,7 +87,7 @@ class Functions(NamedTuple):
 
     captured: tuple[Tensor, ...]
     lists: tuple[Tensor, ...]
-    """Lists of the block mask, () without one."""
+    """Lists of the block mask; () if there is no block mask."""
     score_mod: str
     mask_mod: str
     block_size: tuple[int, int]
@@ -102,7 +106,7 @@ def captured_of(extras: Any) -> tuple[Tensor | None, ...]:
 
 
 def extras_of(tensors: Sequence[Tensor | None]) -> Any:
-    """Return ``tensors`` as the named tuple of optional tensors; NO_EXTRAS if ``tensors`` is empty."""
+    """Return ``tensors`` as OptionalTensors or ModifiedExtras, chosen by their number; NO_EXTRAS if empty."""
     if not tensors:
         return NO_EXTRAS
     return (OptionalTensors if len(tensors) == _NUM_EXTRAS else ModifiedExtras)._make(tensors)
@@ -209,9 +213,9 @@ def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
 
 
 def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
-    """Raise for offsets or lists of blocks that are inconsistent, and for reads outside captured tensors.
+    """Raise for inconsistent offsets or block lists, and for reads outside of captured tensors.
 
-    Reads are checked only for GPUs, because the CPU's launch checks them as it computes.
+    Reads are checked here only on GPUs. The CPU backend checks them while it computes.
     """
     if not isinstance(extras, ModifiedExtras):
         check_lengths(q, k, v, extras, options)

@@ -16,7 +16,7 @@ Rules = list[tuple[list[Any], list[Any]]]
 
 
 def forward_shardings(q: Any, k: Any, v: Any, extras: OptionalTensors, options: Options) -> Rules:
-    """Return the sharding rules of ``flashtile::forward``, (placements of results, of arguments) each.
+    """Return the sharding rules of ``flashtile::forward`` as pairs (placements of results, of arguments).
 
     q, k, v and ``extras`` (the optional tensors) are DTensor specs.
     """
@@ -37,7 +37,7 @@ def backward_shardings(
     extras: OptionalTensors,
     options: Options,
 ) -> Rules:
-    """Return the sharding rules of ``flashtile::backward``, (placements of results, of arguments) each."""
+    """Return the sharding rules of ``flashtile::backward`` as pairs (placements of results, of arguments)."""
     from torch.distributed.tensor import Replicate
 
     rules: Rules = []
@@ -75,7 +75,7 @@ def _placements(
 
     slopes_by_batch = extras.alibi_slopes is not None and extras.alibi_slopes.ndim == 2
     ways = [way(Replicate(), Replicate(), Replicate())]
-    if extras.rng_state is not None:  # dropout depends on indices, which each part counts from 0
+    if extras.rng_state is not None:  # dropout depends on indices, which would start at 0 in each shard
         return ways
     if extras.cu_seqlens_q is None:
         by_batch = {"seqused_q": Shard(0), "seqused_k": Shard(0), "key_padding_mask": Shard(0)} | along(0)
@@ -89,10 +89,10 @@ def _placements(
 
 
 def _heads_can_be_shared(q: Any, k: Any, v: Any) -> bool:
-    """Whether every shard gets whole groups of query heads with their shared key/value head.
+    """Whether heads can be sharded such that all query heads of a key/value head are in its shard.
 
-    If k has as many heads as q, shards may have any sizes. Otherwise heads must divide evenly: over the whole
-    mesh, or over the dimensions of the mesh on which heads are already sharded.
+    This is always possible if k has as many heads as q. Otherwise the number of key heads must be divisible
+    by the number of shards: the size of the mesh, or of the mesh dimensions that already shard heads.
     """
     if q.shape[-2] == k.shape[-2]:
         return True

@@ -26,7 +26,7 @@ _WITHOUT_BATCH = OptionalTensors._fields.index("sink")
 
 
 def backward(operation: Operation, *arguments: Any) -> Any:
-    """Compute ``flashtile::backward`` under a transform of ``torch.func``, or if dout or dlse has a tangent.
+    """Compute ``flashtile::backward`` under a transform of ``torch.func``, or with forward-mode tangents.
 
     ``operation`` is :data:`flashtile.operators.attention.BACKWARD`.
     """
@@ -43,8 +43,8 @@ def backward(operation: Operation, *arguments: Any) -> Any:
 def second_derivative(operation: Operation, ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
     """Differentiate ``flashtile::backward``, and return the gradients of its arguments.
 
-    ``cotangents`` are the gradients of its results. The arguments out and lse get None, because their
-    gradients are included in those of q, k, v and the other tensors from which they are computed.
+    ``cotangents`` are the gradients of its results. The arguments out and lse get None. Their effect
+    is included in the gradients of q, k, v and the other tensors, from which out and lse are computed.
     """
     tensors, extras, options = ctx.saved_tensors[:5], extras_of(ctx.saved_tensors[5:]), ctx.options
     attend, learned = derivatives.of_call(extras, options)
@@ -69,7 +69,7 @@ def save_for_second(operation: Operation, ctx: Any, inputs: Any, output: Any) ->
 
 
 class Forward(torch.autograd.Function):
-    """Compute (out, lse) under a transform.
+    """Compute (out, lse) under a transform of ``torch.func``.
 
     Its arguments are the operation ``BACKWARD``, q, k, v, and the fields of OptionalTensors and Options.
     """
@@ -156,7 +156,7 @@ def _one_by_one(
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Apply ``operator`` to each sample in a loop.
 
-    Calls with score or mask functions, or with tensors that have no batch dimension, need this, because their
+    This is for calls with score or mask functions, or with tensors that have no batch dimension. Their
     samples cannot be merged into one larger batch. For example, a sink has one gradient per call, but needs
     one per sample.
     """

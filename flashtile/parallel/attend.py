@@ -52,8 +52,8 @@ class Shards:
 
     Args:
         ranks: the group.
-        pieces_q: for each rank, the pieces of the sequence that its q holds.
-        pieces_k: for each rank, the pieces of the sequence that its k and v hold.
+        pieces_q: for each rank, the tokens of the sequence that its q holds.
+        pieces_k: for each rank, the tokens of the sequence that its k and v hold.
         mask: the mask of the whole sequence.
         scores: the other options of attention.
         timeout: seconds to wait for a rank.
@@ -70,7 +70,7 @@ class Shards:
     keys_shared: bool = False
 
     def pair(self, rank_q: int, rank_k: int) -> Pair:
-        """Return the attention calls that compute one rank's queries against another rank's keys."""
+        """Return the attention calls of one rank's queries over another rank's keys."""
         return pair_of(self.pieces_q[rank_q], self.pieces_k[rank_k], self.mask)
 
     @property
@@ -122,7 +122,7 @@ class Method(Protocol):
 
 
 class State:
-    """Running out and lse of a rank's queries over the keys attended to so far.
+    """out and lse of a rank's queries over the keys that they have attended to so far.
 
     Args:
         q: (batch, tokens, heads_q, head_dim).
@@ -176,7 +176,7 @@ def attend_once(
 ) -> tuple[Tensor, Tensor]:
     """Run the attention calls of ``pair``, and return (out, lse) in the shapes of :meth:`State.finish`.
 
-    The queries see no other keys than those of ``pair``. If no query is in two calls, there are no partial
+    ``pair`` has all keys that the queries see. If no query is in two calls, there are no partial
     results to merge, and the kernel itself converts ``out`` to q's dtype.
     """
     if not pair.disjoint:
@@ -207,9 +207,9 @@ class Total:
 
     Args:
         like: a tensor of the sum's shape and device.
-        dtype: dtype in which parts are summed.
+        dtype: dtype of the addition.
 
-    Up to two parts are kept unsummed, so that one pass can add the last two and round.
+    Up to two tensors are kept unsummed, so that one pass over memory can add the last two and round the sum.
     """
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
@@ -231,7 +231,7 @@ class Total:
 
     def rounded(self, dtype: torch.dtype) -> Tensor:
         """Return the sum in ``dtype``."""
-        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # a part of all tokens sorts first
+        parts = sorted(self._parts, key=lambda of: (of[1], -of[2]))  # gradients of all tokens come first
         bounds = [bound for _, *of_part in parts for bound in of_part]
         if bounds == [*self._whole]:
             return parts[0][0].to(dtype)

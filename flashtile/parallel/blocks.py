@@ -27,8 +27,8 @@ class Mask:
 
     Args:
         left, right: sizes of the window; -1 is unlimited, and causal is ``right = 0``.
-        starts_q, starts_k: where each document starts, and the end (``cu_seqlens``). A query of a document
-            sees keys of the same document only, aligned at the bottom right.
+        starts_q, starts_k: the first token of each document, and the number of tokens (as ``cu_seqlens``).
+            A query sees only keys of its own document. The mask is aligned at the document's bottom right.
     """
 
     left: int
@@ -116,7 +116,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Pair:
-    """The attention calls that compute one rank's queries against another rank's keys.
+    """The attention calls of one rank's queries over another rank's keys.
 
     The calls need only the keys in ``ranges``. Their key indices refer to the concatenation of these ranges.
     """
@@ -151,7 +151,7 @@ class Pair:
 
 @lru_cache(maxsize=4096)
 def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> Pair:
-    """Return the attention calls that compute the queries of one rank against the keys of another."""
+    """Return the attention calls of one rank's queries over another rank's keys."""
     one_document = len(mask.starts_q) == 2
     if one_document and _own_causal(queries, keys, mask):
         length = tokens_of(queries)
@@ -165,9 +165,9 @@ def pair_of(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
 
 
 def _own_causal(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> bool:
-    """Whether a single causal call computes these queries and keys.
+    """Whether attention of these queries over these keys is a single causal call.
 
-    It does if both are the same tokens in ascending order, and the mask is causal without a window.
+    It is if both are the same tokens in ascending order, and the mask is causal without a window.
     """
     causal = mask.right == 0 and mask.left == UNLIMITED and mask.starts_q == mask.starts_k
     ordered = all(a.stop - a.step < b.start for a, b in pairwise(queries))
@@ -192,8 +192,8 @@ def _blocks(queries: tuple[Piece, ...], keys: tuple[Piece, ...], mask: Mask) -> 
 def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piece, int, Piece]]:
     """Yield (row, queries, column, keys) for each document that has tokens in both pieces.
 
-    ``row`` and ``column`` are where the document's part starts within its piece. Positions of queries are
-    shifted so that each equals the position of the key that it is aligned with.
+    ``queries`` and ``keys`` are the document's tokens in ``of_q`` and ``of_k``. The first of them have the
+    indices ``row`` and ``column`` there. Each query gets the position of the key with which it is aligned.
     """
     first = max(0, bisect_right(mask.starts_q, of_q.start) - 1)
     for d in range(first, len(mask.starts_q) - 1):
@@ -207,7 +207,7 @@ def _documents(of_q: Piece, of_k: Piece, mask: Mask) -> Iterator[tuple[int, Piec
 
 
 def _cut(piece: Piece, start: int, stop: int) -> tuple[int, Piece]:
-    """Cut a piece to positions [start, stop). Return (index of its first token in ``piece``, new piece)."""
+    """Cut ``piece`` to positions [start, stop). Return (index of the first kept token, new piece)."""
     first = min(piece.length, max(0, -((piece.start - start) // piece.step)))
     last = min(piece.length, max(0, -((piece.start - stop) // piece.step)))
     return first, Piece(piece.start + first * piece.step, max(0, last - first), piece.step)
@@ -223,7 +223,7 @@ def _block(row: int, queries: Piece, column: int, keys: Piece, mask: Mask) -> Bl
     q_start, q_stop, k_start, k_stop = 0, queries.length, 0, keys.length
     high = keys.length - 1 if mask.right == UNLIMITED else (mask.right - apart) // step
     low = 1 - queries.length if mask.left == UNLIMITED else -((mask.left + apart) // step)
-    if low > high:  # the window lies between two tokens of ``keys``
+    if low > high:  # the window contains none of ``keys``
         return None
     if mask.right != UNLIMITED:
         q_start = max(q_start, -high)
@@ -275,9 +275,9 @@ def _union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _counted_through(ranges: Ranges, block: Block) -> Block:
-    """Return ``block`` with key indices into the concatenation of ``ranges``.
+    """Return ``block`` with its keys counted within the concatenation of ``ranges``.
 
-    The keys of the block all lie in one of the ranges.
+    All keys of the block lie in one of the ranges.
     """
     before = 0
     for start, stop in ranges:
@@ -288,9 +288,10 @@ def _counted_through(ranges: Ranges, block: Block) -> Block:
 
 
 def _packed(blocks: list[Block], tokens_q: int, tokens_k: int) -> Iterator[Block | Packed]:
-    """Group blocks of documents into attention calls.
+    """Group the blocks of packed documents into attention calls.
 
-    The blocks of one call have equal windows. Their queries and their keys are ascending and do not overlap.
+    The blocks of one call have equal windows. Queries and keys of each block come after those of the previous
+    block.
     """
     waiting = sorted(blocks, key=lambda block: (block.q_start, block.k_start))
     while waiting:

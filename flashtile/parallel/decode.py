@@ -23,13 +23,13 @@ MERGES = ("allgather", "reduce_scatter", "symmetric")
 
 
 def own_tokens(lengths: Tensor, rank: int, size: int, interleave: int = 1) -> Tensor:
-    """Return how many of each sequence's first ``lengths`` tokens a rank has, in the shape of ``lengths``.
+    """Return the number of tokens of each sequence that are on a rank, in the shape of ``lengths``.
 
-    Token p is on rank ``p // interleave % size``. It is that rank's token number
+    Token p is on rank ``p // interleave % size``. Its index among the tokens of this rank is
     ``p // (interleave * size) * interleave + p % interleave``.
 
     Args:
-        lengths: integers, of any shape.
+        lengths: integers of any shape, the number of tokens of each sequence on all ranks together.
         rank, size: this rank's number, and the size of the group.
         interleave: number of consecutive tokens on one rank.
 
@@ -102,7 +102,7 @@ def context_parallel_decode(
               symmetric memory. This requires NVIDIA GPUs of one host that can map each other's memory. The
               first call with these sizes must not be captured in a CUDA graph. Calls of one group must run
               one after another on the GPU, for example on one stream, and in the same order on all ranks.
-              The memory is kept as long as the group.
+              The memory is kept until the group is deleted.
         causal: query i of a sequence of ``length`` tokens sees the keys up to position
             ``length - seqlen_q + i``. False: every query sees all keys.
         sink: (heads_q,), the same on all ranks, or None.
@@ -206,7 +206,7 @@ def _append(
     descales: tuple[Tensor | None, Tensor | None],
     backend: str | None,
 ) -> None:
-    """Write the new tokens that belong to this rank."""
+    """Write the new tokens that belong to this rank into its caches."""
     for name, tensor in (("k", k), ("v", v)):
         if tensor is None:
             raise ValueError(f"{name} must be given together with {'v' if name == 'k' else 'k'}, got None")

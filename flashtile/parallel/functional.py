@@ -60,8 +60,8 @@ def context_parallel_attention(
 
     The result is differentiable. All ranks of the group call this together, each with its own tokens of q, k
     and v, as :func:`flashtile.parallel.shard` cuts them. Partial results of a row are float32 until they are
-    merged by their log-sum-exp. Gradients of keys and values are float32 until those of all ranks have been
-    added, in a fixed order. For float64 inputs, these partial results and gradients are float64.
+    merged by their log-sum-exp. Gradients of keys and values are summed over ranks in float32, in a
+    fixed order. For float64 inputs, these partial results and gradients are float64.
 
     Args:
         q: (batch, tokens of this rank, heads_q, head_dim), or (tokens, heads_q, head_dim) with
@@ -71,8 +71,8 @@ def context_parallel_attention(
             mesh that shards the sequence; other dimensions may shard batch or heads. ``layout`` must be
             "contiguous" for DTensors.
         group: the process group that shares the sequence; None is the default one.
-        mesh: a DeviceMesh instead of ``group``, with dimensions (ranks,) or (ring, ulysses). The second
-            dimension of (ring, ulysses) exchanges tokens for heads and should have the faster link.
+        mesh: a DeviceMesh instead of ``group``, with dimensions (ranks,) or (ring, ulysses). Ranks along the
+            dimension ulysses exchange tokens for heads. They should have the faster link.
         method: how ranks exchange data.
 
             * "ring": keys and values travel around the ranks.
@@ -81,7 +81,7 @@ def context_parallel_attention(
             * "auto": the fastest method by the IO model (:func:`flashtile.parallel.explain`). On a mesh
               (ring, ulysses) it is always Ulysses within a ring.
         layout: which tokens a rank has, "zigzag", "contiguous" or "striped". Under a causal mask, zigzag and
-            striped give all ranks the same work. Zigzag and striped tensors must be cut as by ``shard``.
+            striped give all ranks the same work. Zigzag and striped tensors must be cut as ``shard`` does.
         cu_seqlens_q, cu_seqlens_k: offsets of documents packed in the *whole* sequence, from 0 to its number
             of tokens, the same on all ranks. cu_seqlens_k defaults to cu_seqlens_q. They are read on the
             host, so a list or a CPU tensor saves a synchronisation.
@@ -102,9 +102,9 @@ def context_parallel_attention(
             on all ranks, if they disagree on a shape, the mask or the method.
         RuntimeError: a rank has ended or has not made this call within ``timeout``.
 
-    With gloo, every call compares its arguments over the ranks, and every wait ends after ``timeout``. With
-    NCCL, a call with the same arguments as an earlier one is not compared again unless FLASHTILE_DEBUG=1, and
-    waits on the GPU end after the group's own timeout.
+    With gloo, the ranks compare their arguments at every call, and every wait ends after ``timeout``. With
+    NCCL, they do not compare arguments again that were equal in an earlier call, unless FLASHTILE_DEBUG=1.
+    Waits on the GPU end after the group's own timeout.
 
     The call breaks the graph of ``torch.compile``, because ranks exchange their arguments on the host before
     they compute. With ``fullgraph=True`` the compiler raises an error that says so.
@@ -183,10 +183,10 @@ def _attend_distributed(
     q: Any, k: Any, v: Any, return_lse: bool, layout: str, group: Any, mesh: Any, cu_seqlens: Any, sink: Any,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Attend to the local tensors of DTensors (batch, seqlen, heads, head_dim).
+    """Compute attention of DTensors (batch, seqlen, heads, head_dim) from their local tensors.
 
-    Exactly one dimension of the mesh must shard the sequence; the ranks of its group exchange keys. The other
-    dimensions may replicate, or shard batch or heads, without communication.
+    Exactly one dimension of the mesh must shard the sequence. Ranks along this dimension exchange keys and
+    values. The other dimensions may replicate the tensors, or shard batch or heads, without communication.
     """
     from torch.distributed.tensor import Shard
 

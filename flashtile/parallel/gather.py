@@ -72,9 +72,9 @@ class AllGather:
         return [rank for rank in range(self.shards.ranks.size) if rank != self._rank]
 
     def _pair(self, rank: int) -> Pair:
-        """Return the attention calls that compute a rank's queries against the keys of all ranks.
+        """Return the attention calls of one rank's queries over the keys of all ranks.
 
-        The keys are in the order of the sequence, or rank after rank if the pieces are interleaved.
+        The keys are in the order of the sequence. In the layout "striped" they are ordered by rank instead.
         """
         keys: tuple[Piece, ...] = tuple(piece for pieces in self.shards.pieces_k for piece in pieces)
         if all(piece.step == 1 for piece in keys):

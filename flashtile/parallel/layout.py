@@ -28,7 +28,9 @@ class Piece(NamedTuple):
 
 
 def pieces_of(layout: str, total: int, size: int, rank: int) -> tuple[Piece, ...]:
-    """Return the pieces of ``total`` tokens that ``rank`` of ``size`` holds, in the rank's own order.
+    """Return the tokens of a rank in its own order, as pieces (:class:`Piece`) of the sequence.
+
+    The sequence has ``total`` tokens, and ``size`` ranks share it.
 
     "contiguous" cuts the sequence into one part for each rank. "zigzag" cuts it into 2 * size chunks, and
     rank r gets chunks r and 2 * size - 1 - r. Under a causal mask all ranks then have the same work (Llama 3,
@@ -62,7 +64,7 @@ def tokens_of(pieces: Sequence[Piece]) -> int:
 
 
 def positions(pieces: Sequence[Piece], device: Any = None) -> Tensor:
-    """Return the position of each token, (tokens,) int64."""
+    """Return the position in the sequence of each token of ``pieces``, (tokens,) int64."""
     parts = [torch.arange(p.start, p.stop, p.step, device=device) for p in pieces]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 
@@ -74,8 +76,9 @@ def check_layout(layout: str) -> None:
 def shard(x: Tensor, dim: int, group: Any = None, layout: str = "zigzag", *, mesh: Any = None) -> Tensor:
     """Cut a tensor that every rank holds in full, and return this rank's part. Differentiable.
 
-    Cut tokens, labels and positions with this function once per batch. Apart from attention, a transformer's
-    layers work on each token separately. The gradient of ``x`` is that of this rank's part, and 0 elsewhere.
+    Cut tokens, labels and positions with this function once per batch. All layers of a transformer except
+    attention compute each token separately. The gradient of ``x`` is that of this rank's part, and 0
+    elsewhere.
 
     Args:
         x: any shape and dtype.
@@ -156,8 +159,9 @@ def unshard(
 
 
 def all_pieces(layout: str, lengths: Sequence[int], name: str) -> tuple[tuple[Piece, ...], ...]:
-    """Return the pieces of every rank, given the number of tokens on each rank.
+    """Return the tokens of each rank as pieces (:class:`Piece`) of the sequence.
 
+    ``lengths`` are the numbers of tokens on the ranks, and ``name`` is the tensor's name in errors.
     A contiguous layout allows any lengths. The other layouts must have the lengths that :func:`shard` gives.
     """
     if layout == "contiguous":

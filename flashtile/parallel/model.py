@@ -31,7 +31,7 @@ REACHED = {"forward": 0.65, "backward": 0.5}
 
 @dataclass(frozen=True)
 class Link:
-    """The link from a GPU to the others.
+    """The link between a GPU and the other GPUs.
 
     Args:
         name: name of the link.
@@ -339,8 +339,8 @@ def _ring(sharing: Sharing, ranks: int, card: Card, link: Link) -> ParallelEstim
         for which in sharing.passes:
             work = [_seconds(sharing, card, which, pair.pairs) for pair in steps]
             sizes = [pair.tokens * sharing.key_bytes for pair in steps[1:]]
-            # Gradients of keys are sent back one step later. As many tokens are sent back as were received,
-            # because all ranks have nearly the same pieces.
+            # Gradients of keys are sent back one step later. About as many tokens are sent back as were
+            # received, because all ranks have about the same number of tokens.
             back = [0] + [pair.tokens * sharing.key_gradient_bytes for pair in steps[1:]]
             for t in range(ranks):
                 arriving = sizes[t] if t < ranks - 1 else 0
@@ -397,7 +397,7 @@ def _estimate(
 ) -> ParallelEstimate:  # fmt: skip
     """Return the cost of a method that does not overlap matrix products with messages.
 
-    ``sizes`` maps "forward" and "backward" to the sizes of their messages in bytes.
+    ``sizes`` maps each pass, "forward" or "backward", to the sizes of its messages in bytes.
     """
     computed = sum(_seconds(sharing, card, which, pairs) for which in sharing.passes)
     messages = [size for which in sharing.passes for size in sizes[which]]

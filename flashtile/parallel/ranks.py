@@ -67,7 +67,7 @@ class Ranks:
         self._agreed: dict[str, dict[str, tuple[Any, ...]]] = {}
 
     def post(self, sent: Sequence[Message], received: Sequence[Message], timeout: float) -> Pending:
-        """Start sending to and receiving from some ranks. Empty messages are left out."""
+        """Start sending and receiving messages, and return them as Pending. Empty messages are left out."""
         operations, peers = [], []
         for kind, messages in ((dist.isend, sent), (dist.irecv, received)):
             for peer, buffer in messages:
@@ -144,9 +144,9 @@ class Ranks:
 
         If ``error`` is given, it is sent to the other ranks, which raise it as well.
 
-        The ranks exchange these values over the group's store, without the GPUs. For tensors on the CPU they
-        do so at every call. For tensors on a GPU, values on which all ranks agreed before are not exchanged
-        again, unless FLASHTILE_DEBUG=1.
+        The ranks exchange these values over the group's store, without the GPUs. For tensors on the CPU
+        they are exchanged at every call. For tensors on a GPU, values on which all ranks agreed before are
+        not exchanged again, unless FLASHTILE_DEBUG=1.
 
         Raises:
             ValueError: ranks differ in a value; the message lists the value of each rank.

@@ -1,9 +1,9 @@
 """Ring attention (Liu et al. 2023, arXiv:2310.01889): queries stay, keys and values travel between ranks.
 
 In step t, rank r attends to the keys of rank r - t while those of rank r - t - 1 are in transit. Each rank
-sends its own keys directly to the rank that needs them next, instead of forwarding what it has received. As
-many bytes are sent as in a ring, except that a rank receives only the keys that its queries see. The backward
-pass uses the same steps, but processes a rank's own keys last, so that the return of the last gradients
+sends its own keys directly to the rank that needs them next, instead of forwarding what it has received. This
+sends at most as many bytes as forwarding, because a rank receives only the keys that its queries see. The
+backward pass uses the same steps, but processes a rank's own keys last. The return of the last gradients then
 overlaps with a matrix product. Returned gradients are float32, and are added in the order of the steps.
 """
 
@@ -41,7 +41,7 @@ class Ring:
         shards, ranks = self.shards, self.shards.ranks
         if ranks.size == 1:
             pair = shards.pair(0, 0)
-            keys, values = (_at(pair.ranges, x) for x in (k, v))  # the calls' key indices refer to these
+            keys, values = (_at(pair.ranges, x) for x in (k, v))  # keys in ``pair`` are counted within these
             out, lse = attend_once(q, keys, values, pair, shards.scores, sink)
             return Forward(out, lse, (q, k, v, out, lse))
         state = State(q, v.shape[-1], shards.scores, sink)

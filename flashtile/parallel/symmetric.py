@@ -53,12 +53,12 @@ def shared_memory(ranks: Ranks, rows: int, head_dim: int, device: torch.device) 
 
     All ranks must call this with equal arguments.
 
-    The capacity is ``rows`` rounded up to a power of two. The first call with a capacity synchronises the
+    The capacity is ``rows`` rounded up to a power of two. The first call with a new capacity synchronises the
     ranks on the host.
 
     Raises:
         NotImplementedError: torch has no symmetric memory, or these GPUs cannot map each other's memory.
-        RuntimeError: the first call with a capacity is within the capture of a CUDA graph.
+        RuntimeError: the first call with a new capacity is within the capture of a CUDA graph.
     """
     capacity = 1 << max(rows - 1, 0).bit_length()
     known, key = _shared.setdefault(ranks, {}), (capacity, head_dim, device.index)

@@ -29,8 +29,8 @@ def query_heads(heads: int, size: int, rank: int) -> range:
 def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
     """Return the key heads that a rank's query heads attend to.
 
-    Usually each key head is listed once, because an equal number of the rank's query heads attends to it. If
-    these numbers differ, the list has one key head for each query head, and so repeats key heads.
+    Usually the same number of the rank's query heads attends to each key head. Each key head is then listed
+    once. If these numbers differ, the list has one entry for each query head, so key heads are repeated.
     """
     group = heads_q // heads_kv
     own = query_heads(heads_q, size, rank)
@@ -49,7 +49,7 @@ class Ulysses:
     """Exchange of tokens for heads within a group of ranks. An inner method computes attention in between.
 
     Args:
-        inner: attention over the group's tokens, in the order of :func:`in_order`.
+        inner: method that computes attention over the group's tokens, in the order of :func:`in_order`.
         shards: the group that exchanges tokens for heads.
         heads_q, heads_kv: numbers of heads of all ranks together.
     """
@@ -144,9 +144,10 @@ class Ulysses:
         return self._exchange(sent, sizes)
 
     def _exchange(self, sent: list[list[Tensor]], sizes: list[list[tuple[int, int]]]) -> list[list[Tensor]]:
-        """Send the tensors ``sent[rank]`` to each rank, and return each tensor's parts from all ranks.
+        """Send the tensors ``sent[rank]`` to each rank, and receive as many tensors from each rank.
 
-        ``sizes[rank]`` has the (tokens, heads) of each part that comes from ``rank``.
+        ``sizes[rank]`` has (tokens, heads) of each tensor that comes from ``rank``. Entry ``[i][rank]`` of
+        the result is the i-th tensor from ``rank``.
         """
         ranks = self.shards.ranks
         specs = [
@@ -159,9 +160,9 @@ class Ulysses:
         return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
     def _order(self, of_queries: bool, device: torch.device) -> Tensor | None:
-        """Return the indices that sort received tokens into the order that the inner method expects.
+        """Return the indices that sort received tokens into the order of :func:`in_order`.
 
-        Tokens are received rank after rank. The result is None if this is already the expected order.
+        Tokens are received rank after rank. The result is None if they are already in that order.
         """
         of_ranks = self.shards.pieces_q if of_queries else self.shards.pieces_k
         pieces = [piece for of_rank in of_ranks for piece in of_rank]
@@ -186,7 +187,7 @@ class Ulysses:
 
 
 def in_order(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Return the pieces of a group of ranks in the order in which the inner method gets the tokens.
+    """Return the pieces of a group of ranks in the order in which Ulysses passes their tokens to attention.
 
     Pieces of consecutive tokens are sorted by position and merged. Interleaved pieces (layout "striped") keep
     their order, unless together they are the whole sequence: then the result is one piece.

@@ -14,9 +14,7 @@ from flashtile.problems.decode import AppendTensors, CacheTensors
 def new_tokens(k: Tensor, cu_seqlens_k_new: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (sequence, index within the sequence) of each token of k, both (tokens,) int64.
 
-    ``k`` are the new keys, or the queries. If they are packed, ``cu_seqlens_k_new`` are the offsets of the
-    sequences.
-
+    ``k`` holds new keys, or queries. If k is packed, ``cu_seqlens_k_new`` are the offsets of its sequences.
     Tokens after the last offset belong to no sequence and are left out.
     """
     if cu_seqlens_k_new is None:
@@ -76,12 +74,12 @@ def descales_of(descale: Tensor, sequence: Tensor | int, row: Tensor | int) -> T
 
 
 def destinations(k_cache: Tensor, k: Tensor, tensors: AppendTensors) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """Return, for the n tokens that an append writes, where they are in k and where they go in the cache.
+    """Return the places of the n tokens of an append: where they are in k, and where they go in the cache.
 
     Returns:
-        (token, row, offset). ``token`` are the rows of k in memory, (n,) int64, or a slice if they are the
-        first n rows. ``row`` is the page, or the row of a dense cache, and ``offset`` is the position in it.
-        Both are (n,) int64.
+        (token, row, offset). ``token`` has the row in k of each token, (n,) int64, or is a slice if these are
+        the first n rows. ``row`` is the page, or the row of a dense cache, and ``offset`` is the position in
+        this page or row. Both are (n,) int64.
     """
     if tensors.slot_mapping is not None:
         token = (tensors.slot_mapping >= 0).nonzero().squeeze(1)

@@ -56,7 +56,7 @@ OPTIONS_OF_ALL = Options._fields.index("backend") + 1
 """Number of leading fields of ``Options`` that attention in FP8 also has."""
 
 NEEDS_GENERAL_MASK = ("mask", "key_padding_mask", "bias", "dropout_p", "attention_chunk", "seqused_q")
-"""Arguments whose effect on a score or probability depends on more than the distance of row and key."""
+"""Arguments whose effect on a score depends on more than the distance between row and key."""
 
 NO_EXTRAS = OptionalTensors()
 """The value for calls with only q, k and v. It is recognised by identity, which is the fastest test."""
@@ -67,8 +67,8 @@ class Problem(Results):
     """Description of an attention call. Lengths are in tokens; a window side of -1 is unlimited.
 
     Bool fields such as ``alibi`` say whether the call has that argument. ``causal`` is folded into the window
-    (``window_right = 0``). Masks are aligned to the bottom right: query row ``i`` of a sequence sees keys
-    from ``i + seqlen_k - seqlen_q - window_left`` to ``i + seqlen_k - seqlen_q + window_right``, both
+    (``window_right = 0``). Masks are aligned to the bottom right: query row ``i`` of a sequence is at
+    position ``p = i + seqlen_k - seqlen_q``. It sees keys ``p - window_left`` to ``p + window_right``, both
     included.
     """
 
@@ -112,8 +112,8 @@ class Problem(Results):
     def needs_general_mask(self) -> str | None:
         """Name of the first argument in ``NEEDS_GENERAL_MASK`` that the call has, or None.
 
-        Such arguments need a general mask, because their effect on a score does not follow from the distance
-        of row and key and the sequence lengths.
+        These arguments need a general mask, because their effect on a score depends on more than the sequence
+        lengths and the distance between row and key.
         """
         return next((name for name in NEEDS_GENERAL_MASK if getattr(self, name)), None)
 

@@ -25,7 +25,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_LENGTH = 2**31 - 1
 """Largest length and window, because kernels hold them in int32."""
 POSITIONS = 2**24
-"""Bound of positions for which kernels with score or mask functions are compiled.
+"""Upper bound of the positions that kernels with score or mask functions are compiled for.
 
 All sequences up to this length share a kernel.
 """
@@ -58,7 +58,7 @@ class Results:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key/value head."""
+        """Number of query heads that share one key/value head."""
         return self.num_heads_q // max(self.num_heads_kv, 1)
 
     @property

@@ -104,7 +104,7 @@ class AppendOptions(NamedTuple):
 
 
 class NoTensors(NamedTuple):
-    """Empty: the optional tensors of an operation without optional tensors."""
+    """The optional tensors of an operation that has none."""
 
 
 class CombineOptions(NamedTuple):
@@ -115,7 +115,7 @@ class CombineOptions(NamedTuple):
 
 
 class CopyTensors(NamedTuple):
-    """The scales of an FP8 cache, copied with its blocks."""
+    """The scales of an FP8 cache. The scales of a block are copied together with the block."""
 
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
@@ -135,9 +135,9 @@ class DecodeProblem(Results):
     Lengths are in tokens. Bool fields such as ``alibi`` say whether the call has that argument.
 
     The keys of sequence b are positions ``cache_leftpad[b] <= j < L[b]``, where ``L[b]`` is
-    ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``,
-    from which windows and ALiBi count. A window side of -1 is unlimited; causal is ``window_right = 0``.
-    Chunks of ``attention_chunk`` positions (0: none) begin at position ``cache_leftpad[b]``.
+    ``cache_seqlens[b]`` plus the number of appended tokens. Query i is at position ``i + L[b] - seqlen_q``.
+    Windows and ALiBi use the distance from this position. A window side of -1 is unlimited; causal is
+    ``window_right = 0``. Chunks of ``attention_chunk`` positions (0: none) begin at ``cache_leftpad[b]``.
     """
 
     batch: int
@@ -167,7 +167,7 @@ class DecodeProblem(Results):
     prior: bool = False
     varlen: bool = False
     varlen_new: bool = False
-    lengths: bool = False  # whether cache_seqlens gives the lengths; otherwise all fill the capacity
+    lengths: bool = False  # whether cache_seqlens gives the lengths; otherwise they are the capacity
     descale: str = "none"  # see descale_kind
     num_splits: int = 0  # 0: the backend chooses
     split_size: int = 0
@@ -248,7 +248,7 @@ class AppendProblem(NamedTuple):
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
-    slots: bool = False  # only slot_mapping gives the positions
+    slots: bool = False  # whether slot_mapping gives the positions
     batch_idx: bool = False
     varlen: bool = False
     descale: str = "none"

@@ -49,7 +49,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class AttendTensors(NamedTuple):
-    """The optional tensors of an attention call in FP8: scales, and leading fields of ``OptionalTensors``."""
+    """The optional tensors of an attention call in FP8: scales, and fields of ``OptionalTensors``."""
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
@@ -70,7 +70,7 @@ class AttendTensors(NamedTuple):
 
 
 class AttendOptions(NamedTuple):
-    """The options of an attention call in FP8: leading fields of ``Options``, and four further fields."""
+    """The options of an attention call in FP8: the first fields of ``Options``, and four further fields."""
 
     max_seqlen_q: int | None
     max_seqlen_k: int | None
@@ -138,7 +138,7 @@ class QuantizeProblem:
 
     @property
     def rows(self) -> int:
-        """Number of rows in a block, which share a scale."""
+        """Number of rows in a block. The rows of a block share a scale."""
         return layout.rows_of(self.role)
 
     @property
@@ -159,7 +159,7 @@ class QuantizeProblem:
         """Shape of the stored values.
 
         q and k: (batch, seqlen, heads, stored_head_dim), or (total, ...) if varlen. v: (batch, heads,
-        head_dim, columns), without batch if varlen.
+        head_dim, columns), without batch if varlen, with one key per column.
         """
         if self.role == "v":
             columns = self.blocks * self.rows

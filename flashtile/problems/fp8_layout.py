@@ -2,8 +2,8 @@
 
 Blocks are aligned to the kernels' tiles (FlashAttention-3, Shah et al. 2024, arXiv:2407.08608, section 3.3).
 All scores of a row in a tile therefore have one scale, the product of a scale of q and one of k. Each packed
-sequence starts a new block. Block i of sequence b has number
-``cu_seqlens[b] // rows + b + i``, which depends only on ``cu_seqlens[b]`` and is unique.
+sequence starts a new block. Block i of sequence b has the index ``cu_seqlens[b] // rows + b + i`` among all
+blocks. The index depends only on ``cu_seqlens[b]`` and is unique.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ METHODS = ("block", "head", "tensor")
 QUERY_BLOCK = 64
 """Number of rows of q that share a scale: the rows that one Hopper warpgroup computes."""
 KEY_BLOCK = 128
-"""Number of keys that share a scale of k and a scale of v; a multiple of the key tile."""
+"""Number of keys that share a scale of k and a scale of v, a multiple of the key tile."""
 KEY_GROUP = 32
 """Number of keys within which V^T is permuted (:func:`key_order`)."""
 
 SMALLEST_LARGEST = 2.0**-100
 """Lower bound for the largest magnitude of a block, so that scales are positive and inverses finite."""
 LARGEST_RATIO = 2.0**64
-"""Largest ratio between the largest scale of v so far and the unit of the accumulator.
+"""Upper bound of the largest scale of v so far, divided by the unit of the accumulator.
 
-The unit is the current block's scale of v. If that is less than the largest scale so far divided by this
-ratio, the unit is the quotient instead, and P is scaled down accordingly.
+The unit is the scale of v of the current block, unless this exceeds the bound. Then the unit is the largest
+scale so far divided by ``LARGEST_RATIO``, and P is multiplied by the block's scale divided by the unit.
 """
 P_EXPONENT = 8
 """Probabilities are multiplied by 2**8 before rounding. The products are at most 256, within e4m3's range."""
@@ -47,12 +47,12 @@ def num_blocks(length: int, rows: int) -> int:
 
 
 def num_blocks_varlen(total: int, batch: int, rows: int) -> int:
-    """Return an exclusive upper bound of the block numbers of packed sequences with ``total`` rows in all."""
+    """Return a number that exceeds all block indices of packed sequences with ``total`` rows altogether."""
     return total // rows + batch
 
 
 def first_block(start: int, b: int, rows: int) -> int:
-    """Return the number of the first block of packed sequence ``b``, whose first row is row ``start``."""
+    """Return the index of the first block of packed sequence ``b``, which starts at row ``start``."""
     return start // rows + b
 
 
@@ -73,7 +73,7 @@ def key_order(num_keys: int, device: torch.device | str | None = None) -> Tensor
 
     ``num_keys`` is a multiple of 32. Within 32 columns, column ``16 a + 4 b + 2 c + d`` holds key
     ``16 a + 8 c + 2 b + d``. Each thread of a Hopper warpgroup then holds its scores of a row in the order in
-    which the product P V reads them, so P stays in registers.
+    which the product P V reads P. Therefore P can stay in registers.
     """
     column = torch.arange(num_keys, device=device)
     a, b, c, d = column // 16 % 2, column // 4 % 4, column // 2 % 2, column % 2

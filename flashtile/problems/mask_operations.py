@@ -2,10 +2,10 @@
 
 A program is the traced form of a score or mask function (:mod:`flashtile.problems.mask_program`).
 
-A derivative is written with the operations themselves: ``gradient(emit, result, *operands)`` returns the
-partial derivative with respect to each operand, or None for an operand without one. For an operation that
-selects an operand, such as minimum, it returns for each operand (condition, whether this operand is selected
-if the condition is True).
+Derivatives are programs of the same operations. ``gradient(emit, result, *operands)`` returns the partial
+derivative with respect to each operand, or None for an operand without a derivative. Some operations select
+one of their operands, such as minimum. For these it returns (condition, whether the operand is selected if
+the condition is True) for each operand.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 from flashtile.problems.common import DTYPES
 
 WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-"""Dtypes that captured tensors of booleans or ints may have: those that torch can compute with."""
+"""Dtypes of captured bool and int tensors: all in which torch can compute."""
 FLOATS = (
     *DTYPES,
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
 )
-"""Dtypes that captured tensors of floats may have: those that Triton can load."""
+"""Dtypes of captured float tensors: all that Triton can load."""
 _RANK = {"bool": 0, "int": 1, "float": 2}
 _PLURAL = {"bool": "booleans", "int": "ints", "float": "floats"}
 
@@ -46,7 +46,7 @@ class Operation(NamedTuple):
     simplify: Callable[..., Any] | None = None
 
     def number(self, *numbers: Any) -> Any:
-        """Compute the result, as a number, of operands that are all numbers."""
+        """Compute the result of the operation on numbers, as a number."""
         result = self.evaluate(*numbers)
         return result.item() if isinstance(result, Tensor) else result
 

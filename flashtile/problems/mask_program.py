@@ -1,8 +1,8 @@
 """A score or mask function as a list of elementary operations: the traced form of a user's function.
 
-A program has no branches: each line names the result of one operation on earlier results, on the inputs
-(``score``, ``b``, ``h``, ``q``, ``kv``) and on numbers. Operators, compiled graphs and cache keys hold the
-program's text::
+A program has no branches. Each line names the result of one operation. Its operands are earlier results, the
+inputs (``score``, ``b``, ``h``, ``q``, ``kv``) and numbers. Operators, compiled graphs and cache keys hold
+the program's text::
 
     t0: int = sub q kv
     t1: float = load 0 h  # alibi.py:7: return score - slopes[head] * (q_idx - kv_idx)
@@ -11,9 +11,9 @@ program's text::
     return t3
 
 ``load i ...`` reads an element of captured tensor ``i``. A result depends on a single score, so its
-derivative with respect to the score is one number. :func:`derivatives` appends lines that compute it, and the
-derivatives with respect to loaded elements, by reverse-mode differentiation (Griewank and Walther,
-*Evaluating Derivatives*, 2008, chapter 3).
+derivative with respect to the score is one number. :func:`derivatives` appends lines that compute this
+derivative and those with respect to loaded elements. It uses reverse-mode differentiation (Griewank and
+Walther, *Evaluating Derivatives*, 2008, chapter 3).
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _operand(token: str) -> Operand:
 class Builder:
     """Writer of a program's lines.
 
-    Equal operations share a line. An operation on numbers alone, or whose result is one of its operands, gets
-    no line: its result is returned directly.
+    Equal operations share a line. An operation gets no line if all operands are numbers, or if the result is
+    one of the operands. The result is then returned directly.
     """
 
     def __init__(self, lines: Sequence[Line] = ()) -> None:
@@ -111,7 +111,12 @@ class Builder:
         return self.kinds[operand] if isinstance(operand, Name) else kind_of_number(operand)
 
     def emit(self, operation: str, *operands: Operand, kind: str | None = None, where: str = "") -> Operand:
-        """Return the result of an operation. ``kind`` is given only for a load: the kind of its element."""
+        """Append a line for an operation if it needs one, and return the result: a Name or a number.
+
+        Args:
+            kind: kind of the loaded element; None for operations other than loads.
+            where: the user's source line.
+        """
         if kind is None:
             of = OPERATIONS[operation]
             kind = of.kind(*map(self.kind, operands))
@@ -196,7 +201,10 @@ def alibi(tensor: int, offset: int, by_batch: bool) -> Program:
 
 
 class Load(NamedTuple):
-    """A load of an element of a captured tensor, with respect to which a program computes a derivative."""
+    """A load of an element of a captured tensor.
+
+    The program computes the derivative with respect to this element.
+    """
 
     tensor: int
     indices: int
@@ -265,7 +273,7 @@ def is_finite(program: Program, result: Operand, loads_are: bool) -> bool:
 
 
 def is_variable(program: Program, line: Line, operand: Operand) -> bool:
-    """Whether ``operand`` of a line is a number that a kernel may receive as an argument of its launch.
+    """Whether ``operand`` of a line may be a launch argument of the kernel instead of a constant.
 
     Programs that differ only in such numbers share a kernel.
     """
@@ -275,10 +283,7 @@ def is_variable(program: Program, line: Line, operand: Operand) -> bool:
 
 
 def variables(program: Program) -> Iterator[int]:
-    """Yield the numbers of a program that a kernel may receive as arguments of its launch, in order.
-
-    :func:`is_variable` decides which numbers these are.
-    """
+    """Yield, in order, the numbers of a program that may be launch arguments (:func:`is_variable`)."""
     for line in program.lines:
         yield from (operand for operand in line.operands if is_variable(program, line, operand))
 
@@ -288,9 +293,10 @@ def _is_zero(operand: Operand) -> bool:
 
 
 def _chosen(partial: tuple, adjoint: Operand) -> tuple:
-    """Return the operands of a ``where`` that is the gradient if the operand was selected, otherwise 0.
+    """Return the operands of a ``where`` that computes the gradient of an operand.
 
-    Multiplying the gradient by 0 instead would give NaN where the gradient is infinite.
+    The gradient is ``adjoint`` where the differentiated operation selected the operand, otherwise 0.
+    Multiplying ``adjoint`` by 0 instead would give NaN where it is infinite.
     """
     condition, is_chosen = partial
     return (condition, adjoint, 0.0) if is_chosen else (condition, 0.0, adjoint)

@@ -77,7 +77,7 @@ def _range(line: Line, operands: list[Range]) -> Range:
     if line.operation == "lshift":
         bits = min(max(operands[-1][1], 0), 64)
         return min(operands[0][0], 0) << bits, max(operands[0][1], 0) << bits
-    # Results of floordiv, rshift and bit operations are below the next power of two above their operands.
+    # Results of floordiv, rshift and bit operations need no more bits than the operands.
     most = 1 << max(abs(low), abs(high), 1).bit_length()
     return -most if low < 0 or line.operation == "not" else 0, most - 1
 

@@ -20,7 +20,8 @@ MAX_CAPTURED = 8
 MAX_SIZES = 16
 """Maximum total number of dimensions of the captured tensors of a call.
 
-Kernels have this many int arguments: the tensors' sizes and, in the remaining ones, numbers of the programs.
+Kernels have this many int arguments. They hold the tensors' sizes, and the remaining ones hold numbers that
+occur in the programs.
 """
 
 LISTS = (
@@ -48,9 +49,9 @@ class Mods:
     ranks: tuple[int, ...] = ()
     """Number of dimensions of each captured tensor."""
     block_size: tuple[int, int] | None = None
-    """Queries and keys of a block of the block mask."""
+    """Numbers of queries and keys in a block of the block mask."""
     list_heads: int = 1
-    """Number of heads in the block mask's lists: that of the queries, or 1 if all heads share the lists."""
+    """Number of heads in the block mask's lists: all query heads, or 1 if all heads share the lists."""
     positions: int = POSITIONS
     """Upper bound of query and key positions: it decides which ints fit in 32 bits."""
 
@@ -64,7 +65,7 @@ class Mods:
 
     @functools.cached_property
     def numbers(self) -> tuple[int, ...]:
-        """Ints in the programs that a kernel gets as launch arguments instead of compile-time constants.
+        """Ints in the programs that are launch arguments of the kernel instead of compile-time constants.
 
         They are the first ``MAX_SIZES - sum(ranks)`` distinct ints that :func:`variables` yields, first for
         score_mod and then for mask_mod.
@@ -97,9 +98,9 @@ def _program(text: str) -> Program | None:
 
 @functools.lru_cache(maxsize=1024)
 def behind(text: str, first: int) -> str:
-    """Renumber the captured tensors of a mask program from ``first``, and return the program's text.
+    """Add ``first`` to the indices of a mask program's captured tensors, and return the program's text.
 
-    The caller lists these tensors behind the ``first`` tensors of another program.
+    The list of captured tensors then starts with ``first`` tensors of another program.
     """
     from flashtile.problems.mask_program import parse, renumbered
 

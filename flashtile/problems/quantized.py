@@ -137,7 +137,7 @@ class Quantized:
 def sequences(
     of: tuple[object, ...], cu_seqlens: Tensor | None, max_seqlen: int | None, seqused: Tensor | None
 ) -> tuple[Tensor | None, int | None, Tensor | None]:
-    """Return (cu_seqlens, max_seqlen, seqused), and replace those that are None by values stored in ``of``.
+    """Return (cu_seqlens, max_seqlen, seqused). Each of them that is None is replaced by a value from ``of``.
 
     Only the quantised tensors of ``of`` store these values. The first tensor that has a value is used.
     """

@@ -1,4 +1,4 @@
-"""Standard attention, which stores the score matrix: the reference of all tests and a row of the benchmarks.
+"""Standard attention, which stores the score matrix: the reference of tests, and a contestant of benchmarks.
 
 Plain torch, differentiable by autograd any number of times, on any device and in any floating dtype.
 """
@@ -76,7 +76,7 @@ def attention(
         masks.append(key_padding_mask[:, None, None])
 
     def attend(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int | None = None) -> Any:
-        """Compute (out, lse) of dense q, k, v, for sequence ``b`` or for all sequences."""
+        """Compute (out, lse) of dense q, k, v, for sequence ``b``, or for all sequences if ``b`` is None."""
         seen = visible(q.shape[1], k.shape[1], problem.window_left, problem.window_right, q.device)
         if attention_chunk > 0:
             seen = seen & same_chunk(q.shape[1], k.shape[1], attention_chunk, q.device)
@@ -92,7 +92,7 @@ def attention(
             places = (range(len(q)) if b is None else range(b, b + 1), range(problem.num_heads_q))
             lengths = range(q.shape[1]), range(k.shape[1])
             mask = dropout.kept(rng_state, dropout_p, problem.num_heads_q, *places, *lengths)
-            factors = mask.to(q.dtype) / dropout.keep_share(dropout_p)
+            factors = mask.to(q.dtype) / (1 - dropout_p)
         return masked(
             q, k, v, problem.softmax_scale, seen, lse_dtype, slopes=slopes, bias=added,
             softcap=problem.softcap, modify=modify, sink=sink, round_p=round_p, factors=factors,
@@ -161,8 +161,7 @@ def standard(
         sink: (heads_q,), or broadcast to (..., heads_q, seqlen_q, 1): an additional score of every row,
             without a value.
         round_p: function applied to the probabilities before they multiply v; it does not affect lse.
-        factors: the probabilities are multiplied by this before they multiply v, for dropout. lse is not
-            affected.
+        factors: factors of the probabilities, for dropout. lse is not affected.
         lse_dtype: dtype of lse; None: lse is not computed.
 
     Returns:
@@ -246,7 +245,7 @@ def masked(
 
 
 def cells_of(cells: Tensor, b: int | None, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """Return the part of ``cells``, a mask or a bias, that belongs to sequence ``b``; None: to all sequences.
+    """Return the part of a mask or bias ``cells`` for sequence ``b``, or for all sequences if ``b`` is None.
 
     ``cells`` broadcasts to the scores (batch, heads, seqlen_q, seqlen_k) of the whole batch. The part has at
     most ``seqlen_q`` rows and ``seqlen_k`` columns.

@@ -50,8 +50,8 @@ def attention_with_kvcache(
     """Compute (out, lse, k_cache, v_cache) by definition; the caches are copies with k and v appended.
 
     The arguments are those of :func:`flashtile.flash_attn_with_kvcache`. Appended keys and values are rounded
-    to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in ``upcast``, which is
-    also the dtype of out; None means q's dtype. lse is float64 if ``upcast`` or q's dtype is float64,
+    to the cache's dtype, and rotated queries to q's dtype. Attention is then computed in ``upcast``, or in
+    q's dtype if it is None. out has the same dtype. lse is float64 if ``upcast`` or q's dtype is float64,
     otherwise float32.
     """
     if isinstance(cache_seqlens, int):
@@ -136,7 +136,7 @@ def append(
 
 
 def quantized(x: Tensor, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Divide x (heads, head_dim) by ``descale`` and round it to a cache's dtype, saturating for FP8."""
+    """Divide x (heads, head_dim) by ``descale`` and round it to FP8; for other dtypes, return x."""
     if dtype != FP8:
         return x
     x = x.float() if descale is None else x.float() / descale[:, None]
@@ -181,7 +181,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: 
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x (..., heads, head_dim) by the angles with cos and sin (..., 1, rotary_dim / 2)."""
+    """Rotate x (..., heads, head_dim). The cos and sin of the angles are (..., 1, rotary_dim / 2)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rotary_dim = 2 * cos.shape[-1]
     c, s = cos.to(wide), sin.to(wide)
@@ -200,8 +200,8 @@ def rotate_appended(
 ) -> Tensor:
     """Apply rotary embedding to new keys or queries.
 
-    With ``by_token``, positions of a sequence's rows count up from its first new position. Otherwise all rows
-    of a sequence are rotated by that first position.
+    With ``by_token``, row i of a sequence is rotated by the angles of position ``first + i``, where ``first``
+    is the sequence's first new position. Otherwise all rows are rotated by the angles of ``first``.
 
     Returns:
         The rotated rows (rows, heads, head_dim), without the rows of x after the last sequence.

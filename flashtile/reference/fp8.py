@@ -167,7 +167,8 @@ def dequantize(
         arguments["softmax_scale"] = q.shape[-1] ** -0.5
     if arguments.get("sink") is not None:
         arguments["sink"] = arguments["sink"].float()
-    # q k^T sums over all columns of the transform, which may be more than head_dim: all of them were rounded.
+    # If both are quantised, q k^T sums over all stored columns. After the Hadamard transform, columns beyond
+    # head_dim are not zero.
     transformed = isinstance(q, Quantized) and isinstance(k, Quantized)
     rows = tuple(
         x.dequantize(dtype, transformed=transformed)
@@ -179,10 +180,14 @@ def dequantize(
 
 
 def descaled(x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-    """Multiply x by ``descale``, which has one factor per sequence and head, or per sequence and key head.
+    """Multiply x by ``descale``, which has one factor for each head of each sequence.
 
-    x is (batch, seqlen, heads, head_dim), or packed, (total, heads, head_dim). ``descale`` is (batch, heads)
-    or (batch, heads_kv).
+    The query heads of a group may share the factor of their key head.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), or packed, (total, heads, head_dim).
+        descale: (batch, heads) or (batch, heads_kv). None means 1.
+        cu_seqlens: offsets of packed sequences; None for a dense batch.
     """
     if descale is None:
         return x

@@ -4,10 +4,10 @@
     q, k, v = (testing.random_tensor((2, 1024, 8, 64), torch.bfloat16, "cuda", seed=i) for i in range(3))
     print(testing.check(q, k, v, causal=True))
 
-The rule is FlashAttention's: the error of an implementation may exceed that of plain PyTorch in the same
-dtype by at most a small factor. Errors are differences from standard attention in float64. The rule applies
-to the largest error. It also applies to the root mean square of the errors, because the largest error may be
-that of a few rows with large values.
+The rule is FlashAttention's: the error of an implementation may be at most a small multiple of the error of
+plain PyTorch in the same dtype. Errors are differences from standard attention in float64. The rule applies
+to the largest error. It also applies to the root mean square of the errors, because a few rows with large
+values can dominate the largest error.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def compare(
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Fill all memory that ``torch.empty`` and similar functions return with NaN (integers: the maximum).
+    """Put NaN (integers: the maximum) into all memory that ``torch.empty`` and similar functions return.
 
     Output elements that are never written become visible. torch fills memory in its deterministic mode, which
     is switched on inside the context. Operations without a deterministic form only warn. Inside the context,
@@ -411,8 +411,8 @@ def _rounding_noise(
     holds for an error of lse.
 
     The gradient of a score is ``dS = P (dP - delta)``, where dP and delta are sums of products of dout and v.
-    With one visible key, dP equals delta and dS is 0. With more keys, delta is computed from an out that is
-    rounded to the dtype of q, and dS is rounded to this dtype before it multiplies k and q. The gradient of a
+    With one visible key, dP equals delta and dS is 0. With more keys there are two rounding errors: delta is
+    computed from out in the dtype of q, and dS is rounded to this dtype for the products. The gradient of a
     key sums dS over all queries that see the key. The sink has no value vector, so the gradient of its score
     is ``P (dlse - delta)``, summed over all rows.
     """
@@ -451,8 +451,8 @@ def _rounding_noise(
 def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
     """Return the Euclidean norm of the sink's probabilities over all rows, (heads,).
 
-    The gradient of the sink is a sum over rows. The sink's probability in a row is the factor by which the
-    error of this row is multiplied in the sum.
+    The gradient of the sink is a sum over rows, in which each row's error is multiplied by the sink's
+    probability in this row. Independent errors of the rows are therefore multiplied by this norm.
     """
     p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     squares = p.square().sum(-1)

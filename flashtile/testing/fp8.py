@@ -4,8 +4,8 @@
     print(testing.check(q, k, v, causal=True))
 
 The reference is standard attention in float64 over the dequantised e4m3 tensors, so the error of quantisation
-is not counted. The error of plain PyTorch sets the limit. There, probabilities are multiplied by 2**8 and
-rounded to e4m3, as in flashtile.
+is not counted. The limit is set by the error of attention in plain PyTorch, in which probabilities are
+multiplied by 2**8 and rounded to e4m3, as in flashtile.
 """
 
 from __future__ import annotations

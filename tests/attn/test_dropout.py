@@ -52,13 +52,40 @@ def test_each_probability_is_dropped_as_often_as_it_is_asked_for(dropout_p):
     assert correlations.abs().max() < 10 / len(squares) ** 0.5
 
 
-@pytest.mark.parametrize("dropout_p", [1e-6, 0.004, 0.05, 0.1, 0.25, 0.3, 0.97, 0.999999])
-def test_rounding_changes_what_is_asked_for_by_two_percent_at_most(dropout_p):
-    dropped = 1 - dropout.keep_share(dropout_p)
-    assert 0 < dropped < 1
-    if 2**-10 < dropout_p < 1 - 2**-10:
-        assert abs(dropped - dropout_p) <= 0.02 * min(dropout_p, 1 - dropout_p)
-    assert dropout.is_fine(dropout_p) == (dropped * 128 % 1 != 0)
+def test_the_share_is_exact_and_shared_bits_hardly_correlate():
+    """Over all 2^16 half words, for every threshold: the share that is dropped, and by two keys at once."""
+    words = torch.arange(2**16).view(1, 1, 8, -1)
+    numbers = dropout.numbers_of((words, words + 2**31)).view(2, 8, -1, 2, 4, 2).long()
+    # Of the first word's low half: the numbers of keys j and j + 8.
+    own, behind = numbers[0, ..., 0].unbind(2)
+    for number in (own, behind):
+        assert number.flatten().bincount().equal(torch.full((dropout.UNITS,), 2))
+    p = torch.arange(1, dropout.UNITS).double() / dropout.UNITS
+    both = torch.maximum(own, behind).flatten().bincount().cumsum(0)[:-1] / 2**16
+    correlation = (both - p**2) / (p * (1 - p))
+    assert correlation.max() <= 0.5
+    rare = torch.minimum(p, 1 - p)
+    for smallest, bound in ((1 / 2048, 0.031), (1 / 128, 0.01)):
+        assert correlation[rare >= smallest].abs().max() < bound
+
+
+def test_the_threshold_differs_from_what_is_asked_for_by_half_a_unit_at_most():
+    shares = torch.rand(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tolist()
+    for dropout_p in (1e-9, 2**-16, 0.003, 0.1, 0.17, 0.5, 0.999, 1 - 1e-9, *shares):
+        bound = 2**-16 if 2**-16 <= dropout_p <= 1 - 2**-16 else 2**-15
+        dropped = dropout.threshold(dropout_p) / dropout.UNITS
+        assert abs(dropped - dropout_p) <= bound
+        assert 0 < dropped < 1
+        assert dropout.keep_share(dropout_p) == 1 - dropout_p
+
+
+@pytest.mark.parametrize("dropout_p", [0.003, 0.1, 0.17, 0.5])
+def test_the_share_over_millions_is_what_is_asked_for(dropout_p):
+    mask = dropout.kept(STATE, dropout_p, 4, range(1), range(4), range(1024), range(1024))
+    dropped = 1 - mask.count_nonzero().item() / mask.numel()
+    # Two probabilities that share bits have a correlation of at most 0.01.
+    deviation = (1.01 * dropout_p * (1 - dropout_p) / mask.numel()) ** 0.5
+    assert abs(dropped - dropout_p) < 5 * deviation + 2**-16
 
 
 def test_the_share_is_one_of_probabilities():
@@ -78,10 +105,10 @@ def test_what_hopper_compares_are_numbers_in_fp16():
     sizes = "batch seqlen_q seqlen_k total_q total_k num_heads_q num_heads_kv head_dim head_dim_v"
     numbers = dict.fromkeys(sizes.split(), 64)
     problem = Problem(**numbers, dtype=torch.bfloat16, device=torch.device("meta"), softmax_scale=1.0)
-    for dropout_p in (MAX_DROPPED, MAX_DROPPED + 0.001):
+    for dropout_p in (MAX_DROPPED - 2**-15, MAX_DROPPED - 1e-9, MAX_DROPPED, MAX_DROPPED + 0.001):
         served = reason_against_dropout(replace(problem, dropout_p=dropout_p)) is None
         limit = torch.tensor(dropout.threshold(dropout_p), dtype=torch.int16).view(torch.float16)
-        assert served == (not limit.isnan()) == (dropout_p == MAX_DROPPED)
+        assert served == (not limit.isnan()) == (dropout_p <= MAX_DROPPED)
 
 
 def test_every_word_of_a_state_counts():
@@ -91,7 +118,7 @@ def test_every_word_of_a_state_counts():
         assert 0.3 < (base == other).double().mean() < 0.7
 
 
-@pytest.mark.parametrize("dropout_p", [0.3, 0.03])
+@pytest.mark.parametrize("dropout_p", [0.3, 0.03, 0.003])
 def test_kernels_keep_what_the_definition_keeps(target: Target, dropout_p):
     """Bit by bit: with one value for each key, out says which probabilities were kept."""
     seqlen = 48

@@ -151,7 +151,7 @@ def functions(device: str, backend: str | None) -> Iterator[str]:
             ),
             "mask_mod": ({"mask_mod": window}, ()),
             "dropout": ({"dropout_p": 0.1, "causal": True}, ()),
-            "dropout, 15 bits": ({"dropout_p": 0.003}, ()),
+            "dropout of all keys": ({"dropout_p": 0.003}, ()),
             "bias": ({"bias": bias.detach()}, ()),
             "bias with its gradient": ({"bias": bias, "causal": True}, (bias,)),
             "bias by head": ({"bias": bias[:, :, :1], "window_size": (90, 40)}, (bias,)),

@@ -78,7 +78,7 @@ def test_two_writers_of_one_page_are_found():
     arguments = call(append=True)
     arguments["block_table"][1, 4] = arguments["block_table"][0, 0]
     arguments["cache_seqlens"][1] = 4 * PAGE + 5
-    with pytest.raises(ValueError, match="writes two tokens to one position, offset 5"):
+    with pytest.raises(ValueError, match="two tokens at offset 5 of block"):
         flashtile.flash_attn_with_kvcache(**arguments, debug_checks=True)
 
 

@@ -95,7 +95,7 @@ def test_biases(name: str, deterministic: bool) -> None:
 @pytest.mark.parametrize(
     ("dtype", "rows", "keys", "reason"),
     [
-        (torch.float32, 1024, 1024, "dtype of q"),
+        (torch.float32, 1024, 1024, "q's dtype"),
         (BF16, 1, 1024, "all rows share"),
         (BF16, 1024, 1023, "16 bytes"),
     ],

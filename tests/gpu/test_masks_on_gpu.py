@@ -98,6 +98,22 @@ def test_the_card_keeps_what_the_cpu_keeps(dropout_p):
         assert torch.equal((out.transpose(1, 2) != 0).cpu(), on_cpu[..., :128]), backend
 
 
+@pytest.mark.parametrize("dropout_p", [0.003, 0.1, 0.17, 0.5])
+def test_kernels_drop_the_share_that_is_asked_for(dropout_p):
+    """Over 10^8 probabilities: with one value for each key, out says which were dropped."""
+    batch, seqlen_q, heads, keys = 16, 4096, 16, 128
+    q = torch.zeros(batch, seqlen_q, heads, keys, device="cuda", dtype=torch.float16)
+    v = torch.eye(keys, device="cuda", dtype=q.dtype)[None, :, None].expand(batch, -1, heads, -1).contiguous()
+    state = torch.tensor([11, 0], device="cuda")
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for backend in ("portable", "hopper") if hopper else ("portable",):
+        out = flashtile.attention(
+            q, torch.zeros_like(v), v, dropout_p=dropout_p, rng_state=state, backend=backend
+        )
+        dropped = 1 - out.count_nonzero().item() / out.numel()
+        assert abs(dropped - dropout_p) < 1e-4, backend
+
+
 def test_compiled_training_with_dropout_and_a_bias():
     q, k, v = inputs(512)
     bias = torch.randn(1, 4, 512, 512, device="cuda", requires_grad=True)

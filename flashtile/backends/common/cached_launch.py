@@ -52,8 +52,8 @@ class CachedLaunch:
         config: number of warps and stages; None means NUM_WARPS warps.
         views: ``common.tma.View`` of each tensor that gets a TMA descriptor; these are the first tensors of a
             call. If a view is None, the kernel gets None instead of a descriptor, and calls pass no tensor.
-        pointers: NamedTuple type of the parameter that holds all other tensors; if None, each of them is a
-            parameter.
+        pointers: NamedTuple type of the parameter that holds all other tensors. If None, the kernel has a
+            parameter for each of the other tensors.
         options: further options of the compiler and of the launch.
     """
 
@@ -119,9 +119,9 @@ class CachedLaunch:
             self._compile(device, tensors)
 
     def _compile(self, device: torch.device, tensors: tuple) -> None:
-        """Launch by Triton's own path, which compiles if necessary, and keep the compiled kernel."""
+        """Launch through Triton, which compiles the kernel if necessary, and keep the compiled kernel."""
         compiled = self.kernel[self._grid](*self.arguments(tensors), **self.options)
-        if compiled is not None:  # None from the interpreter
+        if compiled is not None:  # Triton's interpreter returns None
             # The index comes first: another thread that sees ``_run`` must also see ``_index``.
             self._index = device.index
             self._run = compat.launcher(

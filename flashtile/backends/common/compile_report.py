@@ -79,7 +79,7 @@ class CompileCase:
     """One kernel with all that decides its binary.
 
     Args:
-        name: of the kernel and its configuration, unique among the cases.
+        name: name of the kernel and its configuration, unique among the cases.
         kernel: a ``@triton.jit`` or Gluon function.
         signature: Triton's type ("*bf16", "i32", "fp32", a tensor descriptor's) of each argument that is not
             constant. Pointers are assumed to be aligned to 16 bytes, as torch's allocations are. A structure
@@ -248,7 +248,7 @@ def report(case: CompileCase, arch: str) -> CompileReport:
 def reports(cases: Iterable[CompileCase], arch: str, jobs: int | None = None) -> Iterator[CompileReport]:
     """Yield the reports of all cases, in order, each as soon as it is ready.
 
-    Threads suffice: Triton's passes, LLVM and ptxas run without Python's lock.
+    Threads suffice, because Triton's passes, LLVM and ptxas run without the GIL.
 
     Args:
         jobs: number of cases that are compiled at a time; None is the number of CPU cores.

@@ -1,10 +1,9 @@
 """Folders of compiled kernels, which are made on one machine, without a GPU, and used on another.
 
 A folder has ``index.json`` and two files for each kernel, its compressed binary and its metadata. The index
-says for which versions of flashtile and Triton the kernels are, and has the SHA-256 digest of every file. A
-kernel is loaded only if its files have those digests, so a damaged file means that the kernel is compiled as
-usual. A folder contains code that will be run, so it is refused if users other than its owner may write to
-it.
+has the versions of flashtile and Triton that made the kernels, and the SHA-256 digest of every file. A kernel
+is loaded only if its files have those digests, so a damaged file means that the kernel is compiled as usual.
+A folder contains code that will be run, so it is refused if users other than its owner may write to it.
 
 Kernels are found by :func:`key_of`, which depends on the kernel's source, its arguments and options and on
 the target, but neither on the path of Triton's installation nor on the version of Python.
@@ -61,7 +60,7 @@ class CompiledFolder:
 
     Attributes:
         path: the folder.
-        flashtile, triton: versions that its kernels are for.
+        flashtile, triton: versions that made its kernels, and that can load them.
         archs: number of kernels by architecture, such as ``{"sm_90": 112}``.
         files: maps the key of each kernel to the digests of its files, by suffix.
     """
@@ -77,8 +76,8 @@ class CompiledFolder:
         """Read the index of a folder.
 
         Raises:
-            ValueError: ``path`` is not such a folder, others may write to it, or it was made by another
-                version of flashtile or Triton.
+            ValueError: ``path`` is not a folder made by ``flashtile compile``, others may write to it, or it
+                was made by another version of flashtile or Triton.
         """
         from flashtile import __version__
 
@@ -179,8 +178,8 @@ def use_compiled(path: str | os.PathLike[str]) -> CompiledFolder:
 
     Raises:
         TypeError: ``path`` is not a path.
-        ValueError: ``path`` is not such a folder, others may write to it, or it was made by another
-            version of flashtile or Triton.
+        ValueError: ``path`` is not a folder made by ``flashtile compile``, others may write to it, or it was
+            made by another version of flashtile or Triton.
 
     Examples:
         >>> flashtile.use_compiled("/nowhere")

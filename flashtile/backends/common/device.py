@@ -19,7 +19,7 @@ INTERPRETER_MULTIPROCESSORS = 2
 
 @dataclass(frozen=True)
 class Target:
-    """Description of a GPU that this machine may lack.
+    """Description of a GPU, which this machine need not have.
 
     A problem whose ``device`` is a Target gets the configuration that a call would have on that GPU.
 

@@ -62,8 +62,8 @@ def decode_number(bits):
 def split_pairs(pairs, IN_SOFTWARE: tl.constexpr):
     """Convert pairs of e4m3, stored as uint16, to float16, exactly. Return (the low bytes, the high bytes).
 
-    The hardware converts two adjacent bytes at a time. A 32-bit register holds two pairs, so its four bytes
-    take one permutation, which brings the low bytes and the high bytes together, and two conversions.
+    The hardware converts two adjacent bytes at a time. A 32-bit register holds two pairs. One permutation
+    makes the two low bytes adjacent, and also the two high bytes. Two instructions then convert them.
 
     e4m3 is loaded as pairs because the loads of tensor-core operands can transpose tiles of 16-bit elements.
     """

@@ -3,9 +3,9 @@
 The name of a cache entry depends on the kernel's source and options, and on ``triton_key``: a digest of every
 file of Triton's compiler, including the 400 to 500 MB of libtriton.so. In Triton, each process computes that
 digest before its first launch. But file sizes and modification times suffice to tell whether files changed,
-as for a .pyc. So ``triton_key`` is stored in the cache under a digest of sizes and times. The entry's name is
-built from it as in Triton. All other cases fall back to Triton: no stored key, no entry of this name, an
-entry that cannot be read, or a Triton that names entries differently.
+as for a .pyc. So ``triton_key`` is stored in the cache under a digest of sizes and times. The name of the
+entry is then built from the stored ``triton_key``, as in Triton. All other cases fall back to Triton: no
+stored key, no entry of this name, an entry that cannot be read, or a Triton that names entries differently.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class _Kept:
     def cache_key(self) -> str:
         """Digest of the source of the kernel and of all functions it calls, and of the constants they use.
 
-        Triton's own digest also depends on the order in which a process first compiles its kernels. A kernel
-        that is hashed before the functions that it calls lacks their constants, and constants of equal names
-        are sorted by address. So a process could miss a kernel that another process had compiled.
+        Triton's own digest also depends on the order in which a process first compiles its kernels. If a
+        kernel is hashed before the functions that it calls, the digest lacks their constants. Constants of
+        equal names are sorted by address, which differs between processes. So a process might not find a
+        kernel in the cache that another process had compiled.
         """
         key = self.__dict__.get("_key")
         if key is None:
@@ -157,9 +158,10 @@ def gluon_kernel(**options: Any) -> Callable[[Callable], Any]:
 
 
 def load_or_compile(src: Any, target: Any = None, options: dict | None = None, **more: Any) -> Any:
-    """Compile as :func:`triton.compile` does.
+    """Compile as :func:`triton.compile` does, or load the kernel if it has been compiled before.
 
-    Folders of compiled kernels are searched first. Triton's disk cache comes next, with a faster look-up.
+    Folders of compiled kernels are searched first, then Triton's disk cache. The look-up in that cache is
+    faster than Triton's own.
     """
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
@@ -259,7 +261,7 @@ def _is_observed() -> bool:
 
 
 def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
-    """Return the compiled kernel from Triton's cache, or None if there is no readable entry of its name."""
+    """Return the compiled kernel from Triton's disk cache, or None if there is no readable entry for it."""
     try:
         from triton.compiler.compiler import CompiledKernel, make_backend
         from triton.runtime.cache import get_cache_manager
@@ -272,7 +274,7 @@ def _load(src: Any, target: Any, options: dict | None, key_file: Path) -> Any:
         metadata = f"{src.name[:150]}.json"
         group = get_cache_manager(name).get_group(metadata) or {}
         return CompiledKernel(src, group, name) if metadata in group else None
-    except Exception:  # Triton's own path follows, and reports the error if it persists
+    except Exception:  # the caller falls back to triton.compile, which reports a lasting error
         return None
 
 

@@ -72,9 +72,9 @@ def has_score_mod(problem: Problem) -> bool:
 
 
 def outer_stride(tensor: Tensor | None) -> int:
-    """Return the stride between sequences in elements, which is that of the first dimension.
+    """Return the stride of the first dimension, from one sequence to the next, in elements.
 
-    It is 0 for None, and for a tensor of one dimension, which all sequences share.
+    It is 0 if ``tensor`` is None, or if it has one dimension, because all sequences then share it.
     """
     return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
 

@@ -1,8 +1,8 @@
 """Epilogues of a product y = x W^T, applied to its float32 sums and shared by all kernels of products.
 
 A *place* is an output column, or a pair of output columns. The plain epilogue has one sum per place, from one
-row of W. SwiGLU has two sums per place, because gate and up give one output. So has rotary embedding, which
-rotates a pair of columns. With two sums per place, the program computes both and ``HALVES`` is 2.
+row of W. SwiGLU has two sums per place, because gate and up give one output. Rotary embedding also has two
+sums per place, because it rotates a pair of columns. The program then computes both and ``HALVES`` is 2.
 
 The functions of this module create no tensors. Gluon kernels, whose tensors have layouts, can therefore call
 them as Triton kernels do.
@@ -44,7 +44,7 @@ class ProductPointers(NamedTuple):
     """Tensors of a product and of its epilogue; None for each that a call does not use."""
 
     x: Any
-    """The input. It is the product if torch.mm has computed it and the kernel only applies the epilogue."""
+    """The input. If torch.mm has computed the product, x is the product, to which the epilogue is applied."""
     w: Any
     y: Any
     norm_weight: Any
@@ -140,9 +140,10 @@ def column_of(within, half, E: tl.constexpr):
 
 @triton.jit
 def row_of(place, half, places, E: tl.constexpr):
-    """Return the row of W that gives the first (``half`` 0) or second (``half`` 1) sum of a place.
+    """Return the row of W that the first (``half`` 0) or second (``half`` 1) sum of a place belongs to.
 
-    A place is an output column, or a pair of output columns that rotary embedding rotates.
+    A place is an output column, or a pair of output columns that rotary embedding rotates. SwiGLU and rotary
+    embedding compute each place from two sums.
     """
     if E.EPILOGUE == PLAIN:
         return place
@@ -170,7 +171,7 @@ def scaled(sums, row, inside, factor, pointers, E: tl.constexpr):
 def store_sums(sums, place, end, m, factor, call, E: tl.constexpr):
     """Apply the PLAIN epilogue, store the result, and return it in the dtype of the output.
 
-    ``place`` [n, 1] has the output columns, which are also rows of W; those below ``end`` are valid. ``m``
+    ``place`` [n, 1] has the output columns, which are also rows of W. Columns below ``end`` are valid. ``m``
     [1, rows] has the rows of x, and ``factor`` [1, rows] the factor of each row.
     """
     inside = place < end
@@ -196,7 +197,7 @@ def store_scaled(y, place, end, m, call):
 def load_squares(part, m, first, parts, rows, squares):
     """Load the sums of squares that other programs stored for rows ``m`` [1, rows] of a tile.
 
-    The programs have the numbers ``first + part`` [n, 1]. If a number is not below ``parts``, its sums are 0.
+    ``first + part`` [n, 1] are the indices of those programs. For indices from ``parts`` on, the result is 0.
     """
     at = (first + part) * rows + m
     return tl.load(squares + at, mask=first + part < parts, other=0.0, cache_modifier=".cg")
@@ -263,9 +264,9 @@ def load_destinations(m, pointers, sizes, E: tl.constexpr):
 
 @triton.jit
 def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr):
-    """Apply the SWIGLU or ROTARY epilogue to the two sums of each place, and store the results.
+    """Apply the SWIGLU or ROTARY epilogue to the sums ``first`` and ``second``, and store the results.
 
-    The two sums are SwiGLU's gate and up, or the two columns of a rotary pair. ``to`` has the
+    ``first`` and ``second`` are SwiGLU's gate and up, or the two columns of a rotary pair. ``to`` has the
     :class:`Destinations` of ``m``. The other arguments are those of :func:`store_sums`.
     """
     pointers = call.pointers

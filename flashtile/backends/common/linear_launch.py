@@ -26,7 +26,7 @@ EPILOGUES = {kinds.PLAIN: PLAIN.value, kinds.SWIGLU: SWIGLU.value, kinds.QKV: RO
 def epilogue_variant(problem: LinearProblem, norm: bool | None = None) -> EpilogueVariant:
     """Return the constants of the epilogue.
 
-    ``norm``: whether the epilogue applies RMSNorm's factor. If None, it does if the problem has a norm.
+    ``norm``: whether the epilogue applies RMSNorm's factor. If None, this is ``problem.norm``.
     """
     heads = problem.heads
     fields: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def product_pointers(
     partial: Any = None,
     arrived: Any = None,
 ) -> ProductPointers:
-    """Return the structure of a kernel's tensors.
+    """Return the :class:`ProductPointers` of a launch.
 
     ``given`` is a ``LinearTensors``, ``BeforeNormTensors`` or ``QkvTensors``.
     """

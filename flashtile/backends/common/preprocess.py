@@ -62,7 +62,7 @@ class PreprocessLengths(NamedTuple):
 
 
 def padded_rows(seqlen_q: int, total_q: int, batch: int, varlen: bool) -> int:
-    """Return the number of padded rows of a head: in one sequence, or in all sequences if they are packed."""
+    """Return the number of padded rows per head: of one sequence, or of all sequences if they are packed."""
     return triton.cdiv(total_q + batch * ROW_PAD if varlen else seqlen_q, ROW_PAD) * ROW_PAD
 
 
@@ -94,8 +94,8 @@ def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.con
 def preprocess_kernel(pointers, lse_factor, lengths, C: tl.constexpr):
     """Compute neg_lse and neg_delta. Grid: (padded blocks of rows * heads * batch,).
 
-    Rows past the end, and rows whose lse is -inf, get neg_lse -inf, so that their probabilities are 0, and
-    neg_delta 0. Each program writes its part of the gradient of the sink, a sum over its rows, to one element
+    Rows past the end, and rows whose lse is -inf, get neg_lse -inf and neg_delta 0. Their probabilities are
+    therefore 0. Each program writes its part of the gradient of the sink, a sum over its rows, to one element
     of dsink [programs]. Programs of adjacent heads have adjacent numbers.
 
     ``dq_accum`` is the fp32 accumulator of kernels that add dQ in memory, with C.DQ_ACCUM_COLUMNS columns per

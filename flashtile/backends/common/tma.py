@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashtile.backends.common.launch import RAGGED_ROWS
 
 MAX_EXTENT = 2**31 - 2**16
-"""Extent, below 2^31, that a descriptor states for a dimension whose end TMA need not check."""
+"""Extent of a dimension whose end TMA need not check. Extents must be below 2^31."""
 GLUON_DTYPES = {
     torch.float32: gl.float32,
     torch.float16: gl.float16,
@@ -39,7 +39,7 @@ class View:
     """Shape, strides and block of a TMA descriptor. The tensor itself comes with each call.
 
     Args:
-        shape, strides: of the tensor's dimensions, strides in elements.
+        shape, strides: shape of the tensor, and its strides in elements.
         block: shape of the tile that one TMA operation moves.
         dtype: one of GLUON_DTYPES.
         swizzled: whether tiles in shared memory have Gluon's default layout for wgmma, or a plain one.

@@ -101,8 +101,8 @@ def _tiles(
     if alibi_slopes is None:
         parts = [(slice(0, batch), heads_kv)]
     else:
-        # Each head needs its own table of biases. If the slopes differ between sequences, so does each
-        # sequence. A few heads are computed at a time, to bound the size of the tables.
+        # Each head needs its own table of biases. If the slopes differ between sequences, each sequence also
+        # needs its own tables. A few heads are computed at a time, to bound the size of the tables.
         heads = max(1, config.TABLE_ELEMENTS // (block_m * len(distances) * problem.group_size))
         sequences = split(range(batch), 1 if alibi_slopes.dim() == 2 else max(1, batch))
         parts = [(_slice(b), h) for b in sequences for h in split(heads_kv, heads)]

@@ -73,8 +73,8 @@ def configure(problem: Problem) -> Config:
 def configure_decode(problem: DecodeProblem) -> Fused | None:
     """Return torch's kernel for steps of one query per sequence, or None if it cannot compute the call.
 
-    16-bit keys are not converted to float32 if the processor has 16-bit products. Converting a whole cache
-    costs more than the products (three times as much on a Xeon with AVX512-BF16, 2048 keys).
+    16-bit keys are not converted to float32 if the processor multiplies 16-bit matrices fast. Converting a
+    whole cache costs more than the products (three times as much on a Xeon with AVX512-BF16, 2048 keys).
     """
     one_query = problem.seqlen_q == 1 and not problem.varlen and problem.batch > 0
     extras = problem.alibi or problem.sink or problem.tree or problem.prior or problem.qv
@@ -128,7 +128,7 @@ def _accumulation_dtype(problem: Problem | DecodeProblem) -> torch.dtype:
 
 
 def _multiplies_fast(dtype: torch.dtype) -> bool:
-    """Whether this processor and this build of torch have matrix products in the 16-bit ``dtype``."""
+    """Whether this build of torch has fast matrix products in the 16-bit ``dtype`` on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

@@ -61,7 +61,7 @@ BLOCK_M = 512
 
 
 class _Sequence(NamedTuple):
-    """One sequence, its heads in front, as float32."""
+    """The tensors of one sequence in float32, with the heads as the first dimensions."""
 
     q: Tensor
     """(heads_kv, group, seqlen_q, head_dim)"""

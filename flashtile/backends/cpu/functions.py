@@ -182,7 +182,10 @@ class FunctionChunk(Chunk):
 
 
 def _lists(extras: Any) -> list[list[list[Blocks]]]:
-    """Return the lists of a block mask: :data:`Blocks`, indexed by sequence, head and block of rows."""
+    """Return the key blocks that a block mask shows to each block of rows.
+
+    ``result[b][h][i]`` are the :data:`Blocks` of the ``i``-th block of rows, in sequence b and head h.
+    """
     counts = zip(extras.kv_num_blocks.tolist(), extras.full_kv_num_blocks.tolist(), strict=True)
     blocks = zip(extras.kv_indices.tolist(), extras.full_kv_indices.tolist(), strict=True)
     return [

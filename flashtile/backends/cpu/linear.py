@@ -33,7 +33,7 @@ def _sums_dtype(problem: LinearProblem) -> torch.dtype:
 
 
 def _linear(problem: LinearProblem, x: Tensor, weight: Tensor, given: Any) -> Any:
-    """Return y. If the problem prepares the following norm, return (y, scaled, factor).
+    """Return y. If ``problem.next_norm`` is set, return (y, scaled, factor) for the RMSNorm that follows.
 
     ``given`` is a LinearTensors or a BeforeNormTensors.
     """

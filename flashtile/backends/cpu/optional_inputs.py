@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from flashtile.dropout import keep_share, kept
+from flashtile.dropout import kept
 from flashtile.problems.attention import OptionalTensors, Problem
 
 
@@ -28,11 +28,6 @@ class Dropout(NamedTuple):
         sequences = range(first + batch.start, first + batch.stop)
         heads_range = range(heads.start, heads.stop)
         return kept(self.rng_state, self.p, self.heads_q, sequences, heads_range, rows, keys)
-
-    @property
-    def keep_share(self) -> float:
-        """The share of probabilities that is kept; kept probabilities are divided by it."""
-        return keep_share(self.p)
 
 
 class OptionalInputs(NamedTuple):

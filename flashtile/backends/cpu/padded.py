@@ -58,8 +58,8 @@ def parts(problem: Problem, extras: OptionalTensors) -> Iterator[Part]:
 def _runs(seen: Tensor) -> Iterator[tuple[slice, int, int, bool]]:
     """Yield (sequences, first key, end of keys, whether all keys between are visible).
 
-    Sequences without a visible key are left out. Adjacent sequences with the same range of keys form one run.
-    A sequence with hidden keys within its range is a run of its own.
+    Sequences without a visible key are left out. Adjacent sequences with the same range of keys are yielded
+    together. A sequence with hidden keys within its range is yielded alone.
     """
     if seen.numel() == 0:
         return

@@ -131,7 +131,7 @@ def with_batch(problem: Problem, *tensors: Tensor) -> list[Tensor]:
 
 
 def sequences(problem: Problem, extras: OptionalTensors, dbias: Tensor | None = None) -> Iterator[Part]:
-    """Yield a part for each sequence that has queries and keys.
+    """Yield a :class:`Part`, one dense call, for each sequence that has queries and keys.
 
     ``dbias`` accumulates the gradient of the bias.
     """

@@ -173,9 +173,9 @@ def chunks(
 
 
 class Chunk:
-    """Some sequences and key/value heads of a call, folded to (pairs, rows or keys, head_dim).
+    """Some sequences and key/value heads of a call, folded to three dimensions.
 
-    A pair is one sequence and one key/value head.
+    The dimensions of a tensor are (sequences * heads_kv, rows or keys, head_dim).
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Chunk:
         if optional.alibi_slopes is not None:
             slopes = optional.alibi_slopes.expand(q.shape[0], -1)[batch, self.heads_q]
             self.minus_slopes = -slopes.to(self.dtype).reshape(-1, group, 1, 1)
-        self.keep_share = 1.0 if optional.dropout is None else optional.dropout.keep_share
+        self.keep_share = 1.0 if optional.dropout is None else 1 - optional.dropout.p
         self.buffers: dict[str, Tensor] = {}
 
     def visible_rows(self) -> range:
@@ -240,7 +240,10 @@ class Chunk:
         return tensor[self.batch, self.heads_q, rows.start : rows.stop]
 
     def folded(self, tensor: Tensor, rows: range) -> Tensor:
-        """Copy ``rows`` of q, out or dout to a tile (pairs, group * rows, head_dim) in the compute dtype."""
+        """Copy ``rows`` of q, out or dout to a tile in the compute dtype.
+
+        The tile has shape (sequences * heads_kv, group * rows, head_dim).
+        """
         tile = self.tokens(tensor, rows).to(self.dtype).contiguous()
         return tile.view(-1, self.group * len(rows), tile.shape[-1])
 
@@ -250,7 +253,10 @@ class Chunk:
         return tile.view(-1, heads, len(rows), tile.shape[-1])
 
     def tile(self, name: str, num_rows: int, num_keys: int) -> Tensor:
-        """Return a tile (pairs, num_rows, num_keys) in the buffer ``name``. The next tile overwrites it."""
+        """Return a tile in the buffer ``name``. The next tile in this buffer overwrites it.
+
+        The tile has shape (sequences * heads_kv, num_rows, num_keys).
+        """
         pairs = self.k.shape[0]
         if name not in self.buffers:
             rows = self.group * min(self.block_m, self.seqlen_q)
@@ -284,19 +290,23 @@ class Chunk:
         return functools.reduce(torch.logical_and, parts) if parts else None
 
     def kept(self, rows: range, keys: range) -> Tensor | None:
-        """Return a tile (pairs, group * rows, keys) that is 1 where dropout keeps a probability, else 0.
+        """Return a tile that is 1 where dropout keeps a probability, else 0. None without dropout.
 
-        None without dropout.
+        The tile has shape (sequences * heads_kv, group * rows, keys).
         """
         if self.optional.dropout is None:
             return None
-        kept = self.optional.dropout.kept(self.batch, self.heads_q, rows, keys).to(self.dtype)
-        return kept.reshape(self.k.shape[0], -1, len(keys))
+        kept = self.optional.dropout.kept(self.batch, self.heads_q, rows, keys)
+        # Converting bytes is several times as fast as converting bool.
+        return kept.view(torch.uint8).to(self.dtype).reshape(self.k.shape[0], -1, len(keys))
 
     def scores(
         self, q: Tensor, rows: range, keys: range, added: Tensor | None, seen: Tensor | None
     ) -> Tensor:
-        """Return a tile of scores, -inf where hidden, plus ``added`` (pairs, rows, 1) if given."""
+        """Return a tile of scores (sequences * heads_kv, group * rows, keys), -inf where hidden.
+
+        ``added`` (sequences * heads_kv, group * rows, 1) is added to the scores, if given.
+        """
         tile = self.tile("scores", q.shape[1], len(keys))
         k = self.k[:, keys.start : keys.stop].mT
         if self.softcap > 0:

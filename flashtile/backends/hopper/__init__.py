@@ -69,7 +69,7 @@ def reason_of_device(problem: Problem | DecodeProblem) -> str | None:
 def reason_of_tensors(problem: Problem) -> str | None:
     """Return why this backend's kernels cannot address the problem's tensors; None if they can.
 
-    The reasons hold for the kernels of all dtypes.
+    The FP8 kernels have the same limits.
     """
     if problem.tma_obstacle is not None:
         return problem.tma_obstacle

@@ -48,7 +48,7 @@ class Channel:
 
 @gluon.jit
 def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.constexpr):
-    """Make a channel for tiles of ``desc``. Each slot has PARTS tiles: s * PARTS to (s + 1) * PARTS - 1."""
+    """Make a channel for tiles of ``desc``. Slot s has PARTS tiles: s * PARTS to (s + 1) * PARTS - 1."""
     tiles = gl.allocate_shared_memory(desc.dtype, [STAGES * PARTS] + desc.block_type.shape, desc.layout)
     return make_ring(tiles, STAGES, READERS)
 
@@ -57,11 +57,12 @@ def make_channel(desc, STAGES: gl.constexpr, READERS: gl.constexpr, PARTS: gl.co
 def make_ring(tiles, STAGES: gl.constexpr, READERS: gl.constexpr, WRITERS: gl.constexpr = 1):
     """Make a channel over ``tiles``, which are already allocated.
 
-    With READERS 0 the producer never waits for a free slot. WRITERS partitions write a part of each tile.
+    With READERS 0 the producer never waits for a free slot. Each of WRITERS partitions writes a part of every
+    tile.
 
     Only barriers on which a partition waits are initialised. The compiler may use the memory of the other
-    barriers for data. If these were initialised, a GPU that switches between processes could write barrier
-    state over the data.
+    barriers for data. If those barriers were initialised, a GPU that switches between processes could write
+    barrier state over the data.
     """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

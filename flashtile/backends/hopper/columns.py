@@ -19,8 +19,8 @@ STEP = gl.constexpr(16)
 def plus_columns(x, N: gl.constexpr, layout: gl.constexpr):
     """Return x [rows] plus the number of each column, 0 to N - 1, as float32 [rows, N].
 
-    ``layout`` is that of an accumulator: thread t of a quad holds the columns 8 a + 2 t + b. The thread adds
-    2 t to x once. The rest, 8 a + b, is a constant for each register.
+    ``layout`` is that of an accumulator: thread t of a quad holds columns 8 a + 2 t + b, for all a and for b
+    of 0 and 1. The thread adds 2 t to x once. Each register then adds its constant, 8 a + b.
     """
     column: gl.constexpr = gl.SliceLayout(0, layout)
     parts: gl.constexpr = gl.arange(0, N, layout=column).reshape([N // 8, 4, 2]).type.layout
@@ -70,16 +70,17 @@ def power_of_two_below(number):
 
 @gluon.constexpr_function
 def count_products(head_dim):
-    """Return the number of wgmma products that :func:`product_of_rows` leaves in flight."""
+    """Return the number of wgmma products that :func:`product_of_rows` starts."""
     return (-(-head_dim // 16)).bit_count()
 
 
 @gluon.jit
 def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = True, START: gl.constexpr = 0):
-    """Return acc + a b^T for tiles in shared memory, left in flight. Without ``use_acc``, return only a b^T.
+    """Start the product of two tiles in shared memory, and return acc + a b^T, or a b^T without ``use_acc``.
 
-    The sum is over columns from START to HEAD_DIM rounded up to 16. TMA has filled columns from HEAD_DIM on
-    with zeros. One product can sum only over a power of two of columns, so there may be several products.
+    The product is asynchronous: wait for it before the result is used. The sum is over columns from START to
+    HEAD_DIM rounded up to 16. TMA has filled columns from HEAD_DIM on with zeros. One product can sum only
+    over a power of two of columns, so there may be several products.
     """
     COLUMNS: gl.constexpr = (HEAD_DIM + STEP - 1) // STEP * STEP - START
     WIDTH: gl.constexpr = power_of_two_below(COLUMNS)
@@ -96,7 +97,7 @@ def product_of_rows(a, b, acc, HEAD_DIM: gl.constexpr, use_acc: gl.constexpr = T
 
 @gluon.jit
 def zero_sums(HEAD_DIM: gl.constexpr):
-    """Return zeros, float32, as a tuple of accumulators of a warpgroup.
+    """Return a tuple of accumulators of a warpgroup, float32 and set to zero.
 
     There is one accumulator, [64, HEAD_DIM rounded up to 64]. For 192 columns there are two, [64, 128] and
     [64, 64].
@@ -131,9 +132,9 @@ def add_product(sums, n: gl.constexpr, a, b):
 
 @gluon.jit
 def add_products(sums, a, b):
-    """Return ``sums`` (accumulators as from :func:`zero_sums`) + a b, after waiting for the products.
+    """Add the product a b to ``sums``, wait for it, and return the new accumulators.
 
-    a is in registers, b in shared memory.
+    ``sums`` is a tuple of accumulators, as from :func:`zero_sums`. a is in registers, b in shared memory.
     """
     first = add_product(sums, 0, a, b)
     if len(sums) == 1:

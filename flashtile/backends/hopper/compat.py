@@ -30,6 +30,9 @@ async_add = getattr(tma, "async_atomic_add", None) or _async_add
 
 @builtin
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
-    """View shared memory with another dtype, shape and layout. Releases of Gluon name this differently."""
+    """View shared memory with another dtype, shape and layout.
+
+    Gluon's own method for this has different names in different releases.
+    """
     dtype, layout = core._unwrap_if_constexpr(dtype), core._unwrap_if_constexpr(layout)
     return _semantic.memdesc_reinterpret(memory, dtype, [core._unwrap_if_constexpr(n) for n in shape], layout)

@@ -94,7 +94,7 @@ _TYPE_OF = {name: type_name for type_name, names in TYPES.items() for name in na
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the case of the kernel that fills the tile table."""
+    """Yield the compile case of the kernel that fills the tile table."""
     if arch != HOPPER:
         return
     pointers = ("table", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
@@ -123,10 +123,10 @@ def attention_case(
     spill_budget: int,
     structures: Mapping[str, Any] = {},
 ) -> CompileCase:
-    """Return the case of a warp-specialised kernel.
+    """Return the compile case of a warp-specialised kernel.
 
-    ``views`` and ``structures`` give the types of its parameters by name. None in ``structures`` stands
-    for a parameter that the call lacks.
+    ``views`` and ``structures`` give the types of the kernel's parameters by name. In ``structures``, None
+    stands for a parameter that the call does not use.
     """
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {"C": variant}
@@ -151,7 +151,7 @@ def attention_case(
 
 
 def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
-    """Return the types of the fields that ``ForwardPointers`` and ``BackwardPointers`` have in common."""
+    """Return Triton's types of the fields that ``ForwardPointers`` and ``BackwardPointers`` both have."""
     given: Any = None if mods is None else "i32"
     if mods is not None and mods.ranks:
         given = types_of(CapturedTensors, "i32", tensor_0="*fp32", tensor_1="*i32")
@@ -165,7 +165,7 @@ def modifier_pointers(variant: Any, mods: Mods | None) -> dict[str, Any]:
 
 
 def schedule_types(structure: Any, variant: Any) -> Any:
-    """Return the types of the fields of ``structure``, ``ForwardSchedule`` or ``BackwardSchedule``."""
+    """Return Triton's types of the fields of ``ForwardSchedule`` or ``BackwardSchedule``."""
     of_bias, of_dropout = ("i32" if given else None for given in (variant.HAS_BIAS, variant.HAS_DROPOUT))
     return types_of(structure, "i32", bias_batch=of_bias, bias_heads=of_bias, drop_threshold=of_dropout)
 

@@ -42,8 +42,6 @@ class ModifierFlags:
     STORES_DS: bool = False
     """Each element of the bias belongs to one score, so the backward stores dS as the bias's gradient."""
     HAS_DROPOUT: bool = False
-    FINE_DROPOUT: bool = False
-    """Dropout compares random numbers of 15 bits; otherwise of 7 bits."""
     LATE_BITS: bool = False
     """The assembler may delay the computation of the forward's random bits until the exponentials."""
     HAS_MODS: bool = False

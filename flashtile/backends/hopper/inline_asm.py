@@ -103,7 +103,7 @@ def wait_for_loads(x):
 
 @gluon.jit
 def wait_for_numbers(x):
-    """Do the same as :func:`wait_for_loads` for fp32 numbers, two per thread."""
+    """Return x (fp32, two numbers per thread) once it has been loaded, as :func:`wait_for_loads` does."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred never;
@@ -118,9 +118,10 @@ def wait_for_numbers(x):
 
 @gluon.jit
 def copy_registers(p):
-    """Copy P (16 or 32 bits) to the registers of the product's operand, which the previous product has read.
+    """Copy P (16 or 32 bits) to the registers that are the operand of the next product.
 
-    The assembler does not move the copy to another place in the code.
+    The previous product has already read these registers. The assembler does not move the copy to another
+    place in the code.
     """
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
@@ -152,9 +153,9 @@ def rescale_constraints(count):
 def rescale(o, alpha):
     """Return o [rows, n] times alpha [rows]. A warp skips this if the factors of all its rows are 1.
 
-    In block j of the keys, about one row in j has a new maximum. After some blocks, most warps therefore skip
-    the multiplication. P must be in its registers before this call (:func:`copy_registers`). Otherwise the
-    assembler packs P only after the branches.
+    In the j-th block of keys, a row has a new maximum with a probability of about 1 / j. After some blocks,
+    most warps therefore skip the multiplication. The caller must have copied P to its registers
+    (:func:`copy_registers`). Otherwise the assembler packs P only after the branches of this function.
     """
     changed = gl.inline_asm_elementwise(
         """

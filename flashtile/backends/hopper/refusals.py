@@ -76,7 +76,7 @@ def reason_against_bias(problem: Problem) -> str | None:
 def reason_against_mods_backward(problem: Problem) -> str | None:
     """Return why the backward does not take a call's score_mod, mask_mod or block mask; None if it does.
 
-    The forward must take the call.
+    The function is called only for calls that the forward takes.
     """
     mods = problem.mods
     assert mods is not None

@@ -14,7 +14,8 @@ from flashtile.backends.common.kernel_cache import kernel
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
 
 CHUNK = 256
-"""Number of sequences that a program compares with its own at a time; also of rows written at a time."""
+"""Sequences that a program compares with its own at a time, and rows of the table that it writes at a
+time."""
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def lengths(cu_seqlens, sequence, total, mask):
 
 @triton.jit
 def key_lengths(cu_seqlens_k, seqused_k, sequence, total_k, mask, SEQUSED: tl.constexpr):
-    """Return (first row, number of keys) of sequences of keys, which ``seqused_k`` may shorten."""
+    """Return (first row, number of keys) of sequences in k. ``seqused_k`` may shorten the sequences."""
     start, length = lengths(cu_seqlens_k, sequence, total_k, mask)
     if SEQUSED:
         used = tl.load(seqused_k + sequence, mask=mask, other=0)
@@ -67,11 +68,10 @@ def tile_table_kernel(
 ):
     """Fill ``table``. Grid: one program for each of ``batch`` sequences.
 
-    Row 0 is a header: the number of work tiles per head, then the number of work tiles that have been taken
-    from the work queue, 0. Each other row is a work tile: sequence, tile_in_head, start_q, start_k, seqlen_q,
-    seqlen_k.
-    Sequences with more keys come first. In the backward, work tiles are blocks of keys, so the caller
-    exchanges q and k.
+    Row 0 is a header: the number of work tiles per head, then the counter of work tiles that have been taken
+    from the work queue, which starts at 0. Each other row is a work tile: sequence, tile_in_head, start_q,
+    start_k, seqlen_q, seqlen_k. Sequences with more keys come first. In the backward, work tiles are blocks
+    of keys, so the caller exchanges q and k.
     """
     b = tl.program_id(0)
     start_q, seqlen_q = lengths(cu_seqlens_q, b, total_q, True)
@@ -145,5 +145,5 @@ class TileTable:
 
 
 def capacity(total: int, batch: int, block: int) -> int:
-    """Return the maximum number of blocks of ``batch`` sequences that have ``total`` rows together."""
+    """Return the maximum number of blocks in ``batch`` packed sequences with ``total`` rows in all."""
     return total // block + batch

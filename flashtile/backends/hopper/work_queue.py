@@ -17,7 +17,7 @@ SLOTS = gl.constexpr(2)
 
 @gluon.jit
 def make_work_queue(READERS: gl.constexpr):
-    """Make the channel of a work queue, from the producer to READERS other partitions."""
+    """Make the channel that passes indices of work tiles from the producer to READERS partitions."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return make_ring(gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout), SLOTS, READERS)
 

@@ -96,8 +96,9 @@ def all_reduce_kernel(
     """Add the parts of all ranks, in the same order on each rank, plus ``residual``. Grid: (PROGRAMS,).
 
     part, residual and out have ``words`` words of 32 bits. With RESULT = JOIN, part is (rows, columns) words
-    and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of the ranks' memories.
-    ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of a graph.
+    and out is (rows, RANKS, columns). ``memories`` (RANKS,) int64 are the addresses of each rank's
+    communication memory. ``calls`` (PROGRAMS,) int64 counts the calls with this memory, including replays of
+    a graph.
 
     Calls alternate between two slots: call n + 2 writes to the slot of call n. A rank starts call n + 2 after
     its own call n + 1 has ended. That call has waited for the parts of all other ranks, so all of them have
@@ -148,7 +149,7 @@ def all_reduce_kernel(
 
 
 def memory_words(ranks: int, capacity: int) -> int:
-    """Number of 64-bit words in the memory of a rank, for parts of up to ``capacity`` 32-bit words."""
+    """Number of 64-bit words of a rank's communication memory, for parts of ``capacity`` 32-bit words."""
     return 2 * ranks * capacity
 
 

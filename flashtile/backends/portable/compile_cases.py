@@ -123,7 +123,10 @@ _Extras: Any = namedtuple("_Extras", (*OptionalTensors._fields, *CAPTURED, *LIST
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the portable kernels of attention and weights, all variants with the tile sizes of ``arch``."""
+    """Yield the compile cases of the portable attention kernels, with the tile sizes for ``arch``.
+
+    The cases include attention weights, FlashAttention-1, the all-reduce, and score and mask functions.
+    """
     capability = divmod(architecture(arch).capability, 10)
     yield from _plain_cases(capability)
     for head_dim in (64, 128):
@@ -264,7 +267,8 @@ def _cases_with_functions(capability: tuple[int, int]) -> Iterator[CompileCase]:
 def _weights_cases(capability: tuple[int, int], form: str, top: int) -> Iterator[CompileCase]:
     """Yield the kernels that compute attention weights, with many features and with a block mask.
 
-    ``form`` and ``top`` are an entry of ``_FORMS``.
+    ``form`` is the form of the weights ("full", "columns" or "top"), and ``top`` the number of weights that
+    "top" keeps in each row.
     """
     family = family_of_capability(*capability)
     name = f"{form} {top}" if top else form

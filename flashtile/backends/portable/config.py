@@ -130,7 +130,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256, 512, 576)
 def dbias_tile(config: Config) -> KernelConfig:
     """Return the tile of the kernel that computes the bias's gradient.
 
-    This kernel holds tiles of q, k, v and dout at a time. Its tile sizes were not timed.
+    This kernel holds a tile of each of q, k, v and dout at the same time. Its tile sizes were not timed.
     """
     if config.dkdv.num_stages < 3:
         return replace(config.dkdv, num_stages=1)
@@ -138,9 +138,9 @@ def dbias_tile(config: Config) -> KernelConfig:
 
 
 def family(device: torch.device | Target) -> str:
-    """Return the family of the device, under which the table lists its configurations.
+    """Return the device's family, a key of the tables of configurations: "hopper", "ampere" or "other".
 
-    Triton's interpreter (CPU tensors) takes the smallest tiles.
+    CPU tensors (Triton's interpreter) belong to "other", which has the smallest tiles.
     """
     return family_of_capability(*capability(device))
 
@@ -163,7 +163,7 @@ def precision_of(table_family: str, element_bytes: int) -> str:
 
 
 def row(table_family: str, element_bytes: int, width: int, windowed: bool) -> Config:
-    """The configuration of one row of the table; ``width`` is a padded head_dim."""
+    """Return the configuration in the table for these arguments; ``width`` is a padded head_dim."""
     forward, forward_windowed, dkdv, dq = _TABLE[table_family, element_bytes, width]
     # The three products of "tf32x3" need too many registers at this width.
     precision = "ieee" if (element_bytes, width) == (4, 512) else precision_of(table_family, element_bytes)

@@ -51,8 +51,8 @@ def exchange_kernel(
 
     out (batch, seqlen, heads, HEAD_DIM_V), float32, and lse (batch, seqlen, heads), natural log, are the
     results over the keys of this rank. result has the shape of out; result_lse is (batch, heads, seqlen).
-    ``memories`` (RANKS,) int64 are the addresses of the ranks' memories. ``calls`` (PROGRAMS,) int64 counts
-    the calls with this memory.
+    ``memories`` (RANKS,) int64 are the addresses of each rank's communication memory. ``calls`` (PROGRAMS,)
+    int64 counts the calls with this memory.
 
     The number of the call selects one of two slots. A program sets its flag on each rank to this number when
     its results are complete. The count is in device memory, so it also advances in replays of a CUDA graph.
@@ -126,7 +126,7 @@ def exchange_variant(ranks: int, capacity: int, head_dim: int) -> ExchangeVarian
 
 
 def memory_words(variant: ExchangeVariant) -> int:
-    """Number of 32-bit words in the memory of a rank."""
+    """Number of 32-bit words of a rank's communication memory."""
     return 2 * variant.RANKS * (variant.PROGRAMS + variant.SLOT)
 
 

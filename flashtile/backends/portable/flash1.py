@@ -68,8 +68,8 @@ class Flash1Variant:
 def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
     """Update out, maximum and sum by one tile of keys: lines 10 to 12 of the paper's Algorithm 1.
 
-    scores [BLOCK_M, BLOCK_N], v [BLOCK_N, BLOCK_DV]. A row's maximum is -inf over a tile that it does not
-    see, and before it has seen any key.
+    scores [BLOCK_M, BLOCK_N], v [BLOCK_N, BLOCK_DV]. ``row_max`` is -inf before a row has seen a key. The
+    maximum over a tile is -inf if the row sees no key of the tile.
     """
     tile_max = tl.max(scores, 1)
     new_max = tl.maximum(row_max, tile_max)
@@ -85,11 +85,15 @@ def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths",))
 def flash1_kernel(pointers, strides, lengths, softmax_scale, C: tl.constexpr):
-    """Grid: (heads * batch,). q, k, v (batch, seqlen, heads, head_dim) with any strides, out contiguous.
+    """Compute out of one head per program.
+
+    Grid: (heads * batch,). q, k, v are (batch, seqlen, heads, head_dim) with any strides, and out is
+    contiguous.
 
     partial [batch, num_heads_q, seqlen_q, HEAD_DIM_V], row_max and row_sum [batch, num_heads_q, seqlen_q] are
-    fp32. The caller fills them with 0, -inf and 0. The output after the last key block goes to out, and that
-    after earlier key blocks to partial. Line numbers in comments are those of the paper's Algorithm 1.
+    fp32. The caller fills them with 0, -inf and 0. After the last key block, the output is written to out.
+    After earlier key blocks, it is written to partial. Line numbers in comments are those of the paper's
+    Algorithm 1.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_N: tl.constexpr = C.BLOCK_N

@@ -34,7 +34,7 @@ def merge_kernel(
 
     Grid: (blocks of ROWS tokens * heads * batch,); heads vary fastest. out and result have shape (batch,
     tokens, heads, HEAD_DIM). lse has shape (batch, heads, tokens) and is a natural logarithm. ``more_out``
-    and ``more_lse`` have ``more_tokens`` tokens, the first of which is token ``start`` of out.
+    and ``more_lse`` are for the ``more_tokens`` tokens of out from token ``start`` on.
     """
     pid = tl.program_id(0)
     head = pid % num_heads
@@ -75,7 +75,7 @@ def merge(
 
     lse is updated in place. out is updated in place if ``dtype`` is float32. All tensors are contiguous and
     float32: out has shape (batch, tokens, heads, head_dim), lse (batch, heads, tokens). ``more_out`` and
-    ``more_lse`` may have fewer tokens, the first of which is token ``start`` of out.
+    ``more_lse`` are for the tokens of out from token ``start`` on, and may end before out.
     """
     batch, tokens, heads, head_dim = out.shape
     result = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)

@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 @triton.jit
 def load_scores(row, first, C: tl.constexpr):
-    """Return (scores [BLOCK] float32, keys [BLOCK] uint32). The keys have the same order as the scores.
+    """Return (scores [BLOCK] float32, keys [BLOCK] uint32). ``keys`` are integers that sort like the scores.
 
     Scores below ``row.least`` become -inf. NaN stays NaN.
     """
@@ -56,7 +56,7 @@ def load_scores(row, first, C: tl.constexpr):
 def weights_of(scores, keys, lowest, row_max, BY_MASS: tl.constexpr):
     """Return the weight of each score: 1, or with BY_MASS the unnormalised probability.
 
-    Scores whose key is below ``lowest`` have weight 0.
+    The weight is 0 for scores of -inf, and for scores with ``keys`` (:func:`load_scores`) below ``lowest``.
     """
     weights = tl.exp(scores - row_max) if BY_MASS else tl.full(scores.shape, 1.0, tl.float32)
     return tl.where((scores > -float("inf")) & (keys >= lowest), weights, 0.0)

@@ -22,10 +22,11 @@ def block_range(
     HAS_AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return which blocks of the other sequence are in the window of positions ``start`` to ``end`` - 1.
+    """Return the key blocks in the window of query positions ``start`` to ``end`` - 1, or vice versa.
 
     The window of position i covers positions ``i + offset - back`` to ``i + offset + ahead`` of the other
-    sequence, which has ``length`` positions. Returns (first, full_first, full_last, last):
+    sequence (keys for a query, queries for a key), which has ``length`` positions. Returns (first,
+    full_first, full_last, last):
 
     - Blocks [first, last) are in the window of at least one position.
     - Blocks [full_first, full_last) are in the windows of all positions and within the sequence, so they need
@@ -121,7 +122,7 @@ def result_bases(
     out_ptr, lse_ptr, b, head, start_q, num_heads_q, seqlen_q, total_q, HEAD_DIM_V: tl.constexpr,
     VARLEN: tl.constexpr,
 ):  # fmt: skip
-    """Return the addresses of the sequence's first row of ``head`` in out and in lse."""
+    """Return (address in out, address in lse) of the first row of a sequence and head."""
     row = row_of_token(b, start_q, num_heads_q, seqlen_q, VARLEN)
     lse_row = row_of_head(b, head, start_q, num_heads_q, seqlen_q, total_q, VARLEN)
     return out_ptr + (row + head) * HEAD_DIM_V, lse_ptr + lse_row
@@ -224,8 +225,8 @@ def load_slope(alibi_slopes, alibi_stride_b, b, head, HAS_ALIBI: tl.constexpr):
 def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKED: tl.constexpr):
     """Take a step of the online softmax: return (p, new maximum, factor that rescales earlier sums).
 
-    scores and p are [BLOCK_M, BLOCK_N], the rest [BLOCK_M]; p is exp2(scores - new maximum). Unless
-    HAS_SCORE_MOD, the scores are raw products and ``scale_log2`` is folded into the exponent.
+    scores and p are [BLOCK_M, BLOCK_N], the rest [BLOCK_M]; p is exp2(scores - new maximum). Scores are in
+    log2 units with HAS_SCORE_MOD. Otherwise they are raw products, which are scaled by ``scale_log2`` here.
     """
     if HAS_SCORE_MOD:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -244,7 +245,7 @@ def softmax_step(scores, row_max, scale_log2, HAS_SCORE_MOD: tl.constexpr, MASKE
 
 @triton.jit
 def sink_step(acc, row_max, row_sum, sink):
-    """Add the sink, a score without a value, to each row: return accumulator, maximum and sum.
+    """Add the attention sink, a score without a value vector, to each row: return (acc, maximum, sum).
 
     The sink is added last, so that a large sink does not reduce the precision of the probabilities.
     """

@@ -43,9 +43,9 @@ USE_TRITON_ROCM = False
 
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
-    """Return how many neighbouring keys of a row have a common maximum in S_dmask.
+    """Return the number of keys over which FlashAttention-2 takes the maximum that S_dmask subtracts.
 
-    Here a row has only one maximum, so this is the maximum length of a row.
+    flashtile takes the maximum of the whole row, so the result is the maximum length of a row.
     """
     return MAX_LENGTH
 
@@ -159,7 +159,8 @@ def _flash_attn_varlen_forward(
 def _forward(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any) -> Results:
     """Call :func:`flashtile.attention` with the arguments ``named``, for dense or packed sequences.
 
-    With dropout the results include its random state, and S_dmask if ``return_softmax`` is True.
+    With dropout, the results include the seed and offset of the dropout mask, and S_dmask if
+    ``return_softmax`` is True.
     """
     rng_state = draw_state(q) if named["dropout_p"] else None
     out, lse = functions.attention(q, k, v, **named, rng_state=rng_state, return_lse=True)

@@ -28,13 +28,13 @@ POLICY = (
     "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'"
 )
-"""Content security policy of the page: it loads no resources and connects only to this server."""
+"""Content security policy of the web page: it loads no resources and connects only to this server."""
 
 ASSETS = files("flashtile.engine.server") / "assets"
 
 MAX_SEQUENCES = 64
 MAX_BLOCKS = 4096
-"""Maximum numbers of sequences and of blocks that the page shows. The page's totals count all of them."""
+"""Maximum numbers of sequences and of blocks that the web page shows. Its totals count all of them."""
 
 
 def make_app(service: Service, listener: Listener) -> web.Application:
@@ -179,7 +179,9 @@ async def _live(request: web.Request, service: Service) -> web.Response:
 
 
 def _snapshot(engine: Engine) -> dict[str, Any]:
-    """Describe blocks and sequences, without any text of a request. Call it on the engine's thread.
+    """Return the state of blocks and running sequences for the web page, without any text of a request.
+
+    This must run on the engine's thread.
 
     ``refs`` has one digit for each block. The digit is the number of references to the block, including that
     of the prefix cache, or 9 if there are more. The first ``null_blocks`` blocks hold no tokens.
@@ -222,7 +224,7 @@ def _described_sequence(engine: Engine, sequence: Sequence, step_tokens: int) ->
 
 
 def _page() -> str:
-    """Return the page with its styles and its script, as one HTML file."""
+    """Return the server's web page (route ``/``) with its styles and its script, as one HTML file."""
     page = (ASSETS / "page.html").read_text("utf-8")
     for path in (DESIGN, ASSETS / "page.css", ASSETS / "page.js"):
         page = page.replace(f"/* {path.name} */", path.read_text("utf-8"))

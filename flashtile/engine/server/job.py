@@ -114,7 +114,7 @@ class Job:
         """Abort the unfinished requests.
 
         Args:
-            forget: whether to drop the last outputs of these requests. True if nothing will read them.
+            forget: drop the last outputs of these requests, because nothing will read them.
         """
         left = list(self._stream.unfinished)
         if forget:

@@ -320,7 +320,7 @@ def _read_call(
     prompt_logprobs: int | None,
     **own: Any,
 ) -> Call:
-    """Read the fields that completions and chat completions share. Refuse fields that nothing has read.
+    """Read the fields that completions and chat completions share. Refuse unknown or unsupported fields.
 
     Args:
         kind: class of the result.
@@ -376,7 +376,7 @@ def _read_sampling(
 def _read_beams(
     body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
 ) -> Params:
-    """Read the parameters of a beam search with ``n`` beams. Refuse sampling fields that do not apply."""
+    """Read the parameters of a beam search with ``n`` beams. Refuse fields that beam search does not use."""
     neutral = SamplingParams()
     for name in SAMPLING:
         if name in BEAMS or name == "n" or name not in body:

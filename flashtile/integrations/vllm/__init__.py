@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 OLDEST = (0, 25)
-"""The oldest release of vLLM whose interface the backend has."""
+"""The oldest release of vLLM that is supported."""
 
 
 def register() -> None:

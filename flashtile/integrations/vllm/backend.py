@@ -46,11 +46,12 @@ DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 APPEND_OPTIONS = AppendOptions()
 INVARIANT_QUERIES = 128
-"""Lower bound of ``max_seqlen_q`` for attention over a cache if results must not depend on the batch. From
-this bound on, the number of queries no longer changes the tile."""
+"""Lower bound of ``max_seqlen_q`` for attention over a cache if results must not depend on the batch. For all
+``max_seqlen_q`` above the bound, the kernel has the same tile."""
 MAX_INVARIANT_HEAD = 128
-"""For larger heads, Hopper's kernel rescales all rows of a tile when one row needs it, so a result depends on
-how a prompt is cut into chunks. The portable kernel rescales each row by itself."""
+"""Largest head size at which the results of Hopper's kernel do not depend on the batch. For larger heads, the
+kernel rescales all rows of a tile when one row needs it, so results depend on how a prompt is cut into
+chunks. The portable kernel, which rescales each row by itself, is used instead."""
 
 
 class Backend(AttentionBackend):
@@ -141,7 +142,10 @@ class Metadata(AttentionMetadata):
     max_query_len: int
     """Upper bound of the number of queries of a sequence."""
     max_encoder_len: int
-    """Upper bound in layers without a cache. Equal in all steps if results must not depend on the batch."""
+    """Upper bound of a sequence's length in layers without a cache.
+
+    It is the same in all steps if results must not depend on the batch.
+    """
     query_start_loc: Tensor
     """(num_reqs + 1,) int32."""
     max_seq_len: int
@@ -205,7 +209,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return updated
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
-        """Do nothing, because no field of the metadata is computed from the values of the lengths."""
+        """Do nothing, because the metadata has views of the lengths, and no other field depends on them."""
 
 
 class Impl(AttentionImpl[Metadata]):

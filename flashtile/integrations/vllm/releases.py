@@ -12,7 +12,7 @@ from vllm import version
 from vllm.v1.attention.backend import AttentionCGSupport
 
 RELEASE: tuple[int, int] = version.__version_tuple__[:2]
-"""Major and minor number of the installed vLLM; (99, 0) for a checkout without tags, taken for the newest."""
+"""Major and minor number of the installed vLLM. A checkout without tags counts as the newest, (99, 0)."""
 if RELEASE == (0, 0):
     RELEASE = (99, 0)
 

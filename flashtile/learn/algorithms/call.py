@@ -30,7 +30,7 @@ class Mask:
     right: int = -1
 
     def sees_any(self, rows: range, keys: range) -> bool:
-        """Whether any score of the tile (rows, keys) is visible. FlashAttention-2 skips the other tiles."""
+        """Whether any score of the tile (rows, keys) is visible. FlashAttention-2 skips hidden tiles."""
         seen = visible_keys(rows, self.seqlen_k, self.seqlen_k - self.seqlen_q, self.left, self.right)
         return max(seen.start, keys.start) < min(seen.stop, keys.stop)
 
@@ -86,12 +86,12 @@ def place(
 
     Args:
         memory: memory whose HBM gets q, k and v.
-        q: (seqlen_q, head_dim), one head of one sequence; float32 or float64. A number counts as
+        q: (seqlen_q, head_dim), one head of one sequence; float32 or float64. An element counts as
             ``memory.element_bytes`` bytes, independent of its dtype.
         k: (seqlen_k, head_dim), as q.
         v: (seqlen_k, head_dim_v), as q.
         causal, window_size, softmax_scale: as for :func:`flashtile.attention`.
-        element_bytes: bytes of a number of q, k and v, if not ``memory.element_bytes``.
+        element_bytes: bytes per element of q, k and v. None means ``memory.element_bytes``.
 
     Raises:
         TypeError, ValueError, NotImplementedError: an argument is wrong; the message names it.

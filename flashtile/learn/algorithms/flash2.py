@@ -55,10 +55,10 @@ BACKWARD_TILES = {
 
 
 def block_sizes(memory: Memory, head_dim: int, head_dim_v: int) -> tuple[int, int]:
-    """Return (Br, Bc), where Br, the size of an outer block, is as large as SRAM allows.
+    """Return (Br, Bc). Br, the number of query rows of a block in the outer loop, is as large as possible.
 
-    In FlashAttention 1 the outer block is that of the keys, Bc. SRAM holds Q (Br, d), the accumulator, S, m,
-    l, and K and V (Bc, d), where Bc = min(Br, d).
+    SRAM holds Q (Br, d), the accumulator, S, m, l, and K and V (Bc, d), where Bc = min(Br, d). FlashAttention
+    1 has key blocks in its outer loop, so it makes Bc large instead.
     """
     block_m = block_size(memory, 3 * head_dim + 2 * head_dim_v + 2)
     return block_m, min(block_m, head_dim)

@@ -130,7 +130,7 @@ class Warpgroup:
         sram.O = correction * acc
 
     def multiply(self, v: Tensor | None) -> Tensor:
-        """Return O + P V of the previous block, or O in the first step, where ``v`` is None."""
+        """Return O + P V, with P and V of the previous block. Return O in the first step (``v`` is None)."""
         if v is None:
             return self.sram.O
         self.sram.PV = self.sram.O + self.sram.P @ v

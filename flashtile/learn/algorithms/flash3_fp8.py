@@ -74,8 +74,8 @@ def forward(
         incoherent: rotate Q and K first; head_dim must be a power of 2.
         seed: seed of the rotation's random signs.
 
-    The other arguments are those of :func:`flashtile.algorithms.call.place`. A number of Q, K or V counts as
-    one byte.
+    The other arguments are those of :func:`flashtile.algorithms.call.place`. Each element of Q, K and V
+    counts as one byte.
 
     Examples:
         >>> from flashtile.algorithms import Memory, flash3_fp8
@@ -85,7 +85,7 @@ def forward(
         True
     """
     check(q, k, v, causal, window_size, softmax_scale)
-    if incoherent:  # on a GPU fused with the layer before, so not part of the attention's traffic
+    if incoherent:  # on a GPU, this is fused with the previous layer, so its traffic is not counted
         rotation = random_rotation(q, seed)
         q, k = q @ rotation, k @ rotation
     Br, Bc = chosen_blocks(block_m, block_n, block_sizes(memory, q.shape[-1], v.shape[-1]))

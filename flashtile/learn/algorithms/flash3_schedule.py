@@ -50,13 +50,13 @@ def schedule(
     """Return the timeline of a thread block that attends to ``num_blocks`` blocks of keys, ordered by start.
 
     Args:
-        warpgroups: number of consumers, which have equally many rows.
+        warpgroups: number of consumer warpgroups. All have the same number of rows.
         pingpong: whether the warpgroups take turns at the tensor cores, as FlashAttention-3's barriers make
-            them do. If not, all warpgroups run the same operation and wait for each other, the worst case
-            without these barriers.
+            them do. If not, all warpgroups run the same operation and wait for each other. This is the worst
+            case of a kernel without these barriers.
         pipelined: whether a warpgroup issues S of the next block before P V of this one, and computes the
             next softmax while P V runs. If not, it waits for each operation before it issues another.
-        stages: number of blocks of K, and of V, that the ring of buffers in SRAM holds.
+        stages: number of blocks of K, and number of blocks of V, that fit into the buffers in SRAM.
         product, softmax, load: duration of each operation, for one warpgroup and one block.
 
     Raises:
@@ -93,7 +93,11 @@ def schedule(
 
 
 def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: bool) -> Iterator[Order]:
-    """Yield the products, S of a block and P V of the block before it, in the order of their execution."""
+    """Yield the products S and P V of all blocks in the order in which the tensor cores execute them.
+
+    With ``pipelined``, S of a block comes before P V of the previous block. With ``pingpong``, both products
+    of one warpgroup come before those of the next warpgroup.
+    """
     for j in range(num_blocks + 1):
         turn = [("S", j), ("P V", j - 1)] if pipelined else [("P V", j - 1), ("S", j)]
         turn = [(label, block) for label, block in turn if 0 <= block < num_blocks]
@@ -104,7 +108,10 @@ def products(num_blocks: int, consumers: list[str], pingpong: bool, pipelined: b
 
 
 def needs(order: Order, consumers: list[str], pingpong: bool, pipelined: bool, stages: int) -> list[Order]:
-    """Return the operations that must end before ``order`` can start. Its unit must also be free."""
+    """Return the operations that must end before the operation ``order`` can start.
+
+    In addition, the unit that executes ``order`` must be free.
+    """
     worker, label, j = order
     if worker == PRODUCER:  # a stage is free when all consumers have used its block
         user = {"K": "S", "V": "P V"}[label]

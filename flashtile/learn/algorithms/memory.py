@@ -70,9 +70,9 @@ class Tile(NamedTuple):
         op: formula of the tile.
         rows, cols: names of the ranges that give the tile's position in the whole matrix, such as "keys".
             None: the tile has no position on this axis.
-        name: name in SRAM and in the trace; None is the name of the attribute. A new tile replaces an older
-            tile of the same name.
-        element_bytes: bytes of one number; None is the ``element_bytes`` of the memory.
+        name: name in SRAM and in the trace; None means the name of the attribute. A new tile replaces an
+            older tile of the same name.
+        element_bytes: bytes of one element. None means the ``element_bytes`` of the memory.
 
     Examples:
         >>> from flashtile.algorithms import Memory, Tile, Trace
@@ -122,8 +122,8 @@ class Memory:
     Args:
         sram_bytes: size M of SRAM in bytes. Named tiles occupy it; temporaries of one expression are assumed
             to be in registers.
-        element_bytes: bytes of one number, independent of the dtype in which torch computes. 2 is float16.
-            With 1 the counters count elements, as the papers do.
+        element_bytes: bytes of one element, independent of the dtype in which torch computes. 2 stands for
+            float16. With 1 the counters count elements, as the papers do.
         trace: trace that gets an event for every step; None records nothing.
 
     Attributes:
@@ -191,7 +191,7 @@ class Memory:
     def place(self, name: str, tensor: Tensor, element_bytes: int | None = None) -> Array:
         """Put an input (rows, cols) into HBM and return it as an :class:`Array`.
 
-        ``element_bytes`` is the size of one number, by default the ``element_bytes`` of the memory.
+        ``element_bytes`` is the size of one element. None means the ``element_bytes`` of the memory.
         """
         return self._appear("place", name, tensor.detach(), element_bytes)
 
@@ -209,7 +209,7 @@ class Memory:
     def sram(
         self, kernel: str = "", tiles: Mapping[str, Tile] | None = None, **ranges: range
     ) -> Iterator[Sram]:
-        """Open a scope of SRAM. Tiles that are loaded or computed in it are freed at its end.
+        """Open a scope of SRAM. Tiles that are loaded or computed in the scope are freed when it ends.
 
         The outermost scope is a program (a GPU's thread block); scopes within it share its SRAM.
 
@@ -249,8 +249,8 @@ class Memory:
     ) -> None:
         """Add an event to the trace, if there is one.
 
-        ``column`` is the tile of the event. If it is a single column, such as the running maximum m, the
-        event also gets its values in the rows that the trace watches.
+        ``column`` is the tile of the event. If the tile has only one column, such as the running maximum m,
+        the event also stores the tile's values in the rows that the trace watches.
         """
         if self.trace is None:
             return
@@ -333,13 +333,13 @@ class Sram:
         self._ranges = {**self._ranges, **ranges}
 
     def start(self, **values: Tensor) -> None:
-        """Set the initial values of accumulators. The trace has no formula for these tiles."""
+        """Set the initial values of accumulators. Their events in the trace have an empty formula."""
         for name, value in values.items():
             self._assign(name, value, op="")
 
     @contextmanager
     def scope(self, **ranges: range) -> Iterator[None]:
-        """Open an inner scope, such as one iteration of a loop. Its new tiles are freed at its end.
+        """Open an inner scope, such as one iteration of a loop. Tiles created in it are freed when it ends.
 
         Args:
             ranges: rows and columns of the inner scope, in addition to those of the outer scope.
@@ -367,7 +367,7 @@ class Sram:
     def load(
         self, array: Array, rows: range | None = None, cols: range | None = None, name: str | None = None
     ) -> Tensor:
-        """Copy a tile of an array from HBM; ``rows`` and ``cols`` default to all.
+        """Copy a tile of an array from HBM to SRAM; ``rows`` and ``cols`` default to all.
 
         The tile has the name of the array by default, and it replaces a tile of the same name. To hold
         several tiles of one array at a time, give each tile its own ``name``.
@@ -398,7 +398,7 @@ class Sram:
             value: the computed tile, (rows, cols).
             rows, cols: position of the tile in the whole matrix, for the trace.
             op: formula of the tile, for the trace.
-            element_bytes: bytes of one number; None is the ``element_bytes`` of the memory.
+            element_bytes: bytes of one element. None means the ``element_bytes`` of the memory.
         """
         size = value.numel() * (element_bytes or self.memory.element_bytes)
         self._hold(name, size, rows, cols)

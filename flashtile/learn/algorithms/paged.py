@@ -72,7 +72,7 @@ class PagedCache:
         self._record("fork", child)
 
     def free(self, sequence: str) -> None:
-        """Remove a sequence. Those of its pages that no other sequence uses can be allocated again."""
+        """Remove a sequence. Pages that no other sequence uses become free."""
         del self.lengths[sequence]
         for page in self.tables.pop(sequence):
             self.ref_counts[page] -= 1
@@ -216,7 +216,7 @@ def forked(
     check(q, k, v, True, softmax_scale=softmax_scale)
     if not 0 < prompt <= k.shape[0]:
         raise ValueError(f"prompt must be from 1 to the {k.shape[0]} tokens of k, got {prompt}")
-    num_pages = pages_of(k.shape[0], page_size) + 2  # one page is copied, and both last pages may be partial
+    num_pages = pages_of(k.shape[0], page_size) + 2  # for the copied page and a second partial page
     cache = PagedCache(memory, num_pages, page_size, k.shape[1], v.shape[1], like=k)
     for token in range(prompt):
         cache.append("A", k[token : token + 1], v[token : token + 1])

@@ -85,7 +85,7 @@ def fused(
 def reordered(q: Tensor, k: Tensor, v: Tensor, memory: Memory) -> Tensor:
     """Return O (seqlen_q, head_dim_v), computed as Q (K^T V).
 
-    Without a softmax, this order of products is exact. With a softmax between them, it is impossible.
+    Without a softmax, this order of products is exact. With a softmax between the products, it is impossible.
 
     Examples:
         >>> from flashtile.algorithms import Memory, product_chain

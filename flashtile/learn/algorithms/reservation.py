@@ -239,7 +239,7 @@ def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, e
     sums: dict[bool, Counter[str]] = {
         True: Counter(),
         False: Counter(),
-    }  # by whether a request waits
+    }  # the key says whether a request waits
     served = Served()
     while waiting or tokens:
         while waiting and room.admit(*waiting[0]):
@@ -279,7 +279,10 @@ def serve(requests: Iterable[Request], room: Room, trace: Trace | None = None, e
 
 
 def _held(room: Room, tokens: dict[int, int], final: dict[int, int]) -> Counter[str]:
-    """Count the sequences of one step, the slots that they hold, and the held slots that have no token."""
+    """Count the sequences of one step, the slots that they hold, and the held slots that have no token.
+
+    Held slots without a token count as "reserved" if a token will fill them, and as "never" otherwise.
+    """
     step = Counter(steps=1, sequences=len(tokens))
     for number, length in tokens.items():
         held, to_come = room.held(number), final[number] - length

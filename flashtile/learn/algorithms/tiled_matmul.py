@@ -132,16 +132,16 @@ def two_levels(
 ) -> tuple[Tensor, Warps]:
     """Return (alpha a b + beta c, warps), computed by thread blocks and by the warps within them.
 
-    ``warps`` has counted the traffic of shared memory.
+    ``warps`` contains the counters of shared-memory traffic.
 
-    A thread block owns block_m x block_n numbers of C and streams strips of A and B through shared memory. A
-    warp owns warp_m x warp_n of these numbers in its registers and reads its part of each strip from shared
+    A thread block owns block_m x block_n elements of C and streams strips of A and B through shared memory. A
+    warp owns warp_m x warp_n of these elements in its registers and reads its part of each strip from shared
     memory:
 
         from HBM             m n k (1 / block_n + 1 / block_m)
         from shared memory   m n k (1 / warp_n + 1 / warp_m)
 
-    alpha is applied once to each finished number: m n multiplications instead of m n k. C is read once, and
+    alpha is applied once to each finished element: m n multiplications instead of m n k. C is read once, and
     only if beta is not 0.
 
     Args:

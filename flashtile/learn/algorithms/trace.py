@@ -43,7 +43,7 @@ class Event(NamedTuple):
     rows and key columns. ``bytes`` are moved (load, store), held in SRAM (compute, free) or held in HBM
     (place, empty, release). ``op`` is the short formula of a computed tile. The FLOPs are those since the
     previous event. ``program`` numbers the programs of ``kernel`` that can run in parallel (a GPU's thread
-    blocks). ``values`` maps each watched row to its number in a column vector such as the running maximum m.
+    blocks). ``values`` maps each watched row to its element of a column vector such as the running maximum m.
     ``data`` is the state that an event of kind page records.
     """
 
@@ -110,7 +110,7 @@ class Trace:
     spans: list[Span] = field(default_factory=list)
 
     def totals(self) -> dict[str, int]:
-        """Return the counters that ``Memory`` also has, computed from the events of the trace."""
+        """Return the counters of ``Memory.totals``, computed from the events of the trace."""
         moved = {kind: sum(e.bytes for e in self.events if e.kind == kind) for kind in ("load", "store")}
         return {
             "hbm_read": moved["load"],
@@ -140,9 +140,9 @@ class Trace:
     def to_json(self) -> dict[str, Any]:
         """Return the trace as lists and dictionaries for JSON, with one list per field of the events.
 
-        Kinds, names, kernels and ops are indices into the lists ``kinds``, ``names``, ``kernels`` and
-        ``ops``. Missing ranges are -1, infinities are None. The keys of ``values`` and ``data`` are event
-        numbers.
+        Events give their kind, name, kernel and op as indices into the lists ``kinds``, ``names``,
+        ``kernels`` and ``ops``. Missing ranges are -1, infinities are None. The keys of ``values`` and
+        ``data`` are event numbers.
         """
         texts = {column: _distinct(getattr(e, column) for e in self.events) for column in _TEXTS}
         numbers = {column: {text: i for i, text in enumerate(texts[column])} for column in _TEXTS}

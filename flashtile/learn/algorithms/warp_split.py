@@ -96,9 +96,10 @@ def split_q(
     block_n: int = 64,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Warps]:
-    """Return (out, lse, warps), where each warp computes a part of the rows of every query block.
+    """Compute attention, with each warp taking a part of the rows of every query block.
 
-    out is (seqlen_q, head_dim_v) and lse (seqlen_q, 1). ``warps`` has counted the traffic of shared memory.
+    Returns (out, lse, warps). out is (seqlen_q, head_dim_v) and lse is (seqlen_q, 1). ``warps`` contains the
+    counters of shared-memory traffic.
 
     Args:
         q, k, v, memory, softmax_scale: as for :func:`flashtile.algorithms.call.place`.
@@ -160,11 +161,12 @@ def split_k(
     block_n: int = 64,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Warps]:
-    """Return the results of :func:`split_q`, but let each warp compute a part of every block of keys.
+    """Compute attention, with each warp taking a part of the keys of every key block.
 
-    ``num_warps`` must divide block_n and block_m. The warps exchange data twice for every tile of scores.
-    First they exchange the row maxima, which the probabilities depend on. Then they exchange their partial
-    sums and outputs, and each warp adds these for a part of the rows.
+    Arguments and results are those of :func:`split_q`. ``num_warps`` must divide block_n and block_m. The
+    warps exchange data twice for every tile of scores. First they exchange the row maxima, which the
+    probabilities depend on. Then they exchange their partial sums and outputs, and each warp adds up those of
+    its part of the rows.
 
     Examples:
         >>> from flashtile.algorithms import Memory, warp_split
@@ -292,7 +294,7 @@ def timeline(events: list[Event]) -> list[Span]:
 
 
 def _between_barriers(events: list[Event]) -> Iterator[list[tuple[int, Event]]]:
-    """Yield the events between two barriers, as lists of (number, event). Empty lists are left out."""
+    """Yield a list of (number, event) for each interval between barriers. Empty lists are left out."""
     phase: list[tuple[int, Event]] = []
     for number, event in enumerate(events):
         if event.kind in ("shared_load", "shared_store", "register"):

@@ -20,7 +20,7 @@ class Warps:
 
     Args:
         memory: memory of the thread block. Its trace gets the events, and its ``element_bytes`` is the
-            default size of a number.
+            default size of an element.
         count: warps in the thread block.
         tiles: descriptions of the tiles that warps read, write and compute, by name.
 

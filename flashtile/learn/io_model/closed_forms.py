@@ -64,9 +64,10 @@ def _standard(
 ) -> Cost:
     """Cost of matrix products and one softmax or softmax gradient.
 
-    Each string of ``products`` names the rows, depth and columns of a product by one letter each: q is
-    seqlen_q, k seqlen_k, d head_dim and v head_dim_v. The softmax reads ``inputs`` score matrices and keeps
-    ``statistics`` numbers per row in SRAM. ``stored`` score matrices are held in HBM.
+    Each string of ``products`` gives the sizes (rows, depth, columns) of a product by three letters: q is
+    seqlen_q, k is seqlen_k, d is head_dim and v is head_dim_v. "qdk" is Q K^T. The softmax reads ``inputs``
+    score matrices and keeps ``statistics`` numbers per row in SRAM. ``stored`` score matrices are held in
+    HBM.
     """
     read = written = flops = 0
     for seqlen_q, seqlen_k in call.sequences:
@@ -220,8 +221,9 @@ def _visible_tiles(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (rows, keys loaded, count) for the blocks of query rows of all sequences and heads.
 
-    ``rows`` is the number of rows in a block, ``count`` the number of equal blocks. With ``by_keys``, yield
-    (keys, rows loaded, count) for the blocks of keys.
+    ``rows`` is the number of rows in a block. ``count`` is the number of times that the block occurs: in
+    every head, and in each of several neighbouring sequences of equal lengths. With ``by_keys``, yield (keys,
+    rows loaded, count) for the blocks of keys.
     """
     for lengths, count in counted(call.sequences):
         seen = walks(call, lengths, blocks, by_keys=by_keys)

@@ -54,7 +54,7 @@ def kernels_of(call: Call, card: Card) -> list[KernelTraffic]:
     key_bytes = (call.head_dim + call.width_v) * call.cache_element_bytes
     walked = sum(len(tile.blocks) * count for tile, count in tiles) * heads * block
     distinct = sum(count * keys for count, keys in _keys(call)) * call.num_heads_kv
-    # Tiles of one sequence and head run concurrently: their keys come from DRAM once if they stay in L2.
+    # Tiles of one sequence and head run concurrently, so keys that stay in L2 are read from DRAM once.
     largest = max((keys for _, keys in _keys(call)), default=0) * key_bytes
     missed = distinct if largest <= L2_SHARE * card.l2_bytes else walked
     pages = walked // call.page_size if call.page_size else 0
@@ -121,7 +121,7 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
 
 
 def _keys(call: Call) -> Iterator[tuple[int, int]]:
-    """Yield (number of equal sequences, number of keys per sequence that at least one query attends to)."""
+    """Yield (number of sequences of equal lengths, number of keys of each that a query attends to)."""
     for (seqlen_q, seqlen_k), count in counted(call.sequences):
         start = 0 if call.window_left == UNLIMITED else max(0, seqlen_k - seqlen_q - call.window_left)
         yield count, seqlen_k - start

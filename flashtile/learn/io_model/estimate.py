@@ -121,7 +121,7 @@ class Estimate:
 def estimates(call: Call, card: Card, which: str = "forward") -> list[Estimate]:
     """Return the estimates of all algorithms that support the call.
 
-    The last estimate has the least bytes and FLOPs that any algorithm could need.
+    The last estimate is not an algorithm. It has the fewest bytes and FLOPs that any algorithm could need.
 
     Raises:
         ValueError: ``which`` is not a pass, or is "backward" for a call over a cache; the card has no peak
@@ -162,7 +162,7 @@ def least_flops(call: Call, which: str) -> int:
 
 
 def resident_bytes(call: Call, which: str) -> int:
-    """Return the bytes of the call's tensors: q, k, v and out, and in the backward pass their gradients."""
+    """Return the bytes of q, k, v and out. In the backward pass, the bytes of their gradients are added."""
     held = call.q_bytes + call.k_bytes + call.v_bytes + call.out_bytes
     return held if which == "forward" else 2 * held
 
@@ -206,7 +206,7 @@ def _costs(call: Call, card: Card, which: str) -> Iterator[Counted]:
 
 
 def _papers(call: Call, card: Card, which: str) -> Iterator[Counted]:
-    """Yield the counts of the papers' algorithms.
+    """Yield the bytes, FLOPs and number of programs of each of the papers' algorithms.
 
     FlashAttention 1 has a program for each head. FlashAttention 2 has one for each block of query rows, and
     in the backward pass one for each block of keys.
@@ -236,7 +236,7 @@ def _launched(
 
 
 def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
-    """Yield the counts of flashtile's portable kernels, or nothing if they do not support the call."""
+    """Yield bytes, FLOPs and number of programs of the portable kernels, or nothing for unsupported calls."""
     try:
         config = portable_config(call, card)
     except ValueError:
@@ -258,7 +258,10 @@ def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
 
 
 def _decoding(call: Call, card: Card) -> Counted:
-    """Return the counts of Flash-Decoding with enough splits to give every SM a program."""
+    """Return the bytes, FLOPs and number of programs of Flash-Decoding.
+
+    The keys are split into enough parts to give every SM a program.
+    """
     heads = max(1, len(call.sequences) * call.num_heads_kv)
     blocks = max(1, -(-call.seqlen_k // DECODE_BLOCK_N))
     splits = min(blocks, max(1, -(-card.sm_count // heads)))

@@ -29,11 +29,11 @@ LARGEST_HEAD_DIM = 256
 START_AND_END = 1
 """Approximate cost of a query block's prologue and epilogue, in units of one key block."""
 VISITS = 2**19
-"""Approximate limit of a simulation, in visits of programs to pieces of K and V: half a second of work."""
+"""Approximate maximum of simulated visits of programs to pieces of K and V. They take half a second."""
 
 
 def serves(call: Call, card: Card) -> bool:
-    """Whether triton is installed and the kernel supports contiguous tensors of the call on the card."""
+    """Whether the kernel supports the call with contiguous tensors on the card, and triton is installed."""
     return (
         card.capability == CAPABILITY
         and call.dtype in ("float16", "bfloat16")
@@ -111,7 +111,7 @@ def by_program(count: int, programs: int, cost: Callable[[int], int] | None) -> 
 def paths_of(
     work: WorkTiles, indices: Iterable[int], key_blocks: list[int], unit: int
 ) -> Iterator[tuple[int, list[int]]]:
-    """Yield the pieces of K and V that each work tile of a program visits, as :func:`misses` takes them.
+    """Yield the pieces of K and V that each work tile of a program visits, in the format of :func:`misses`.
 
     A piece is ``unit`` consecutive key blocks. Pieces are numbered over all sequences and key/value heads.
     Each item is (number of the first piece of the work tile's head, visited pieces relative to this number).

@@ -57,27 +57,37 @@ class KernelTraffic:
 
 
 def forward(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
-    """Forward kernel: a program owns BLOCK_M rows of q and loops over the keys and values they attend to."""
+    """Return the traffic of the forward kernel.
+
+    A program owns BLOCK_M rows of q and loops over the keys and values that these rows attend to.
+    """
     return _traffic("forward", call, tile, card, call.q_bytes, call.out_bytes + call.lse_bytes)
 
 
 def dq(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
-    """Kernel of dQ: a program owns BLOCK_M rows of q and dout and loops over keys, as in :func:`forward`."""
+    """Return the traffic of the kernel of dQ.
+
+    A program owns BLOCK_M rows of q and dout and loops over keys and values, as in :func:`forward`.
+    """
     own = call.q_bytes + call.out_bytes + call.rows_q * STATISTICS_BYTES
     return _traffic("dq", call, tile, card, own, call.q_bytes)
 
 
 def dkdv(call: Call, tile: KernelConfig, card: Card) -> KernelTraffic:
-    """Kernel of dK and dV: a program owns BLOCK_N keys and values.
+    """Return the traffic of the kernel of dK and dV.
 
-    The program loops over the rows of q and dout that attend to these keys, in every query head of the group.
+    A program owns BLOCK_N keys and values. It loops over the rows of q and dout that attend to these keys, in
+    every query head of the group.
     """
     own = call.k_bytes + call.v_bytes
     return _traffic("dkdv", call, tile, card, own, own)
 
 
 def preprocess(call: Call, card: Card) -> KernelTraffic:
-    """Kernel that computes the row statistics of the backward pass once from out, dout and lse."""
+    """Return the traffic of the kernel that computes the backward pass's row statistics.
+
+    The kernel reads out, dout and lse.
+    """
     read = 2 * call.out_bytes + call.lse_bytes
     rows = sum(-(-seqlen_q // 128) * 128 for seqlen_q, _ in call.sequences) * call.num_heads_q
     programs = rows // 64
@@ -113,11 +123,11 @@ def residents(kernel: str, call: Call, tile: KernelConfig, card: Card) -> int:
 def reach(
     start: int, end: int, offset: int, length: int, window_back: int, window_ahead: int, block: int
 ) -> range:
-    """Return the blocks of one sequence that positions ``start <= i < end`` of the other sequence attend to.
+    """Return the range of key blocks that the queries ``start <= i < end`` attend to.
 
-    Position ``i`` attends to positions ``i + offset - window_back`` to ``i + offset + window_ahead`` of the
-    other sequence, which has ``length`` positions. A window of -1 is unlimited. ``block`` is the number of
-    positions in a block.
+    Query ``i`` attends to the keys from ``i + offset - window_back`` to ``i + offset + window_ahead``, of
+    ``length`` keys. A window of -1 is unlimited. ``block`` is the number of keys in a block. With the roles
+    of queries and keys exchanged, the result is the range of query blocks that attend to some keys.
     """
     first = 0 if window_back == UNLIMITED else max(0, start + offset - window_back)
     after = length if window_ahead == UNLIMITED else min(length, max(0, end + offset + window_ahead))

@@ -1,6 +1,7 @@
 """Model of the loads that reach DRAM: the programs of a grid and the L2 cache that they share.
 
-A program of an attention kernel loads its own tile once and then loops over the blocks of the other sequence.
+A program of an attention kernel loads its own tile, of queries or of keys, once. Then it loops over blocks of
+keys if its tile has queries, and over blocks of queries if its tile has keys.
 Programs that load the same block at the same time cost one DRAM read; a block that is loaded again after L2
 evicted it costs another. In the model, the card runs as many programs at a time as fit on it, in the order of
 the grid and in lockstep. L2 is a cache of blocks that evicts the least recently used one.
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 UNITS = 256
-"""Maximum number of pieces that a stream is cut into for the simulation. A piece is consecutive blocks."""
+"""Maximum number of pieces of a stream in the simulation. A piece is one or more consecutive blocks."""
 
 WAVES = 8
 """Rounds of resident programs that are simulated; the rest of a grid is extrapolated."""
@@ -50,7 +51,7 @@ class Stream:
 def dram_blocks(stream: Stream, count: int, resident: int, capacity: float) -> float:
     """Return the number of blocks that the programs of ``count`` equal streams read from DRAM.
 
-    The streams follow each other in the grid.
+    In the grid, the programs of one stream come before those of the next.
 
     Args:
         stream: blocks that several programs load.
@@ -90,9 +91,9 @@ def misses(queues: Iterable[Iterator[tuple[int, Sequence[int]]]], capacity: floa
     All programs run in lockstep: at each step, every running program visits one piece.
 
     Args:
-        queues: one iterator for each slot; a slot runs one program after another. For each program, the
-            iterator yields (number of the first piece of the program's stream, visited pieces relative to
-            this number). Slots may share an iterator.
+        queues: one iterator for each slot of the card. A slot runs one program after another. For each
+            program, the iterator yields (number of the first piece of the program's stream, visited pieces
+            relative to this number). Slots may share an iterator.
         capacity: number of pieces that L2 holds.
     """
     programs = [(first + piece for first, path in queue for piece in path) for queue in queues]

@@ -31,7 +31,7 @@ class AttentionMemory:
 
 
 def attention_memory(call: Call, training: bool = False) -> AttentionMemory:
-    """Memory of one layer's attention; ``training`` gives the memory during the backward pass.
+    """Return the memory of one layer's attention. ``training`` means the memory in the backward pass.
 
     Examples:
         >>> from flashtile.io_model import Call, attention_memory
@@ -100,7 +100,7 @@ class PromptMemory:
 def prompt_memory(model: Model, batch: int, seqlen: int, dtype: str = "float16") -> PromptMemory:
     """Return the memory of ``model`` while it reads ``batch`` prompts of ``seqlen`` tokens.
 
-    ``dtype`` is that of the weights, the cache and the attention.
+    ``dtype`` is the dtype of the weights, the cache and the attention.
 
     Examples:
         >>> from flashtile.io_model import find_model, prompt_memory

@@ -13,7 +13,7 @@ class Model:
     """A decoder's published numbers.
 
     Args:
-        intermediate: width between the feed-forward products.
+        intermediate: hidden width of the feed-forward layers.
         parameters: number of parameters of the whole model.
         longest: longest sequence that the model was trained for, in tokens.
         gated: whether the first feed-forward product has a gate projection.
@@ -113,7 +113,7 @@ class Product:
 
     @property
     def bytes(self) -> int:
-        """Least traffic: x and the weight are read once, y is written once."""
+        """Minimum number of bytes moved: x and the weight are read once, y is written once."""
         rows = (self.M * self.K + self.M * self.N) * ELEMENT_BYTES[self.dtype]
         return rows + self.N * self.K * ELEMENT_BYTES[self.weight_dtype]
 

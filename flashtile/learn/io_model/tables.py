@@ -23,7 +23,7 @@ from flashtile.learn.io_model.models import MODELS, Model
 
 
 def card_table(card: Card, dtype: str) -> Table:
-    """Table of the card's memory sizes and speeds. The floors (lower bounds) of times follow from them."""
+    """Return a table of the card's memory sizes and speeds, which determine the lower bounds of times."""
     table = new_table(card.name, ("", "size", "speed"))
     table.add_row("memory", format_bytes(card.memory_bytes), f"{card.bandwidth_gbps:.0f} GB/s")
     if card.l2_bytes:
@@ -57,7 +57,7 @@ def why_not_all_shared(card: Card) -> str:
 
 
 def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
-    """Table with one row per algorithm. All times are floors (lower bounds)."""
+    """Return a table with one row per algorithm. All times are floors (lower bounds)."""
     headings = ("HBM", "FLOPs", "FLOPs/B", "arithmetic", "HBM time", "L2 time", "bound by", "floor", "memory")
     table = new_table(f"{found[0].which} on {card.name}", ("algorithm", *headings, "programs"))
     for row in found:
@@ -85,7 +85,7 @@ def estimate_table(found: Sequence[Estimate], card: Card) -> Table:
 
 
 def why_flash1_is_slower(found: Sequence[Estimate]) -> str | None:
-    """Explain why the floor of FlashAttention 1 is above that of standard attention. None if it is not."""
+    """Explain why the lower bound of FlashAttention 1 is above standard attention's. None if it is not."""
     rows = {row.algorithm: row for row in found}
     first, standard = rows.get(FLASH1), rows.get(STANDARD)
     if first is None or standard is None or first.floor_seconds <= standard.floor_seconds:
@@ -102,7 +102,7 @@ def why_flash1_is_slower(found: Sequence[Estimate]) -> str | None:
 
 
 def memory_table(call: Call, card: Card, training: bool) -> Table:
-    """Table of the memory of standard and flash attention by sequence length.
+    """Return a table of the memory of standard and flash attention, with one row per sequence length.
 
     The caption gives the lengths at which the card is full.
     """
@@ -128,7 +128,7 @@ def memory_table(call: Call, card: Card, training: bool) -> Table:
 
 
 def kv_cache_table(dtype: str) -> Table:
-    """Key/value caches of known models, and how many tokens fit next to the weights on known cards."""
+    """Return a table of known models: bytes of their KV caches, and tokens that fit on known cards."""
     cards = [CARDS[name] for name in ("rtx4090", "l40s", "a100", "h200")]
     headings = ("weights", "a token", "longest sequence", *(f"tokens, {card.name}" for card in cards))
     table = new_table(f"key/value caches, {dtype}", ("model", *headings))
@@ -198,10 +198,10 @@ from a table that articles often copy."""
 
 
 def model_table(model: Model, lengths: Sequence[int], batch: int, dtype: str, card: Card) -> Table:
-    """Table of a model's memory while it reads prompts of each length.
+    """Return a table of a model's memory while it reads prompts, with one row per prompt length.
 
-    The table also shows whether the memory fits ``card``, and the ratio of two time floors: standard
-    attention divided by FlashAttention.
+    Other columns say whether the memory fits ``card``, and give the time floor (lower bound) of standard
+    attention divided by that of FlashAttention.
     """
     headings = (
         "weights", "cache", "q, out", "attention,\nstandard", "attention,\nflash", "total,\nstandard",

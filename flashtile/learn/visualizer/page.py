@@ -112,7 +112,7 @@ def _one_thread() -> None:
 
 
 def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> dict[str, Any]:
-    """Return the data of the page, with compressed recordings. Runs with equal events store them once."""
+    """Return the data of the page, with compressed recordings. Runs with equal events share one copy."""
     packed: dict[str, str] = {}
     entries = []
     for entry, events in recorded:
@@ -126,7 +126,7 @@ def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> d
 
 
 def small_inputs() -> dict[str, list[list[float]]]:
-    """Return q, k and v, (64, 4) each, the inputs of the runs that JavaScript computes in the page.
+    """Return q, k and v, each (64, 4), for the runs that the page computes itself, in JavaScript.
 
     The numbers have one decimal, so that readers can follow the runs by hand.
     """

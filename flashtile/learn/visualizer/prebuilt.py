@@ -1,7 +1,8 @@
 """Recordings of the page's own settings, kept in the package because making them takes minutes.
 
-They carry a stamp, a hash of the code that made them. If the code has changed since, they are not used, and a
-test tells developers to run ``python scripts/record_page.py``, which records them again.
+The file has a stamp, a hash of the code that made the recordings. If the code has changed since, the
+recordings are not used, and a test tells developers to run ``python scripts/record_page.py``, which makes new
+ones.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def load() -> dict[Setting, Recorded]:
 
 
 def dump(recorded: Iterable[tuple[Setting, Recorded]]) -> bytes:
-    """Return the content of the file that :func:`load` reads. Runs with equal events store them once."""
+    """Return the content of the file that :func:`load` reads. Runs with equal events share one copy."""
     packed: list[str] = []
     places: dict[str, int] = {}
     runs = []

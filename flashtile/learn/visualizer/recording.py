@@ -63,7 +63,7 @@ class Recording:
 
 
 def record(setting: Setting) -> Recording:
-    """Run an algorithm on random inputs. A number counts as two bytes, as in float16.
+    """Run an algorithm on random inputs and record it. An element counts as two bytes, as in float16.
 
     Raises:
         ValueError: an unknown algorithm or block, a length below 1, or too many events.
@@ -152,7 +152,7 @@ def _paged(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) ->
 
 
 def _backward(module: Any) -> Runner:
-    """Runner that records the backward pass but not the forward pass before it."""
+    """Return a function for ``RUNNERS`` that records the backward pass, without the forward pass."""
 
     def run(setting: Setting, memory: Memory, random: Callable[[int], Tensor]) -> None:
         q, k, v = _inputs(setting, random)

@@ -80,7 +80,7 @@ class Setting:
         ]
 
     def as_record(self) -> dict[str, Any]:
-        """Return the settings that are not None, except the algorithm. The page selects the run by them."""
+        """Return the settings that are not None, without the algorithm. The page finds a run by them."""
         record = {name: value for name, value in asdict(self).items() if value is not None}
         del record["algorithm"]
         return record
@@ -96,7 +96,7 @@ def own_runs(
     num_splits: int | None = None,
     page_size: int | None = None,
 ) -> list[Setting]:
-    """Return a run with the caller's settings, and after it standard attention's run for the same problem.
+    """Return the setting that the caller describes, and that of standard attention for the same problem.
 
     Raises:
         ValueError: the algorithm does not have a setting, or the mask is unknown.

@@ -81,7 +81,7 @@ SOFTMAX_BLOCK = 2
 
 
 def softmax() -> Iterator[Case]:
-    """Softmax of four numbers in two blocks, by the four methods of ``online_softmax``."""
+    """Yield the softmax of four numbers in two blocks, by each of the four methods of ``online_softmax``."""
     for variant, row in SOFTMAX_ROWS.items():
         x, v = torch.tensor([row]), torch.tensor(SOFTMAX_VALUES)[:, None]
         for name in ("naive", "safe", "online"):
@@ -103,7 +103,7 @@ MATMUL_FACTORS = {"product": (1.0, 0.0), "scaled": (2.0, 0.5)}
 
 
 def matmul() -> Iterator[Case]:
-    """C = alpha A B + beta C of 8 x 8 matrices, with three tilings of C.
+    """Yield C = alpha A B + beta C of 8 x 8 matrices, with three tilings of C.
 
     A thread block computes a single element, a tile, or a tile that is cut into tiles of warps.
     """
@@ -123,7 +123,7 @@ CHAIN_SEQLEN, CHAIN_HEAD_DIM, CHAIN_BLOCK = 6, 4, 2
 
 
 def chain() -> Iterator[Case]:
-    """Q K^T V without a softmax, N = 6 and d = 4: with S in HBM, without S in HBM, and as Q (K^T V)."""
+    """Yield Q K^T V without a softmax in three ways: with S in HBM, without S in HBM, and as Q (K^T V)."""
     q, k, v = torch.randn(3, CHAIN_SEQLEN, CHAIN_HEAD_DIM, generator=torch.Generator().manual_seed(0))
     facts = {"seqlen": CHAIN_SEQLEN, "head_dim": CHAIN_HEAD_DIM}
     for name in ("separate", "fused", "reordered"):
@@ -138,7 +138,7 @@ WARPS_NUM_WARPS, WARPS_ROWS, WARPS_KEYS, WARPS_HEAD_DIM, WARPS_BLOCK = 4, 64, 12
 
 
 def warps() -> Iterator[Case]:
-    """Four warps that share the work of a thread block, by keys or by rows."""
+    """Yield attention by four warps of a thread block, which share the work by keys or by rows."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(rows, WARPS_HEAD_DIM, generator=generator)
@@ -180,7 +180,7 @@ def fp8_inputs(variant: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fp8() -> Iterator[Case]:
-    """Attention in e4m3 with and without outliers, by three methods.
+    """Yield attention in e4m3 with and without outliers, by three methods.
 
     The methods are one scale per tensor, one scale per block of rows, and block scales after a rotation.
     """
@@ -203,10 +203,10 @@ def fp8() -> Iterator[Case]:
 
 
 def fp8_rounding(x: Tensor, rows: int, rotation: Tensor | None) -> dict[str, Any]:
-    """Classify the rounding error of each number of x in e4m3. ``classes`` has one digit per number.
+    """Classify the rounding error of each element of x in e4m3. ``classes`` has one digit per element.
 
-    0: the relative error is at most 1/16. 1: it is larger. 2: the number is rounded to zero. 3: the relative
-    error is at most 1/16, but the absolute error is above :data:`FP8_LOUD`.
+    0: the relative error is at most 1/16. 1: the relative error is larger. 2: the element is rounded to zero.
+    3: the relative error is at most 1/16, but the absolute error is above :data:`FP8_LOUD`.
     """
     x = x if rotation is None else x @ rotation
     stored, scales = flash3_fp8.quantise(x, rows)
@@ -234,9 +234,10 @@ UNIFIED_NUM_SPLITS, UNIFIED_BLOCK = 4, 2
 
 
 def unified() -> Iterator[Case]:
-    """Attention of one query to sixteen keys in four splits, with a running and with a unified maximum.
+    """Yield attention of one query to sixteen keys in four splits, by two methods.
 
-    In the variant "spike" one score exceeds the bounds of the unified maximum.
+    The methods are a running maximum and a unified maximum. In the variant "spike", one score exceeds the
+    bounds of the unified maximum. In the variant "calm", no score does.
     """
     for variant in ("spike", "calm"):
         scores = list(UNIFIED_SCORES)
@@ -266,7 +267,7 @@ POOL_SLOTS, POOL_PAGE_SIZE, POOL_REQUESTS = 15728, 16, 96
 
 
 def pool() -> Iterator[Case]:
-    """One workload in three memories of the same size.
+    """Yield one workload in three memories of the same size.
 
     The first reserves a region for the longest possible sequence. The second reserves a region for a guessed
     length. The third allocates pages.
@@ -362,7 +363,7 @@ def attend_in_blocks(name: str, memory: Memory, in_lists: bool) -> Tensor:
 
 
 def masks() -> Iterator[Case]:
-    """Attention with masks, block by block.
+    """Yield attention with masks, block by block.
 
     Either every block is computed and masked, or only the blocks that a block mask lists are computed.
     """
@@ -381,10 +382,10 @@ STORIES: dict[str, Callable[[], Iterator[Case]]] = {
 
 @functools.cache
 def recorded(name: str) -> tuple[Case, ...]:
-    """Return the cases of a story. They run once per process, also if it writes several pages."""
+    """Return the cases of a story. The first call in a process runs them, and later calls reuse them."""
     return tuple(STORIES[name]())
 
 
 def catalogue() -> list[dict[str, Any]]:
-    """Return every story as data for the page."""
+    """Return the name and the recorded cases of every story, as JSON data for the page."""
     return [{"name": name, "cases": [case.as_record() for case in recorded(name)]} for name in STORIES]

@@ -278,7 +278,7 @@ def contestants(kind: str, names: Sequence[str], backends: Sequence[str], device
 
     Args:
         kind: kind of the workloads.
-        names: names of peers; empty takes all that are available on ``device``, ``["none"]`` takes none.
+        names: names of peers. Empty means all that are available on ``device``, ``["none"]`` means none.
         backends: backends of flashtile; empty lets dispatch choose for each call.
 
     Raises:
@@ -300,7 +300,7 @@ def contestants(kind: str, names: Sequence[str], backends: Sequence[str], device
 
 
 def kind_of(workloads: Sequence[Workload]) -> str:
-    """Return the kind of all workloads.
+    """Return the kind that all workloads have.
 
     Raises:
         ValueError: the workloads are of several kinds.

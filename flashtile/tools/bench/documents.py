@@ -50,21 +50,24 @@ def read(path: Path) -> dict[str, Any]:
 BEST_PEER = "best peer"
 
 DECODE_RATIO = 16
-"""Least keys per query at which a call is bound by reading keys and values. Its speed is shown in GB/s."""
+"""Calls with at least this many keys per query are bound by reading keys and values.
+
+Their speed is shown in GB/s.
+"""
 
 
 def names(document: dict[str, Any], *, ours: bool) -> list[str]:
-    """Return the names of flashtile's contestants, or with ``ours=False`` those of the peers."""
+    """Return the names of flashtile's contestants, or the names of the peers with ``ours=False``."""
     return [c["name"] for c in document["contestants"] if c["ours"] == ours]
 
 
 def timed(cell: dict[str, Any], candidates: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return the cell's results of those ``candidates`` (names of contestants) that were timed, by name."""
+    """Return the results of the contestants ``candidates`` that were timed in a cell, by contestant."""
     return {name: cell["results"][name] for name in candidates if cell["results"][name]["status"] == "ok"}
 
 
 def best(cell: dict[str, Any], candidates: Iterable[str]) -> str | None:
-    """Return the fastest of ``candidates`` in a cell; None if none was timed."""
+    """Return the name of the candidate with the shortest time in a cell; None if none was timed."""
     results = timed(cell, candidates)
     return min(results, key=lambda name: results[name]["ms"], default=None)
 
@@ -76,11 +79,12 @@ def ratio(cell: dict[str, Any], ours: str, peer: str | None) -> float | None:
 
 
 def summarize(document: dict[str, Any]) -> list[dict[str, Any]]:
-    """Compare flashtile with each peer: return a row for each pass, contestant of flashtile and peer.
+    """Compare the speed of flashtile with each peer's.
 
-    A row summarizes the ratios of flashtile's speed to the peer's, one ratio for each cell in which both were
-    timed. A row has ``pass, ours, peer, cells, geometric_mean, lowest, lowest_cell``. Rows whose ``peer`` is
-    "best peer" compare flashtile with the fastest peer of each cell.
+    Return a row for each combination of a pass, a contestant of flashtile and a peer. A row summarizes the
+    ratios of flashtile's speed to the peer's, one ratio for each cell in which both were timed. A row has
+    ``pass, ours, peer, cells, geometric_mean, lowest, lowest_cell``. Rows whose ``peer`` is "best peer"
+    compare flashtile with the fastest peer of each cell.
     """
     peers = names(document, ours=False)
     rows = []
@@ -133,10 +137,11 @@ def beyond_ceiling(document: dict[str, Any]) -> list[str]:
 
 
 def floor_ms(document: dict[str, Any], cell: dict[str, Any]) -> float | None:
-    """Return the least milliseconds that a cell can take; None if no ceilings were measured.
+    """Return the minimum time of a cell (a workload in one pass) in milliseconds.
 
-    This is the larger of two times: the time of the cell's FLOPs at the measured speed of a matrix product,
-    and the time of its least memory traffic at the measured speed of a copy.
+    One limit is the time of the cell's FLOPs at the measured speed of a matrix product. The other limit is
+    the time of its minimum memory traffic at the measured speed of a copy. The larger of the two is returned,
+    or None if these speeds were not measured.
     """
     flops, bytes_ = (ceiling(document, cell, unit) for unit in ("tflops", "gbps"))
     if flops is None or bytes_ is None:

@@ -1,8 +1,8 @@
 """End-to-end benchmarks of engines: decoding steps at a batch size, and requests of different lengths.
 
-Two runs with different numbers of steps are timed. The time per step is the difference of the times over the
-difference of the steps, which excludes prompts and start-up. It is compared with the time to read the
-weights, keys and values from memory.
+Two runs with different numbers of steps are timed. The time per step is the difference of their times,
+divided by the difference of their numbers of steps. It excludes prompts and start-up. It is compared with the
+time to read the weights, keys and values from memory.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def lengths(count: int, mean: float, most: int, seed: int) -> list[int]:
-    """Return log-normal lengths from 1 to ``most``, similar to those of ShareGPT.
+    """Return log-normal lengths from 1 to ``most``, similar to the lengths in ShareGPT.
 
     The logarithm of the lengths has a standard deviation of 1.
     """
@@ -287,8 +287,8 @@ def floor_bytes(workload: EngineWorkload) -> float:
 def table(document: dict[str, Any]) -> Table:
     """Return a table with a row for each workload and a column for each contestant.
 
-    Decoding steps are shown in milliseconds per step, followed by the ratio to the time of reading all bytes.
-    Requests are shown in tokens per second.
+    Decoding steps are shown in milliseconds per step. The number in parentheses is this time divided by the
+    time to read the bytes of :func:`floor_bytes`. Requests are shown in tokens per second.
     """
 
     def text_of(cell: dict[str, Any], result: dict[str, Any]) -> str:

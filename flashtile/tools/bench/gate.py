@@ -25,13 +25,13 @@ from flashtile.tools.bench.workloads import Workload
 
 RESULTS = ("out", "dq", "dk", "dv")
 SCORES_CHECKED = {"cuda": 2**31, "cpu": 2**25}
-"""Most scores that the reference computes for a workload, by device type. At least one head is compared."""
+"""Maximum number of scores that the reference computes for a workload (at least one head), by device type."""
 
 HEADS_CHECKED = 64
-"""Most key/value heads that are compared."""
+"""Maximum number of key/value heads that are compared."""
 
 CHUNK_SCORES = {"cuda": 2**25, "cpu": 2**19}
-"""Scores that the reference holds in memory at once, by device type."""
+"""Number of scores that the reference holds in memory at once, by device type."""
 
 LARGEST_SCORE = 6.0
 """Approximate largest score of standard normal q and k, scaled by ``head_dim ** -0.5``."""
@@ -46,7 +46,7 @@ class Head:
 
 
 class Oracle:
-    """Reference results of a workload on a sample of heads: exact ones, and those of plain PyTorch.
+    """Reference results of a workload on a sample of heads: exact results, and results of plain PyTorch.
 
     The results of plain PyTorch are computed in the dtype of the inputs. They set the allowed error.
     """
@@ -63,7 +63,7 @@ class Oracle:
         self._plain = self._compute(inputs, wide if workload.fp8 else workload.torch_dtype, gradients)
 
     def check(self, results: dict[str, Tensor]) -> list[testing.Comparison]:
-        """Compare results with the exact ones on the sampled heads, and return a comparison for each result.
+        """Compare each result with the exact result on the sampled heads, and return the comparisons.
 
         Args:
             results: tensors by their names in ``RESULTS``, in the layout and shape of the inputs.

@@ -1,7 +1,7 @@
 """Benchmark of a transformer layer's matrix products in :func:`flashtile.linear.linear` and in its peers.
 
-The products of several layers run one after the other. Their weights together exceed any L2 cache, so they
-are read from memory. On a GPU the products are a replayed CUDA graph, which excludes host time.
+The products of several layers run one after the other. Together their weights are larger than any L2 cache,
+so weights are read from memory. On a GPU the products are a replayed CUDA graph, which excludes host time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 4096)
 LAYERS = 4
 OURS = "flashtile"
 ALLOWED = 2.0
-"""Allowed error, in multiples of torch's error; one rounding of the result is allowed in addition."""
+"""Allowed error in multiples of torch's error, in addition to one rounding of the result."""
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -60,7 +60,10 @@ WORKLOADS = tuple(
 
 
 def contestants(device: torch.device) -> dict[str, Product]:
-    """Return the functions to compare, by name: flashtile.linear, torch's and, on a GPU, torch.compile."""
+    """Return the linear functions of flashtile and torch, by name.
+
+    On a GPU there is also torch's function compiled by ``torch.compile``.
+    """
     found: dict[str, Product] = {
         OURS: partial(linear, prefetch=True),
         "torch": torch.nn.functional.linear,

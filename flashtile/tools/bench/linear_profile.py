@@ -29,7 +29,7 @@ ROTATED_BYTES = 2.5e8
 READ_BYTES = 2**31
 """Bytes that are read to measure the read bandwidth."""
 LIBRARY_MARGIN = 0.99
-"""Factor on the library's time: the library also wins if it is at most about 1 % slower."""
+"""Factor on the library's time: the library is also chosen if it is at most about 1 % slower."""
 REP = 4.0
 """Milliseconds of a measurement. Each time is the smaller of two measurements."""
 
@@ -135,7 +135,7 @@ def measure_shape(
     read_tbps: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> Row:
-    """Measure every kernel on one shape (N, K) of the weight, and return the table's row for this shape.
+    """Measure every kernel on one weight shape (N, K), and return the shape's row of the profile table.
 
     ``rows`` are the numbers of rows of x to measure, and ``read_tbps`` is the read bandwidth in TB/s. ``say``
     is called with lines of progress.
@@ -179,9 +179,10 @@ def inflections(kernels: dict[str, dict[str, dict[str, Any]]]) -> tuple[int, int
     """Return (M1, M2), the numbers of rows of x at which the fastest kind of kernel changes.
 
     GEMV is fastest below M1 rows, and the vendor's library from M2 rows. From M1 to below M2, the fastest
-    kernels are flat: they use tensor cores on tiles with few rows. The library also wins if it is at most
-    about 1 % slower, because users know it. A row count between two measured counts gets the kind that is
-    fastest at the larger count, because the tiles of the smaller count may have too few rows.
+    kernels are flat: they use tensor cores on tiles with few rows. The library is also chosen if it is
+    at most about 1 % slower, because it is the better known implementation. A row count between two measured
+    counts gets the kind that is fastest at the larger count, because the tiles of the smaller count may have
+    too few rows.
     """
     gemv_below, library_from = 1, 1
     for m in sorted(map(int, kernels)):
@@ -204,7 +205,7 @@ def compile_share(
     part: int,
     parts: int,
 ) -> None:
-    """Run every ``parts``-th kernel once, beginning with number ``part``, to compile it.
+    """Compile every ``parts``-th kernel, beginning with kernel number ``part``, by running it once.
 
     Several processes, each with its own ``part``, compile all kernels in parallel. Later processes find the
     kernels in the compilation cache.

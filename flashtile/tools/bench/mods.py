@@ -13,7 +13,10 @@ from torch import Tensor
 from flashtile import masks
 
 SAMPLED_ROWS = 512
-"""Most rows whose visible keys are counted. The other rows are assumed to see as many keys on average."""
+"""Maximum number of rows whose visible keys are counted.
+
+The other rows are assumed to see as many keys on average.
+"""
 
 
 class Functions(NamedTuple):

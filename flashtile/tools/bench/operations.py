@@ -1,8 +1,9 @@
 """The operations of standard attention. Each is timed, and their sum is compared with flashtile's fused call.
 
 This repeats the measurement of GPT-2 in FlashAttention's paper (Dao et al. 2022, arXiv:2205.14135, figure 1).
-Matrix product, mask, softmax, dropout and matrix product each read or write the scores in memory; the fused
-kernel does not. The sum and the fused call are compared twice: both with dropout, and both without.
+Each of the operations (matrix product, mask, softmax, dropout, matrix product) reads or writes the scores in
+memory. The fused kernel does not. The sum and the fused call are compared twice: both with dropout, and both
+without.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Operations(Standard):
 
     name = "standard, by operation"
     STORED_COPIES = 6
-    """Tensors of the scores' size: scores, masked scores, P, P with dropout, dropout mask, current result."""
+    """Number of tensors as large as the scores.
+
+    They are scores, masked scores, P, P with dropout, the dropout mask, and the current result.
+    """
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if workload.varlen or workload.changes_scores or workload.cache is not None or workload.fp8:
@@ -57,9 +61,10 @@ class Operations(Standard):
         return PeerCall(attend, heads_first=True)
 
     def functions(self, workload: Workload, inputs: Inputs) -> dict[str, Callable[[], Tensor]]:
-        """Return a function without arguments for each operation, by name, which runs the operation once.
+        """Return a dictionary from each operation's name to a function that runs this operation once.
 
-        The inputs of an operation are the results of the previous ones, which are computed here.
+        The functions take no arguments. The inputs of an operation are the results of the previous
+        operations, which are computed here.
         """
         call = PeerCall(lambda q, k, v: q, heads_first=True)
         q, k, v = (call.arrange(t) for t in (inputs.q, inputs.k, inputs.v))
@@ -73,7 +78,7 @@ class Operations(Standard):
 
 
 def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor]]:
-    """Return the five operations by name, for tensors (batch, heads, seqlen, head_dim).
+    """Return the operations of standard attention by name, for tensors (batch, heads, seqlen, head_dim).
 
     If the workload has no mask, the operation "mask" returns its input.
     """
@@ -88,10 +93,14 @@ def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor
 
 
 def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:
-    """Return a cell's entry "operations": the median over rounds of each operation, in milliseconds.
+    """Return the entry "operations" of a cell of the document, with times in milliseconds.
 
-    ``together_ms`` is the sum over the operations. ``fused_dropout_ms`` is the median of ``fused``, the times
-    of flashtile's call with dropout. It is missing if ``fused`` is empty.
+    ``ms`` has the median time of each operation, and ``together_ms`` is the sum of these medians.
+    ``fused_dropout_ms`` is the median of ``fused``, the times of flashtile's call with dropout. It is missing
+    if ``fused`` is empty.
+
+    Args:
+        times: time of each operation in each round, by the operation's name.
     """
     medians = {name: statistics.median(rounds) for name, rounds in times.items()}
     found = {"ms": medians, "together_ms": sum(medians.values()), "dropout_p": DROPOUT}

@@ -72,7 +72,7 @@ class Peer:
 
     name: str
     ours = False
-    """Whether the contestant is one of flashtile's, with which the peers are compared."""
+    """Whether the contestant is flashtile, with which the peers are compared."""
     device_type: str | None = None
     """Device type that the contestant runs on; None means any."""
     needs: tuple[str, str] | None = None
@@ -129,7 +129,7 @@ class Standard(Peer):
 
     name = "standard"
     STORED_COPIES = 5
-    """Tensors of the scores' size: scores, masked scores, probabilities, and two gradients (backward)."""
+    """Number of tensors as large as the scores: scores, masked scores, probabilities, and two gradients."""
 
     def refuses(self, workload: Workload, device: torch.device) -> str | None:
         if device.type != "cpu":

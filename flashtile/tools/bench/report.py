@@ -159,7 +159,7 @@ def _operation_times(cell: dict[str, Any], ours: str) -> dict[str, float | None]
 
 
 def summary_table(document: dict[str, Any]) -> Table:
-    """Return a table of the speed of flashtile divided by that of each peer.
+    """Return a table of the speed of flashtile divided by the speed of each peer.
 
     Each row shows the geometric mean and the lowest ratio over the workloads that both ran.
     """
@@ -177,7 +177,7 @@ def summary_table(document: dict[str, Any]) -> Table:
 
 
 def scale(document: dict[str, Any], unit: str) -> tuple[float, str]:
-    """Return (factor, label) to show numbers of ``unit``: they are multiplied by ``factor``."""
+    """Return (factor, label) for numbers of ``unit``, shown as ``number * factor`` and the label."""
     if unit == "gbps":
         return 1.0, "GB/s"
     return (1e3, "GFLOP/s") if _on_cpu(document) else (1.0, "TFLOP/s")
@@ -205,7 +205,7 @@ def _host_times(document: dict[str, Any]) -> str:
 
 
 def _print_refusals(document: dict[str, Any], console: Console) -> None:
-    """Print each reason why a contestant was not timed, and in how many cells."""
+    """Print the reasons why contestants were not timed, each with its number of cells."""
     reasons: Counter[tuple[str, str, str]] = Counter()
     for cell in document["cells"]:
         apart = {"standard, by operation": cell["operations"]} if "operations" in cell else {}

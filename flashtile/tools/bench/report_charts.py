@@ -35,7 +35,7 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: a name that is unique in a document, its series, a caption, and the image as an element."""
+    """One chart: a name that is unique in a document, its series, a caption, and the image as SVG."""
 
     name: str
     series: str
@@ -46,8 +46,9 @@ class Chart:
 def charts(document: dict[str, Any]) -> Iterator[Chart]:
     """Yield the charts of each series of workloads that differ only in sequence length.
 
-    A series has a chart of the speed in each pass, and of the time of each operation if that was measured. A
-    series with several lengths also has charts of the speed-up and of the memory.
+    A series has a chart of the speed in each pass. If operations of standard attention were timed, it also
+    has charts of their times. A series with several lengths also has charts of the speed-up and of the
+    memory.
 
     Raises:
         ValueError: nothing was measured.
@@ -105,7 +106,9 @@ def as_svg(figure: Figure) -> str:
 
 
 def write_plot(document: dict[str, Any], path: Path, unit: str | None = None) -> None:
-    """Write one picture with a panel for each series and pass that shows the speed of each contestant.
+    """Write one picture with a panel for each pass of each series of workloads.
+
+    A panel shows the speed of each contestant.
 
     Raises:
         ValueError: nothing was measured.
@@ -126,7 +129,7 @@ def write_plot(document: dict[str, Any], path: Path, unit: str | None = None) ->
 
 
 def _by_series(document: dict[str, Any]) -> Iterator[tuple[str, list[Cell], dict[str, list[Cell]]]]:
-    """Yield each series as (name, cells, cells by pass)."""
+    """Yield each series of workloads as (name, cells, cells by pass)."""
     if not document["cells"]:
         raise ValueError("there is nothing to draw: no cell was measured")
     for series in dict.fromkeys(cell["series"] for cell in document["cells"]):

@@ -39,7 +39,7 @@ class Settings:
     """Settings of a run: ``rep`` milliseconds per measurement, ``rounds`` measurements of each contestant.
 
     With ``host_time``, the host time of a small call is measured as well. With ``operations``, standard
-    attention's operations are also timed one by one in forward passes.
+    attention's operations are also timed one by one in the pass "forward".
 
     Raises:
         ValueError: a pass is unknown or not possible on this device.
@@ -336,7 +336,7 @@ def _contained(entry: Entry, device: torch.device) -> Iterator[None]:
             timing.synchronize(device)
             return
         except torch.OutOfMemoryError as error:
-            said_first = _first_line(error).split(". ")[:2]  # the other sentences describe this process
+            said_first = _first_line(error).split(". ")[:2]  # later sentences describe this process
             entry.reject(NO_MEMORY, ". ".join(said_first))
         except ArithmeticError as error:
             entry.reject(WRONG, str(error))
@@ -361,7 +361,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _rotated(entries: list[Entry], turn: int) -> list[Entry]:
-    """Return the contestants in the order of a round. Each round begins with another contestant."""
+    """Return the contestants in the order of a round. Each round begins with a different one."""
     first = turn % max(1, len(entries))
     return entries[first:] + entries[:first]
 

@@ -30,7 +30,7 @@ class Shape:
 
 
 def _square(name: str, batch: int, seqlen: int, heads: int, head_dim: int) -> Shape:
-    """Attention of encoders and images: no mask, and as many key heads as query heads."""
+    """Attention of encoders and image models: without a mask, and with as many key heads as query heads."""
     return Shape(f"{name}-s{seqlen}-d{head_dim}", batch, seqlen, seqlen, (heads, heads), head_dim)
 
 

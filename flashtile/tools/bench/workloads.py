@@ -1,9 +1,9 @@
 """Named attention calls, shared by tests, benchmarks and tuning, with their FLOPs and bytes.
 
-FLOPs follow the FlashAttention papers: ``4 * batch * heads * seqlen_q * seqlen_k * head_dim`` forward (two
-matrix products), 2.5 times that backward (five products), and half of either for causal attention with
-seqlen_q = seqlen_k. Other masks and sequences of different lengths are counted by their visible (query, key)
-pairs.
+FLOPs are counted as in the FlashAttention papers. The two matrix products of the forward pass have
+``4 * batch * heads * seqlen_q * seqlen_k * head_dim`` FLOPs, and the five of the backward pass have 2.5 times
+as many. Causal attention with seqlen_q = seqlen_k has half of these FLOPs. Other masks and sequences of
+different lengths are counted by their visible (query, key) pairs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAPER_HEAD_DIMS = (64, 128, 256)
 L2_BYTES = 1e9
 """Bytes of KV caches to rotate over, so each cache has left the GPU's L2 cache when it is read again."""
 MAX_COPIES = 16
-"""Most copies of a KV cache to rotate over."""
+"""Maximum number of copies of a KV cache to rotate over."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Workload:
         head_dim_v: head size of v and out; None is ``head_dim``.
         latent: absorbed multi-head latent attention (MLA): v is the last ``head_dim_v`` columns of k, and
             these columns are stored once.
-        weights: form of the attention weights to return in addition: "full", "columns" (summed over queries),
+        weights: which attention weights the call also returns: "full" (all), "columns" (sums over queries),
             "top" (the largest of each query), or "" for none.
         alibi, sink: whether the call has ALiBi slopes, and a learned sink per head.
         tags: names of the sets that the workload belongs to.
@@ -155,7 +155,7 @@ class Workload:
 
     @property
     def call(self) -> Call:
-        """The call as an input of the I/O model, which counts its visible pairs and bytes."""
+        """The workload as a call of the I/O model, which counts visible (query, key) pairs and bytes."""
         return Call(
             self.batch, self.seqlen_q, self.seqlen_k, self.num_heads_q, self.num_heads_kv, self.head_dim,
             self.head_dim_v, self.dtype, self.window_left, self.window_right, self.lengths,
@@ -216,7 +216,7 @@ class Workload:
         return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
 
     def bytes(self, which: str = "forward") -> int:
-        """Return the least bytes of memory traffic of a pass.
+        """Return the minimum memory traffic of a pass in bytes.
 
         Each input is read once, and each result is written once. A shared prefix is read once for all
         sequences.
@@ -572,9 +572,9 @@ TAGS: tuple[str, ...] = tuple(dict.fromkeys(tag for workload in WORKLOADS for ta
 
 
 def small_call(kind: str, device_type: str) -> Workload:
-    """Return a small call of a kind of workload, with which the host time of a call is measured.
+    """Return a small workload of the given kind, for measuring the host time of a call.
 
-    The call's time on the GPU is below its time on the host.
+    Its time on the GPU is shorter than its time on the host.
     """
     dtype = FP8 if kind == "fp8" else "bfloat16" if device_type == "cuda" else "float32"
     if kind == "decode":

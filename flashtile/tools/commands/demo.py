@@ -42,7 +42,7 @@ SAMPLE_BYTES = 600
 QUICK = TrainingConfig(sized(layers=2, heads=2, embed=32), batch=4, seqlen=64, warm_up=10)
 TWIN_SHARE = 0.4
 MAX_TWIN_STEPS = 100
-"""Most steps of the comparison run, which repeats the training with standard attention.
+"""Maximum number of steps of the comparison run, which repeats the training with standard attention.
 
 The comparison run also has at most TWIN_SHARE of the steps of the training. Rounding differences grow about
 tenfold every fifty steps, so curves of a few hundred steps are not comparable.

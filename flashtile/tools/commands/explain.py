@@ -40,7 +40,11 @@ from flashtile.tools.commands.options import Device, bad_parameters, console, pa
 
 HERE = "here"
 MOST, MAX_TOKENS, MAX_COSTED_TOKENS = 2**16, 2**31 - 1, 2**22
-"""Maxima: of sequences, heads and head sizes; of tokens per sequence; of the same if costs are shown."""
+"""Upper bounds of options.
+
+``MOST`` is for numbers of sequences, heads and head sizes. ``MAX_TOKENS`` is for tokens per sequence, and
+``MAX_COSTED_TOKENS`` for tokens per sequence if costs are shown.
+"""
 MEASURED = (9, 0)
 """Compute capability of the cards on which flashtile has been measured."""
 MODEL_SEQLENS = (2048, 8192, 32768, 131072)
@@ -264,8 +268,8 @@ def _lengths(text: str) -> tuple[int, ...]:
 def _card(name: str | None, place: torch.device) -> Card | None:
     """Return the card (the GPU model) whose costs are shown.
 
-    This is the named card. If none or "here" is named, it is the GPU ``place``, or None if ``place`` is not a
-    known GPU.
+    This is the card with the given name. If ``name`` is None or "here", it is the GPU ``place``, or None if
+    ``place`` is not a known GPU.
     """
     if name is None or name == HERE:
         return card_of_device(torch.cuda.get_device_name(place)) if place.type == "cuda" else None
@@ -276,7 +280,7 @@ def _card(name: str | None, place: torch.device) -> Card | None:
 
 
 def _dtype(asked: str | None, card: Card | None, on_gpu: bool) -> str:
-    """Return the requested dtype; by default bfloat16 (float16 on older cards), and float32 on the CPU."""
+    """Return the requested dtype. The default is bfloat16 (float16 on older cards), or float32 on the CPU."""
     of_card = "bfloat16" if card is None or card.capability >= (8, 0) else "float16"
     dtype = asked if asked is not None else of_card if on_gpu else "float32"
     if dtype not in DTYPES:

@@ -68,8 +68,8 @@ def _backends() -> Table:
 def _served(name: str, device: torch.device) -> tuple[list[str], dict[str, list[str]]]:
     """Return (served, reasons) for a backend and a plain attention call.
 
-    ``served`` are the dtypes in which the backend computes the call. ``reasons`` maps each reason against the
-    call to the dtypes that the backend refuses for this reason.
+    ``served`` are the dtypes in which the backend computes the call. ``reasons`` maps each reason for a
+    refusal to the dtypes that the backend refuses for it.
     """
     served: list[str] = []
     reasons: dict[str, list[str]] = {}

@@ -59,7 +59,7 @@ def _with_option(message: str, name: str, option: str) -> str:
 
 @contextmanager
 def bad_parameters() -> Iterator[None]:
-    """Report errors about arguments that the ``with`` block raises as errors of the command line.
+    """Convert the ``with`` block's errors about arguments to errors of the command line.
 
     The command then prints one line and exits with code 2.
     """
@@ -71,7 +71,10 @@ def bad_parameters() -> Iterator[None]:
 
 @contextmanager
 def bad_models() -> Iterator[None]:
-    """Like :func:`bad_parameters`, also for models that cannot be read or do not fit into memory."""
+    """Convert errors as :func:`bad_parameters` does, and also errors that a model causes.
+
+    A model causes an error if it cannot be read, or if it does not fit into memory.
+    """
     with bad_parameters():
         try:
             yield
@@ -86,7 +89,7 @@ def bad_models() -> Iterator[None]:
 
 
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
-    """Return the command line that gives this command its parameters, with those in ``changed`` replaced."""
+    """Return the arguments of this command's call, with the parameters in ``changed`` replaced."""
     values, found = {**context.params, **changed}, []
     for parameter in context.command.params:
         value = values.get(parameter.name or "")
@@ -103,7 +106,7 @@ def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
 
 
 def parse_device(name: str | None) -> torch.device:
-    """Return the device that an option names, or the default device if it is None."""
+    """Return the device that an option names, or the default device if ``name`` is None."""
     with bad_parameters():
         return machine.find_device(name)
 
@@ -160,7 +163,7 @@ def progress_bar(to: Console) -> Progress:
 
 
 def say(progress: Progress, line: str) -> None:
-    """Print a line of progress if the progress bar is not shown, because the output is not a terminal."""
+    """Print a line of progress unless there is a progress bar. There is none if the output is no terminal."""
     if progress.disable:
         progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -85,7 +85,7 @@ def visualize(
 
 
 def start_of(own: list[Setting]) -> dict[str, Any]:
-    """Return the state of the page when it opens. If the user gave settings, the page shows their runs."""
+    """Return the initial state of the page, which shows the user's own runs. Without these it is empty."""
     if not own:
         return {}
     first = own[0]

@@ -23,8 +23,8 @@ def flashtile(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def standard(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
     """Return causal attention computed without a fused kernel, with the score matrix in memory.
 
-    ``hidden`` is the mask from :func:`later_keys`. Callers pass it if they reuse the mask in several calls;
-    None computes it here.
+    ``hidden`` is the mask from :func:`later_keys`. Pass it to reuse one mask in several calls. If it is None,
+    the mask is computed here.
     """
     if hidden is None:
         hidden = later_keys(q.shape[1], k.shape[1], q.device)

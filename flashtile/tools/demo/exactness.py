@@ -60,7 +60,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Exactness:
-    """Largest errors of one case in one dtype against float64 standard attention, by result.
+    """Largest error of each result of one case in one dtype, against standard attention in float64.
 
     Each bound has the errors of flashtile and of plain PyTorch in the same dtype. ``holds`` says whether
     flashtile meets the error rule.
@@ -74,14 +74,14 @@ class Exactness:
     """All numbers of the case if it breaks the error rule; otherwise empty."""
 
     def largest(self, results: Sequence[str]) -> testing.Bound:
-        """Return the bound among those of ``results`` in which error / allowed is largest."""
+        """Return the bound with the largest ratio of error to allowed error among ``results``."""
         return max((self.errors[r] for r in results), key=lambda bound: bound.error / bound.allowed)
 
 
 def measure(device: torch.device, cases: Sequence[Workload] = CASES) -> Iterator[Exactness]:
     """Yield the errors of the forward and backward pass of each case, in each dtype.
 
-    The gradients of out and lse are random.
+    The upstream gradients dout and dlse are random.
     """
     for one in cases:
         for dtype in DTYPES:

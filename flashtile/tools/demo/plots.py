@@ -19,7 +19,7 @@ from flashtile.tools.demo.scaling import Cost, ScalingRow
 
 OURS, THEIRS = "#0072b2", "#b34700"
 VARIABLES = {OURS: "--q", THEIRS: "--k"}
-"""Variable of the page's design for each colour. The variable has another value on a dark page."""
+"""CSS variable of the page for each colour. On a dark page the variable has another value."""
 
 OPERATIONS = ("#e8894a", "#f0b27e", "#d9a441", "#f3d06b", "#c9b79c")
 """Colours of standard attention's operations, light enough for black text."""
@@ -56,7 +56,7 @@ def _bars(ours: float, theirs: float, described: Callable[[float], str]) -> list
 
 
 def themed_svg(figure: Figure) -> str:
-    """Return an SVG element whose two main colours are variables of the page's design."""
+    """Return an SVG element in which the CSS variables of the page replace the two main colours."""
     svg = as_svg(figure)
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable}, {color})")

@@ -22,7 +22,10 @@ from flashtile.tools.demo.findings import claim, findings
 from flashtile.tools.demo.training import Agreement, TrainingConfig, TrainingResult, bits_per_byte
 
 LEARNED_BITS = 6.0
-"""Most bits per byte that the trained model may need. Even the shortest run reaches it if gradients work."""
+"""Maximum bits per byte of the trained model.
+
+Even the shortest run stays below it if gradients are correct.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ class Setting:
         return [*lines, ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)]
 
     def served_lines(self) -> list[str]:
-        """Return a line for each call with the backend that computes it, and a line for each other backend.
+        """Return a line for each call, with the backend that computes it.
 
-        The line of another backend has the reason why it cannot compute a call.
+        The other backends follow, each with the reason why it cannot compute a call.
         """
         lines = [
             f"{call.call}, {self.dtype} on {self.device}: served by {call.backend}" for call in self.served

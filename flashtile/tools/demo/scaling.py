@@ -23,7 +23,7 @@ from flashtile.tools.demo.attention import Attention, flashtile, later_keys, sta
 from flashtile.tools.demo.exactness import Check
 
 SCORE_MATRICES = 3
-"""Matrices of the size of the scores in standard attention's backward pass: P, dP and dS."""
+"""Number of matrices as large as the scores in standard attention's backward pass: P, dP and dS."""
 
 CPU_MEMORY_CAP = 4 * 2**30
 """Largest memory of standard attention on a CPU. A second limit is half of the free memory."""
@@ -31,7 +31,10 @@ CPU_MEMORY_CAP = 4 * 2**30
 GPU_MEMORY_SHARE = 0.9
 
 LONGEST_PASS_SECONDS = 20.0
-"""Passes that would take longer are left out. Doubling the length is expected to take four times as long."""
+"""Longest time of a pass. Longer passes are left out.
+
+A pass is expected to take four times as long if the length is doubled.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class ScalingWorkload:
     head_dim: int
     seqlens: tuple[int, ...]
     seconds_each: float
-    """Approximate time for which a measurement repeats the pass, at least once."""
+    """Approximate seconds of a measurement, which repeats the pass and runs it at least once."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -56,7 +59,7 @@ class ScalingWorkload:
         return f"{self.dtype}, batch {self.batch}, {self.heads} heads of {self.head_dim}"
 
     def score_bytes(self, seqlen: int) -> int:
-        """Least bytes that standard attention needs in addition to its inputs and outputs."""
+        """Return the minimum bytes that standard attention needs in addition to its inputs and outputs."""
         return SCORE_MATRICES * self.batch * self.heads * seqlen**2 * self.torch_dtype.itemsize
 
 
@@ -207,7 +210,7 @@ def _peak_resident_bytes() -> int | None:
 
 
 def table(rows: Sequence[ScalingRow]) -> Table:
-    """Table with a row per sequence length."""
+    """Return a table with a row for each sequence length."""
     headings = (
         "tokens", "flashtile\nms", "standard\nms", "speed-up", "flashtile\nMiB", "standard\nMiB",
         "memory\nratio",

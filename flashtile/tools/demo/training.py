@@ -23,7 +23,7 @@ PLATEAU_ENDS = 0.7
 """Share of the run after which the learning rate falls linearly towards 0."""
 
 FEWEST_STEPS = 60
-"""Fewest steps of a run whose length is given in seconds, even on a slow machine."""
+"""Minimum number of steps of a run whose length is given in seconds."""
 
 
 @dataclass
@@ -49,8 +49,8 @@ class TrainingSchedule:
     def finished(self, step: int, elapsed: float) -> bool:
         """Return whether the run ends after ``step`` steps in ``elapsed`` seconds. Call it before each step.
 
-        A run with ``seconds`` fixes its number of steps at the end of the plateau. If the machine becomes
-        slower afterwards, the run takes longer, up to twice ``seconds``.
+        A run with ``seconds`` fixes its number of steps when the learning rate begins to fall. If the machine
+        becomes slower afterwards, the run takes longer, up to twice ``seconds``.
         """
         if self.seconds is not None and step >= FEWEST_STEPS:
             if self.steps is None and elapsed >= PLATEAU_ENDS * self.seconds:
@@ -191,7 +191,7 @@ def fit(
 
 @contextmanager
 def fastest_threads(config: TrainingConfig, corpus: Corpus) -> Iterator[int]:
-    """Set torch's number of threads to the fastest one for training, inside the ``with`` block, and yield it.
+    """Use the number of threads that trains fastest inside the ``with`` block, and yield this number.
 
     A few steps are timed with each candidate, because a small model on a large or busy machine trains faster
     with a few threads than with one per core. On a GPU the number of threads is not changed.

@@ -205,9 +205,9 @@ class _Sequence:
         return row_max, row_sum, acc
 
     def _gather(self, cache: Tensor, descale: Tensor | None, keys: range) -> Tensor:
-        """Return the tokens ``keys`` of a cache as (keys, heads_kv, head_dim), multiplied by their scales.
+        """Return the sequence's tokens at positions ``keys`` of a cache, multiplied by their scales.
 
-        They have the dtype of computation.
+        The result has shape (keys, heads_kv, head_dim) and the dtype of computation.
         """
         if self.blocks is None:
             return tokens_of_row(cache, self.row, keys, descale, self.dtype)

@@ -19,7 +19,7 @@ from flashtile.reference.decode import rotate_appended
 
 
 def tokens_of_row(cache: Tensor, row: int, keys: range, descale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the tokens ``keys`` of one row of a dense cache, multiplied by their scales.
+    """Return the tokens at positions ``keys`` in one row of a dense cache, multiplied by their scales.
 
     The result has shape (keys, heads_kv, head_dim) and dtype ``dtype``.
     """

@@ -108,9 +108,9 @@ def _dense(
 def _paged(
     problem: DecodeProblem, dtype: torch.dtype, k_cache: Tensor, v_cache: Tensor, given: CacheTensors
 ) -> Iterator[KeysAndValues]:
-    """Yield the keys and values of a paged cache, piece by piece.
+    """Yield the keys and values of a paged cache, one :class:`Piece` at a time.
 
-    Where the pages lie in memory does not change the division into pieces, so it does not change results.
+    The division into pieces does not depend on the places of the pages in memory. So neither do the results.
     """
     caches = (k_cache, given.k_descale), (v_cache, given.v_descale)
     in_place = k_cache.dtype == dtype and given.k_descale is given.v_descale is None
@@ -173,8 +173,8 @@ def _by_heads(tokens: Tensor, piece: Piece, problem: DecodeProblem) -> Tensor:
 def _seen(problem: DecodeProblem, given: CacheTensors, together: bool) -> Iterator[tuple[range, range]]:
     """Yield (range of sequences, range of the keys that their queries see).
 
-    Each range has one sequence. With ``together``, adjacent sequences that see the same positions form one
-    range.
+    Each range of sequences has one sequence. With ``together``, it has all adjacent sequences whose queries
+    see the same positions.
     """
     leftpads = [0] * problem.batch if given.cache_leftpad is None else given.cache_leftpad.tolist()
     bounds = list(zip(lengths_of(problem, given), leftpads, strict=True))

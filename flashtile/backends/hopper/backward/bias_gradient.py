@@ -120,7 +120,7 @@ def producer(C: gl.constexpr, ring, keys, numbers, bias, descs, sizes):
 
 @gluon.jit
 def product(C: gl.constexpr, W: gl.constexpr, HEAD_DIM: gl.constexpr, ring, keys, i, layout: gl.constexpr):
-    """Start product ``i``, of warpgroup W's rows and the keys, and return its accumulator [64, BLOCK_N].
+    """Multiply warpgroup W's rows by the keys, as product ``i``. Return the accumulator [64, BLOCK_N].
 
     The wgmma instructions are asynchronous: wait for them before the accumulator is used.
     """

@@ -65,9 +65,9 @@ class BiasGradientVariant:
 def writes_ds(problem: Problem, bias: Tensor) -> bool:
     """Return whether the backward kernel writes the gradient of the bias, by storing dS.
 
-    This gradient must be needed, and it must equal dS. It does if each score has its own element of the bias
-    and there is no soft-cap. With a soft-cap, dS also contains the derivative of the soft-cap, which the
-    gradient of the bias does not. TMA requires that seqlen_k is a multiple of 8.
+    This gradient must be needed, and it must equal dS. The two are equal if each score has its own element of
+    the bias and there is no soft-cap. With a soft-cap, dS also contains the derivative of the soft-cap, which
+    the gradient of the bias does not. TMA requires that seqlen_k is a multiple of 8.
     """
     scores = problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_k
     dense = not (problem.varlen or problem.seqused_k) and own_sizes(bias) == scores

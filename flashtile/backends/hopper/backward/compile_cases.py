@@ -81,7 +81,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
     for size in (64, 128, 256):
         shared = replace(PLAIN, window_right=0, head_dim=size, head_dim_v=size)
         for case in _products("causal", shared, _SHARED):
-            yield replace(case, exhaustive=size <= 128)  # splits change only a few integers
+            yield replace(case, exhaustive=size <= 128)  # the code differs little from that without splits
     # S and dP skip columns of padding at these head sizes.
     for sizes in ((40, 40), (80, 80), (96, 96), (192, 128), (160, 160)):
         for case in _products("causal", replace(_CAUSAL, head_dim=sizes[0], head_dim_v=sizes[1])):
@@ -105,7 +105,7 @@ def compile_cases(arch: str) -> Iterator[CompileCase]:
 
 
 def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterator[CompileCase]:  # noqa: B008
-    """Yield the case of ``backward_kernel``, or the two cases for head sizes over 128.
+    """Yield the compile case of ``backward_kernel``, or two compile cases for head sizes over 128.
 
     With splits, head sizes over 128 have only the case of ``dkv_kernel``; ``dq_kernel`` stays the same.
     """
@@ -123,8 +123,10 @@ def _products(mask: str, problem: Problem, splits: Splits = Splits()) -> Iterato
 
 
 def _modified(kind: str, name: str, problem: Problem) -> Iterator[CompileCase]:
-    """Yield the case of ``backward_kernel`` with a modifier. A bias of dense sequences has a second case, in
-    which the kernel writes dS as the bias's gradient."""
+    """Yield the compile case of ``backward_kernel`` with a modifier.
+
+    A bias of dense sequences has a second case, in which the kernel writes dS as the bias's gradient.
+    """
     shared = bias_of(problem)
     biases = [shared]
     if shared is not None and not problem.varlen:

@@ -74,8 +74,8 @@ class DqAccum(NamedTuple):
 def accum_of(sizes, pointers):
     """Return the :class:`DqAccum` of a launch.
 
-    ``pointers.counters`` points to these counters, in this order: that of the work queue, ``next_part``,
-    ``added_blocks`` (one per key head) and ``converted_parts`` (one per key head).
+    ``pointers.counters`` points to these counters, in this order: the counter of the work queue,
+    ``next_part``, ``added_blocks`` (one per key head) and ``converted_parts`` (one per key head).
     """
     counters = pointers.counters
     added_blocks = counters + 2
@@ -113,7 +113,10 @@ def signal(counter, LATER: gl.constexpr):
 
 @gluon.jit
 def load_acquire(counter):
-    """Load a counter with acquire semantics: writes before the signals that it counts become visible."""
+    """Load a counter of :func:`signal` calls, with acquire semantics.
+
+    Writes that other programs made before they signalled are then visible to this thread.
+    """
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [counter], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -121,7 +124,10 @@ def load_acquire(counter):
 
 @gluon.jit
 def wait_for(counter, count):
-    """Wait for ``count`` signals at ``counter``. Writes before them become visible, also to TMA."""
+    """Wait until ``counter`` has received ``count`` signals.
+
+    Writes that other programs made before these signals are then visible, also to TMA operations.
+    """
     seen = load_acquire(counter)
     while seen < count:
         seen = load_acquire(counter)
@@ -172,8 +178,8 @@ def make_chunks(accum_desc):
 def tile_of_part(t, work, blocks):
     """Return (query head of the group, first row) of the ``t``-th tile of a part.
 
-    A part is the share of dQ that the postprocess warps convert at a time. A sequence and key head have
-    ``blocks`` parts, as many as blocks of keys. The 64-row tiles of dQ are assigned to the parts in turn, so
+    A part is the share of dQ that the postprocess warps convert at a time. Each key head of a sequence has
+    ``blocks`` parts, one for each block of keys. The 64-row tiles of dQ are assigned to the parts in turn, so
     part ``work.tile_in_head`` has tiles ``tile_in_head``, ``tile_in_head + blocks`` and so on.
     """
     tiles = max((work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS, 1)
@@ -183,7 +189,7 @@ def tile_of_part(t, work, blocks):
 
 @gluon.jit
 def tiles_of_part(C: gl.constexpr, work, blocks):
-    """Return the number of 64-row tiles of dQ in a part, the share that :func:`tile_of_part` defines."""
+    """Return the number of 64-row tiles of dQ in a part (:func:`tile_of_part`)."""
     tiles = (work.seqlen_q + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS * C.GROUP
     return (tiles - work.tile_in_head + blocks - 1) // blocks
 
@@ -225,9 +231,9 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     """Convert part ``part`` (:func:`tile_of_part`) of a key head from ``dq_accum`` to dQ.
 
     The part's memory is then zeroed if a later head reuses it. In a 64-row tile of ``dq_accum``, columns 8 j
-    to 8 j + 7 of row 16 w + 8 a + r are contiguous. They begin at float ((2 j + a) 4 + w) 64 + 8 r. A chunk,
-    the piece of a tile that is loaded at a time, has all columns of one or two groups (a, w) of 8 rows.
-    ``i`` counts the chunks that have been loaded; returns the new ``i``.
+    to 8 j + 7 of row 16 w + 8 a + r are contiguous. They begin at float ((2 j + a) 4 + w) 64 + 8 r. A chunk
+    is the piece of a tile that one TMA load brings: all columns of one or two groups of 8 rows. Each group
+    is one pair (a, w). ``i`` counts the chunks that have been loaded. Returns the new ``i``.
     """
     COLUMNS: gl.constexpr = accum_desc.block_type.shape[0]
     GROUPS: gl.constexpr = accum_desc.block_type.shape[1]
@@ -243,7 +249,7 @@ def convert_part(C: gl.constexpr, chunks, accum_desc, i, key_head, part, pointer
     count = tiles_of_part(C, work, blocks) * CHUNKS
     reused = key_head + accum.sizes.resident_heads < accum.sizes.total_heads
     tile = accum_of_tile(C, 0, work, blocks, key_head, accum)
-    following, dq, rows = tile * 0, accum.dq, work.seqlen_q  # only for their types: the first chunk sets them
+    following, dq, rows = tile * 0, accum.dq, work.seqlen_q  # placeholders: the first chunk sets them
     for n in range(min(count, POSTPROCESS_STAGES)):
         load_chunk(chunks, accum_desc, i + n, tile, n)
     for n in range(count):

@@ -306,7 +306,7 @@ def backward_kernel(
     """Compute dQ, dK and dV.
 
     Grid: at most one program per multiprocessor; each takes work tiles from the work queue.
-    ``dq_add_desc`` and ``dq_accum_desc`` describe the same memory. Descriptors that a call lacks are None.
+    ``dq_add_desc`` and ``dq_accum_desc`` describe the same memory. Unused descriptors are None.
     """
     wait_for_preprocess()
     accum = accum_of(pointers.scalars.sizes, pointers)

@@ -46,15 +46,14 @@ from flashtile.backends.hopper.modifiers.launch import (
     own_sizes,
 )
 from flashtile.backends.hopper.tile_table import TileTable
-from flashtile.dropout import keep_share
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 from flashtile.problems.masks import MAX_CAPTURED
 
 SWIZZLE_BYTES = {"even": 20 * 2**20, "uneven": 12 * 2**20}
 """Bytes of the L2 cache (50 MB) that the tensors of one group of interleaved heads may take. Programs work on
-two groups at a time. More is faster if all blocks of keys cost the same. Less is faster under a causal mask,
-where heads complete later."""
+two groups at a time. A larger limit is faster if all blocks of keys cost the same. A smaller limit is faster
+under a causal mask, where heads complete later."""
 SMALLEST_SCALE = 1e-6
 """Below this softmax_scale, lse in units of raw products would lose precision or overflow."""
 
@@ -123,10 +122,9 @@ def l2_swizzle(problem: Problem) -> int:
 
 
 def last_heads(problem: Problem, block_n: int, programs: int, row_splits: int = 1) -> int:
-    """Return the number of key heads, at the end of the queue, whose work tiles are interleaved.
+    """Return how many key heads at the end of the queue have interleaved work tiles, under a causal mask.
 
-    This is done under a causal mask, with as many heads as programs work on at a time. ``problem`` is from
-    :func:`as_scheduled`.
+    It is the number of heads that the programs work on at a time. ``problem`` is from :func:`as_scheduled`.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     return min(math.ceil(programs / max(tiles, 1)), key_heads(problem))
@@ -137,8 +135,8 @@ def resident_heads(problem: Problem, block_n: int, swizzle: int, programs: int, 
 
     ``problem`` is from :func:`as_scheduled`. There is room for about twice the heads that programs work on at
     a time, because programs begin the next heads while the sums of the previous ones are converted. When
-    deterministic, interleaved heads complete at the same time and need more room. All of them must fit, since
-    they must not wait for one another. With still more heads, ``dq_accum`` would not stay in the L2 cache.
+    deterministic, interleaved heads complete at the same time and need more room. All interleaved heads must
+    fit, since they must not wait for one another. A larger ``dq_accum`` would not stay in the L2 cache.
     """
     tiles = math.ceil(problem.total_k / dense_batch(problem) / block_n) * row_splits
     heads = math.ceil(2 * programs / max(tiles, 1)) + 1
@@ -162,7 +160,7 @@ def schedule_of(
     swizzle: int = 1,
     bias: Tensor | None = None,
 ) -> BackwardSchedule:
-    """Return the integers of a launch. Work tiles have ``block_n`` keys.
+    """Return the :class:`BackwardSchedule` of a launch whose work tiles have ``block_n`` keys.
 
     ``problem`` is from :func:`as_scheduled`.
     """
@@ -186,12 +184,15 @@ def schedule_of(
 
 
 def numbers_of(problem: Problem) -> BackwardNumbers:
-    """Return the floats of a launch. With a score_mod, ``scale_log2`` is softmax_scale, without log2(e)."""
+    """Return the :class:`BackwardNumbers` of a launch.
+
+    With a score_mod, ``scale_log2`` is softmax_scale, without the factor log2(e).
+    """
     numbers = BackwardNumbers(scale=problem.softmax_scale, **score_numbers(problem), zero=0.0)
     if problem.mods is not None and problem.mods.score_mod:
         numbers = numbers._replace(scale_log2=problem.softmax_scale)
     if problem.dropout_p:
-        keep = keep_share(problem.dropout_p)
+        keep = 1 - problem.dropout_p
         numbers = numbers._replace(scale=numbers.scale / keep, keep_scale=1 / keep, keep=keep)
     return numbers
 

@@ -97,7 +97,10 @@ class Preprocess:
         return start + neg_lse, start + neg_delta, start + counters, accum
 
     def _tensors(self, workspace: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the four parts of ``workspace`` as tensors, from which Triton compiles in the first call."""
+        """Return (neg_lse, neg_delta, counters, dq_accum) as views of ``workspace``.
+
+        The first call needs tensors, because Triton compiles a kernel for the dtypes of its arguments.
+        """
         neg_lse, neg_delta, counters, dq_accum = workspace.split_with_sizes(self._sizes)
         return neg_lse, neg_delta, counters.view(torch.int32), dq_accum if dq_accum.numel() else None
 

@@ -1,5 +1,5 @@
 """The tile scheduler of the Hopper backward: which blocks of keys a program takes, and which blocks of query
-rows it visits for each.
+rows it visits for each block of keys.
 
 If there are too few work tiles, several programs share a block of keys (``splits``). HEAD_SPLITS divides the
 query heads of a group: the schedule counts each key head HEAD_SPLITS times, each time with another part of
@@ -22,7 +22,7 @@ ROW_PAD = gl.constexpr(preprocess.ROW_PAD)
 
 
 class BackwardPointers(NamedTuple):
-    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks."""
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for each that is not used."""
 
     table: Any
     """The tile table of packed sequences, whose work tiles are blocks of keys; int32."""
@@ -99,14 +99,15 @@ def count_tiles(C: gl.constexpr, pointers, schedule):
 def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
     """Return (key head, block of keys) of a work tile.
 
-    Each head has ``blocks`` blocks. The index of the head counts over all sequences of a dense batch.
+    Each head has ``blocks`` blocks. Heads are counted over all sequences of a dense batch.
 
-    The blocks of a head follow one another, so programs that run at the same time read the same query rows.
-    There are two exceptions:
+    All blocks of a head come before those of the next head, so programs that run at the same time read the
+    same query rows. There are two exceptions:
 
-    * With DETERMINISTIC, blocks of ``swizzle`` heads alternate. Neighbouring blocks of a head add to the same
-      rows of dQ, one two steps after the other. Programs that started them together would have to wait.
-    * Under a causal mask, blocks of the last ``swizzle`` heads alternate. Otherwise the longest blocks of the
+    * With DETERMINISTIC, groups of ``swizzle`` heads are interleaved: consecutive work tiles belong to
+      different heads of a group. Neighbouring blocks of one head add to the same rows of dQ in a fixed order.
+      If programs started them at the same time, one would have to wait for the other.
+    * Under a causal mask, the last ``swizzle`` heads are interleaved. Otherwise the longest blocks of the
       last head would start when all other work is done.
     """
     tile_index = tile_index // C.ROW_SPLITS
@@ -129,12 +130,13 @@ def head_and_block(C: gl.constexpr, tile_index, blocks, schedule):
 
 @gluon.jit
 def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
-    """Return the :class:`WorkTile` of an index: from the table of packed sequences, or by arithmetic.
+    """Return the :class:`WorkTile` of an index: from the tile table of packed sequences, or by arithmetic.
 
-    The first blocks of a head come first, because they are the longest under a causal mask. With
-    DETERMINISTIC the last blocks come first, and each block adds to a row of dQ after the blocks before it.
-    Such waits are short under a causal mask: block n - 1 begins with BLOCK_N rows that do not see block n.
-    Meanwhile the program of block n, which started earlier, adds to the rows that see both blocks.
+    The first blocks of keys of a head are taken first, because they are the longest under a causal mask.
+    With DETERMINISTIC the order is reversed: the last block is taken first, and each block adds to a row of
+    dQ after all later blocks. Under a causal mask a block waits only briefly for the later ones. Block n - 1
+    begins with BLOCK_N rows that do not see block n. Meanwhile the program of block n, which started
+    earlier, adds to the rows that see both blocks.
     """
     head, block = head_and_block(C, tile_index, blocks_of_head(C, pointers, schedule), schedule)
     work, blocks = sequence_of(C, head, block, pointers, schedule)
@@ -150,10 +152,7 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
 
 @gluon.jit
 def blocks_of_head(C: gl.constexpr, pointers, schedule):
-    """Return the number of blocks of keys of a head.
-
-    In a dense call these are the blocks of one sequence, in a packed call those of all sequences.
-    """
+    """Return the number of blocks of keys of a head: in one sequence, or in all sequences if packed."""
     blocks = schedule.num_blocks
     if C.VARLEN:
         blocks = gl.load(pointers.table)
@@ -246,8 +245,8 @@ def gradient_head(C: gl.constexpr, tile_index, work):
 def step_order(begin, end, full_begin, full_end):
     """Return (cut, count, before, full), the order of ``count`` blocks of rows for :func:`block_of_step`.
 
-    The first ``cut`` steps visit the blocks that the mask cuts: ``before`` blocks from ``begin`` on, then
-    the blocks after the unmasked ones. The other steps visit the unmasked blocks, from ``full`` on.
+    The first ``cut`` steps visit the blocks that the mask cuts. These are the first ``before`` blocks, then
+    the blocks after the unmasked ones. The other steps visit the unmasked blocks, which begin at ``full``.
     """
     full = min(max(full_begin, begin), end)
     full_end = min(max(full_end, full), end)
@@ -266,7 +265,7 @@ def block_of_step(j, begin, end, cut, before, full):
 
 @gluon.jit
 def row_list(C: gl.constexpr, work, pointers):
-    """Return the list of a block mask for a work tile; 0 without a block mask."""
+    """Return the ``BlockList`` of query rows that a block mask shows to a work tile; 0 without one."""
     if C.LISTED:
         return listed_rows(C, work, pointers.lists)
     else:
@@ -277,8 +276,8 @@ def row_list(C: gl.constexpr, work, pointers):
 def in_order(C: gl.constexpr, ranges, listed):
     """Return the :class:`RowBlocks` of a work tile: the blocks of rows that it visits, and their order.
 
-    With a block mask they come from ``listed``, the work tile's :func:`row_list`. Otherwise they come from
-    ``ranges``, which :func:`own_row_blocks` returned for the work tile.
+    With a block mask the blocks come from ``listed``, the work tile's :func:`row_list`. Otherwise they come
+    from ``ranges``, the result of :func:`own_row_blocks`.
     """
     if C.LISTED:
         masked = listed.masked_count
@@ -318,7 +317,7 @@ def row_block(C: gl.constexpr, rows, j):
 def dq_order(C: gl.constexpr, work, m, schedule):
     """With DETERMINISTIC: return how many blocks of keys add to block ``m`` of dQ before this work tile.
 
-    Blocks of later keys add first, so these are all later blocks that some row of block ``m`` sees.
+    Blocks of later keys add first. So the result counts all later blocks that some row of block ``m`` sees.
     """
     first = m * C.BLOCK_M
     last = min(first + C.BLOCK_M, work.seqlen_q) - 1

@@ -33,7 +33,7 @@ class BackwardNumbers(NamedTuple):
     keep_scale: Any = None
     """Factor of dropout, 1 / keep; ``scale`` includes it."""
     keep: Any = None
-    """1 - dropout_p, with dropout_p rounded to the bits of the random numbers."""
+    """1 - dropout_p."""
 
 
 class QueryHead(NamedTuple):
@@ -62,7 +62,7 @@ def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule)
 def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, pointers, schedule):
     """Return the :class:`Modifiers` of warpgroup W's keys and query head ``g`` of the key head.
 
-    ``bias`` is the channel of the bias, ``blocks`` the list of a block mask.
+    ``bias`` is the channel of the bias. ``blocks`` is the work tile's ``schedule.row_list``.
     """
     generator = 0
     arguments = 0
@@ -77,7 +77,7 @@ def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, point
 def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr):
     """Return (positions of warpgroup W's keys, [keys, 1], positions of the rows of block ``m``, [1, rows]).
 
-    The last row has the position of the last key.
+    Positions are aligned so that the last query of the sequence has the position of the last key.
     """
     keys = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, s_layout))
     rows = gl.arange(0, C.BLOCK_M, layout=gl.SliceLayout(0, s_layout))
@@ -89,8 +89,8 @@ def positions(C: gl.constexpr, W: gl.constexpr, m, work, s_layout: gl.constexpr)
 def soft_cap(C: gl.constexpr, s, numbers):
     """Return (scores, softcap_grad) of raw products Q K^T.
 
-    Scores are in log2 units; if a SCORE_MOD follows, they are in natural units. softcap_grad is the
-    derivative of the capped score with respect to the scaled product; 1.0 without a soft-cap.
+    Scores are in log2 units, or in natural units if a SCORE_MOD follows. softcap_grad is the derivative of
+    the capped score with respect to the scaled product. Without a soft-cap it is 1.0.
     """
     softcap_grad = 1.0
     if C.SOFTCAP:
@@ -106,10 +106,11 @@ def soft_cap(C: gl.constexpr, s, numbers):
 def apply_score_mod(
     C: gl.constexpr, W: gl.constexpr, s, m, work, slope, numbers, s_layout: gl.constexpr, modifiers=0
 ):  # fmt: skip
-    """Return (scores in log2 units, derivative of the scores) of raw products Q K^T.
+    """Return (scores in log2 units, their derivative), computed from the raw products ``s``, Q K^T.
 
-    A soft-cap and ALiBi are applied, or SCORE_MOD. The derivative is with respect to the scaled products.
-    SCORE_MOD takes scores in natural units, so ``numbers.scale_log2`` is softmax_scale in this case.
+    The scores are the scaled products after a soft-cap and ALiBi, or after SCORE_MOD. The derivative is with
+    respect to the scaled products. SCORE_MOD takes scores in natural units, so with SCORE_MOD
+    ``numbers.scale_log2`` is softmax_scale.
     """
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.LISTED:
@@ -151,9 +152,9 @@ def mask(C: gl.constexpr, W: gl.constexpr, p, m, work, schedule, s_layout: gl.co
 def probabilities(
     C: gl.constexpr, W: gl.constexpr, CUT: gl.constexpr, s, added, m, slot, work, head, shared, scalars
 ):  # fmt: skip
-    """Return (P, weights) of the raw products ``s`` with the rows of block ``m``.
+    """Return (P, weights), computed from ``s``, the raw products of keys and the rows of block ``m``.
 
-    ``weights`` is the factor of dP - delta in dS: P times the derivative of the soft-cap or SCORE_MOD.
+    ``weights`` is P times the derivative of the soft-cap or SCORE_MOD, so that dS = weights * (dP - delta).
     ``added`` has the values of the bias.
     """
     s_layout: gl.constexpr = s.type.layout
@@ -187,7 +188,7 @@ def score_gradients(C: gl.constexpr, p, weights, dp, bits, slot, modifiers, shar
     """Return dS in 16 bits. ``p`` is P after dropout. ``dp`` is dP - delta; with dropout it is only dP."""
     dtype: gl.constexpr = p.dtype
     s_layout: gl.constexpr = dp.type.layout
-    if C.HAS_DROPOUT:  # a dropped probability has dP 0, but still its delta
+    if C.HAS_DROPOUT:  # delta is also subtracted where P is dropped and dP is 0
         neg_delta = row_of(shared.neg_delta.index(slot).reshape([C.BLOCK_M]), s_layout) * numbers.keep
         kept = p
         if C.SOFTCAP:

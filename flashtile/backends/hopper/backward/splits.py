@@ -34,7 +34,7 @@ START_AND_END = 3.0
 STEP_SECONDS = 2.2e-6
 """Approximate time of a step at full load: 10.5 MFLOP at 4.8 TFLOP/s per multiprocessor of an H100."""
 SUM_SECONDS = 12e-6
-"""Minimum cost of the sum of parts: one more kernel and two more tensors, most of it on the host."""
+"""Minimum time of summing the parts: one more kernel and two more tensors, most of it on the host."""
 BYTES_PER_SECOND = 4.4e12
 """Memory bandwidth for writing and for reading parts."""
 ALTERNATING = 1.15
@@ -73,7 +73,7 @@ class Work(NamedTuple):
     divides_rows: bool
     """Whether query rows may be divided; heads always may."""
     last_alternate: bool
-    """Whether the blocks of keys of the last heads alternate in the queue, as under a causal mask."""
+    """Whether the queue interleaves the work tiles of the last heads, as under a causal mask."""
     programs: int
     """Programs that the card runs at a time."""
 
@@ -119,8 +119,11 @@ def steps_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[int, 
 
 @lru_cache(maxsize=1024)
 def best_splits(work: Work) -> Splits:
-    """Return the splits with the least estimated time. Among nearly equal times, those with the fewest parts
-    are best, and splits of heads are better than splits of rows."""
+    """Return the splits with the least estimated time.
+
+    If several splits take nearly equal times, return the one with the fewest parts. With equal numbers of
+    parts, prefer to split heads rather than rows.
+    """
     whole = seconds(work, Splits()) * (ALTERNATING if work.last_alternate else 1)
     times: dict[Splits, float] = {}
     for splits in sorted(candidates(work), key=lambda splits: least_seconds(work, splits)):
@@ -138,8 +141,8 @@ def candidates(work: Work) -> Iterator[Splits]:
     """Yield all splits of two or more parts within MAX_PARTS and MAX_BYTES. Heads are divided evenly.
 
     When deterministic, programs add to a row of dQ in the order of the blocks of keys. Under a mask, each
-    block is seen by a different range of rows. If programs divided these rows, a program would wait for most
-    of the work of another program, on the previous block. So in this case only heads are divided.
+    block is seen by a different range of rows. If programs divided these rows, a program would wait until
+    another program has done most of its work on the previous block. So in this case only heads are divided.
     """
     heads = [count for count in range(1, work.group + 1) if work.group % count == 0]
     for splits in itertools.starmap(Splits, itertools.product(heads, ROW_SPLITS)):
@@ -151,7 +154,8 @@ def candidates(work: Work) -> Iterator[Splits]:
 def tiles_of(work: Work, splits: Splits) -> Iterator[int]:
     """Yield the number of steps of each work tile, in the order of the queue.
 
-    The work tiles of a head follow one another. If ``last_alternate``, those of the last heads alternate.
+    All work tiles of a head come before those of the next head. If ``last_alternate``, the last heads are
+    interleaved instead: the first block of keys of each, then the second block of each, and so on.
     """
     group, rows = work.group // splits.heads, splits.rows
     blocks = [
@@ -167,7 +171,7 @@ def tiles_of(work: Work, splits: Splits) -> Iterator[int]:
 
 
 def seconds(work: Work, splits: Splits) -> float:
-    """Return the estimated time in seconds of the backward kernel and of the sum of parts of dK and dV."""
+    """Return the estimated time in seconds of the backward kernel and the kernel that sums dK and dV."""
     busy_until = [0.0] * work.programs
     for steps in tiles_of(work, splits):
         heapq.heapreplace(busy_until, busy_until[0] + START_AND_END + steps)
@@ -190,8 +194,8 @@ def sum_seconds(work: Work, splits: Splits) -> float:
 
 
 def as_scheduled(problem: Problem, heads: int) -> Problem:
-    """Return the problem for which work is scheduled: ``heads`` key heads stand for each key head.
+    """Return the problem for which work is scheduled: each key head is replaced by ``heads`` key heads.
 
-    Each of them has an equal share of the key head's query heads.
+    The query heads of the original key head are divided evenly among the new ones.
     """
     return problem if heads == 1 else replace(problem, num_heads_kv=problem.num_heads_kv * heads)

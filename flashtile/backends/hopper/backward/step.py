@@ -31,9 +31,10 @@ class StepState(NamedTuple):
 
 @gluon.jit
 def dq_product(C: gl.constexpr, W: gl.constexpr, ds, k):
-    """Return warpgroup W's half of dS K, left in flight.
+    """Start the product dS K for warpgroup W's half of dQ, and return its accumulator.
 
-    With BLOCK_M 64 it is half of the columns, with BLOCK_M 128 it is 64 of the rows.
+    With BLOCK_M 64 the half has half of the columns. With BLOCK_M 128 it has 64 of the rows. The product is
+    asynchronous: wait for it before the accumulator is used.
     """
     COLUMNS: gl.constexpr = C.BLOCK_D // 2 if C.BLOCK_M == WARPGROUP_ROWS else C.BLOCK_D
     zero = gl.full([WARPGROUP_ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS))
@@ -51,8 +52,8 @@ def in_register_order(x):
     """Reorder an accumulator [64, N] to [N / 4, 256]: each row has one pair of registers of every thread.
 
     In wgmma's accumulator, row 16 w + 8 a + r and column 8 j + 2 t + b is register (j, a, b) of thread
-    (w, r, t). In the new order, a store needs one address per thread and has no bank conflicts. The
-    functions of ``dq_accum`` read this order.
+    (w, r, t). In the new order, a store needs one address per thread and has no bank conflicts.
+    ``dq_accum`` keeps this order, which ``dq_accum.convert_part`` undoes.
     """
     N: gl.constexpr = x.shape[1]
     x = x.reshape([4, 2, 8, N // 8, 4, 2]).permute((3, 1, 0, 2, 4, 5))
@@ -73,11 +74,11 @@ def step(
     C: gl.constexpr, W: gl.constexpr, FIRST: gl.constexpr, CUT: gl.constexpr, i, m, more, work, head, state,
     shared, scalars,
 ):  # fmt: skip
-    """Compute step ``i``, for the rows of block ``m``, and dQ of the step before.
+    """Compute step ``i``, for the rows of block ``m``, except its dQ. Also compute dQ of the step before.
 
     FIRST: this is the first step of a work tile, so there is no step before. CUT: the mask may hide scores.
-    Returns the new state. Its ``start`` is the -lse of step ``i + more``, loaded in advance. ``more`` is 0 in
-    the last step of a work tile, else 1.
+    ``more`` is 0 in the last step of a work tile, else 1. Returns the new state, whose ``start`` is -lse of
+    the rows of step ``i + more``.
     """
     dtype: gl.constexpr = shared.k.dtype
     ROWS: gl.constexpr = WARPGROUP_ROWS
@@ -106,7 +107,7 @@ def step(
         dq = dq_product(C, W, shared.ds.index(before & 1), k)
     bits = 0
     if C.HAS_DROPOUT:
-        bits = random_bits(modifiers.dropout, m * C.BLOCK_M, C.BLOCK_M, True, C.FINE_DROPOUT, s_layout)
+        bits = random_bits(modifiers.dropout, m * C.BLOCK_M, C.BLOCK_M, True, s_layout)
     added = 0
     if C.HAS_BIAS:
         added = bias_tiles.read_keys(C, W, modifiers.bias, i, s_layout)

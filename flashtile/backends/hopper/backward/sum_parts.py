@@ -101,5 +101,5 @@ class SumParts:
 
 
 def shape_of_parts(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """Return the shape of the parts of a gradient [..., heads, head_dim]: [..., heads * parts, head_dim]."""
+    """Return the shape of a tensor of all partial sums of a gradient: [..., heads * parts, head_dim]."""
     return (*shape[:-2], shape[-2] * parts, shape[-1])

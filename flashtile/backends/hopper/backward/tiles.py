@@ -59,8 +59,8 @@ def store_gradient(
 ):
     """Store the gradient of warpgroup W's keys of a head by TMA, through one tile of shared memory.
 
-    Each store writes as many columns as the block of ``desc`` has. ``gradient`` has the columns from START
-    on. Rows past the last key are not written.
+    Each store writes as many columns as the block of ``desc`` has. The first column of ``gradient`` is column
+    START of the head. Rows past the last key are not written.
     """
     PART: gl.constexpr = desc.block_type.shape[-1]
     parts = column_parts(gradient, PART)

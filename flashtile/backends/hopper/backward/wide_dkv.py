@@ -58,9 +58,9 @@ from flashtile.backends.hopper.work_tiles import slope_of
 
 
 class DkvPointers(NamedTuple):
-    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks.
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for each that is not used.
 
-    They are int32 except for the slopes.
+    All but the slopes point to int32.
     """
 
     table: Any
@@ -113,7 +113,7 @@ def from_chunks(x, layout: gl.constexpr):
 
 @gluon.jit
 def load_step(C: gl.constexpr, i, m, g, work, desc, statistics_desc, ring, statistics, schedule):
-    """Load block ``m`` of q or dO of query head ``g`` of the group, and its -lse or -delta, by TMA.
+    """Load block ``m`` of q or dO of query head ``g``, and the -lse or -delta of its rows, by TMA.
 
     This is the ``i``-th write to the channel ``ring``.
     """
@@ -188,7 +188,7 @@ def value_step(C: gl.constexpr, i, m, cut, work, slope, dv, tiles, schedule, num
     q.release(i)
     if C.MASKED and cut:
         p = mask(C, 0, p, m, work, schedule, s_layout)
-    # dS / dP: P, times the soft-cap's derivative.
+    # dS is the product of these weights and (dP - delta).
     slot = weights.acquire(i)
     weights.tiles.index(slot).store(in_chunks(to_16_bit(p * softcap_grad, dtype)))
     mbarrier.arrive(weights.full.index(slot), count=1)
@@ -236,7 +236,8 @@ def as_block_of(desc, tile):
 
 @gluon.jit
 def store_sums(C: gl.constexpr, desc, work, head, tile, sums, factor, schedule):
-    """Store the gradient in accumulators ``sums`` (:func:`zero_sums`), times ``factor``, by TMA."""
+    """Store a gradient by TMA: the tuple of accumulators ``sums`` (as from :func:`zero_sums`), scaled by
+    ``factor``."""
     store_gradient(C, 0, desc, work, head, tile, sums[0] * factor, schedule)
     if len(sums) > 1:
         store_gradient(C, 0, desc, work, head, tile, sums[1] * factor, schedule, sums[0].shape[1])

@@ -46,7 +46,7 @@ from flashtile.backends.hopper.work_tiles import key_range, slope_of
 
 
 class DqPointers(NamedTuple):
-    """Pointers to memory that the kernel accesses without TMA descriptors; None for those a call lacks."""
+    """Pointers to memory that the kernel accesses without TMA descriptors; None for each that is not used."""
 
     neg_lse: Any
     """-lse of each padded row (``common.preprocess``), fp32."""
@@ -91,7 +91,10 @@ def load_statistics(C: gl.constexpr, work, row, call):
 
 @gluon.jit
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr):
-    """Return (scores in log2 units, derivative of the soft-cap) of the raw products with block ``n``."""
+    """Return (scores in log2 units, derivative of the soft-cap).
+
+    ``s`` has the raw products of the query rows and the keys of block ``n``.
+    """
     s, softcap_grad = soft_cap(C, s, numbers)
     if C.ALIBI:
         between = (n * C.BLOCK_N - rows.positions).to(gl.float32)
@@ -128,10 +131,10 @@ def step(C: gl.constexpr, W: gl.constexpr, i, n, cut, rows, statistics, dq, chan
 
 @gluon.jit
 def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work, block, i, j, call):
-    """Compute and store dQ of warpgroup W's 64 rows of block ``block`` of ``work``.
+    """Compute and store dQ of 64 query rows: warpgroup W's half of a block of rows of the work tile.
 
-    ``i`` counts the blocks of keys that the program has visited, ``j`` its blocks of rows. Returns the new
-    ``i``.
+    ``block`` is the number of the block in the sequence. ``i`` counts the blocks of keys that the program
+    has visited, and ``j`` the blocks of rows that it has computed. Returns the new ``i``.
     """
     q, do, k, v = channels
     schedule, numbers = call.schedule, call.numbers
@@ -188,7 +191,10 @@ def consumer(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, call):
 
 @gluon.jit
 def load_part(C: gl.constexpr, W: gl.constexpr, work, block, j, ring, desc):
-    """Load warpgroup W's rows of q or dO by TMA, for the ``j``-th block of rows of the program."""
+    """Load warpgroup W's 64 rows of q or dO by TMA.
+
+    ``block`` is the number of the block of rows in its sequence. It is the ``j``-th that the program loads.
+    """
     slot = ring.acquire(2 * j + W)
     mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
     load_queries(C, W, desc, work, block, ring.full.index(slot), ring.tiles.index(slot))
@@ -234,13 +240,13 @@ def dq_kernel(
 
     Grid: at most one program per multiprocessor; work tiles are assigned in ``serpentine_order``.
     """
-    # For each block of rows, the channels of q and dO have two writes, 64 rows for each warpgroup. Write
-    # number 2 j + W has the rows of warpgroup W in the program's j-th block.
+    # The channels of q and dO get two writes for each block of rows: 64 rows for each warpgroup. Write number
+    # 2 j + W has warpgroup W's rows of the j-th block that the program computes.
     q = make_channel(q_desc, 2, 1, 1)
     do = make_channel(do_desc, 2, 1, 1)
     k = make_channel(k_desc, C.STAGES, 2, 1)
-    # With 128 rows of q and dO of 256 columns each, only three blocks of k and v fit: two of k, which is
-    # needed for longer, and one of v.
+    # With 256 columns, q and dO leave shared memory for three blocks of k and v: two of k, which is needed
+    # for longer, and one of v.
     V_STAGES: gl.constexpr = 1 if C.BLOCK_D == C.BLOCK_DV else 2
     v = make_channel(v_desc, V_STAGES, 2, 1)
     channels = DqTiles(q, do, k, v)

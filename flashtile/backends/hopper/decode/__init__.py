@@ -2,8 +2,8 @@
 
 The portable backend serves calls with at most 16 query rows per key head, and appending, combining and
 copying. ``softmax_max`` saves time in the portable kernel and changes no result. This kernel ignores it, and
-is still faster than the portable kernel. Only a call with an explicit ``backend="hopper"`` is refused if it
-gives ``softmax_max``.
+is still faster than the portable kernel. A call with both ``softmax_max`` and an explicit
+``backend="hopper"`` is refused.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from flashtile.backends.portable.decode.schedule import sequence_of
 
 @gluon.jit
 def store_rows(C: gl.constexpr, base, rows, exists, o):
-    """Store o [64, BLOCK_DV] from registers to rows ``rows`` [64] of ``base``, where ``exists``."""
+    """Store the rows of o [64, BLOCK_DV] for which ``exists`` is true. Row i goes to row ``rows[i]`` of the
+    matrix at ``base``."""
     layout: gl.constexpr = o.type.layout
     columns = gl.arange(0, C.BLOCK_DV, layout=gl.SliceLayout(0, layout))
     offsets = gl.convert_layout(rows, gl.SliceLayout(1, layout)) * C.HEAD_DIM_V
@@ -30,7 +31,10 @@ def store_rows(C: gl.constexpr, base, rows, exists, o):
 
 @gluon.jit
 def store_whole(C: gl.constexpr, o, lse, work, rows, call):
-    """Store normalised o [64, BLOCK_DV] to out, and lse [64], given in base 2, to lse in base e."""
+    """Store normalised o [64, BLOCK_DV] and lse [64] of a whole work tile to out and lse.
+
+    The argument ``lse`` is in base 2. It is stored in base e.
+    """
     lengths = call.lengths
     num_heads_q = lengths.num_heads_kv * C.PACK
     b, _ = sequence_of(work.m_block, lengths, C)
@@ -93,10 +97,10 @@ def store_part(C: gl.constexpr, o, m, sums, v_scale, part, own, call):
 
 @gluon.jit
 def attend_part(C: gl.constexpr, W: gl.constexpr, part, i, j, q, k, v, faults, call, numbers):
-    """Compute and store the 64 rows of warpgroup W of a part of a work tile (:func:`store_part`).
+    """Compute and store warpgroup W's 64 rows of ``part``, a part of a work tile.
 
-    ``i`` counts the n_blocks that have passed through the channels of k and v, ``j`` the parts of work tiles
-    that the program has computed. Returns the new ``i``.
+    ``i`` counts the n_blocks that have passed through the channels of k and v. ``j`` counts the parts of work
+    tiles that the program has computed. Returns the new ``i``.
     """
     ROWS: gl.constexpr = WARPGROUP_ROWS
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)

@@ -83,17 +83,19 @@ def combine_recorded_kernel(pointers, lengths, splits, row_blocks, C: tl.constex
         num_rows = tl.where(count > 1, num_rows, 0)
     if first_row < num_rows:  # noqa: SIM102 - without rows, ``count`` is uninitialised
         if count > 1:
-            # Each program has two slots: the second has the first part of a work tile, the first any other.
+            # Each program has two slots. The first part of a work tile is in its program's second slot, any
+            # other part is in its program's first slot.
             parts = Parts(b, m, head_kv, start_q, num_rows, count, 2 * first_program, 2, 1)
             combine_rows(parts, first_row, pointers, lengths, splits, C)
 
 
 @kernel(do_not_specialize=("lengths", "splits", "row_blocks"))
 def combine_divided_kernel(pointers, lengths, splits, row_blocks, C: tl.constexpr, WIDTH: tl.constexpr):
-    """Combine the parts of the work tiles that the queue's table divides, and write out and lse.
+    """Combine the parts of divided work tiles, and write out and lse.
 
-    Grid: any number of programs, which loop over the row blocks. A row block is ROWS rows of a divided work
-    tile. If the table divides no work tile, the programs end immediately.
+    The table of the work queue lists the divided work tiles. Grid: any number of programs, which loop over
+    the row blocks. A row block is ROWS rows of a divided work tile. If no work tile is divided, the programs
+    end immediately.
     """
     num_heads_kv = lengths.num_heads_kv
     table = behind_partials(pointers.partial, splits, C)

@@ -93,10 +93,11 @@ _COMBINED = {
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield a case with all features for each row of the tables.
+    """Yield a compile case with all features for each configuration (:func:`every_row`).
 
-    Rows of equal head sizes also have a case without features. Rows with head_dim 128 also have cases of
-    ``_VARIANTS``. The kernels that fill the table and combine parts follow.
+    Configurations of equal head sizes also have a case without features, and those with head_dim 128 have
+    cases of ``_VARIANTS``. Last come the kernels that combine parts, and the one that fills the table of the
+    work queue.
     """
     if arch != HOPPER:
         return
@@ -137,7 +138,7 @@ def _combine_case(problem: DecodeProblem, config: HopperDecodeConfig) -> Compile
 def _small_case(
     name: str, kernel: Any, signature: dict[str, Any], constants: dict[str, Any], num_warps: int = NUM_WARPS
 ) -> CompileCase:
-    """Case of a kernel without matrix products."""
+    """Return the compile case of a kernel without matrix products."""
     return CompileCase(
         name=name,
         kernel=kernel,

@@ -20,8 +20,8 @@ COPY_ROWS = 16
 
 MIN_FILLED = 0.85
 """Programs take whole work tiles if these would keep at least this share of the programs busy in all rounds.
-The estimate assumes work tiles of equal lengths. Otherwise programs take equal runs of n_blocks, which may
-begin within work tiles."""
+The estimate assumes work tiles of equal lengths. Otherwise each program takes an equal range of consecutive
+n_blocks, which may begin within a work tile."""
 MAX_SHARED = 4
 """With this many work tiles per program or more, programs take whole work tiles in any case."""
 DIVIDED_M_BLOCKS = 8
@@ -65,7 +65,7 @@ class HopperDecodeConfig(DecodeConfig):
 
 @dataclass(frozen=True)
 class HopperDecodeVariant(Layout, ModifierFlags):
-    """Everything that the kernel is compiled for: one constant of the kernel."""
+    """Compile-time parameters of the kernel, which takes them as one constexpr."""
 
     TANH_APPROX: ClassVar[bool] = False
     EVEN_N: ClassVar[bool] = False
@@ -95,7 +95,7 @@ class HopperDecodeVariant(Layout, ModifierFlags):
     KEY_SCALES: bool
     """Whether DESCALE is "block", so the keys of one tile may have different scales."""
     STREAM_K: bool
-    """Whether programs take equal runs of n_blocks; otherwise they take splits from a queue."""
+    """Whether programs take equal ranges of n_blocks; otherwise they take splits from a queue."""
     DIVIDES: bool
     """Whether the queue's table divides the work tiles of long sequences."""
     SPLIT: bool
@@ -225,7 +225,10 @@ def serves_heads(head_dim: int, head_dim_v: int) -> bool:
 
 
 def every_row() -> Iterator[tuple[int, int, torch.dtype, HopperDecodeConfig]]:
-    """Yield (padded head_dim, padded head_dim_v, dtype of the cache, config) for each row of both tables."""
+    """Yield (padded head_dim, padded head_dim_v, dtype of the cache, config) for each configuration.
+
+    Configurations for 16-bit caches come first, then those for FP8 caches.
+    """
     for (block_d, block_dv), row in _TABLE.items():
         for config in row:
             yield block_d, block_dv, torch.bfloat16, config

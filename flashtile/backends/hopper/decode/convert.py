@@ -6,7 +6,7 @@ one instruction for two values. Queries and P are then float16. Rows of bfloat16
 power of two to fit float16's range, and their scores are multiplied by it.
 
 If each block of the cache has a scale, the scores of a key are multiplied by the scale of its block. Values
-are multiplied by theirs and rounded to the dtype of q; P then also has this dtype.
+are multiplied by the scale of their block and rounded to the dtype of q. P then also has this dtype.
 """
 
 from typing import Any, NamedTuple
@@ -206,8 +206,8 @@ def query_operand(C: gl.constexpr, q, k, k_scale, numbers, row_layout: gl.conste
     """Return (q, numbers) for products with the tiles of ``k``.
 
     If q [64, BLOCK_D] has another dtype than these tiles, it is converted in place in shared memory. Each of
-    its rows is then divided by a power of two, to fit the range of float16. ``numbers``, the factors of the
-    scores, get one value per row: it includes ``k_scale`` and the row's power of two.
+    its rows is then divided by a power of two, to fit the range of float16. The returned ``numbers``, which
+    are factors of the scores, have one value per row. They include ``k_scale`` and the row's power of two.
     """
     ROWS: gl.constexpr = q.shape[0]
     dtype: gl.constexpr = k.tiles.dtype

@@ -41,9 +41,10 @@ def is_seen(C: gl.constexpr, position, keys):
 
 @gluon.jit
 def load_key_pages(C: gl.constexpr, entry, n, keys):
-    """Load the page of each key of n_block ``n``, or its row of a dense cache, as int32 [BLOCK_N].
+    """Load the number of each key's page, for n_block ``n``, as int32 [BLOCK_N].
 
-    Entries of the block table whose keys no row sees are not read.
+    A dense cache has no pages. The result is then ``entry``, the sequence's row of the cache, for every key.
+    Entries of the block table whose keys no query row sees are not read.
     """
     position = n * C.BLOCK_N + gl.arange(0, C.BLOCK_N, layout=LINE)
     if C.PAGE_SIZE == 0:

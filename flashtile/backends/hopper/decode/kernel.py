@@ -6,9 +6,9 @@ TMA, at the pages that the block table names. The rows of a tile are query token
 share a key head (PackGQA): row ``r`` is token ``r // PACK``, head ``r % PACK``. The keys are read once for
 all of them.
 
-If STREAM_K, programs take equal runs of all n_blocks of the batch, which may begin and end within work tiles.
-Otherwise they take work tiles, or splits of them, from a queue, those of long sequences first. Parts of a
-work tile are stored as partial results, as in the portable kernel.
+If STREAM_K, each program takes an equal range of consecutive n_blocks of the batch, which may begin and end
+within work tiles. Otherwise programs take work tiles, or splits of them, from a queue. Work tiles of long
+sequences come first. Parts of a work tile are stored as partial results, as in the portable kernel.
 
 This module has the kernel, its partitions and the loads; ``attend`` has what a consumer computes for a part.
 """
@@ -72,7 +72,7 @@ class HopperDecodePointers(NamedTuple):
     softmax_max: Any
     qv: Any
     k_cache: Any
-    """None unless GATHER, as is v_cache: TMA loads have descriptors instead."""
+    """None unless GATHER, like ``v_cache``. TMA loads use descriptors instead."""
     v_cache: Any
 
 
@@ -134,7 +134,7 @@ class KeyLoads(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Where a stream-K program's run of n_blocks begins and ends (``schedule.stream_k_start``)."""
+    """Where a stream-K program's range of n_blocks begins and ends (``schedule.stream_k_start``)."""
 
     total: Any
     position: Any
@@ -184,8 +184,8 @@ def load_part(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, part, i, j, 
     """Load k, or v if V, for each n_block of a part of a work tile. Returns the new ``i``.
 
     Several loaders share an n_block; this is loader number PART. The first loader of k also loads queries and
-    looks for invalid pages. ``i`` counts the n_blocks that the program has loaded, ``j`` its parts of work
-    tiles.
+    looks for invalid pages. ``i`` counts the n_blocks that the program has loaded, and ``j`` the parts of
+    work tiles that it has loaded.
     """
     FIRST: gl.constexpr = not V and PART == 0
     work, n_begin, n_end, _, _ = part
@@ -289,7 +289,7 @@ def consumer(C: gl.constexpr, W: gl.constexpr, queue, q, k, v, faults, start, ca
 
 @gluon.jit
 def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries, keys, start, call):
-    """Loader number PART of k, or of v if V: load its part of every n_block.
+    """Load k, or v if V, for the consumers. Several loaders share each n_block; this is loader number PART.
 
     A loader is a partition of one warp, or of two warps if GATHER. The first loader of k also loads q, and
     takes work tiles from the queue for all partitions.
@@ -335,10 +335,7 @@ def loader(C: gl.constexpr, V: gl.constexpr, PART: gl.constexpr, queue, queries,
 
 @gluon.jit
 def find_start(C: gl.constexpr, pointers, lengths):
-    """Return where the run of n_blocks of a stream-K program begins and ends, as :class:`Start`.
-
-    All fields are 0 if not STREAM_K.
-    """
+    """Return the :class:`Start` of this program; all fields are 0 if not STREAM_K."""
     if C.STREAM_K:
         index = gl.arange(0, C.SCAN_BLOCK, layout=gl.BlockedLayout([1], [32], [4], [0]))
         program, programs = gl.program_id(0), gl.num_programs(0)
@@ -352,14 +349,17 @@ def find_start(C: gl.constexpr, pointers, lengths):
 
 @gluon.jit
 def make_key_channel(C: gl.constexpr, desc, WIDTH: gl.constexpr):
-    """Make the channel of n_blocks of k or v, which arrive in loads of COPY_ROWS keys."""
+    """Make the channel of k or v. A slot holds one n_block, which arrives in TMA loads of COPY_ROWS keys."""
     tiles = gl.allocate_shared_memory(desc.dtype, [C.STAGES, 1, 1, C.BLOCK_N, 1, WIDTH], desc.layout)
     return make_ring(tiles, C.STAGES, C.WARPGROUPS, C.LOADERS)
 
 
 @gluon.jit
 def make_loads(C: gl.constexpr, channel, desc, source):
-    """Return the :class:`KeyLoads` of a channel; ``source`` is used only if GATHER."""
+    """Return the :class:`KeyLoads` of k or v.
+
+    ``source`` locates k or v in memory. It is used only if GATHER; TMA loads use ``desc``.
+    """
     scales = make_scales(C)
     if C.GATHER:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

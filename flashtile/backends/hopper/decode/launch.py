@@ -62,13 +62,13 @@ COMBINE_TILES = {4: 2048, 8: 8192}
 """Warps of a combining program -> elements of partial results that it loads at a time. If work tiles have few
 parts, there are many programs. Small programs are then faster, because more of them fit a multiprocessor."""
 COMBINING_PROGRAMS = 4
-"""Programs per multiprocessor that combine the work tiles that a table divides."""
+"""Programs per multiprocessor of the kernel that combines divided work tiles (:func:`divides`)."""
 MANY_PARTS = 16
 """With more parts per work tile, a combining program has 8 warps instead of 4."""
 MIN_SPLITS = 4
 """Minimum of the parts that a combining program loads at a time, as far as COMBINE_TILES allows."""
 DIVIDED_SPLITS = 8
-"""Parts that a program loads at a time if a table divides work tiles."""
+"""Parts that a program of this kernel loads at a time."""
 
 
 def pack_of(problem: DecodeProblem) -> int:
@@ -79,18 +79,18 @@ def pack_of(problem: DecodeProblem) -> int:
 def packed(problem: DecodeProblem) -> DecodeProblem:
     """Return the problem for which work is scheduled.
 
-    It has one key head for each group of query heads that share a tile (:func:`pack_of`).
+    In this problem, each group of query heads that share a tile (:func:`pack_of`) has its own key head.
     """
     return replace(problem, num_heads_kv=problem.num_heads_q // pack_of(problem))
 
 
 def is_stream_k(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """:func:`portable.decode.plan.is_stream_k` of the :func:`packed` problem."""
+    """Whether programs share all n_blocks of the :func:`packed` problem equally (stream-K)."""
     return shares_blocks(packed(problem), config)
 
 
 def copy_rows(problem: DecodeProblem, config: HopperDecodeConfig) -> int:
-    """Return the number of keys per TMA load, which are contiguous in memory: a power of two.
+    """Return the number of keys per TMA load, a power of two. These keys are contiguous in memory.
 
     For a kernel that copies keys one by one, without TMA, the result is BLOCK_N.
     """
@@ -103,8 +103,8 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
     """Return the number of programs of a stream-K grid.
 
     It is the number of programs that run at a time. This number is rounded down to a multiple of the number
-    of work tiles, unless fewer than MIN_FILLED of the programs would remain. Then programs that read the same
-    keys for different m_blocks read them at the same time.
+    of work tiles, unless fewer than MIN_FILLED of the programs would remain. With a multiple, programs that
+    read the same keys for different m_blocks read them at the same time.
     """
     problem = packed(problem)
     programs = multiprocessors(problem.device) * config.programs_per_sm
@@ -114,9 +114,9 @@ def balanced_programs(problem: DecodeProblem, config: HopperDecodeConfig) -> int
 
 
 def divides(problem: DecodeProblem, config: HopperDecodeConfig) -> bool:
-    """Whether the queue's table divides long work tiles.
+    """Whether long work tiles are divided into parts, each of which is an entry of the work queue.
 
-    It divides them unless the call chooses splits, the grid is stream-K, or sequences have many m_blocks.
+    They are divided unless the call chooses splits, the grid is stream-K, or sequences have many m_blocks.
     """
     chosen = problem.num_splits != 0 or problem.split_size != 0
     few = m_blocks_of(packed(problem), config) < DIVIDED_M_BLOCKS
@@ -192,7 +192,7 @@ def recorded_variant(
 
 
 def divided_variant(problem: DecodeProblem, config: HopperDecodeConfig) -> tuple[CombineVariant, int]:
-    """Return (variant, warps) of the kernel that combines work tiles which the queue's table divides."""
+    """Return (variant, warps) of the kernel that combines divided work tiles (:func:`divides`)."""
     num_warps = 4
     rows = COMBINE_TILES[num_warps] // padded(problem.head_dim_v) // DIVIDED_SPLITS
     tile = CombineTile(rows, DIVIDED_SPLITS, num_warps)
@@ -300,7 +300,8 @@ class HopperDecodeLaunch(DecodeLaunch):
     ) -> CachedLaunch:
         """Return the launch that combines the partial results of stream-K programs.
 
-        The attention kernel writes ``records`` partial records, which name the work tiles to combine.
+        ``records``: number of partial records that the attention kernel writes. A record names a work tile to
+        combine and the number of its parts.
         """
         assert isinstance(self._config, HopperDecodeConfig)
         combining, num_warps = recorded_variant(self._problem, self._config, variant)
@@ -335,7 +336,7 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """Return the launch that combines the work tiles which the queue's table divides."""
+        """Return the launch of the kernel that combines divided work tiles (:func:`divides`)."""
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
         programs = COMBINING_PROGRAMS * multiprocessors(self._device)
@@ -344,7 +345,7 @@ class HopperDecodeLaunch(DecodeLaunch):
 
 
 def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num_warps: int) -> CachedLaunch:
-    """Return the launch of a combining kernel. All of them take the pointers of the portable one."""
+    """Return the launch of a combining kernel, which takes :class:`CombinePointers`."""
     return CachedLaunch(
         kernel,
         programs,
@@ -358,9 +359,10 @@ def _combining(kernel: Any, programs: int, scalars: tuple, constants: tuple, num
 
 
 class Attend:
-    """Launches the attention kernel, after the kernel that fills its queue's table if it has a queue.
+    """Launches the attention kernel.
 
-    Calls have the signature of the portable kernel's launch.
+    If it has a work queue, the kernel that fills the queue's table is launched first. Calls have the
+    signature of the portable kernel's launch.
     """
 
     def __init__(self, kernel: CachedLaunch, fill_table: CachedLaunch | None, gathers: bool) -> None:

@@ -62,10 +62,11 @@ def num_held(C: gl.constexpr, position, keys):
 
 @gluon.jit
 def load_pages(C: gl.constexpr, PART: gl.constexpr, entry, n, keys):
-    """Load the pages from which loader number PART copies its keys of n_block ``n``.
+    """Load the numbers of the pages that hold one loader's keys of n_block ``n``.
 
-    Returns a tuple of page numbers, one for each copy (a TMA load of COPY_ROWS keys). For a dense cache it is
-    ``(entry,)``, the row of the cache. Entries of the block table whose keys no row sees are not read.
+    PART is the loader's index. Returns a tuple of page numbers, one for each copy (a TMA load of COPY_ROWS
+    keys). For a dense cache the tuple is ``(entry,)``, the sequence's row of the cache. An entry of the block
+    table is read only if a row sees one of its keys.
     """
     if C.PAGE_SIZE == 0:
         return (entry,)
@@ -94,9 +95,10 @@ def faults_of(C: gl.constexpr, entry, n, keys, cache):
 def load_n_block(
     C: gl.constexpr, PART: gl.constexpr, desc, pages, page_rows, n, keys, head, cache, barrier, tile
 ):  # fmt: skip
-    """Issue the TMA loads of loader number PART, for its part of n_block ``n`` of k or v, into ``tile``.
+    """Issue one loader's TMA loads of n_block ``n`` of k or v into ``tile``.
 
-    Keys after the last one that a row sees arrive as zeros.
+    PART is the loader's index. Each loader loads an equal part of the keys. Keys after the last key that any
+    row sees arrive as zeros.
     """
     COPIES: gl.constexpr = C.COPIES
     mbarrier.expect(barrier, desc.block_type.nbytes * COPIES)

@@ -52,7 +52,7 @@ def own_range(C: gl.constexpr, W: gl.constexpr, work, n_begin, n_end, lengths):
     if C.HAS_LEFTPAD:
         padded = (sequence.leftpad + C.BLOCK_N - 1) // C.BLOCK_N
         full_begin = min(max(full_begin, padded), full_end)
-    if lengths.attention_chunk is not None:  # own_blocks ignores chunks, which may begin in a window
+    if lengths.attention_chunk is not None:  # edges of chunks cut blocks as well; own_blocks ignores them
         offset = sequence.len_k - sequence.len_q
         left, _ = window_at(last + offset, sequence.leftpad, lengths)
         _, right = window_at(first + offset, sequence.leftpad, lengths)

@@ -28,11 +28,12 @@ PART_COST = tl.constexpr(3.0)
 COMBINE_COST = tl.constexpr(8.0)
 """Cost of storing partial results and combining them, in n_blocks."""
 PARTS = tl.constexpr(65536)
-"""A row of the table stores two integers in one: PARTS * (number of parts) + (index of the part)."""
+"""A row of the work queue's table stores two integers in one: PARTS * (number of parts) + (index of the
+part)."""
 
 
 class TablePointers(NamedTuple):
-    """Tensors of the kernel that fills the table; None for each that a call does not use."""
+    """Tensors of the kernel that fills the work queue's table; None for each that a call does not use."""
 
     partial: Any
     cache_seqlens: Any
@@ -53,13 +54,13 @@ def behind_partials(partial, splits, C: tl.constexpr):
 
 @triton.jit
 def start_dependents():
-    """Allow the next kernel of the stream to start. That kernel itself waits for the end of this one."""
+    """Allow the next kernel of the stream to start. It waits for the end of this kernel by itself."""
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_table():
-    """Wait for the end of the kernel that fills the table."""
+    """Wait for the end of the kernel that fills the work queue's table."""
     tl.extra.cuda.gdc_wait()
 
 
@@ -92,7 +93,10 @@ def balanced_tile(C: tl.constexpr, position, start, m_block, m_block_start, poin
 
 @triton.jit
 def load_row(row):
-    """Read (m_block, Sequence, index of the part, number of parts) from a row of the table."""
+    """Read (m_block, Sequence, index of a part, number of parts) from a row of the work queue's table.
+
+    The row stands for one of the parts into which the m_block's work tiles are divided.
+    """
     sequence = Sequence(
         tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4), tl.load(row + 5)
     )
@@ -151,10 +155,10 @@ def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK
     1, 1.5, 2, 3, 4, 6 and so on. A candidate is excluded if the work tiles that it divides would have more
     than ``slots`` parts in total.
 
-    The estimated time is the larger of two bounds, plus COMBINE_COST if any work tile is divided. One is the
-    mean load per program. The other is the time of the long parts (over half the limit), if each program
-    computes one of them per round. Work tiles of similar lengths therefore stay whole, unless the last round
-    would be almost empty.
+    The estimated time is the larger of two bounds, plus COMBINE_COST if any work tile is divided. The first
+    bound is the mean load per program. The second bound is the time of the parts that are longer than half
+    the limit, if each program computes one such part per round. Work tiles of similar lengths therefore stay
+    whole, unless the last round would be almost empty.
     """
     index = tl.arange(0, LIMITS)
     longest = tl.full([], 1, tl.int32)
@@ -189,14 +193,18 @@ def part_limit(batch, programs, slots, pointers, lengths, C: tl.constexpr, CHUNK
 def table_kernel(
     pointers, batch, programs, lengths, splits, C: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Fill the queue's table, int32 rows of WIDTH. Grid: one program for each of ``batch`` sequences.
+    """Fill the table of the work queue. Grid: one program for each of ``batch`` sequences.
 
-    Row 0 holds the number of the rows that follow, the queue's counter (0), and the number D of divided
-    m_blocks. Each further row holds an m_block, its :class:`schedule.Sequence`, the index of a part, and the
-    number of parts. Sequences with more n_blocks come first, so divided m_blocks come first. The m_blocks of
-    a sequence are in reverse order, because the last may see the most keys; the parts of an m_block are
-    consecutive. The last integers of rows 1 to D form a list of their own: integer i is the number of the row
-    with the first part of the i-th divided m_block.
+    The table has int32 rows of WIDTH columns. Row 0 holds the number of rows that follow, the queue's counter
+    (0), and the number D of m_blocks that are divided into several parts. Each further row is one part: its
+    m_block, the :class:`schedule.Sequence`, the index of the part, and the number of parts of the m_block.
+
+    Sequences with more n_blocks come first, and with them the divided m_blocks. The m_blocks of a sequence
+    are in reverse order, because the last m_block may see the most keys. The parts of an m_block are
+    consecutive.
+
+    The last column is a separate list: in row i, from 1 to D, it holds the number of the row with the first
+    part of the i-th divided m_block.
     """
     if C.PDL:
         start_dependents()

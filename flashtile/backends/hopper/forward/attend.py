@@ -79,11 +79,11 @@ def output_layout(C):
 
 @gluon.jit
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, p, i, n_from, n_to, n_masked=0):
-    """Attend to blocks n_from - 1 down to n_to, which need no mask by position.
+    """Attend to blocks n_from - 1 down to n_to, which no edge of the mask cuts.
 
-    If there is a block mask (LISTED), it is applied to blocks n >= n_masked. Q K^T of each block overlaps P V
-    of the block before. ``p`` is P of block n_from. Block n_from - 1 is the ``i``-th in the channels of k and
-    v. Returns the new state, P of block n_to, and the new ``i``.
+    If there is a block mask (LISTED), it is applied to blocks n >= n_masked. Q K^T of block n overlaps P V of
+    block n + 1, the block of the previous iteration. ``p`` is P of block n_from. Block n_from - 1 is the
+    ``i``-th in the channels of k and v. Returns the new state, P of block n_to, and the new ``i``.
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N)
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
@@ -149,8 +149,9 @@ def block_scores(
 def attend_masked(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, state, i, n_from, n_to):
     """Attend to the first ``WIDTH`` keys of blocks n_from - 1 down to n_to, which an edge of the mask cuts.
 
-    Returns the new state and the new ``i``. Q K^T and P V do not overlap here, because such blocks are few.
-    For an overlap, this loop would have to pass P to the next one, and both would repack P in every step.
+    ``i`` counts the key blocks that have passed through the channels of k and v. Returns the new state and
+    the new ``i``. Q K^T and P V do not overlap here, because such blocks are few. To overlap them, this loop
+    would have to pass P to the loop over unmasked blocks, and both loops would repack P in every step.
     """
     p_layout: gl.constexpr = left_operand_layout(output_layout(C))
     row: gl.constexpr = gl.SliceLayout(1, accumulator_layout(WIDTH))
@@ -175,7 +176,8 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
     """Attend to all ``blocks`` (:class:`~flashtile.backends.hopper.forward.schedule.OwnBlocks`) of a tile.
 
     Blocks under the right edge of the mask come first, then those that every row sees, then those under the
-    left edge. Returns the new state and the new ``i``. Without HAS_LEFT, the last P V is still in flight.
+    left edge. ``i`` counts the key blocks that have passed through the channels of k and v. Returns the new
+    state and the new ``i``. Without HAS_LEFT, the last P V is still in flight.
     """
     begin, end, full_begin, full_end = blocks
     CUTS_FIRST: gl.constexpr = C.HAS_RIGHT or C.HAS_TREE or (C.HAS_CUTS and not C.LISTED)
@@ -184,7 +186,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks):
         n = min(max(full_end, begin), end - 1)
         state, i = attend_masked(C, W, C.BLOCK_N, tile, state, i, end, n + 1)
 
-    # The first block of the pipeline is the only one in it that an edge may cut.
+    # An edge of the mask may cut the first block of the pipeline, but not the blocks after it.
     MAY_BE_CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N or C.HAS_CUTS
     s, bits = block_scores(C, W, C.BLOCK_N, MAY_BE_CUT, tile, tile.rows, i, n)
     o, l, m = state

@@ -39,14 +39,14 @@ _MODIFIED_SPILLS: dict[str, dict[int, tuple[int, ...]]] = {
 _TELLING = {("mods", "block mask", 64), ("dropout", "causal", 128), ("bias", "causal", 64)}
 """Cases with modifiers that every run of the tests compiles; the other cases differ little from them."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-"""Sequence lengths that together select every row of the table."""
+"""Sequence lengths that together select every entry of the table of configurations."""
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Yield the compile cases of the forward.
 
-    Each row of the table has a plain or a causal case. Rows for windows also have a case with every feature
-    at once. Cases of single features follow.
+    Each entry of the table of configurations is compiled for a plain or a causal problem. Entries for windows
+    are also compiled with every feature at once. Problems with single features follow.
     """
     if arch != HOPPER:
         return

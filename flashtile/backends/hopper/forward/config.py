@@ -271,11 +271,11 @@ _BOTH_EDGES: dict[tuple[int, int], tuple[tuple[int, ForwardConfig], ...]] = {
 
 
 def tile_columns(problem: Problem) -> tuple[int, int]:
-    """Return the numbers of columns in shared memory: (of q and k, of v).
+    """Return the widths of tiles in shared memory, in columns: (width of q and k, width of v).
 
-    For this number of keys, the table has entries for some of the pairs that suit the head sizes. The result
-    is the pair with the smallest sum. The columns of v are a power of two if the configuration comes from
-    another table, or if this release of Triton requires it.
+    Each head size can use a few widths. The result is the pair with the smallest sum for which ``_TABLE`` has
+    a configuration for this number of keys. The width of v is a power of two for calls with modifiers or
+    partial results, which do not use ``_TABLE``, or if this release of Triton requires it.
     """
     windowed, keys = _is_windowed(problem), problem.seqlen_k
     others = bool(modifiers_of(problem)) or problem.partial
@@ -287,10 +287,10 @@ def tile_columns(problem: Problem) -> tuple[int, int]:
 
 
 def _columns_for(size: int) -> list[int]:
-    """Return the numbers of columns in shared memory that suit a head size.
+    """Return the tile widths in shared memory, in columns, that a head size can use.
 
-    160 columns suit only multiples of 16. They are loaded as five TMA boxes of 32 columns. Such boxes need
-    rows in global memory that are multiples of 32 bytes.
+    160 columns are possible only for head sizes that are multiples of 16. They are loaded as five TMA boxes
+    of 32 columns. Such boxes need rows in global memory that are multiples of 32 bytes.
     """
     found = [n for n in (*_FEWER_COLUMNS, padded(size)) if size <= n <= padded(size)]
     return [n for n in found if n != 160 or size % 16 == 0]
@@ -346,7 +346,7 @@ def choose(problem: Problem) -> ForwardConfig:
 
 
 def _fills(keys: int, block_n: int) -> float:
-    """Return the fraction of columns that are filled if ``keys`` keys are divided into blocks."""
+    """Return the fraction of filled columns if ``keys`` keys are divided into blocks of ``block_n``."""
     return keys / (math.ceil(keys / block_n) * block_n) if keys else 1.0
 
 
@@ -357,7 +357,11 @@ def blocks_stand_alone(problem: Problem, block_m: int, pack: int = 1) -> bool:
 
 
 def every_row() -> Iterator[tuple[int, int, bool, int, ForwardConfig]]:
-    """Yield (columns of q and k, of v, windowed, keys, config) for each entry of the table."""
+    """Yield (columns of q and k, columns of v, windowed, keys, config) for each entry of ``_TABLE``.
+
+    The entry is for rows that see fewer than ``keys`` keys. Entries without a configuration and repeated
+    configurations are left out.
+    """
     for (block_d, block_dv, windowed), rows in _TABLE.items():
         if block_dv in _FEWER_COLUMNS and not VIEWS_SPAN_TILES:
             continue

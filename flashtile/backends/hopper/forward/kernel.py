@@ -8,8 +8,8 @@ producer moves tiles of q, k and v to shared memory by TMA. A consumer multiplie
 * between warpgroups: one multiplies while another computes exponentials. The warpgroups drift apart by
   themselves, or PING_PONG orders them.
 
-Blocks of keys are visited from the last to the first: those that the mask's right edge cuts, those that every
-row sees, those that the left edge cuts. Only cut blocks pay for a mask.
+Blocks of keys are visited from the last to the first: the blocks that the right edge of the mask cuts, then
+those that every row sees, then those that the left edge cuts. Only cut blocks are masked.
 
 This module has the producer, the consumers and the kernel that starts them. ``attend`` computes a tile in a
 consumer, in the steps of ``products`` and ``scores``. ``schedule`` has the loops over a program's tiles,

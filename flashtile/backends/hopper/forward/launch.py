@@ -61,7 +61,6 @@ from flashtile.backends.hopper.modifiers.launch import (
 )
 from flashtile.backends.hopper.tile_table import TileTable
 from flashtile.backends.hopper.work_tiles import TABLE_WIDTH
-from flashtile.dropout import keep_share
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
@@ -75,9 +74,9 @@ programs end together, and the keys of the interleaved heads stay in the L2 cach
 def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
     """Return the number of query heads that share a tile: all heads of a key head, or 1.
 
-    The heads share tiles if this saves a quarter of the tiles. Under a mask with two edges, and if
-    ``windows``, the condition is that it saves a quarter of the keys that warpgroups visit. Rows of a shared
-    tile have fewer distinct positions, so together they see fewer keys.
+    The heads share tiles if this saves a quarter of the tiles. If ``windows`` is True and the mask has a left
+    and a right edge, the heads share tiles if this saves a quarter of the keys that warpgroups visit. Rows of
+    a shared tile have fewer distinct positions, so together they see fewer keys.
     """
     group = problem.group_size
     unpacked = problem.varlen or bool(modifiers_of(problem))
@@ -96,8 +95,8 @@ def pack_of(problem: Problem, block_m: int, windows: bool = True) -> int:
 def takes_from_queue(problem: Problem, config: ForwardConfig) -> bool:
     """Whether work tiles come from the work queue.
 
-    They do for packed sequences. With ``config.QUEUED``, they also do for sequences of at least
-    ``config.paired_below`` keys under a mask with only a right edge.
+    Work tiles of packed sequences always come from the queue. With ``config.QUEUED``, so do those of
+    sequences of at least ``config.paired_below`` keys, under a mask with only a right edge.
     """
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)
     one_edge = right != UNLIMITED and left == UNLIMITED
@@ -129,7 +128,7 @@ def variant_of(
     queued = has_queue and takes_from_queue(problem, config)
     paired = right != UNLIMITED and short and not alone
     flags = modifier_flags(problem, fixed=False)
-    if has_natural_scores(problem):  # the softmax scales such scores
+    if has_natural_scores(problem):  # the softmax itself scales scores in natural units
         scaled = False
     if problem.mods is not None:
         size_q, size_kv = problem.mods.block_size or (config.BLOCK_M, config.BLOCK_N)
@@ -193,12 +192,14 @@ def launch_registers(variant: ForwardVariant) -> int:
 
 
 def l2_swizzle(problem: Problem, variant: ForwardVariant) -> int:
-    """Return the number of heads whose work tiles are interleaved, a divisor of all heads of the batch.
+    """Return the number of heads whose work tiles are interleaved.
 
-    Programs that run at the same time should read the same keys. The number depends on the mask:
+    The number divides the number of heads in the batch. Programs that run at the same time should read the
+    same keys, so the number depends on the mask:
 
     * Without a right edge, the query heads of one key head are interleaved.
-    * With pairs or a work queue, a few heads are interleaved. Programs compute the same work tile of each.
+    * With pairs or a work queue, a few heads are interleaved. Concurrent programs compute the same query rows
+      of these heads.
     * Otherwise, many heads are interleaved. Their work tiles are sorted by falling cost, so that programs end
       at about the same time.
     """
@@ -267,7 +268,7 @@ def numbers_of(problem: Problem) -> ForwardNumbers:
     if has_natural_scores(problem):
         numbers |= {"scale_log2": LOG2_E, "scale": problem.softcap or problem.softmax_scale}
     if problem.dropout_p:
-        numbers["keep_scale"] = 1 / keep_share(problem.dropout_p)
+        numbers["keep_scale"] = 1 / (1 - problem.dropout_p)
     return ForwardNumbers(**numbers)
 
 

@@ -41,7 +41,7 @@ def least(a, b):
 
 @gluon.jit
 def qk_block(C: gl.constexpr, WIDTH: gl.constexpr, q, q_head, k, i, s_layout: gl.constexpr):
-    """Wait for the ``i``-th block in the channel of k, and return its :func:`qk_product`, left in flight.
+    """Wait for the ``i``-th block in the channel of k, and start the product Q K^T. Return S, in flight.
 
     If D_PARTS > 1, ``q`` is a tuple of tiles, and ``q_head`` a tuple of the tiles that are in registers.
     """
@@ -87,8 +87,9 @@ def load_parts(tiles, COUNT: gl.constexpr, layout: gl.constexpr):
 def own_queries(C: gl.constexpr, W: gl.constexpr, q, j, s_layout: gl.constexpr):
     """Wait for the ``j``-th block in the channel of q, and return the queries of warpgroup W.
 
-    Returns (index of the warpgroup's first tile, tile, columns that stay in registers). If D_PARTS > 1, the
-    tile and the columns are tuples.
+    Returns (index of the warpgroup's first tile, tile, head). ``head`` is the first Q_IN_REGISTERS columns of
+    the tile, in registers. If D_PARTS > 1, q is divided into D_PARTS tiles of fewer columns, and ``tile`` and
+    ``head`` are tuples.
     """
     part = (q.wait(j) * C.WARPGROUPS + W) * C.D_PARTS
     if C.D_PARTS == 1:

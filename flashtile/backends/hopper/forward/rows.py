@@ -73,7 +73,7 @@ def row_modifiers(C: gl.constexpr, work, block, first, bias, pointers, schedule)
 
 @gluon.jit
 def mask_rows(C: gl.constexpr, work, positions, slope, schedule, modifiers=0):
-    """Return the :class:`Rows` of the query rows whose numbers in their sequence are ``positions``."""
+    """Return the :class:`Rows` of query rows. ``positions``: the index of each row in its sequence."""
     in_keys = positions + work.seqlen_k - work.seqlen_q
     last_key = gl.full([WARPGROUP_ROWS], 0, gl.int32, positions.type.layout) + work.seqlen_k - 1
     if C.HAS_RIGHT:

@@ -106,7 +106,7 @@ class ForwardNumbers(NamedTuple):
     """Factor to scores in natural units: softmax_scale for raw products, or softcap for the tanh of a
     soft-cap."""
     keep_scale: Any = None
-    """Factor of dropout, 1 / (1 - dropout_p), with dropout_p rounded to the bits of the random numbers."""
+    """Factor of dropout, 1 / (1 - dropout_p)."""
 
 
 @gluon.jit
@@ -161,7 +161,10 @@ def num_parts(num_blocks, tile_in_head, PAIRED: gl.constexpr):
 
 @gluon.jit
 def block_of_part(num_blocks, tile_in_head, part, PAIRED: gl.constexpr):
-    """Return the index of the first (``part`` 0, the longer) or second block of query rows of a work tile."""
+    """Return the index of block ``part`` of query rows of a work tile.
+
+    In a pair, part 0 is the longer block and part 1 is the shorter block.
+    """
     return tile_in_head if PAIRED and part > 0 else num_blocks - 1 - tile_in_head
 
 
@@ -193,7 +196,7 @@ def query_blocks(C: gl.constexpr, work, schedule):
 
 @gluon.jit
 def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
-    """Return the :class:`WorkTile` of an index: from the table of packed sequences, or by arithmetic."""
+    """Return the :class:`WorkTile` of an index. For packed sequences it is read from the tile table."""
     if C.VARLEN:
         row = pointers.table + (1 + tile_index // schedule.num_heads) * TABLE_WIDTH
         return WorkTile(
@@ -226,10 +229,10 @@ def key_blocks(
     first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """Return (begin, end), the blocks of keys that some of the rows see (:func:`key_range`).
+    """Return (begin, end), the blocks of keys that at least one of the rows sees (:func:`key_range`).
 
-    There is at least one block. If the rows see no key, it is the block past the last key, which loads as
-    zeros and is masked as a whole.
+    There is at least one block. If the rows see no key, the result is the block past the last key, which
+    loads as zeros and is masked as a whole.
     """
     begin, end, _, _ = key_range(first_row, last_row, seqlen_q, seqlen_k, left, right, HAS_LEFT, HAS_RIGHT)
     n_begin = begin // BLOCK_N
@@ -275,7 +278,8 @@ def tile_blocks(C: gl.constexpr, work, block, left, right):
 def own_range(C: gl.constexpr, W: gl.constexpr, work, block, schedule):
     """Return (first row, last row, n_begin, n_end, own) of warpgroup W.
 
-    n_begin and n_end are :func:`tile_blocks` of the tile, ``own`` is the warpgroup's :class:`OwnBlocks`.
+    The whole tile visits key blocks n_begin to n_end - 1 (:func:`tile_blocks`). ``own`` is the range that the
+    rows of the warpgroup see, as :class:`OwnBlocks`.
     """
     n_begin, n_end = tile_blocks(C, work, block, schedule.window_left, schedule.window_right)
     first = (block * C.BLOCK_M + W * WARPGROUP_ROWS) // C.PACK
@@ -314,7 +318,10 @@ def walk_work_tile(C: gl.constexpr, STEP: gl.constexpr, tile_index, i, j, argume
 
 @gluon.jit
 def walk_own_tiles(C: gl.constexpr, STEP: gl.constexpr, num_tiles, arguments, call):
-    """Call :func:`walk_work_tile` for the program's work tiles in serpentine order; return the last ``i``."""
+    """Call :func:`walk_work_tile` for the program's work tiles, in serpentine order.
+
+    Returns ``i``, the number of key blocks that have passed through the channels of k and v.
+    """
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     j = 0
@@ -365,7 +372,7 @@ def produce(C: gl.constexpr, LOAD: gl.constexpr, queue, arguments, call):
             # The latency of the atomic is hidden: the consumers still work on the tiles that are loaded.
             tile_index = next_tile(call.pointers, programs)
             work_queue.put(queue, t, tile_index, C.PRODUCER_WARPS)
-        if C.HAS_MODS:  # otherwise each launch has a new counter, because resetting it costs spills
+        if C.HAS_MODS:  # without modifiers each launch has a new counter: a reset costs spills
             leave_queue(call.pointers, tile_index, num_tiles, programs)
         return i
     else:

@@ -24,8 +24,8 @@ from the largest fp16."""
 def visited(C: gl.constexpr, rows, n):
     """Return (block of keys, whether it is full) for the tile's block number ``n``.
 
-    With a block mask, both are loaded from its list. Callers do this early, so that a product hides the
-    latency. Without a block mask, the result is (n, False).
+    With a block mask, the block and the flag are loaded from the list of the block mask. Callers do this
+    early, so that a product hides the latency. Without a block mask, the result is (n, False).
     """
     if C.LISTED:
         return key_block(C, rows.modifiers.blocks, n)
@@ -39,7 +39,7 @@ def dropout_bits(C: gl.constexpr, rows, n, WIDTH: gl.constexpr, s_layout: gl.con
     They do not depend on scores, so they can be computed while the product is in flight.
     """
     if C.HAS_DROPOUT:
-        bits = random_bits(rows.modifiers.dropout, n * C.BLOCK_N, WIDTH, False, C.FINE_DROPOUT, s_layout)
+        bits = random_bits(rows.modifiers.dropout, n * C.BLOCK_N, WIDTH, False, s_layout)
         if not C.LATE_BITS:
             schedule_barrier(bits)
         return bits
@@ -61,7 +61,7 @@ def load_bias(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, rows, i, s_
 
 @gluon.jit
 def release_bias(C: gl.constexpr, rows, i, added):
-    """Return the values whose load :func:`load_bias` has started, and release the tile of the bias."""
+    """Complete the load that :func:`load_bias` has started, release the bias tile, and return the values."""
     if C.HAS_BIAS:
         added = bias.release_rows(rows.modifiers.bias, i, added)
     return added
@@ -71,9 +71,9 @@ def release_bias(C: gl.constexpr, rows, i, added):
 def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr, added=0):
     """Apply soft-cap, SCORE_MOD, bias and ALiBi to the raw products of block ``n``.
 
-    With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise the softmax multiplies the results by
-    ``scale_log2``. They are raw products, the tanh of a soft-cap, or, with SCORE_MOD or a bias, scores in
-    natural units. With KEY_SCALES (decoding), raw products are multiplied by the scales of their keys.
+    With HAS_SCORE_MOD, the results are scores in log2 units. Otherwise the results are raw products, the tanh
+    of a soft-cap, or, with SCORE_MOD or a bias, scores in natural units. The softmax then multiplies them by
+    ``scale_log2``. With KEY_SCALES (decoding), raw products are multiplied by the scales of their keys.
     """
     if C.KEY_SCALES:
         s = s * numbers.key_scales.load(gl.SliceLayout(0, s_layout))[None, :]
@@ -97,9 +97,9 @@ def apply_score_mod(C: gl.constexpr, s, n, rows, numbers, s_layout: gl.constexpr
 
 @gluon.jit
 def mask(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr, is_full=False):
-    """Return the scores of block ``n`` with -inf for keys that their row does not see.
+    """Return the scores of block ``n``, with -inf where a row does not see a key.
 
-    These are keys outside [first_key, last_key] and keys that a tree mask or MASK_MOD hides. ``is_full`` says
+    A row sees the keys in [first_key, last_key] that neither a tree mask nor MASK_MOD hides. ``is_full`` says
     that a block mask lists the block as full, so that MASK_MOD hides none of its keys.
     """
     keys = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s_layout))[None, :]

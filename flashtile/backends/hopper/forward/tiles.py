@@ -72,8 +72,8 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, output, work, row):
     parts = output_parts(C, o, PART)
     for n in gl.static_range(COUNT):
         tile = output.tiles.index(2 * W + n % 2)
-        # The store before the last one read this tile. If COUNT is odd, the first part has the tile that the
-        # last store of the previous rows read.
+        # Wait for the previous store from this tile, which is the last store but one. For part 0 and an odd
+        # COUNT it is the last store, that of the previous rows.
         tma.store_wait(0 if n == 0 and COUNT % 2 == 1 else 1)
         store_part(parts[n], tile)
         store_rows(C, output.desc, work, row, tile, n * PART)
@@ -83,10 +83,10 @@ def store_parts(C: gl.constexpr, W: gl.constexpr, o, output, work, row):
 def store_tile(C: gl.constexpr, W: gl.constexpr, o, q, q_part, j, output, work, first):
     """Store warpgroup W's rows of O by TMA, from row ``first`` on.
 
-    The rows go through the tiles of q (Q_HOLDS_O), through small tiles a few columns at a time (O_IN_PARTS),
-    or through a tile of their own. The queries are the ``j``-th block in the channel of q, and ``q_part`` is
-    the index of the warpgroup's first tile of q. With Q_HOLDS_O, this function releases the block when the
-    stores have read the tiles.
+    The rows are written to shared memory before TMA stores them: to the tiles of q (Q_HOLDS_O), to small
+    tiles a few columns at a time (O_IN_PARTS), or to a tile of their own. The queries are the ``j``-th block
+    in the channel of q, and ``q_part`` is the index of the warpgroup's first tile of q. With Q_HOLDS_O, this
+    function releases the block when the stores have read the tiles.
     """
     if C.Q_HOLDS_O and C.D_PARTS > 1:
         PART: gl.constexpr = output.desc.block_type.shape[-1]

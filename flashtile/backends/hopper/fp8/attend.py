@@ -89,9 +89,9 @@ def block_products(C: gl.constexpr, W: gl.constexpr, WIDTH: gl.constexpr, tile, 
 def attend_unmasked(C: gl.constexpr, W: gl.constexpr, tile, state, packed, i, n_from, n_to, block_scales):
     """Attend to blocks n_from - 1 down to n_to without a mask.
 
-    Q K^T of block n overlaps P V of block n + 1, which is the step before. ``packed`` is P of block n_from,
-    ``block_scales`` are the scales of (k, v) of block n_from - 1. Returns (state, packed P of block n_to, new
-    ``i``, scales of block n_to - 1).
+    Q K^T of block n overlaps P V of block n + 1, the block of the previous iteration. ``packed`` is P of
+    block n_from, ``block_scales`` are the scales of (k, v) of block n_from - 1. Returns (state, packed P of
+    block n_to, new ``i``, scales of block n_to - 1).
     """
     s_layout: gl.constexpr = accumulator_layout(C.BLOCK_N, 32)
     k, v, ping_pong = tile.k, tile.v, tile.ping_pong
@@ -149,9 +149,10 @@ def attend_masked(
 
 @gluon.jit
 def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, block_scales):
-    """Attend to all blocks of keys that a tile sees (``blocks``, an OwnBlocks).
+    """Attend to all key blocks that the rows of a warpgroup see. ``blocks``: an :class:`OwnBlocks`.
 
-    Returns the new state and the new ``i``.
+    ``i`` counts the key blocks that have passed through the channels of k and v. Returns the new state and
+    the new ``i``.
     """
     begin, end, full_begin, full_end = blocks
     n = end - 1
@@ -159,7 +160,7 @@ def attend_blocks(C: gl.constexpr, W: gl.constexpr, tile, state, i, blocks, bloc
         n = min(max(full_end, begin), end - 1)
         state, i, block_scales = attend_masked(C, W, C.BLOCK_N, tile, state, i, end, n + 1, block_scales)
 
-    # The first block of the pipeline, and the only one in it that may need a mask.
+    # The first block of the pipeline may need a mask, the blocks after it do not.
     s, next_scales = block_products(C, W, C.BLOCK_N, tile, i, n)
     CUT: gl.constexpr = C.HAS_LEFT or C.HAS_RIGHT or not C.EVEN_N
     o, l, m = state

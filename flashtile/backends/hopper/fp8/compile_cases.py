@@ -28,11 +28,12 @@ ALL_SCALES = Scales(_SCALE, _SCALE, _SCALE)
 
 
 def compile_cases(arch: str) -> Iterator[CompileCase]:
-    """Yield the cases of each row of the table, and two more.
+    """Yield the compile cases of each entry of the table of configurations, and two more.
 
-    Rows without a window get a plain case. Rows with a window get a case with all features, and a causal case
-    if v is transposed in memory. Rows of unequal head sizes have only a plain case. The two further cases, at
-    head_dim 128, are a short causal q with several heads per tile, and a call without scales.
+    Entries without a window get a plain case. Entries with a window get a case with all features, and a
+    causal case if v is transposed in memory. Entries for unequal head sizes have only a plain case. The two
+    further cases, at head_dim 128, are a short causal q with several heads per tile, and a call without
+    scales.
     """
     if arch != HOPPER:
         return

@@ -23,10 +23,10 @@ class Fp8Config(ForwardConfig):
 
 @dataclass(frozen=True)
 class Fp8Variant(ForwardVariant):
-    """Everything that the FP8 kernel is compiled for: one constant of the kernel."""
+    """Compile-time parameters of the FP8 kernel, which takes them as one constant."""
 
     V_TRANSPOSED: bool
-    """Whether memory holds V^T, keys in the order of P's registers; otherwise the producer transposes V."""
+    """Whether memory holds V^T, with keys in the order of P's registers; else the producer transposes V."""
     BLOCK_SCALES: bool
     """Whether each block of a head has a scale; otherwise each head of a sequence has one. Blocks of packed
     sequences are numbered consecutively."""
@@ -65,7 +65,7 @@ _UNEQUAL = {
     (d, dv): F(2, 128 if max(d, dv) <= 128 else 64, spill_budget=8 if d == 256 else 0)
     for d, dv in permutations((64, 128, 256), 2)
 }
-"""(padded head_dim of q and k, padded head_dim of v) -> config. These are the tiles that fit, not timed."""
+"""(padded head_dim of q and k, padded head_dim of v) -> config. They fit, and were not timed."""
 
 
 def choose(problem: Fp8Problem) -> Fp8Config:
@@ -78,7 +78,7 @@ def choose(problem: Fp8Problem) -> Fp8Config:
 
 
 def every_row() -> Iterator[tuple[int, int, bool, bool, Fp8Config]]:
-    """Yield (padded head_dim, padded head_dim_v, windowed, v transposed, config) of each row."""
+    """Yield (padded head_dim, padded head_dim_v, windowed, v transposed, config) of each table entry."""
     for (size, windowed, v_transposed), config in _TABLE.items():
         yield size, size, windowed, v_transposed, config
     for (block_d, block_dv), config in _UNEQUAL.items():

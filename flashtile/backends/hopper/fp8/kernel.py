@@ -135,9 +135,9 @@ def load_block(C: gl.constexpr, channels, descs, work, block, i, j, call):
         load_keys(C, k_desc, work, n, k.full.index(slot), k.tiles.index(slot))
         if not C.V_TRANSPOSED:
             load_values(C, v_desc, work, n, i, v, v_rows)
-            if i > 0:  # before q is loaded, because consumers free q's slot only after block i - 1
+            if i > 0:  # must precede q.acquire: consumers free q's slot after block i - 1
                 transpose_values(C, i - 1, v, v_rows)
-        if n == n_end - 1:  # after the first keys, whose load need not wait for a free slot of q
+        if n == n_end - 1:  # q after the first keys, because q's slot may not be free yet
             slot = q.acquire(j)
             mbarrier.expect(q.full.index(slot), WARPGROUPS * q_desc.block_type.nbytes)
             for w in gl.static_range(WARPGROUPS):

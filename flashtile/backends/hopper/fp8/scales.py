@@ -102,7 +102,7 @@ def load_scales(C: gl.constexpr, scales, n):
 
 @gluon.jit
 def score_factor(C: gl.constexpr, scales, k_scale):
-    """Return the factor of raw products, [rows].
+    """Return the factor [rows] by which raw products Q K^T are multiplied.
 
     Without C.HAS_SCORE_MOD, the factor also multiplies masked scores, which are -inf. The factor is then
     clamped to be positive and finite, because 0 times -inf is NaN.

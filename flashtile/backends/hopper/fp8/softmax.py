@@ -20,7 +20,7 @@ LEAST = gl.constexpr(2.0**-90)
 
 @gluon.jit
 def by_byte(x):
-    """Split x [rows, N] into four tensors [rows, N / 32, 2, 4], one for each byte of P's registers.
+    """Split x [rows, N] into the values of bytes 0, 1, 2 and 3 of P's registers, each [rows, N / 32, 2, 4].
 
     Column 32 a + 16 b + 8 c + 2 t + i of x becomes byte 2 c + i of register (a, b) of thread t.
     """
@@ -89,14 +89,15 @@ def sums_of(b0, b1, b2, b3):
 
 @gluon.jit
 def exponentials(C: gl.constexpr, s, m, scale, value_log2):
-    """Return (P as four tensors by byte, see :func:`by_byte`; the new m; the factor for earlier sums and O).
+    """Return (P as four tensors, new m, factor for earlier sums and O). :func:`by_byte` defines the tensors.
 
     Args:
         s: [rows, N], raw products, or if C.HAS_SCORE_MOD scores in log2 units.
         m: [rows], maximum so far of score + value_log2.
         scale: [rows], positive factor from raw products to log2 units.
         value_log2: log2 of the block's value scale. P contains the value scale, so O needs no further scale.
-            m contains it so that the block with the largest contributions to O uses e4m3's full range.
+            m contains the value scale as well, so that the block with the largest contributions to O uses
+            e4m3's full range.
     """
     top = gl.max(s, 1)
     if not C.HAS_SCORE_MOD:

@@ -37,7 +37,7 @@ def pair_layout(pairs, warps):
 
 @gluon.constexpr_function
 def words(columns):
-    """Shared layout of rows of ``columns`` bytes, as TMA stores them, viewed as 16-bit elements."""
+    """Shared layout of a tile with rows of ``columns`` bytes that TMA has written, in 16-bit elements."""
     return gl.NVMMASharedLayout(swizzle_byte_width=min(columns, 128), element_bitwidth=16, rank=2)
 
 

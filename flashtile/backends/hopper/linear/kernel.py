@@ -1,8 +1,9 @@
 """Flat products for Hopper, y [M, N] = x [M, K] W [N, K]^T with up to 16 rows of x (FlashDecoding++, Hong et
 al. 2023, arXiv:2311.01282, section 4). Reading W takes most of the time, so memory should never be idle:
 
-* All programs read equally many rows of W, divided into tiles of equal size. Their numbers of rows differ by
-  at most one *place*: an output column, or a pair of them (``common.linear_epilogue``). Within a tile, each
+* All programs read nearly the same number of rows of W, in tiles of nearly the same size. Programs, and
+  tiles, differ by at most one *place*: an output column, or a pair of them (``common.linear_epilogue``).
+  Within a tile, each
   warp multiplies a part of K. The sums of the warps are added at the end of the tile, in a fixed order.
 * A ring of asynchronous copies continues across the boundaries of tiles.
 * Under programmatic dependent launch the kernel loads its first weights before it waits for the previous
@@ -62,7 +63,7 @@ class FlatVariant:
     AHEAD: bool
     """Whether weights may be loaded before the previous kernel has ended."""
     K_WIDTH: int
-    """Adjacent elements in K per thread in the operands' layout: 2, or 4 if W is e4m3."""
+    """Number of adjacent elements along K that a thread holds of an operand: 2, or 4 if W is e4m3."""
 
 
 class FlatRing(NamedTuple):
@@ -101,8 +102,11 @@ def copy_layout(C, dtype):
 
 @gluon.constexpr_function
 def ring_layout(C, dtype):
-    """Swizzled layout of a slot. Four threads read 4 * K_WIDTH adjacent elements of a row at a time; in
-    adjacent rows these lie in different banks."""
+    """Swizzled shared-memory layout of a slot of the ring.
+
+    Four threads read 4 * K_WIDTH adjacent elements of a row at a time. The swizzle places these elements of
+    adjacent rows in different banks.
+    """
     unit = 4 * C.K_WIDTH
     units = C.BLOCK_K // unit
     per_line = BANK_BYTES.value * 8 // (unit * dtype.primitive_bitwidth)
@@ -122,7 +126,7 @@ def tiles_of(program, programs, places, C: gl.constexpr):
 
 @gluon.jit
 def edge_of(tiles, t):
-    """Return the first place of tile ``t``."""
+    """Return the first place (output column, or pair of columns) of tile ``t``."""
     return tiles.begin + tiles.places * t // tiles.count
 
 
@@ -166,7 +170,7 @@ def copy(source, offsets, mine, chunk, slot, depth, C: gl.constexpr):
 
 @gluon.jit
 def load_weights(offsets, mine, chunk, slot, pointers, ring, depth, C: gl.constexpr, E: gl.constexpr):
-    """Start copies of a chunk of a tile's rows of W and, if NORM, of the norm's weights."""
+    """Start to copy a chunk of W, for the rows of one tile, and, if NORM, a chunk of the norm's weights."""
     copy(pointers.w, offsets, mine, chunk, ring.w.index(slot), depth, C)
     if E.NORM:
         columns = columns_of(C, pointers.norm_weight.dtype.element_ty)

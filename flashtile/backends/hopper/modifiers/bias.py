@@ -33,7 +33,7 @@ def make_row_tiles(C: gl.constexpr, desc):
 def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
     """Producer of the forward: load the bias of key block ``n`` for the rows of all warpgroups.
 
-    The tiles go to the channel's slot of use ``i``.
+    This is the ``i``-th write to the channel of the bias.
     """
     slot = bias.acquire(i)
     barrier = bias.full.index(slot)
@@ -48,10 +48,10 @@ def load_rows(C: gl.constexpr, bias, desc, work, block, n, i, schedule):
 
 @gluon.jit
 def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """Consumer W of the forward: return its rows and the first WIDTH keys of bias tile ``i``, in 16 bits.
+    """Consumer W of the forward: load its rows of the ``i``-th bias tile to registers.
 
-    The result is [WARPGROUP_ROWS, WIDTH]. :func:`release_rows` waits until these loads from shared memory are
-    complete.
+    The result is [WARPGROUP_ROWS, WIDTH] in 16 bits, for the first WIDTH keys of the tile.
+    :func:`release_rows` waits until these loads from shared memory are complete.
     """
     slot = bias.wait(i)
     tile = bias.tiles.index(slot * C.WARPGROUPS + W).reshape([WARPGROUP_ROWS, C.BLOCK_N])
@@ -62,7 +62,7 @@ def read_rows(C: gl.constexpr, W: gl.constexpr, bias, i, WIDTH: gl.constexpr, la
 
 @gluon.jit
 def release_rows(bias, i, added):
-    """Wait until :func:`read_rows` has loaded ``added``, free the slot of use ``i``, and return ``added``."""
+    """Complete the load of ``added``, release the ``i``-th bias tile, and return ``added``."""
     added = wait_for_loads(added)
     bias.release(i)
     return added
@@ -70,7 +70,7 @@ def release_rows(bias, i, added):
 
 @gluon.jit
 def over_ds(C: gl.constexpr, desc, ds):
-    """Make the channel of the backward's bias; return 0 without a bias.
+    """Make the channel (ring of shared-memory tiles) of the backward's bias; return 0 without a bias.
 
     The channel has two slots, which occupy the memory of dS.
     """
@@ -87,9 +87,9 @@ def over_ds(C: gl.constexpr, desc, ds):
 def square_of(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot):
     """Return a bias tile [1, 1, 64, 64] in ``slot``: rows 64 c to 64 c + 63 and the keys of warpgroup W.
 
-    The tile occupies the memory of dS of the same rows and keys. dS is stored as [keys, rows]: one block
-    after another, each with 64 rows and all keys. With STORES_DS, dS is stored as [rows, keys]: each block
-    has 64 keys and all rows.
+    The tile occupies the memory of dS of the same rows and keys. Without STORES_DS, dS is stored as [keys,
+    rows], in blocks of 64 rows and all keys. With STORES_DS, dS is stored as [rows, keys], in blocks of 64
+    keys and all rows.
     """
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
     if C.STORES_DS:
@@ -106,7 +106,10 @@ def read_square(C: gl.constexpr, W: gl.constexpr, c: gl.constexpr, bias, slot, l
 
 @gluon.jit
 def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
-    """Producer of the backward: load the bias of BLOCK_M rows, from ``row`` on, to the slot of use ``i``."""
+    """Producer of the backward: load the bias of BLOCK_M rows, from ``row`` on.
+
+    This is the ``i``-th write to the channel of the bias.
+    """
     slot = bias.acquire(i)
     barrier = bias.full.index(slot)
     SQUARES: gl.constexpr = C.BLOCK_M // SQUARE
@@ -121,7 +124,10 @@ def load_keys(C: gl.constexpr, bias, desc, work, head, row, i, schedule):
 
 @gluon.jit
 def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
-    """Consumer W of the backward: return its keys of bias tile ``i``, [64 keys, BLOCK_M rows], in 16 bits."""
+    """Consumer W of the backward: load its keys of the ``i``-th bias tile to registers.
+
+    The result is [64 keys, BLOCK_M rows], in 16 bits.
+    """
     slot = bias.wait(i)
     if C.BLOCK_M == SQUARE:
         return read_square(C, W, 0, bias, slot, layout)
@@ -135,9 +141,9 @@ def read_keys(C: gl.constexpr, W: gl.constexpr, bias, i, layout: gl.constexpr):
 
 @gluon.jit
 def release_keys(bias, i):
-    """Consumer of the backward: free the slot of use ``i``.
+    """Consumer of the backward: release the ``i``-th bias tile.
 
-    The slot also holds dS of step ``i``, so it is freed after dQ has been computed from dS.
+    The slot of the tile also holds dS of step ``i``, so it is released after dQ has been computed from dS.
     """
     bias.release(i)
 

@@ -115,10 +115,11 @@ def listed_rows(C: gl.constexpr, work, lists):
 
 @gluon.jit
 def entry_of_visit(listed, i, TILES: gl.constexpr):
-    """Return the entry of the ``i``-th visit: (whether it is full, its index in its list, block within it).
+    """Return the list entry of the ``i``-th visit: (is_full, index in its list, block within the entry).
 
-    A visit processes one block of the kernel. The full entry in which the sequence ends is visited before
-    the other full entries: it changes places with the first one.
+    A visit processes one block of the kernel, and an entry consists of TILES blocks. The full entry in which
+    the sequence ends changes places with the first full entry, so it is visited before the other full
+    entries.
     """
     entry = i // TILES
     index = entry - listed.num_partial
@@ -129,9 +130,9 @@ def entry_of_visit(listed, i, TILES: gl.constexpr):
 
 @gluon.jit
 def visited_block(C: gl.constexpr, listed, i):
-    """Return (index, whether its entry is full) of the ``i``-th block to visit.
+    """Return (index of the block, whether its list entry is full) for the ``i``-th block to visit.
 
-    Indices are clamped to the sequence.
+    The index is clamped to the sequence.
     """
     is_full, index, part = entry_of_visit(listed, i, C.TILES_PER_MASK_BLOCK)
     entry = gl.load((listed.full if is_full else listed.partial) + index)

@@ -25,13 +25,13 @@ DROP = gl.constexpr(
 at (row, column) (0, 0), (8, 0), (0, 8) and (8, 8), a random word for each pair, and the limit.
 
 15-bit integers are ordered like the fp16 numbers with the same bits, so one fp16x2 instruction compares two
-of them. ``abs`` clears the 16th bit. As an fp16 number, the limit is at most infinity. A pair at column 8
-uses the other byte of each half of its random word, so the bytes are exchanged first. The table 0x30 of
-``lop3`` is a & ~b."""
+of them. ``abs`` clears the 16th bit. As an fp16 number, the limit is at most infinity. In a pair at column 8,
+the lower byte of each half of the random word has the number's upper bits, so the bytes are exchanged first.
+The table 0x30 of ``lop3`` is a & ~b."""
 DROP_KEYS_FIRST = gl.constexpr(
     DROP.value.replace("x2, $12", "x2, $10").replace("a1, $10", "a1, x2").replace("a2, x2", "a2, $12")
 )
-"""DROP for a transposed tile, in which a pair at row 8, instead of column 8, uses the other bytes."""
+"""DROP for a transposed tile, in which the bytes are exchanged at row 8 instead of column 8."""
 DROP_CONSTRAINTS = gl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 20)
 BARRIER_PACK = gl.constexpr(32)
 
@@ -113,9 +113,7 @@ def two_words(key, word, other):
 
 
 @gluon.jit
-def random_bits(
-    generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, FINE: gl.constexpr, s_layout: gl.constexpr
-):
+def random_bits(generator, start, N: gl.constexpr, KEYS_FIRST: gl.constexpr, s_layout: gl.constexpr):
     """Return random words for :func:`drop`, [64, N] uint32. ``start`` is the first column of the tile.
 
     The code computes the word of each probability separately, although several probabilities share a word.
@@ -131,21 +129,16 @@ def random_bits(
         pair = (columns // 16 * 8).to(gl.uint32) ^ (rows % 8).to(gl.uint32)
         four = (rows // 16 * 4).to(gl.uint32) ^ (columns % 8 // 2).to(gl.uint32)
         pair_start, four_start = start // 2, generator.start // 4
-        second_query, second_key = columns // 8 % 2, rows // 8 % 2
+        second_query = columns // 8 % 2
     else:
         pair = (rows // 16 * 8 + rows % 8).to(gl.uint32)
         four = (columns // 16 * 4 + columns % 8 // 2).to(gl.uint32)
         pair_start, four_start = generator.start // 2, start // 4
-        second_query, second_key = rows // 8 % 2, columns // 8 % 2
+        second_query = rows // 8 % 2
     pair ^= pair_start.to(gl.uint32) ^ generator.first_query
     four ^= four_start.to(gl.uint32) ^ generator.first_key
     first, second = two_words(generator.key, pair, four)
     words = gl.where(second_query == 0, first, second)
-    if FINE:
-        first, second = two_words(generator.key, pair, four ^ 0x80000000)
-        low_bits = gl.where(second_query == 0, first, second)
-        own = gl.where(second_key == 0, 0xFF00FF00, 0x00FF00FF).to(gl.uint32)
-        words = (words & own) | (low_bits & ~own)
     if KEYS_FIRST:
         words = gl.inline_asm_elementwise(
             "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [words], dtype=gl.uint32, is_pure=True,

@@ -60,10 +60,10 @@ def modify_scores(C: gl.constexpr, s, n, rows, s_layout: gl.constexpr):
 
 @gluon.jit
 def seen_bits(C: gl.constexpr, n, is_full, rows, WIDTH: gl.constexpr):
-    """Return bits, [rows, COLUMNS] int32: which of block ``n``'s first WIDTH keys each row sees by MASK_MOD.
+    """Return which of the first WIDTH keys of block ``n`` each row sees, as int32 bits [rows, COLUMNS].
 
-    Bit a of column c is for key a * COLUMNS + c. If the block ``is_full``, all bits are set. If the list of
-    the block mask is empty, no bit is set.
+    Bit a of column c is the result of MASK_MOD for key a * COLUMNS + c. If the block ``is_full``, all bits
+    are set. If the list of the block mask is empty, no bit is set.
 
     A loop contains the instructions of MASK_MOD once. Unrolled, they would be repeated for each score of a
     thread and for each consumer, and would not fit in the instruction cache.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flashtile.backends.hopper.modifiers.functions import CapturedTensors
 from flashtile.backends.portable.attention.function_pointers import Lists
-from flashtile.dropout import is_fine, threshold
+from flashtile.dropout import threshold
 from flashtile.problems.attention import Problem
 from flashtile.problems.masks import Mods
 
@@ -19,12 +19,8 @@ def modifier_flags(problem: Problem, fixed: bool) -> dict[str, Any]:
     If ``fixed``, integers in a mask_mod are compiled as literals, which take no registers. Integers in a
     score_mod are always compiled as literals, because a score_mod leaves no registers free.
     """
-    dropout, mods = problem.dropout_p > 0, problem.mods
-    flags = {
-        "HAS_BIAS": problem.bias,
-        "HAS_DROPOUT": dropout,
-        "FINE_DROPOUT": dropout and is_fine(problem.dropout_p),
-    }
+    mods = problem.mods
+    flags = {"HAS_BIAS": problem.bias, "HAS_DROPOUT": problem.dropout_p > 0}
     if mods is None:
         return flags
     from flashtile.backends.portable.attention import functions
@@ -92,7 +88,7 @@ class FunctionTensors:
 
         With ``by_address``, lists and captured have addresses instead of tensors. ``lists`` is None without a
         block mask; ``missing`` replaces lists that the block mask lacks. Captured tensors that a call lacks
-        are 0. If a call has neither captured tensors nor numbers, ``captured`` is 0. There 0 stands for None,
+        are 0. If a call has neither captured tensors nor numbers, ``captured`` itself is 0. It is not None,
         because jit functions of Triton 3.6 cannot return a structure that contains None.
         """
         lists, captured, tensors = None, self._without_captured, []

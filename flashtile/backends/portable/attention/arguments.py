@@ -42,8 +42,6 @@ class AttentionVariant:
     """Whether offsets within the mask or bias of one head need 64 bits."""
     HAS_CHUNK: bool
     HAS_DROPOUT: bool
-    FINE_DROPOUT: bool
-    """Whether dropout compares 15 random bits with its threshold, instead of 7."""
     MASKS_EVERY_BLOCK: bool
     """Whether any block may have hidden keys, so that one loop masks every block."""
     PRECISION: str
@@ -83,7 +81,10 @@ last such key.
 
 
 def attention_pointers(name: str, own: str) -> Any:
-    """Return a NamedTuple type for a kernel's tensors: its ``own``, then :data:`OPTIONAL`."""
+    """Return a NamedTuple type for a kernel's tensors.
+
+    ``own`` names the tensors of this kernel, separated by spaces. The names in :data:`OPTIONAL` follow.
+    """
     return namedtuple(name, (*own.split(), *OPTIONAL))
 
 
@@ -143,7 +144,7 @@ class AttentionNumbers(NamedTuple):
     """softmax_scale * log2(e)."""
     softcap: Any
     keep_scale: Any
-    """1 / (1 - dropout_p), with dropout_p rounded as the threshold is."""
+    """1 / (1 - dropout_p)."""
 
 
 class AttentionCall(NamedTuple):

@@ -1,9 +1,9 @@
 """The gradient of an additive bias: dS = P * (dP - delta), summed over the bias's broadcast dimensions.
 
 One program owns BLOCK_M by BLOCK_N elements of the bias. It walks the sequences, query heads and, if the bias
-is the same for all rows, blocks of rows that share these elements. It loads them once, and recomputes P and
-dP, which takes two products more than the gradients of q, k and v alone. In return each sum has one fixed
-order, and neither atomics nor dS in memory are needed.
+is the same for all rows, blocks of rows that share these elements. It loads its elements of the bias once. It
+recomputes P and dP, which takes two products more than the gradients of q, k and v alone. In return each sum
+has one fixed order, and neither atomics nor dS in memory are needed.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ class BiasSizes(NamedTuple):
 
 @triton.jit
 def is_reached(row_start, key_start, sequence, call, C: tl.constexpr):
-    """Return whether a row of a tile may see a key of the tile, judged by lengths, window and chunks.
+    """Return whether any row of a tile may see any of its keys, judged by lengths, window and chunks.
 
     The tile has BLOCK_M rows from ``row_start`` on and BLOCK_N keys from ``key_start`` on.
     """
@@ -108,10 +108,10 @@ def bias_gradient(bias, row_start, key_start, sequence, head, padded_rows, call,
 
 @kernel(do_not_specialize=("pointers", "sizes", "padded_rows", "lengths"))
 def dbias_kernel(pointers, sizes, padded_rows, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,).
+    """Compute the gradient of the bias, BLOCK_M by BLOCK_N elements per program.
 
-    dbias [bias_batch, bias_heads, bias_rows, seqlen_k] is contiguous. Other arguments are those of
-    ``dq_kernel``.
+    Grid: (blocks of keys * blocks of rows * bias_heads * bias_batch,). dbias [bias_batch, bias_heads,
+    bias_rows, seqlen_k] is contiguous. Other arguments are those of ``dq_kernel``.
     """
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)

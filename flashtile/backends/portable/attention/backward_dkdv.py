@@ -103,11 +103,11 @@ def dkdv_blocks(
 
 @kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
 def dkdv_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of keys * key/value heads * batch,).
+    """Compute dk and dv of BLOCK_N keys of a head per program.
 
-    Shapes are those of the forward kernel. dout, dk and dv are contiguous. ``common.preprocess`` has written
-    neg_lse and neg_delta. dk and dv of keys that ``seqused_k`` excludes are not written. A block mask has a
-    list of row blocks for each key block.
+    Grid: (blocks of keys * key/value heads * batch,). Shapes are those of the forward kernel. dout, dk and dv
+    are contiguous. ``common.preprocess`` has written neg_lse and neg_delta. dk and dv of keys that
+    ``seqused_k`` excludes are not written. A block mask has a list of row blocks for each key block.
     """
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)

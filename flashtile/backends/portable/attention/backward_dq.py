@@ -85,11 +85,11 @@ def dq_blocks(
 
 @kernel(do_not_specialize=("pointers", "padded_rows", "lengths"))
 def dq_kernel(pointers, padded_rows, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of rows * heads * batch,).
+    """Compute dq of BLOCK_M rows of a head per program.
 
-    Shapes are those of the forward kernel. dout and dq are contiguous. ``common.preprocess`` has written
-    neg_lse and neg_delta. With C.ADD_GRADIENTS, the kernel also adds to the fp32 gradients of captured
-    tensors.
+    Grid: (blocks of rows * heads * batch,). Shapes are those of the forward kernel. dout and dq are
+    contiguous. ``common.preprocess`` has written neg_lse and neg_delta. With C.ADD_GRADIENTS, the kernel also
+    adds to the fp32 gradients of captured tensors.
     """
     seed, rng_offset = load_state(pointers.rng_state, C)
     call = AttentionCall(pointers, strides, lengths, numbers, seed, rng_offset)

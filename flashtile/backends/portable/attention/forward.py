@@ -75,7 +75,9 @@ def attend_blocks(
 
 @kernel(do_not_specialize=("pointers", "lengths"))
 def forward_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of rows * heads * batch,). q, k, v have any strides; out and lse are contiguous.
+    """Compute out and lse of BLOCK_M rows of a head per program.
+
+    Grid: (blocks of rows * heads * batch,). q, k, v have any strides; out and lse are contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM], k [batch, seqlen_k, heads_kv, HEAD_DIM], v [..., HEAD_DIM_V].
     When VARLEN, they have no batch dimension. out is like q, with HEAD_DIM_V columns; lse is [batch,

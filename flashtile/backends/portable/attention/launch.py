@@ -42,7 +42,7 @@ from flashtile.backends.portable.attention.function_pointers import (
 from flashtile.backends.portable.attention.functions import gradient_function
 from flashtile.backends.portable.config import Config, dbias_tile
 from flashtile.backends.portable.key_bounds import KeyBounds
-from flashtile.dropout import is_fine, keep_share, threshold
+from flashtile.dropout import threshold
 from flashtile.problems.attention import OptionalTensors, Problem
 from flashtile.problems.common import LOG2_E, UNLIMITED
 
@@ -92,7 +92,6 @@ def attention_variant(
         WIDE_SCORES=_is_wide(mask) or _is_wide(bias),
         HAS_CHUNK=problem.attention_chunk > 0,
         HAS_DROPOUT=problem.dropout_p > 0,
-        FINE_DROPOUT=problem.dropout_p > 0 and is_fine(problem.dropout_p),
         MASKS_EVERY_BLOCK=problem.mask
         or problem.key_padding_mask
         or problem.attention_chunk > 0
@@ -180,7 +179,7 @@ def attention_kernel(
         bias=_score_strides(extras.bias),
     )
     lengths = _lengths(problem, extras.alibi_slopes)
-    scale, keep_scale = problem.softmax_scale, 1 / keep_share(problem.dropout_p)
+    scale, keep_scale = problem.softmax_scale, 1 / (1 - problem.dropout_p)
     numbers = AttentionNumbers(scale, scale * LOG2_E, problem.softcap, keep_scale)
     scalars = (*first, strides, lengths, numbers)
     return CachedLaunch(kernel, programs, scalars, (variant,), config, pointers=pointers)

@@ -69,7 +69,7 @@ def block_at(start, sequence, head, call, C: tl.constexpr):
 
 @triton.jit
 def queries_of(sequence, head, call):
-    """Return the :class:`Matrix` of the sequence's queries of ``head``."""
+    """Return the queries of ``head`` in a sequence, as a :class:`Matrix`."""
     return head_of(call.pointers.q, call.strides.q, sequence.b, sequence.start_q, head, sequence.len_q)
 
 
@@ -123,9 +123,9 @@ def clip_to_padding(first, last, call, b, BLOCK: tl.constexpr):
 def reached_keys(start, sequence, call, C: tl.constexpr):
     """Return the key blocks that the rows from ``start`` on reach: (first, full_first, full_last, last).
 
-    As in :func:`block_range`, these numbers divide the blocks into three runs: one edge of the window, blocks
-    within the window, the other edge. If C.MASKS_EVERY_BLOCK, the third run covers all blocks, and
-    :func:`walk` uses only that run.
+    As in :func:`block_range`, these numbers divide the blocks into three ranges: one edge of the window,
+    blocks within the window, the other edge. If C.MASKS_EVERY_BLOCK, the third range covers all blocks, and
+    :func:`walk` uses only that range.
     """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
@@ -146,9 +146,9 @@ def reached_keys(start, sequence, call, C: tl.constexpr):
 def reaching_rows(start, sequence, call, C: tl.constexpr):
     """Return the row blocks that reach the keys from ``start`` on: (first, full_first, full_last, last).
 
-    The blocks are in three runs, as in :func:`reached_keys`. Seen from the keys, the window is mirrored: a
-    key reaches window_right rows back and window_left ahead. If C.MASKS_EVERY_BLOCK, the third run covers all
-    blocks, and :func:`walk` uses only that run.
+    As in :func:`reached_keys`, these numbers divide the blocks into three ranges. Seen from the keys, the
+    window is mirrored: a key reaches window_right rows back and window_left ahead. If C.MASKS_EVERY_BLOCK,
+    the third range covers all blocks, and :func:`walk` uses only that range.
     """
     lengths = call.lengths
     offset = sequence.len_k - sequence.len_q
@@ -215,9 +215,9 @@ def walk(STEP: tl.constexpr, state, inputs, reached, block, call, OWNS_KEYS: tl.
     """Apply ``STEP`` to all tiles that ``block`` visits, and return the final ``state``.
 
     ``STEP(state, inputs, first, last, listed, block, call, MASKED, C)`` processes tiles ``first`` to ``last``
-    (exclusive), either of the range ``reached`` or of a block mask's list ``listed``. The range has three
-    runs: one edge of the window; tiles within it; the other edge or the end of the sequence. A block mask's
-    full blocks are processed first, by a variant without MASK_MOD.
+    (exclusive), either of the range ``reached`` or of a block mask's list ``listed``. ``reached`` consists of
+    three ranges: one edge of the window, tiles within the window, and the other edge or the end of the
+    sequence. A block mask's full blocks are processed first, by a variant without MASK_MOD.
     """
     FIRST_EDGE: tl.constexpr = C.HAS_RIGHT if OWNS_KEYS else C.HAS_LEFT
     LAST_EDGE: tl.constexpr = C.HAS_LEFT if OWNS_KEYS else (C.HAS_RIGHT or not C.EVEN_N)

@@ -163,13 +163,10 @@ def dropout_mask(block, row_start, key_start, call, KEYS_FIRST: tl.constexpr, C:
         rows, row, keys, column = rows[None, :], row[None, :], keys[:, None], column[:, None]
     else:
         rows, row, keys, column = rows[:, None], row[:, None], keys[None, :], column[None, :]
-    # Shift each random number up to the sign bit. Without FINE_DROPOUT only its upper 7 bits matter.
-    to_sign = tl.where(column < 8, 17, 25) - column % 2 * 16
-    number = random_bits(key, rows, keys, row >= 8) << to_sign
-    if C.FINE_DROPOUT:
-        low_bits = random_bits(key, rows, keys ^ 0x80000000, row >= 8)
-        byte = tl.where(column < 8, 0, 8) + column % 2 * 16
-        number = (number & 0xFE000000) | ((low_bits >> byte & 0xFF) << 17)
+    word = random_bits(key, rows, keys, row >= 8)
+    exchanged = ((word & 0x00FF00FF) << 8) | ((word >> 8) & 0x00FF00FF)
+    # Shift the number of 15 bits up to the highest bit. The bits below it do not change the comparison.
+    number = tl.where(column < 8, word, exchanged) << (17 - column % 2 * 16)
     return number >= (call.lengths.drop_threshold.to(tl.uint32) << 17)
 
 

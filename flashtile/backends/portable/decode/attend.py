@@ -41,7 +41,7 @@ from flashtile.backends.portable.tiles import sink_step
 
 @triton.jit
 def rows_of(work, lengths, C: tl.constexpr):
-    """Return (indices 0 to BLOCK_M - 1 of a work tile's rows, their :class:`Rows`)."""
+    """Return (index [BLOCK_M] of each row in the work tile, the :class:`Rows` of the work tile)."""
     b, m = sequence_of(work.m_block, lengths, C)
     b = b.to(tl.int64)
     index = tl.arange(0, C.BLOCK_M)
@@ -92,7 +92,7 @@ def load_scales(head_kv, b, pointers, outer, C: tl.constexpr):
 
 @triton.jit
 def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl.constexpr):
-    """Normalise the sums over the n_blocks of a work tile that the program attended to, and write them.
+    """Normalise and write the sums that a program has computed over n_blocks of a work tile.
 
     If these n_blocks are the whole work tile (``whole``), the result goes to ``out``. Otherwise it goes to
     ``slot`` of the partial results.
@@ -215,7 +215,7 @@ def prefetch_first(program, call, C: tl.constexpr):
 
 @triton.jit
 def attend_balanced(program, call, C: tl.constexpr):
-    """Do the work of a program in a stream-K grid, which is an equal, contiguous share of all n_blocks."""
+    """Do the work of a program in a stream-K grid: attend to an equal, contiguous share of all n_blocks."""
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     pointers, lengths = call.pointers, call.lengths
     team = program // HEADS
@@ -224,8 +224,8 @@ def attend_balanced(program, call, C: tl.constexpr):
         tl.arange(0, C.SCAN_BLOCK), team, teams, pointers, lengths, C
     )
     end = share_start(team + 1, teams, total)
-    # The loop begins without a check, so that values which need no lengths are computed while the lengths are
-    # loaded.
+    # The condition is not checked before the first iteration. So values that do not depend on the lengths are
+    # computed while the lengths are loaded.
     more = tl.full([], True, tl.int1)
     while more:
         work, nth, m_block_end = work_tile_at(program, position, m_block, m_block_start, pointers, lengths, C)
@@ -255,7 +255,7 @@ def attend_balanced(program, call, C: tl.constexpr):
 
 @triton.jit
 def attend_split(program, call, C: tl.constexpr):
-    """Do the work of a program in a grid without stream-K, which is one split of a work tile.
+    """Do the work of a program in a grid without stream-K: attend to one split of a work tile.
 
     The split depends only on the length of the tile's sequence. The m_blocks of a sequence run concurrently
     and share keys in the L2 cache; the last ones start first, because they see the most keys.
@@ -285,7 +285,9 @@ def attend_split(program, call, C: tl.constexpr):
 
 @kernel(do_not_specialize=("outer", "lengths", "num_blocks", "splits"))
 def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits, C: tl.constexpr):
-    """Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
+    """Attend to a cache: each program writes out and lse of whole work tiles, and otherwise partial results.
+
+    Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
 
     q is (batch, seqlen_q, heads_q, HEAD_DIM), or (total_q, heads_q, HEAD_DIM) when VARLEN. Caches are (rows,
     capacity, heads_kv, ...) or (num_blocks, PAGE_SIZE, heads_kv, ...). out is like q, with HEAD_DIM_V

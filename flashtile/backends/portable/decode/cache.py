@@ -97,7 +97,7 @@ def load_pages(block_table, n, keys, C: tl.constexpr, EARLY: tl.constexpr = Fals
 
 @triton.jit
 def page_of_keys(page, C: tl.constexpr):
-    """Expand the result of :func:`load_pages` to the page of the n_block, or of each key [BLOCK_N]."""
+    """Convert the result of :func:`load_pages` to one page for the n_block, or one per key [BLOCK_N]."""
     ONE_PAGE: tl.constexpr = C.PAGE_SIZE % C.BLOCK_N == 0
     if C.PAGE_SIZE != 0:
         if ONE_PAGE or C.WIDE:
@@ -121,14 +121,14 @@ def in_cache(pages, num_blocks):
 
 @triton.jit
 def find_faults(cache, first, last, keys, C: tl.constexpr):
-    """Return int32, a scalar or [BLOCK_N], which is all 0 if the sequence's row and lengths are valid.
+    """Return int32, a scalar or [BLOCK_N]: all 0 if the sequence's lengths and row in the cache are valid.
 
-    With C.faults_ahead, the pages of ``keys`` in n_blocks ``first`` to ``last`` (exclusive) must also be
-    valid.
+    With C.faults_ahead, the result is 0 only if the pages of ``keys`` in n_blocks ``first`` to ``last``
+    (exclusive) are valid as well.
     """
     faults = cache.fault
     if C.faults_ahead:
-        # Loads per round; taller tiles have registers for only one.
+        # Number of loads per round. Taller tiles have registers for only one load.
         ROUNDS: tl.constexpr = 4 if C.BLOCK_M < 64 else 1
         BLOCK_N: tl.constexpr = C.BLOCK_N
         start = first * BLOCK_N
@@ -235,7 +235,7 @@ def prefetch_rows(base, offsets, seen, HEAD_DIM: tl.constexpr, BLOCK_D: tl.const
 
 @triton.jit
 def not_hoisted(number):
-    """Return an int32 unchanged, so that the compiler hoists no computation with it out of a loop.
+    """Return an int32 unchanged, and keep the compiler from hoisting uses of it out of a loop.
 
     Hoisted results would occupy registers during the loop.
     """

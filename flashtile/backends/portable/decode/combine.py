@@ -206,9 +206,10 @@ def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
 def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
     """Return the :class:`Parts` (partial results) of one work tile from a stream-K grid of ``teams`` teams.
 
-    If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is the number of a program. The work tile
-    is the one that the end of this program's share divides, so that a program of the next team continues it.
-    The count is 0 if no work tile is divided there, or if the share of an earlier team ends in the same tile.
+    If BY_WORK_TILE, this is work tile ``unit``. Otherwise ``unit`` is the number of a program, and the result
+    is for the work tile within which the share of this program ends. A program of the next team continues
+    that work tile. ``Parts.count`` is 0 if the share ends between two work tiles, or if the share of an
+    earlier team also ends within the work tile.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     if C.BY_WORK_TILE:
@@ -255,11 +256,13 @@ def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
 
 @kernel(do_not_specialize=("lengths", "splits", "teams", "row_blocks"))
 def combine_kernel(pointers, lengths, splits, teams, row_blocks, C: tl.constexpr):
-    """Combine the partial results of ``decode_kernel``. ``teams`` is 0 if its grid was not stream-K.
+    """Combine the partial results of ``decode_kernel``.
+
+    ``teams``: number of teams of that kernel's stream-K grid; 0 for other grids.
 
     Grid: (row blocks * work tiles,) if BY_WORK_TILE, else (row blocks * boundaries,). A row block is ROWS
-    rows of a work tile. A boundary lies between the shares of two programs, for the same heads in adjacent
-    teams. Large batches have fewer boundaries than work tiles.
+    rows of a work tile. A boundary separates the shares of two programs that process the same heads in
+    adjacent teams. Large batches have fewer boundaries than work tiles.
     """
     if C.PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -116,7 +116,8 @@ _TYPES = {
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Yield the cases of all decoding kernels.
 
-    Attention is compiled with each tile of ``arch``, and with some tiles in several variants.
+    Attention is compiled with each tile that is configured for ``arch``. Some tiles are compiled in several
+    variants.
     """
     capability = architecture(arch).capability
     table_family = family_of_capability(*divmod(capability, 10))

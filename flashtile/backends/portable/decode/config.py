@@ -72,7 +72,7 @@ class DecodeConfig:
 
 
 def operand_bytes(problem: DecodeProblem) -> int:
-    """Return the element size, in bytes, under which the table lists the problem's configuration.
+    """Return the element size in bytes by which the problem's configuration is looked up.
 
     It is 4 if products are in float32, else the element size of the cache.
     """
@@ -171,7 +171,7 @@ def row_blocks(table_family: str, element_bytes: int, width: int) -> tuple[int, 
 
 
 def row(table_family: str, element_bytes: int, BLOCK_M: int, width: int) -> DecodeConfig:
-    """The configuration of one row of the table; ``width`` is a padded head_dim."""
+    """Return the configuration in the table for these arguments; ``width`` is a padded head_dim."""
     key = (table_family, element_bytes, BLOCK_M, max(width, HEAD_DIMS[0]))
     BLOCK_N, num_warps, num_stages, programs_per_sm, spill_budgets = _TABLE[key]
     tile = KernelConfig(BLOCK_M, BLOCK_N, num_warps, num_stages, *spill_budgets)

@@ -95,10 +95,11 @@ def copy_scales(base, source, destination, num_heads, BLOCK_HEADS: tl.constexpr)
 
 @kernel(do_not_specialize=("lengths",))
 def copy_kernel(pointers, strides, lengths, C: tl.constexpr):
-    """Grid: (parts of BLOCK rows * layers * pairs,).
+    """Copy blocks of the caches, with their scales, to other blocks of the same caches.
 
-    Caches are (layers, num_blocks, page_size, heads, HEAD_DIM); ``pairs`` (n, 2) are source and destination
-    blocks. A pair with a block outside of the cache is skipped.
+    Grid: (programs per block * layers * pairs,). Each program copies BLOCK rows of a block. Caches are
+    (layers, num_blocks, page_size, heads, HEAD_DIM); ``pairs`` (n, 2) are source and destination blocks. A
+    pair with a block outside of the cache is skipped.
     """
     program = tl.program_id(0)
     part = program % lengths.parts

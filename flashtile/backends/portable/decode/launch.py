@@ -132,7 +132,7 @@ class DecodeLaunch:
     def with_cache_length(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, tensors: CacheTensors
     ) -> DecodeLaunch | None:
-        """Return a launch for dense caches of another length that uses the compiled kernels of this one.
+        """Return a launch for dense caches of another length that uses the compiled kernels of this launch.
 
         None if the kernels do not serve that length or are not compiled yet. The tensors must be valid, and
         differ from those of this launch only in the length and the strides of the caches.
@@ -140,7 +140,7 @@ class DecodeLaunch:
         attend, combine, scalars = self._attend, self._combine, self._scalars
         if attend is None or scalars is None or self._problem.tma_obstacle is not None:
             return None
-        problem = copy.copy(self._problem)  # a fifth of the 20 us that replace() takes
+        problem = copy.copy(self._problem)  # takes 4 us; replace() takes 20 us
         object.__setattr__(problem, "capacity", k_cache.shape[1])
         caches = self._operands(k_cache, v_cache)
         if self._decided(problem, *caches) != self._by_capacity:
@@ -227,8 +227,8 @@ class DecodeLaunch:
             ),
         )
         self._by_capacity = self._decided(problem, k_cache, v_cache)
-        # With dependent launch, a kernel may start before the previous kernel has ended, and then waits on
-        # the device for its end.
+        # With dependent launch, a kernel may start before the previous kernel has ended. It then waits on the
+        # device until the previous kernel has ended.
         options: dict[str, Any] = {"launch_pdl": True} if variant.PDL else {}
         attend = CachedLaunch(
             decode_kernel, programs, scalars, (variant,), config.tile, pointers=DecodePointers, **options

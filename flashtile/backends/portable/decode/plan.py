@@ -56,9 +56,10 @@ def converts_e4m3(device: torch.device) -> bool:
 def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple[Tensor, Tensor]:
     """View the caches in the dtype that the kernel is compiled for.
 
-    FP8 caches are viewed as pairs of elements if rows consist of pairs and tiles are NARROW. The products of
-    these tiles take operands from registers. Products of taller tiles take operands from shared memory. For
-    them pairs gain nothing, because converted elements must be written to shared memory in any case.
+    FP8 caches are viewed as pairs of elements if :func:`has_pairs` is True for them and tiles are NARROW. The
+    products of NARROW tiles take operands from registers. Products of taller tiles take operands from shared
+    memory. They gain nothing from pairs, because converted elements must be written to shared memory in any
+    case.
     """
     if k_cache.dtype != FP8:
         return k_cache, v_cache
@@ -72,8 +73,8 @@ def as_operands(k_cache: Tensor, v_cache: Tensor, config: DecodeConfig) -> tuple
 def has_pairs(cache: Tensor) -> bool:
     """Whether an FP8 cache can be viewed as aligned pairs of elements, row by row.
 
-    Pairs need only an even address. The check is for a multiple of 16, because a call's signature
-    (``op.operation.signatures``) records only that about addresses.
+    Pairs need only an even address. But the signature of a call (``op.operation.signatures``) records only
+    whether an address is a multiple of 16, so the function checks for that.
     """
     return not (cache.data_ptr() % 16 or cache.shape[-1] % 2 or any(s % 2 for s in cache.stride()[:-1]))
 
@@ -100,7 +101,7 @@ def is_stream_k(problem: DecodeProblem, config: DecodeConfig) -> bool:
 
 
 def keys_seen(problem: DecodeProblem) -> int:
-    """Return the most keys that the rows of a work tile can see."""
+    """Return the maximum number of keys that the rows of a work tile can see."""
     left, _ = effective_window(problem)
     return problem.capacity if left == UNLIMITED else min(problem.capacity, left + problem.seqlen_q)
 
@@ -140,10 +141,10 @@ def grid_size(problem: DecodeProblem, config: DecodeConfig) -> int:
 
 
 def heads_per_team(problem: DecodeProblem, config: DecodeConfig) -> int:
-    """Return the number of adjacent key/value heads per team, which divides ``num_heads_kv``.
+    """Return the number of adjacent key/value heads per team, a divisor of ``num_heads_kv``.
 
-    In tiles of few rows, reading adjacent heads together saves time. With more rows, a team is one head,
-    because a grid of whole teams would leave programs idle.
+    For tiles of few rows, reading adjacent heads together saves time. For taller tiles, a team is one head:
+    the grid consists of whole teams, so larger teams would leave multiprocessors idle.
     """
     if not is_stream_k(problem, config) or config.tile.BLOCK_M > NARROW:
         return 1
@@ -193,11 +194,11 @@ def effective_window(problem: DecodeProblem) -> tuple[int, int]:
 
 
 def effective_chunk(problem: DecodeProblem) -> int | None:
-    """Return the chunk size, at most the capacity, or None if chunks hide no key that the window shows."""
+    """Return the chunk size, at most the capacity, or None if chunks do not change which keys are visible."""
     capacity = max(problem.capacity, 1)
-    # If there are more queries than keys, the first queries come before all keys. No key is in their chunk,
-    # so one chunk for all keys can be left out only if there are no such queries, or if the window already
-    # hides later keys.
+    # If there are more queries than keys, the first queries come before all keys, and no key is in their
+    # chunk. So a chunk that covers all keys may still hide them from these queries. It hides none if there is
+    # one query, or if the window hides all keys after a query.
     one_chunk = problem.attention_chunk >= capacity and (problem.window_right == 0 or problem.seqlen_q == 1)
     return None if problem.attention_chunk == 0 or one_chunk else min(problem.attention_chunk, capacity)
 
@@ -274,10 +275,11 @@ def combine_tile(problem: DecodeProblem, config: DecodeConfig, programs: int | N
 
     ``programs``: programs per work tile of a stream-K grid. If they are few, a tile has room for all rows of
     a work tile. Few combining programs then do the work, and all are resident before attention ends. If they
-    are many, twice as many warps load their results, because a second round would wait for memory again.
+    are many, a combining program has twice as many warps. It then loads all results in fewer rounds, and each
+    round waits for memory.
 
-    For other grids, ``programs`` is None. The tile then must not depend on the rest of the batch, because it
-    decides the order of the sums.
+    For other grids, ``programs`` is None. The tile then must not depend on the rest of the batch, because the
+    tile decides in which order results are summed.
     """
     width = padded(problem.head_dim_v)
     if programs is None:
@@ -308,7 +310,10 @@ def combine_variant(
 
 
 def aligned(problem: DecodeProblem, k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Whether k and v are aligned for asynchronous loads. If not, their tiles must have the same width."""
+    """Whether k and v are aligned for asynchronous loads.
+
+    If they are not, :func:`decode_variant` gives the tiles of k and v the same width.
+    """
     return problem.head_dim_v % 16 == 0 and is_aligned(k_cache) and is_aligned(v_cache)
 
 

@@ -7,11 +7,11 @@ an m_block and a key/value head.
 
 If STREAM_K, programs work in *teams* of HEADS_PER_TEAM, one program per head of a group of adjacent heads.
 Keys of these heads are adjacent in memory and are read at about the same time. The n_blocks of all work tiles
-are flattened into one sequence, ordered by m_block, then by group of heads, then by key. Every team takes an
-equal, contiguous share of that sequence for any lengths, as stream-K does for matrix products (Osama et al.
-2023, arXiv:2301.03598). So a long sequence among short ones is divided over many teams. A share may begin and
-end within work tiles. So a program leaves at most two partial results: one for a tile that an earlier team
-began, and one for a tile that a later team continues.
+are flattened into one list, ordered by m_block, then by group of heads, then by key. Every team takes an
+equal, contiguous share of that list for any lengths, as stream-K does for matrix products (Osama et al. 2023,
+arXiv:2301.03598). So a long sequence among short ones is divided over many teams. A share may begin and end
+within work tiles. So a program leaves at most two partial results: one for a tile that an earlier team began,
+and one for a tile that a later team continues.
 
 If not STREAM_K, each work tile is cut into splits that depend on its own length only. So its result is
 independent of the rest of the batch.
@@ -112,7 +112,7 @@ class WorkTile(NamedTuple):
 
 @triton.jit
 def sequence_of(m_block, lengths, C: tl.constexpr):
-    """Return (sequence, index of the m_block in its sequence) for m_blocks that are numbered in the batch.
+    """Return (sequence, index in the sequence) of m_blocks that are given by their index in the batch.
 
     If ONE_M_BLOCK, this takes no division.
     """
@@ -174,7 +174,7 @@ def load_sequence(b, exists, pointers, lengths, C: tl.constexpr, EARLY: tl.const
 
 @triton.jit
 def window_at(position, leftpad, lengths):
-    """Return (left, right), the most keys that a query at ``position`` sees before and after its position.
+    """Return (left, right): how many keys before and after its position a query at ``position`` may see.
 
     Chunks are counted from the first key, at position ``leftpad``.
     """
@@ -217,9 +217,9 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Return how many positions each m_block takes in the sequence of n_blocks, [SCAN_BLOCK].
+    """Return how many n_blocks of the list that the teams share belong to each m_block, [SCAN_BLOCK].
 
-    This is its number of n_blocks times the number of groups of HEADS_PER_TEAM heads.
+    This is the number of n_blocks of the m_block times the number of groups of HEADS_PER_TEAM heads.
     """
     b, m = sequence_of(m_blocks, lengths, C)
     sequence = load_sequence(b, m_blocks < lengths.m_blocks, pointers, lengths, C, EARLY)
@@ -283,9 +283,10 @@ def scan(n_blocks, m_blocks, counted, position, m_block, m_block_start, lengths,
 def stream_k_start(index, team, teams, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
     """Return where the share of ``team`` begins: (total, position, m_block, m_block_start).
 
-    ``total`` is the number of n_blocks of all shares, and ``position`` that of the team's first n_block.
-    ``m_block`` contains this n_block; its own first n_block is at position ``m_block_start``. ``index``: the
-    integers from 0 to SCAN_BLOCK (exclusive), in any layout.
+    ``total`` is the number of n_blocks of all shares. ``position`` is the index of the team's first n_block
+    in the list of these n_blocks. ``m_block`` is the m_block that contains this n_block. The first n_block of
+    ``m_block`` is at position ``m_block_start``. ``index``: the integers from 0 to SCAN_BLOCK (exclusive), in
+    any layout.
     """
     m_block = team * 0
     m_block_start = team * 0
@@ -314,10 +315,11 @@ def work_tile_at(
     program, position, m_block, m_block_start, pointers, lengths, C: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the work tile that a program processes at ``position``, a position in the sequence of n_blocks.
+    """Return the work tile that a program processes at ``position``.
 
-    The result is (work tile, index of the n_block within the work tile, position where the m_block ends). The
-    m_block's first n_block is at position ``m_block_start``.
+    ``position`` is an index in the list of n_blocks that the teams share. The result is (work tile, index of
+    the n_block within the work tile, position where the m_block ends). The m_block's first n_block is at
+    position ``m_block_start``.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     m_block = tl.minimum(m_block, lengths.m_blocks - 1)

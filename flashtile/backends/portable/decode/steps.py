@@ -34,7 +34,8 @@ class ScoreRows(NamedTuple):
     """Pointers to the tokens' rows of the tree mask."""
     len_q: Any
     left: Any
-    """Most keys that a token sees before its position, and ``right`` after it: scalars, or [BLOCK_M, 1]."""
+    """Maximum number of keys that a token sees before its position; ``right``: after it. Scalars or [BLOCK_M,
+    1]."""
     right: Any
 
 
@@ -65,7 +66,7 @@ def as_float16(q):
 
 @triton.jit
 def as_dtype(tile, dtype: tl.constexpr, C: tl.constexpr):
-    """Convert a tile of :func:`load_rows` to ``dtype``, for a cache that is not viewed as pairs."""
+    """Convert a tile of k or v to ``dtype``. The cache must not be viewed as pairs of elements."""
     if C.E4M3_BITS:
         tile = decode_bits(tile)
     return tile.to(dtype)
@@ -164,11 +165,11 @@ def start_sums(q, faults, C: tl.constexpr):
 
 @triton.jit
 def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C: tl.constexpr):
-    """Prefetch the first two n_blocks of the program's next work tile, in two iterations ``n`` of the loop.
+    """Prefetch the first two n_blocks of the program's next work tile.
 
-    Iteration ``last - PREFETCH``, or the first iteration if that is later, prefetches one of them, and the
-    iteration after it the other. In a program's last work tile, these iterations launch the dependent kernels
-    instead.
+    The loop over n_blocks calls this function in each iteration ``n``. Two consecutive iterations prefetch
+    one n_block each: they begin at ``last - PREFETCH``, or at ``first`` if the loop is shorter. In a
+    program's last work tile, these two iterations launch the dependent kernels instead.
     """
     i = n - tl.maximum(first, last - PREFETCH)
     if (i == 0) | (i == 1):
@@ -185,7 +186,7 @@ def prefetch_next(n, first, last, next_work, strides, PREFETCH: tl.constexpr, C:
 def load_page_scales(cache, page, outer, C: tl.constexpr):
     """Load the scales of k and v by page: scalars if an n_block lies in one page, else one number per key.
 
-    The latter are [1, BLOCK_N] for k and [BLOCK_N, 1] for v.
+    The numbers per key are [1, BLOCK_N] for k and [BLOCK_N, 1] for v.
     """
     k_scale = tl.load(cache.k_descale + page.to(tl.int64) * outer.k_descale_stride)
     v_scale = tl.load(cache.v_descale + page.to(tl.int64) * outer.v_descale_stride)

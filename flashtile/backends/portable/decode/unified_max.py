@@ -44,7 +44,7 @@ def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.c
     if not C.HAS_SCORE_MOD:
         scores = scores * scale_log2
     if dtype == tl.float32:
-        # In the difference, a score near zero would lose bits to a large shift.
+        # The difference of a score near zero and a large shift would lose bits of the score.
         p = tl.exp2(scores) * tl.exp2(-shift)
     else:
         p = tl.exp2(scores - shift)
@@ -55,8 +55,8 @@ def shifted_exponentials(scores, shift, scale_log2, C: tl.constexpr, dtype: tl.c
 def is_in_range(acc, row_sum, exists, keys, operand: tl.constexpr):
     """Return whether acc and row_sum are as exact as with the online softmax, in all rows: one bool.
 
-    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are sums over as many keys as ``keys`` says. A row_sum of 0
-    is out of range: the row may have seen no key, or its terms may have been flushed to zero.
+    acc [BLOCK_M, BLOCK_DV] and row_sum [BLOCK_M] are sums over ``keys`` keys. A row_sum of 0 is out of range:
+    the row may have seen no key, or its terms may have been flushed to zero.
     """
     least = MIN_SUM
     most = MAX_SUM
@@ -78,7 +78,7 @@ def as_online(acc, row_max, row_sum):
     """Return (acc, row_max, row_sum) rescaled so that row_sum is 1 and row_max is the log-sum-exp in base 2.
 
     Rows without keys keep row_sum 0. A sink or the results over other keys can then be added, even if their
-    scores are far from phi.
+    scores are far from phi, the number that was subtracted from scores.
     """
     empty = row_sum == 0.0
     total = tl.where(empty, 1.0, row_sum)

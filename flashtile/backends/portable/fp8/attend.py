@@ -2,9 +2,9 @@
 
 The loop is that of :mod:`flashtile.backends.portable.attention.forward`. Operands of the products are e4m3. A
 tile of scores is multiplied by the scales of its rows and keys and by the softmax scale; P is scaled by 2**8
-and rounded to e4m3. With scales per block, the accumulator is in units of the current block's scale of v. Its
-correction for a new maximum includes the ratio of the previous unit to the current one, and P uses all of
-e4m3's range.
+and rounded to e4m3. With scales per block, the accumulator is in units of the current block's scale of v. The
+factor that corrects the accumulator for a new maximum includes the ratio of the previous unit to the current
+unit. So P uses all of e4m3's range.
 
 If v is stored transposed, k's rows are read in v's key order, so that P's columns need no permutation.
 """
@@ -80,7 +80,7 @@ class Fp8AttendPointers(NamedTuple):
 
 
 class Fp8Strides(NamedTuple):
-    """Strides of the inputs. ``v_token`` of a transposed v is that from one feature to the next."""
+    """Strides of the inputs. For a transposed v, ``v_token`` is the stride from one feature to the next."""
 
     q_batch: Any
     q_token: Any
@@ -323,7 +323,9 @@ def store_result(state, v_scale_base, b, head, row_start, start_q, len_q, pointe
 
 @kernel(do_not_specialize=("scale_strides", "lengths"))
 def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.constexpr):
-    """Grid: (blocks of rows * heads * batch,). out and lse are contiguous.
+    """Compute out and lse of BLOCK_M rows of a head per program, from e4m3 q, k and v.
+
+    Grid: (blocks of rows * heads * batch,). out and lse are contiguous.
 
     q [batch, seqlen_q, num_heads_q, HEAD_DIM] and k [batch, seqlen_k, heads_kv, HEAD_DIM] are e4m3, viewed as
     uint8 unless NATIVE. v is like k, or [batch, heads_kv, HEAD_DIM_V, columns] if TRANSPOSED. When VARLEN,
@@ -397,7 +399,8 @@ def attend_kernel(pointers, strides, scale_strides, lengths, numbers, C: tl.cons
         row_start, min(row_start + BLOCK_M, len_q), offset, len_k, lengths.window_left, lengths.window_right,
         C.HAS_LEFT, C.HAS_RIGHT, C.BLOCK_N,
     )  # fmt: skip
-    # Three runs: the window's left edge; blocks within it; its right edge or the end of the sequence.
+    # Three ranges of blocks: the left edge of the window, blocks within the window, and the right edge or the
+    # end of the sequence.
     for RUN in tl.static_range(3):
         if RUN != 0 or C.HAS_LEFT:
             begin = first if RUN == 0 else (full_first if RUN == 1 else full_last)

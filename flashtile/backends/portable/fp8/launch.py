@@ -53,7 +53,7 @@ MIN_WIDTH = HEAD_DIMS[0]
 
 
 def row(native: bool, width: int) -> AttendConfig:
-    """Return the configuration in one row of the table. ``width`` is a padded head_dim."""
+    """Return the configuration in the table for these arguments. ``width`` is a padded head_dim."""
     return AttendConfig(_TABLE[native, width], native)
 
 

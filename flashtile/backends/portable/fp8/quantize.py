@@ -134,8 +134,8 @@ def swap_columns(x, APART: tl.constexpr):
     """Swap the columns of x [rows, columns] whose indices differ only in the bit ``APART``."""
     ROWS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
-    # The sum of a pair minus one element is the other element. Integers make this exact. Triton computes the
-    # sum by exchanging registers within a warp.
+    # The sum of a pair minus one element is the other element. Integer arithmetic makes this exact. Triton
+    # computes the sum by exchanging registers within a warp.
     pairs = x.to(tl.int32, bitcast=True).reshape([ROWS, COLUMNS // (2 * APART), 2, APART])
     others = tl.sum(pairs, 2, keep_dims=True) - pairs
     return others.reshape([ROWS, COLUMNS]).to(tl.float32, bitcast=True)

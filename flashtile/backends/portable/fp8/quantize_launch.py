@@ -104,7 +104,7 @@ class QuantizeLaunch:
     def __call__(self, x: Tensor, tensors: QuantizeTensors) -> tuple[Tensor, Tensor]:
         problem = self._problem
         # Packed sequences leave gaps between scales and between columns, and rows after the last sequence. No
-        # program writes there, so these elements must be 0 before.
+        # program writes to these elements, so they are set to 0 here.
         allocate = x.new_zeros if problem.varlen else x.new_empty
         values = allocate(*self._values_shape, dtype=E4M3)
         scales = allocate(*self._scales_shape, dtype=torch.float32)

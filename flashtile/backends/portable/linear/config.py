@@ -113,7 +113,7 @@ def needs_end(problem: LinearProblem) -> bool:
 
 
 def kernels_around(problem: LinearProblem) -> int:
-    """Return how many kernels run in addition to torch's product, for steps that a flat product fuses.
+    """Return how many kernels run before and after torch's product, for steps that the flat kernel fuses.
 
     A residual that torch's product adds itself counts as one kernel, because it is copied first.
     """
@@ -127,8 +127,8 @@ def choose(problem: LinearProblem) -> LinearConfig:
     if kind == LIBRARY:
         return LinearConfig(LIBRARY)
     if found is not None and found.row.card == device_name(problem.device):
-        # The table's fastest flat product may belong to another backend, which does not serve this call. With
-        # few rows of x, try the table's GEMV next.
+        # The fastest flat product in the table may be a kernel of another backend, which does not serve this
+        # call. With few rows of x, the GEMV in the table is tried next.
         for name in (kind, GEMV) if problem.M <= GEMV_INSTEAD_ROWS else (kind,):
             measured = found.row.measured(problem.M, name)
             if measured is not None and measured["backend"] == "portable":
@@ -137,9 +137,10 @@ def choose(problem: LinearProblem) -> LinearConfig:
 
 
 def default(problem: LinearProblem, kind: str) -> LinearConfig:
-    """Return a configuration without measurements.
+    """Return a configuration by rules, for shapes that were not measured.
 
-    K of a flat product is split until (nearly) all multiprocessors have work, at most eight times.
+    In a flat product (FLAT: few rows of x, on tensor cores), K is divided into up to eight splits, until
+    nearly all multiprocessors have work.
     """
     from flashtile.backends.portable.config import family
 
@@ -157,7 +158,7 @@ def adapted(
 ) -> LinearConfig:  # fmt: skip
     """Return a configuration with the given tile, adapted to a problem.
 
-    The problem may be smaller than the measured one, or have more rows.
+    The tile may have been measured for a larger problem, or for fewer rows of x.
     """
     if problem.scales == "block":
         BLOCK_K = min(BLOCK_K, 128)

@@ -306,9 +306,10 @@ def epilogue_kernel(
     pointers, sums_stride, places, strides, cache_strides, sizes, BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to the sums of torch's product. Grid: (blocks of places * blocks of rows,).
+    """Apply the epilogue to the result of torch's product. Grid: (blocks of places * blocks of rows,).
 
-    The kernel is specialized on ``places``. Triton uses loads and stores of 16 bytes only if it knows that
+    A place is an output column, or a pair of columns that the epilogue combines. The kernel is specialized on
+    the number of places, ``places``. Triton uses loads and stores of 16 bytes only if it knows that
     ``places`` is a multiple of 16, because then the eight elements of a vector have the same mask.
     """
     call = EpilogueCall(pointers, places, strides, cache_strides, sizes)

@@ -61,8 +61,8 @@ def product_variant(problem: LinearProblem, config: LinearConfig) -> ProductVari
 def unit_of(problem: LinearProblem, config: LinearConfig) -> int:
     """Return ``ProductVariant.UNIT``. The number of places of a tile is a multiple of this unit.
 
-    The unit is 8 (16 bytes of results) for a flat product whose tiles can be multiples of 8 places. Otherwise
-    it is 1.
+    The unit is 8 places (16 bytes of results) if the product is not a GEMV, and if both the tile and all
+    places together are multiples of 8 places. Otherwise the unit is 1.
     """
     fits = config.BLOCK_N // halves(problem) % EPILOGUE_UNIT == 0 and problem.places % EPILOGUE_UNIT == 0
     return EPILOGUE_UNIT if fits and config.kind != GEMV else 1

@@ -23,8 +23,8 @@ def reason_against(problem: WeightsProblem, explicit: bool) -> str | None:
 def reason_of_top(problem: WeightsProblem) -> str | None:
     """Return why a tile of k does not fit into shared memory, or None if it fits.
 
-    With the form "top", the kernel keeps the largest ``problem.top`` weights of a row, and a tile has at
-    least as many keys.
+    With the form "top", the kernel keeps the largest ``problem.top`` weights of a row, and a tile of k has at
+    least ``problem.top`` keys.
     """
     if problem.form != "top" or problem.mods is not None:
         return None

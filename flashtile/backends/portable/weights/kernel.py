@@ -23,7 +23,7 @@ from flashtile.backends.portable.tiles import row_block
 
 @triton.jit
 def load_shifts(lse, rows, length):
-    """Load the lse of ``rows`` in log2 units, which is subtracted from the scores.
+    """Load the lse of ``rows``, in log2 units, to subtract it from the scores.
 
     The lse of a row that sees no key is replaced by inf, so that its probabilities are 0.
     """
@@ -50,8 +50,9 @@ def probabilities(scores, shifts, at, sequence, block, call, C: tl.constexpr):
 def join_top(best, p, seen, key_start, C: tl.constexpr):
     """Merge a tile's weights ``p`` into ``best`` [BLOCK_M, BLOCK_TOP], each row's largest weights so far.
 
-    An entry of ``best`` is an int64. Its upper half holds the bits of a weight, which sort like weights. Its
-    lower half is 0x7FFFFFFF minus the key, so the first key wins among equal weights. -1 is an empty entry.
+    An entry of ``best`` is an int64. Its upper half holds the bits of a weight, which sort as integers in the
+    same order as the weights. Its lower half is 0x7FFFFFFF minus the key, so the first key wins among equal
+    weights. An empty entry is -1.
     """
     BLOCK_M: tl.constexpr = C.BLOCK_M
     BLOCK_TOP: tl.constexpr = C.BLOCK_TOP
@@ -206,7 +207,8 @@ def weights_kernel(pointers, strides, lengths, numbers, C: tl.constexpr):
     """Compute attention weights in the form C.FORM. Grid: (blocks of rows * heads * batch,).
 
     With FORM "columns", the weights are summed over rows, and the grid is (blocks of keys * heads * batch,).
-    A block mask then lists the row blocks of each key block, otherwise the key blocks of each row block.
+    The lists of a block mask then hold the row blocks of each key block. With other forms, they hold the key
+    blocks of each row block.
 
     q and k are laid out as for the forward kernel. lse, weights and indices are contiguous. Elements outside
     of the visited blocks are not written: the caller fills weights with 0 and indices with -1.

@@ -19,7 +19,7 @@ from flashtile.backends.portable.weights.kernel import WeightsPointers, weights_
 from flashtile.problems.attention import WeightsProblem
 
 KEYS_A_THREAD = 16
-"""Maximum 64-bit entries per thread of a tile whose rows are sorted for their largest weights."""
+"""Maximum number of 64-bit entries per thread in a tile whose rows are sorted to find the largest weights."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def choose(problem: WeightsProblem) -> WeightsConfig:
 
 
 def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
-    """Return the configuration for a problem whose forward pass has ``config``."""
+    """Return the weights kernel's configuration, derived from the forward kernel's ``config``."""
     tile = replace(config.forward, spill_budget=0, features_spill_budget=0)
     if problem.form == "top":
         keys = max(tile.BLOCK_N, padded(problem.top)) if problem.mods is None else tile.BLOCK_N
@@ -43,9 +43,9 @@ def of_forward(problem: WeightsProblem, config: Config) -> WeightsConfig:
 
 
 def constants_of(problem: WeightsProblem) -> dict[str, Any]:
-    """Return the constants of this kernel that differ from those of the forward kernel.
+    """Return the constants of the weights kernel that the forward kernel lacks or sets differently.
 
-    The mask is applied to every block, even to blocks that lie within the window.
+    The weights kernel applies the mask to every block, even to blocks that lie within the window.
     """
     block_top = padded(problem.top) if problem.top else 0
     return {"FORM": problem.form, "TOP": problem.top, "BLOCK_TOP": block_top, "MASKS_EVERY_BLOCK": True}

@@ -114,7 +114,7 @@ def flash_attn_varlen_func(
     only with ``return_lse``.
 
     Args:
-        q, k: None if the scores are those of ``qv`` and v alone.
+        q, k: both None for scores ``qv @ v^T``, without the term ``q @ k^T``.
         max_seqlen_q, max_seqlen_k: the longest length. None means the total number of tokens, which is valid
             but slower.
         others: as for :func:`flashtile.attention`, where ``learnable_sink`` is called ``sink``.
@@ -217,10 +217,14 @@ def _lengths(tensor: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None) 
 
 
 def _window(causal: bool, window_size: Window) -> tuple[tuple[int, int], Window | None]:
-    """Convert FlashAttention-4's window to (flashtile's window, None), or ((-1, -1), limits).
+    """Convert FlashAttention-4's window to flashtile's window, or to limits for a mask.
 
-    flashtile's window cannot express a negative limit. Then ``limits`` are the limits, to be applied by a
-    mask. As in FlashAttention-4, limits whose sum is negative are ignored, except for that of ``causal``.
+    As in FlashAttention-4, both limits are ignored if their sum is negative. With ``causal``, the right limit
+    stays 0.
+
+    Returns:
+        (flashtile's window, None), or ((-1, -1), (left, right)) if a limit is negative. flashtile's window
+        cannot express a negative limit, so the caller must apply these limits as a mask.
     """
     check_flag("causal", causal)
     left, right = (None if limit is None else as_int("window_size", limit) for limit in window_size)

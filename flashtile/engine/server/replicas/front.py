@@ -217,7 +217,7 @@ class Front:
             raise shutting_down()
 
     async def _live(self, request: web.Request) -> web.StreamResponse:
-        """Forward the call to the busiest replica, because people open the page to see an engine at work."""
+        """Forward the call to the busiest replica, so that the server's web page shows an engine at work."""
         return await self._forward(request, lambda replicas, prompt: busiest(replicas))
 
     async def _forward(self, request: web.Request, choose: Choose | None = None) -> web.StreamResponse:
@@ -402,8 +402,8 @@ def serve_replicas(
         on_start: called with the port once calls are accepted.
 
     Returns:
-        The exit code: 0 after a signal, 1 if a replica could not be started or all replicas were given up, 2
-        if the replicas' arguments are wrong.
+        The exit code: 0 after a signal, 1 if a replica could not be started or if no replica could be
+        restarted any more, 2 if the replicas' arguments are wrong.
     """
 
     async def run() -> int:

@@ -17,7 +17,7 @@ READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
 """Seconds before a replica is restarted: the first pause, which doubles at each failure, and its maximum."""
 MAX_FAILURES = 3
-"""A replica is given up after this many starts in a row that end before it serves."""
+"""A replica is not restarted any more after this many starts in a row that end before it serves."""
 BAD_ARGUMENTS = 2
 """Exit code of an invalid command line, after which a restart is useless."""
 
@@ -56,7 +56,7 @@ class Replica:
         hangs: whether its process runs but does not answer.
         in_flight: number of calls that it is answering.
         restarts: how often it was restarted.
-        given_up: whether it failed to start too often and is not restarted any more.
+        given_up: whether it failed to start so often that it is not restarted any more.
         exit_code: exit code of its last process.
         printed: for each line that a replica wrote before it began to serve, the first replica that wrote it.
             Replicas that share this dict print such a line only once.
@@ -84,14 +84,14 @@ class Replica:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def wait_until_up(self) -> bool:
-        """Wait until the replica serves. Return False if it was given up."""
+        """Wait until the replica serves. Return False if it failed to start too often."""
         while self.url is None and not self.given_up:
             self._changed.clear()
             await self._changed.wait()
         return self.url is not None
 
     def signal(self, number: int) -> None:
-        """Send a signal that ends the process, which is then not restarted."""
+        """Send a signal that ends the process, and do not restart it."""
         self._stopping.set()
         if self._process is not None and self._process.returncode is None:
             _send(self._process, number)
@@ -127,7 +127,7 @@ class Replica:
             self._interrupts.discard(interrupt)
 
     async def wait(self) -> None:
-        """Wait until the process has ended after :meth:`signal`, or until the replica is given up."""
+        """Wait until the process has ended and will not be restarted."""
         if self._task is not None:
             await self._task
 
@@ -156,7 +156,7 @@ class Replica:
         self._process = process = await asyncio.create_subprocess_exec(
             *self.command, env={**self.environment, ORPHAN: "1"}, stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, limit=2**20,
-            # A terminal's SIGINT then does not reach the replicas; the front process stops them.
+            # A new session keeps the terminal's SIGINT from the replicas. The front process stops them.
             start_new_session=True,
         )  # fmt: skip
         if self._stopping.is_set():

@@ -72,8 +72,8 @@ def busiest(replicas: Sequence[AnyCandidate]) -> AnyCandidate | None:
 def prompt_of(head: bytes) -> bytes:
     """Return the part of ``head``, the first bytes of a body, that begins at the prompt or the messages.
 
-    Returns b"" if ``head`` has neither. The JSON is not parsed, because a client usually writes equal prompts
-    in the same way. If it does not, only the choice of a replica is worse.
+    Returns b"" if ``head`` has neither. The JSON is not parsed: equal prompts usually have equal bytes. If
+    their bytes differ, for example in escapes, the chosen replica may not have the prefix in its cache.
     """
     starts = [start for name in (b'"messages"', b'"prompt"') if (start := head.find(name)) >= 0]
     return head[min(starts) :] if starts else b""

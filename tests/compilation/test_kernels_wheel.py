@@ -42,7 +42,7 @@ def wheel(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     write_calls(place / "calls.json", [APPEND])
     command = [sys.executable, SCRIPT, place / "dist", "--arch", "sm_90", "--calls", place / "calls.json"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())

@@ -65,8 +65,8 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
 
     Args:
         layers: heads of the layers.
-        features: whether to add calls with each other feature: dropout, soft caps, ALiBi, windows, sinks,
-            biases, boolean masks, predefined mask functions and block masks.
+        features: whether to add calls with each other feature: dropout, soft caps, ALiBi, windows, chunks,
+            deterministic gradients, sinks, biases, boolean masks, predefined mask functions, block masks.
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
@@ -106,6 +106,8 @@ def _features(layer: Heads, batch: int, seqlen: int) -> Iterator[dict[str, Any]]
     yield {"alibi_slopes": torch.zeros(heads), "causal": True}
     for left in WINDOWS:
         yield {"window_size": (left, 0)}
+    yield {"attention_chunk": 512, "causal": True}
+    yield {"deterministic": True, "causal": True}
     yield {"sink": torch.zeros(heads, dtype=dtype, requires_grad=True), "causal": True}
     for learned in (False, True):
         yield {"bias": torch.zeros(1, heads, seqlen, seqlen, dtype=dtype, requires_grad=learned)}

@@ -190,6 +190,7 @@ def documented_calls(heads: Heads) -> list:
             for left in (100, 256, 4095):
                 flashtile.flash_attn_func(q, k, v, causal=True, window_size=(left, 0)).sum().backward()
             flashtile.flash_attn_func(q, k, v, softcap=50.0, causal=True).sum().backward()
+            flashtile.flash_attn_func(q, k, v, causal=True, deterministic=True).sum().backward()
             slopes = torch.zeros(heads.num_heads)
             flashtile.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes).sum().backward()
             bias = torch.zeros(1, heads.num_heads, seqlen, seqlen, dtype=q.dtype)

@@ -167,9 +167,9 @@ def numbers_of(words: tuple[Tensor, Tensor]) -> Tensor:
     batch, heads, pairs, fours = words[0].shape
     low_bits = [word.to(torch.int32).view(batch, heads, pairs // 8, 8, fours) for word in words]
     # A block of 16 keys has eight half words: as they are for the first eight keys, and with their bytes
-    # exchanged for the others.
+    # exchanged for the others. A half times 2^8 loses its upper byte, because int16 wraps around.
     halves = torch.stack(low_bits, 3).view(torch.int16).view(batch, heads, 2 * pairs, fours // 4, 8)
-    exchanged = (halves >> 8).bitwise_and_(0xFF).bitwise_or_(halves << 8)
+    exchanged = (halves >> 8).bitwise_and_(0xFF).add_(halves, alpha=2**8)
     return torch.stack((halves, exchanged), -2).flatten(3).bitwise_and_(UNITS - 1)
 
 

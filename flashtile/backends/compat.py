@@ -137,7 +137,8 @@ def launcher(
     of_pointers = types[len(views)] if types and pointers is not None else ()
     of_fixed = types[len(types) - len(fixed) :]
     whole = pointers is not None and not of_pointers
-    nested = any(isinstance(t, tuple) for t in of_pointers)
+    # From the last to the first, so that replacing one by its fields does not move the others.
+    nested = [(i, Leaves(t)) for i, t in enumerate(of_pointers) if isinstance(t, tuple)][::-1]
     undescribed = 1 if whole else len(_leaves(of_pointers, of_pointers) or tensors[first:])
     count = sum(map(len, of_views)) + undescribed + len(_leaves(fixed, of_fixed))
     run, before = _without_wrapper(run, grid, kernel, count)
@@ -166,8 +167,8 @@ def launcher(
             for place, encoded, tensor in zip(places, maps, tensors, strict=False):
                 now[place] = encoded[tensor if type(tensor) is int else tensor.data_ptr()]
             given = [t.data_ptr() if type(t) is Tensor else t for t in tensors[first:]]
-            if nested:
-                given = _leaves(given, of_pointers)
+            for i, leaves in nested:
+                given[i : i + 1] = leaves(given[i])
             now[addresses] = (tuple(given),) if whole else given
             run(*now)
 
@@ -212,6 +213,32 @@ def _leaves(values: Iterable, types: tuple) -> list:
         else:
             found.append(value)
     return found
+
+
+class Leaves:
+    """Returns the leaves of a structure in a kernel's pointers, whose fields have the given ``types``.
+
+    Most structures have a single level. Their fields are the leaves, and walking through them would cost each
+    launch microseconds. A structure of numbers is usually the same object in all launches of a kernel, so the
+    leaves of the last one are kept.
+    """
+
+    def __init__(self, types: tuple) -> None:
+        self._types = types
+        self._is_flat = not any(isinstance(t, tuple) for t in types)
+        self._has_pointers = any(str(t).startswith(("*", "tensordesc")) for t in _leaves(types, types))
+        self._last: tuple[Any, Any] = None, None
+
+    def __call__(self, structure: tuple) -> Iterable:
+        if self._is_flat:
+            return structure
+        if self._has_pointers:
+            return _leaves(structure, self._types)
+        last, leaves = self._last
+        if last is not structure:
+            leaves = _leaves(structure, self._types)
+            self._last = structure, leaves
+        return leaves
 
 
 class TensorMaps(BoundedCache):

@@ -104,6 +104,21 @@ def test_the_driver_gets_the_leaves_of_structures(nested):
     assert then == {"view": (b.data_ptr(), [3]), **leaves, "a": b.data_ptr(), "x": 1, "y": 2}
 
 
+def test_a_deep_structure_may_change_between_launches():
+    """Leaves of numbers are kept for the structure that they came from, those of addresses never."""
+    compiled = Compiled((("a", ("b", "c")), ("*d", ("e", "f"))), "C")
+    compiled.run = Recorder(compiled.src, [])
+    compiled.metadata = launched = []
+    numbers = (1, (2, 3)), (4, (5, 6)), (1, (2, 3))
+    launch = compat.launcher(compiled, GRID, (numbers[0], (7, (8, 9))), ("constant",), (), Pair)
+    addresses = (7, (8, 9)), (10, (11, 12)), (7, (8, 9)), (1, (1, 1))
+    given = list(zip((numbers[0], *numbers), addresses, strict=True))
+    for structures in given:
+        launch(11, structures)
+    flat = [(a, *b, c, *d, "constant") for (a, b), (c, d) in given]
+    assert [tuple(run.values()) for run in launched] == flat
+
+
 def test_structures_go_whole_where_triton_makes_launchers_differently():
     """The function that runs these kernels cannot be made of a signature."""
     compiled, a = Compiled(("a", "b"), ("x", "y"), "C"), torch.empty(3)

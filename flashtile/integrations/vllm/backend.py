@@ -5,8 +5,7 @@ layer's cache, and then ``Impl.forward``. ``Builder.build`` prepares the lengths
 a kind. None of these methods synchronises with the GPU, and kernels are chosen by shapes, never by lengths.
 So vLLM may capture the methods in CUDA graphs.
 
-A layer calls the internal operators of ``flash_attn_with_kvcache`` and ``append_kvcache`` directly. The types
-of vLLM's arguments never vary, and outside of CUDA graphs this saves host time in every layer.
+A layer calls internal operators directly: see :mod:`flashtile.integrations.paged`.
 """
 
 from __future__ import annotations
@@ -28,16 +27,10 @@ from vllm.v1.attention.backend import (
 )
 
 from flashtile.api.attention import flash_attn_varlen_func
+from flashtile.integrations.paged import INVARIANT_QUERIES, PagedAttention, Step, rounded_queries
 from flashtile.integrations.vllm import releases
 from flashtile.operators import decode as operators
-from flashtile.problems.decode import (
-    FP8,
-    MAX_HEAD_DIM,
-    AppendOptions,
-    AppendTensors,
-    CacheTensors,
-    DecodeOptions,
-)
+from flashtile.problems.decode import FP8, MAX_HEAD_DIM, AppendOptions, AppendTensors
 
 FP8_DTYPES = ("fp8", "fp8_e4m3")
 """vLLM's names for the cache dtype float8_e4m3fn."""
@@ -45,13 +38,6 @@ DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 """Dtypes of models, and vLLM's name for a cache of each dtype."""
 WITHOUT_CACHE = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 APPEND_OPTIONS = AppendOptions()
-INVARIANT_QUERIES = 128
-"""Lower bound of ``max_seqlen_q`` for attention over a cache if results must not depend on the batch. For all
-``max_seqlen_q`` above the bound, the kernel has the same tile."""
-MAX_INVARIANT_HEAD = 128
-"""Largest head size at which the results of Hopper's kernel do not depend on the batch. For larger heads, the
-kernel rescales all rows of a tile when one row needs it, so results depend on how a prompt is cut into
-chunks. The portable kernel, which rescales each row by itself, is used instead."""
 
 
 class Backend(AttentionBackend):
@@ -132,31 +118,20 @@ class Backend(AttentionBackend):
 
 
 @dataclass
-class Metadata(AttentionMetadata):
+class Metadata(Step, AttentionMetadata):
     """Lengths and cache positions of one step. Fields are named as in vLLM's own backends.
 
     Tensors are views of vLLM's buffers.
     """
 
-    num_actual_tokens: int
-    max_query_len: int
-    """Upper bound of the number of queries of a sequence."""
     max_encoder_len: int
     """Upper bound of a sequence's length in layers without a cache.
 
     It is the same in all steps if results must not depend on the batch.
     """
-    query_start_loc: Tensor
-    """(num_reqs + 1,) int32."""
     max_seq_len: int
-    seq_lens: Tensor
-    """(num_reqs,) int32: number of keys of each sequence, including those of this step."""
-    block_table: Tensor
-    """(num_reqs, max_blocks) int32."""
     slot_mapping: Tensor
     causal: bool
-    is_one_query_each: bool
-    """Whether row i of q is the only query of sequence i."""
 
 
 class Builder(AttentionMetadataBuilder[Metadata]):
@@ -174,10 +149,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             self.min_encoder_len = vllm_config.scheduler_config.max_num_batched_tokens
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
-        """Return the step's metadata.
-
-        ``max_query_len`` is rounded up to a power of two, so that steps of different lengths reuse the same
-        prepared launches. The tile of a launch is chosen for the rounded number of queries.
+        """Return the step's metadata. ``max_query_len`` is rounded up to a power of two.
 
         Raises:
             NotImplementedError: some sequences are causal and others are not.
@@ -187,8 +159,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         num_reqs, num_tokens = int(common.num_reqs), int(common.num_actual_tokens)
         if isinstance(common.causal, Tensor):
             raise NotImplementedError("causal must be one bool for all sequences, got a tensor")
-        queries = 1 << max(int(common.max_query_len) - 1, 0).bit_length()
-        queries = max(queries, self.min_queries)
+        queries = rounded_queries(int(common.max_query_len), self.min_queries)
         return Metadata(
             num_actual_tokens=num_tokens,
             max_query_len=queries,
@@ -212,7 +183,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         """Do nothing, because the metadata has views of the lengths, and no other field depends on them."""
 
 
-class Impl(AttentionImpl[Metadata]):
+class Impl(AttentionImpl[Metadata], PagedAttention):
     """Attention of one layer."""
 
     supports_dcp = False
@@ -251,18 +222,9 @@ class Impl(AttentionImpl[Metadata]):
         left = -1 if sliding_window is None else sliding_window - 1
         self.window = left, left
         self.has_cache = attn_type not in WITHOUT_CACHE
-        wide = bool(envs.VLLM_BATCH_INVARIANT) and head_size > MAX_INVARIANT_HEAD
-        options = DecodeOptions(
-            softmax_scale=self.scale,
-            softcap=self.softcap,
-            num_splits=1 if envs.VLLM_BATCH_INVARIANT else 0,
-            return_lse=False,
-            backend="portable" if wide and torch.cuda.is_available() else None,
+        PagedAttention.__init__(
+            self, self.scale, self.softcap, left, head_size, bool(envs.VLLM_BATCH_INVARIANT)
         )
-        self.causal_options = options._replace(causal=True, window_left=left, window_right=0)
-        self.options = options._replace(window_left=left, window_right=left)
-        self._options_of: dict[tuple[bool, int], DecodeOptions] = {}
-        """Options by (causal, max_query_len). There are few, because max_query_len is a power of two."""
         self.scales: tuple[Tensor, Tensor] | None = None
         self._filled: tuple[float, float] | None = None
         if kv_cache_dtype in FP8_DTYPES and self.has_cache:
@@ -318,27 +280,10 @@ class Impl(AttentionImpl[Metadata]):
             )  # fmt: skip
             return output
         keys, values, k_scale, v_scale = self._cache(layer, kv_cache)
-        out = output
-        if step.is_one_query_each:  # query i belongs to sequence i, so no offsets are needed
-            options, starts = self.causal_options if step.causal else self.options, None
-            tokens = step.num_actual_tokens
-            query, out = query[:tokens].unsqueeze(1), output[:tokens].unsqueeze(1)
-        else:
-            options, starts = self._options_for(step.causal, step.max_query_len), step.query_start_loc
-        tensors = CacheTensors(
-            step.seq_lens, None, None, step.block_table, starts, None, self.alibi_slopes, self.sinks,
-            k_scale, v_scale,
-        )  # fmt: skip
-        operators.decode((query, keys, values), tensors, options, (out, None))
+        self.attend(
+            query, (keys, values), output, step, step.causal, self.alibi_slopes, self.sinks, k_scale, v_scale
+        )
         return output
-
-    def _options_for(self, causal: bool, max_query_len: int) -> DecodeOptions:
-        options = self._options_of.get((causal, max_query_len))
-        if options is None:
-            options = self.causal_options if causal else self.options
-            options = options._replace(max_seqlen_q=max_query_len)
-            self._options_of[causal, max_query_len] = options
-        return options
 
     def _cache(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Return views of the layer's keys and values, and their scales (heads_kv,) if the cache is FP8.

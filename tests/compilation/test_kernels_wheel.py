@@ -29,6 +29,7 @@ from flashtile.backends.common import compiled_folder
 from flashtile.backends.common.compiled_folder import INDEX, PACKAGE, VARIABLE, in_use
 from flashtile.backends.common.cubin import without_debug_sections
 from flashtile.compilation.calls import calls_of, write_calls
+from flashtile.compilation.compiling import _wanted as wanted
 from flashtile.op.operation import remembering
 from flashtile.tools.workload_calls import DOCUMENTED, Heads, decoding_calls, training_calls
 
@@ -227,7 +228,10 @@ OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in HEADS if 
 def test_documented_calls_need_no_kernel_that_the_preset_lacks(name, monkeypatch, tmp_path):
     heads = HEADS[name]
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    there = kernels([*training_calls([heads], features=True), *decoding_calls([heads])], H200, monkeypatch)
+    listed = [*training_calls([heads], features=True), *decoding_calls([heads])]
+    there = kernels(listed, H200, monkeypatch)
     used = kernels(documented_calls(heads), H200, monkeypatch)
     assert len(used) > 30
     assert used - there == set()
+    tasks, _ = wanted(listed, [H200])
+    assert len(tasks) == len(there)  # no kernel is compiled twice

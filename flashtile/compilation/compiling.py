@@ -226,12 +226,15 @@ def _kind(value: Any, specialized: bool) -> Any:
 def _begin(cache: str) -> None:
     """Prepare a worker process, which compiles kernels.
 
-    ``cache`` is the folder of a temporary Triton cache, or "" for the usual cache.
+    ``cache`` is the folder of a temporary Triton cache, for kernels that go to a folder. If it is "", the
+    kernels go to the usual cache.
     """
+    from flashtile.backends.common.compiled_folder import NO_SOURCE_LINES
+
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["FLASHTILE_QUIET"] = "1"  # the caller shows the progress
     if cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
+        os.environ |= {"TRITON_CACHE_DIR": cache, NO_SOURCE_LINES: "1"}
 
 
 def _end_with_parent() -> None:

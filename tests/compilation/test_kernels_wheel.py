@@ -27,7 +27,6 @@ from test_step_calls import kernels
 
 from flashtile.backends.common import compiled_folder
 from flashtile.backends.common.compiled_folder import INDEX, PACKAGE, VARIABLE, in_use
-from flashtile.backends.common.cubin import without_debug_sections
 from flashtile.compilation.calls import calls_of, write_calls
 from flashtile.compilation.compiling import _wanted as wanted
 from flashtile.op.operation import remembering
@@ -100,6 +99,8 @@ def test_kernels_of_an_installed_wheel_are_not_compiled(installed, compilations)
     assert [folder.path for folder in in_use()] == [installed]
     assert kernel.metadata.target.arch == 90
     assert kernel.asm["cubin"].startswith(b"\x7fELF")
+    assert b"debug_line" not in kernel.asm["cubin"]
+    assert b"debug_ptx" not in kernel.asm["cubin"]
     assert not compilations
 
 
@@ -138,46 +139,6 @@ def test_folders_of_the_environment_come_first(installed, monkeypatch, tmp_path)
     (other / INDEX).chmod(0o644)
     monkeypatch.setenv(VARIABLE, os.fspath(other))
     assert [folder.path for folder in in_use()] == [other, installed]
-
-
-def sections(elf: bytes) -> dict[str, bytes]:
-    """The contents of an ELF file's sections, and of its segments under their numbers."""
-    number = lambda offset, size: int.from_bytes(elf[offset : offset + size], "little")  # noqa: E731
-    segments, headers = number(32, 8), number(40, 8)
-    size, count, names = number(58, 2), number(60, 2), number(62, 2)
-    found = {}
-    start_of_names = number(headers + names * size + 24, 8)
-    for header in range(headers, headers + count * size, size):
-        start = start_of_names + number(header, 4)
-        name = elf[start : elf.index(b"\0", start)].decode()
-        offset, length = number(header + 24, 8), number(header + 32, 8)
-        nothing = number(header + 4, 4) == 8  # NOBITS: memory that the file does not hold
-        found[name] = b"" if nothing else elf[offset : offset + length]
-        if not nothing:
-            assert offset % max(number(header + 48, 8), 1) == 0
-    for i in range(number(56, 2)):
-        header = segments + i * number(54, 2)
-        offset, length = number(header + 8, 8), number(header + 32, 8)
-        if number(header, 4) == 1:  # LOAD; one of them has the program headers, whose offsets may change
-            found[str(i)] = b"" if offset == segments else elf[offset : offset + length]
-    return found
-
-
-@pytest.mark.compile
-def test_only_debug_sections_are_left_out(tmp_path, monkeypatch):
-    """The compiled binary and the stored one differ in nothing that a GPU loads."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiled_folder, "_in_use", [])
-    whole = compiled_here().asm["cubin"]
-    less = without_debug_sections(whole)
-    assert len(less) < 0.6 * len(whole)
-    before, after = sections(whole), sections(less)
-    assert before.keys() == after.keys()
-    changed = {name for name in before if before[name] != after[name]}
-    assert changed == {name for name in before if "debug_line" in name or "debug_ptx" in name}
-    assert all(after[name] == b"" for name in changed)
-    assert without_debug_sections(less) == less
-    assert without_debug_sections(b"no ELF") == b"no ELF"
 
 
 def documented_calls(heads: Heads) -> list:

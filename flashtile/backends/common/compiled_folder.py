@@ -27,7 +27,6 @@ from typing import Any
 
 import triton
 
-from flashtile.backends.common.cubin import without_debug_sections
 from flashtile.files import as_path, replace_file
 
 FORMAT = 2
@@ -36,6 +35,9 @@ VARIABLE = "FLASHTILE_KERNELS"
 """Environment variable with folders to use, separated as in PATH."""
 PACKAGE = "flashtile_kernels"
 """Namespace package of installed folders. The wheels that ``make kernels`` builds put folders into it."""
+NO_SOURCE_LINES = "TRITON_DISABLE_LINE_INFO"
+"""Triton's variable for binaries without what only debuggers and profilers read: source lines and the text of
+PTX. This is most of their bytes, so the kernels of folders are compiled with it."""
 _SUFFIXES = (".json", ".cubin.xz")
 
 logger = logging.getLogger("flashtile.kernels")
@@ -48,8 +50,10 @@ def key_of(src: Any, target: Any, options: Any, variables: list[tuple[str, str]]
         src: source of the kernel with its signature and constants, an ``ASTSource`` of Triton.
         target: ``GPUTarget`` that it is compiled for.
         options: options of the compiler, as Triton's backend has parsed them.
-        variables: environment variables that change what Triton compiles, sorted.
+        variables: environment variables that change what Triton compiles, sorted. ``NO_SOURCE_LINES`` is not
+            part of the key.
     """
+    variables = [(name, value) for name, value in variables if name != NO_SOURCE_LINES]
     parts = (triton.__version__, src.name, src.hash(), str(target), options.hash(), str(variables))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -130,15 +134,12 @@ class CompiledFolder:
 
 
 def write_kernel(folder: Path, key: str, compiled: Any) -> dict[str, str]:
-    """Write a compiled kernel and return the digests of its files, by suffix.
-
-    Source lines and the text of PTX, which only debuggers and profilers read, are left out.
-    """
+    """Write a compiled kernel and return the digests of its files, by suffix."""
     import lzma
 
     metadata = compiled.metadata._asdict()
     metadata["target"] = vars(metadata["target"])
-    binary = lzma.compress(without_debug_sections(compiled.asm["cubin"]))
+    binary = lzma.compress(compiled.asm["cubin"])
     digests = {}
     for suffix, content in zip(_SUFFIXES, (json.dumps(metadata, default=vars).encode(), binary), strict=True):
         replace_file(folder / f"{key}{suffix}", content)

@@ -17,7 +17,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.engine.config import ModelConfig, read_config
+from flashtile.engine.config import ConfigError, ModelConfig, read_config, read_sampling_defaults
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
 from flashtile.engine.model import Model
@@ -89,6 +89,8 @@ class LLM:
             processes, so that no request waits for the compiler. Triton's cache keeps the kernels.
         tensor_parallel_size: number of processes that compute the model together, one for each GPU.
             ``torchrun`` starts them, and each runs the same program.
+        generation_config: where the defaults of sampling come from: "auto" (generation_config.json of the
+            model's folder), "vllm" (those of :class:`SamplingParams`), or another folder.
 
     Raises:
         FileNotFoundError: the folder lacks a file.
@@ -134,13 +136,14 @@ class LLM:
         tensor_parallel_size: int = 1,
         quantization: str | None = None,
         warmup: bool = True,
+        generation_config: str | Path = "auto",
     ):
         processes = as_int_within("tensor_parallel_size", tensor_parallel_size, 1, 2**10)
         _check_choices(quantization, load_format, enable_prefix_caching, enforce_eager, warmup)
         seed = as_int("seed", seed)
         speculation = None if speculative_config is None else read_speculative_config(speculative_config)
         folder = Path(model)
-        config = read_config(folder)
+        config, self.sampling_defaults = read_config(folder), _sampling_defaults(generation_config, folder)
         check_divides(config, processes)
         place = local_device() if device is None and processes > 1 else device
         self.device = machine.find_device(None if place is None else str(place))
@@ -324,7 +327,8 @@ class LLM:
         return self.engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        return SamplingParams()
+        """Return the parameters of requests that give none: those of the model's generation_config.json."""
+        return SamplingParams(**self.sampling_defaults)
 
     def get_metrics(self) -> EngineStats:
         """Return the engine's present state and its totals since the start."""
@@ -412,6 +416,24 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if prompts and not isinstance(prompts[0], (str, Mapping, list, tuple)):
         return [list(prompts)]
     return list(prompts)
+
+
+def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
+    """Read and validate the defaults that ``generation_config`` of :class:`LLM` names."""
+    if source == "vllm":
+        return {}
+    place = folder if source == "auto" else Path(source)
+    if source != "auto" and not (place / "generation_config.json").is_file():
+        raise FileNotFoundError(
+            "generation_config must be 'auto', 'vllm' or a folder with a generation_config.json, "
+            f"got {str(source)!r:.200}"
+        )
+    found = read_sampling_defaults(place)
+    try:
+        SamplingParams(**found)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{place / 'generation_config.json'}: {error}") from None
+    return found
 
 
 def _check_choices(quantization: Any, load_format: Any, prefix_caching: Any, eager: Any, warmup: Any) -> None:

@@ -14,6 +14,7 @@ from aiohttp import web
 from flashtile.engine.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from flashtile.engine.server.errors import ApiError, error_event, internal_error, json_response, to_json
 from flashtile.engine.server.job import Job
+from flashtile.engine.server.middlewares import TOKENS
 from flashtile.engine.server.protocol import Body, ChatCall, CompletionCall, read_chat, read_completion
 from flashtile.engine.server.service import Service, TokenizedPrompt
 from flashtile.engine.tokenizer import Tokenizer
@@ -100,6 +101,7 @@ async def _answer(
     kind = writer.kind_of_event if call.stream else writer.kind
     head = {"id": name, "object": kind, "created": int(time.time()), "model": service.model_name}
     usage = Usage(prompts, writer.counts_answers)
+    request[TOKENS] = lambda: (usage.prompt, usage.completion)
     outputs: dict[int, RequestOutput] = {}
     async with Job(service, call, name, prompts) as job:
         if call.stream:

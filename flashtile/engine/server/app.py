@@ -17,10 +17,13 @@ from flashtile.engine.server.answers import chat_completions, completions
 from flashtile.engine.server.errors import ApiError, json_response, refused
 from flashtile.engine.server.listener import Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
-from flashtile.engine.server.middlewares import answer_errors, authorised, check_content_type, logged
+from flashtile.engine.server.middlewares import add_middlewares, check_content_type, request_key
 from flashtile.engine.server.protocol import Body, parse, read_detokenize, read_tokenize
 from flashtile.engine.server.service import Service
 from flashtile.files import DESIGN
+
+BODY = request_key("body")
+"""Key of a request's :class:`Body`."""
 
 Call = Callable[[web.Request, Service, Body], Awaitable[web.StreamResponse]]
 
@@ -41,7 +44,8 @@ def make_app(service: Service, listener: Listener) -> web.Application:
     """Make the application. The caller runs it, and shuts down the service's engine afterwards."""
     limits = service.limits
     app = web.Application(client_max_size=limits.max_body_bytes)
-    app.middlewares.extend((logged(listener, limits.access_log), answer_errors, authorised(limits.api_keys)))
+    add_middlewares(app, listener, limits)
+    app.on_response_prepare.append(_name_ignored)
     get, post = app.router.add_get, app.router.add_post
 
     def bind(handler: Callable[[web.Request, Service], Awaitable[web.StreamResponse]]) -> Handler:
@@ -91,13 +95,20 @@ def _call(service: Service, answer: Call) -> Handler:
                 raise ApiError(
                     f"the body took longer than {limits.body_timeout:g} s", status=408, code="timeout"
                 ) from None
-            body = parse(raw)
+            body = request[BODY] = parse(raw, service.sampling_defaults)
             service.check_model(body.take("model"))
             return await answer(request, service, body)
         finally:
             service.in_flight -= 1
 
     return handle
+
+
+async def _name_ignored(request: web.Request, response: web.StreamResponse) -> None:
+    """Name the call's fields that had no effect in the header ``X-Ignored-Fields``."""
+    body: Body | None = request.get(BODY)
+    if body is not None and body.ignored:
+        response.headers["X-Ignored-Fields"] = ", ".join(body.ignored)
 
 
 async def _tokenize(request: web.Request, service: Service, body: Body) -> web.Response:

@@ -1,11 +1,12 @@
-"""Middlewares of a server and of the replicas' front: API keys, errors, access log."""
+"""Middlewares of a server and of the replicas' front: API keys, errors, access log, other origins."""
 
 from __future__ import annotations
 
 import hmac
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -13,6 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 from flashtile.engine.async_llm import EngineDeadError
 from flashtile.engine.server.errors import ApiError, internal_error, json_response
 from flashtile.engine.server.listener import Listener
+from flashtile.engine.server.service import Limits
 
 OPEN = ("/", "/health")
 """Paths that need no key, because they tell nothing about requests."""
@@ -23,6 +25,22 @@ POLLED = ("/health", "/load", "/metrics", "/live")
 CLIENT_IS_GONE = 499
 
 logger = logging.getLogger("flashtile.server")
+
+
+def request_key(name: str) -> Any:
+    """Return a key for data of a request. Releases of aiohttp without ``RequestKey`` use strings."""
+    return web.RequestKey(name, object) if hasattr(web, "RequestKey") else name
+
+
+TOKENS = request_key("tokens")
+"""Key of a function of no arguments that returns the numbers of prompt and generated tokens of a call."""
+
+
+def add_middlewares(app: web.Application, listener: Listener, limits: Limits) -> None:
+    """Add everything that a server and the replicas' front do around their handlers."""
+    app.on_response_prepare.append(allows(limits.cors_origins))
+    before = logged(listener, limits.access_log), preflights(limits.cors_origins), answer_errors
+    app.middlewares.extend((*before, authorised(limits.api_keys)))
 
 
 def logged(listener: Listener, access_log: bool) -> Middleware:
@@ -38,11 +56,49 @@ def logged(listener: Listener, access_log: bool) -> Middleware:
                 return response
         finally:
             if access_log and (status >= 400 or request.path not in POLLED):
-                seconds = time.monotonic() - begun
+                spent = 1000 * (time.monotonic() - begun)
                 path = request.rel_url.raw_path  # percent-encoded, so it cannot contain a line break
-                logger.info("%s %s %.200s %d %.3f s", request.remote, request.method, path, status, seconds)
+                count = request.get(TOKENS)
+                tokens = "" if count is None else ", {} prompt and {} generated tokens".format(*count())
+                client, method = request.remote, request.method
+                logger.info("%s %s %.200s %d %.0f ms%s", client, method, path, status, spent, tokens)
 
     return log
+
+
+def _is_allowed(origin: str | None, origins: Sequence[str]) -> bool:
+    return origin is not None and ("*" in origins or origin.lower() in origins)
+
+
+def preflights(origins: Sequence[str]) -> Middleware:
+    """Return a middleware that answers browsers' preflight calls from the given origins. They have no key."""
+
+    @web.middleware
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+        asks = request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers
+        if not asks or not _is_allowed(request.headers.get("Origin"), origins):
+            return await handler(request)
+        headers = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
+        # Clients add headers of their own, so every header that the browser names is allowed.
+        headers["Access-Control-Allow-Headers"] = request.headers.get("Access-Control-Request-Headers", "")
+        return web.Response(status=204, headers=headers)
+
+    return answer
+
+
+def allows(origins: Sequence[str]) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
+    """Return a signal handler that lets web pages of the given origins read responses."""
+
+    async def allow(request: web.Request, response: web.StreamResponse) -> None:
+        if not origins:
+            return
+        response.headers["Vary"] = "Origin"
+        origin = request.headers.get("Origin")
+        if origin is not None and _is_allowed(origin, origins):
+            response.headers["Access-Control-Allow-Origin"] = origin
+            response.headers["Access-Control-Expose-Headers"] = "Retry-After, X-Ignored-Fields"
+
+    return allow
 
 
 def authorised(api_keys: Sequence[str]) -> Middleware:
@@ -94,7 +150,8 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 def check_content_type(request: web.Request) -> None:
     """Raise ApiError unless the content type is JSON.
 
-    Web pages of other origins cannot send JSON without CORS, so they cannot call this server.
+    Web pages of other origins cannot send JSON without CORS, so they cannot call this server unless
+    ``cors_origins`` names them.
     """
     if request.content_type != "application/json":
         raise ApiError(

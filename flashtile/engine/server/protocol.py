@@ -16,17 +16,22 @@ Params = SamplingParams | BeamSearchParams
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (), "bad_words": ([],), "chat_template": (), "documents": ([],), "function_call": ("none",),
     "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
-    "kv_transfer_params": (), "logits_processors": ([],), "metadata": ({},), "mm_processor_kwargs": (),
-    "modalities": (["text"],), "parallel_tool_calls": (), "prediction": (), "prompt_embeds": (),
-    "reasoning_effort": (), "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"), "spaces_between_special_tokens": (True,), "store": (False,),
-    "structured_outputs": (), "suffix": ("",), "verbosity": (), "vllm_xargs": (), "web_search_options": (),
+    "kv_transfer_params": (), "logits_processors": ([],), "mm_processor_kwargs": (),
+    "modalities": (["text"],), "prediction": (), "prompt_embeds": (), "reasoning_effort": (),
+    "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,), "structured_outputs": (), "suffix": ("",), "verbosity": (),
+    "vllm_xargs": (), "web_search_options": (),
 }  # fmt: skip
 """Unsupported fields of OpenAI's and vLLM's interfaces. The listed values of each field are accepted, because
 they have no effect."""
 
-METADATA = ("user",)
-"""Fields that never change an answer."""
+IGNORED: dict[str, type] = {
+    "metadata": dict, "parallel_tool_calls": bool, "prompt_cache_key": str, "prompt_cache_retention": str,
+    "safety_identifier": str, "service_tier": str, "store": bool, "user": str,
+}  # fmt: skip
+"""Fields that never change an answer, with the types of their values. They are accepted without effect."""
+
+JSON_NAMES = {dict: "an object", bool: "true or false", str: "a string"}
 
 SAMPLING = (
     "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k",
@@ -48,10 +53,17 @@ _short.maxstring = _short.maxlong = _short.maxother = 60
 
 
 class Body:
-    """A JSON object whose fields are taken one by one. Null counts as absent."""
+    """A JSON object whose fields are taken one by one. Null counts as absent.
 
-    def __init__(self, fields: Mapping[str, Any]):
+    Attributes:
+        defaults: arguments of SamplingParams that hold where the call has no field.
+        ignored: names of the given fields that have no effect, after :meth:`finish`.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
         self.fields = {name: value for name, value in fields.items() if value is not None}
+        self.defaults = dict(defaults or {})
+        self.ignored: list[str] = []
         self._left = set(self.fields)
 
     def __contains__(self, name: str) -> bool:
@@ -89,10 +101,11 @@ class Body:
         """Refuse the fields that were not taken."""
         for name in sorted(self._left):
             value = self.fields[name]
-            if name in METADATA and isinstance(value, str):
+            if name in IGNORED and type(value) is not IGNORED[name]:
+                raise wrong(name, JSON_NAMES[IGNORED[name]], value)
+            if name in IGNORED:
+                self.ignored.append(name)
                 continue
-            if name in METADATA:
-                raise wrong(name, "a string", value)
             if name not in UNSUPPORTED:
                 raise ApiError(f"{name:.60} is not a field of this call", name[:60], code="unknown_field")
             if not any(type(value) is type(neutral) and value == neutral for neutral in UNSUPPORTED[name]):
@@ -108,8 +121,8 @@ def wrong(name: str, allowed: str, value: Any) -> ApiError:
     return ApiError(f"{name} must be {allowed}, got {shown(value)}", name, code="invalid_value")
 
 
-def parse(raw: bytes) -> Body:
-    """Parse the body of a call.
+def parse(raw: bytes, defaults: Mapping[str, Any] | None = None) -> Body:
+    """Parse the body of a call. ``defaults`` are those of the result.
 
     Raises:
         ApiError: the body is not a JSON object in UTF-8.
@@ -123,7 +136,7 @@ def parse(raw: bytes) -> Body:
         raise ApiError(f"the body must be JSON in UTF-8: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(f"the body must be a JSON object, got {type(fields).__name__}", code="invalid_json")
-    return Body(fields)
+    return Body(fields, defaults)
 
 
 def _refuse_constant(name: str) -> None:
@@ -216,7 +229,7 @@ def read_completion(body: Body, max_logprobs: int) -> CompletionCall:
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
     if echo and logprobs is not None:
         prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-    max_tokens = body.integer("max_tokens", 16, 0, MAX_TOKENS)
+    max_tokens = body.integer("max_tokens", min(16, body.defaults.get("max_tokens", 16)), 0, MAX_TOKENS)
     echo_only = max_tokens == 0
     if echo_only and not echo:
         raise wrong("max_tokens", "at least 1 without echo", max_tokens)
@@ -236,7 +249,7 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
         raise wrong("top_logprobs", "absent unless logprobs is true", top)
     prompt_logprobs = body.integer("prompt_logprobs", None, 0, max_logprobs)
     name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    max_tokens = body.integer(name, None, 1, MAX_TOKENS)
+    max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
     body.take("max_tokens")
     logprobs, conversation = (top or 0) if wanted else None, read_conversation(body)
     return _read_call(ChatCall, body, max_tokens, name, logprobs, prompt_logprobs, conversation=conversation)
@@ -364,11 +377,11 @@ def _read_call(
 def _read_sampling(
     body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
 ) -> Params:
-    given = {name: body.take(name) for name in SAMPLING if name in body}
+    given = body.defaults | {name: body.take(name) for name in SAMPLING if name in body}
     if body.take("length_penalty", 1) != 1:
         raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
     return SamplingParams(
-        **given, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
+        **{**given, "max_tokens": max_tokens}, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
 

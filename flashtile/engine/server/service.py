@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -39,6 +40,7 @@ class Limits:
             closes the one that has been idle longest.
         max_priority: ``priority`` of a call may be from ``-max_priority`` to ``max_priority``.
         access_log: whether each call is logged.
+        cors_origins: origins, such as "https://example.org", whose web pages may call the server. "*": all.
 
     Raises:
         ValueError: a limit is invalid; the message names it.
@@ -56,6 +58,7 @@ class Limits:
     max_connections: int = 4096
     max_priority: int = 0
     access_log: bool = True
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -71,6 +74,9 @@ class Limits:
             raise ValueError(f"max_priority must be from 0 to {2**31 - 1}, got {self.max_priority}")
         if not all(self.api_keys) or not all(key.isascii() for key in self.api_keys):
             raise ValueError("api_key must be ASCII and not empty")
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"\*|[a-z][a-z0-9+.-]*://[!-.0-@\[-~]+", origin):
+                raise ValueError(f"cors_origin must be * or scheme://host in lower case, got {origin!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ class Service:
         self.created, self.id = int(time.time()), uuid.uuid4().hex
         self.metrics = Metrics(model_name)
         self.engine: Engine = llm.engine
+        self.sampling_defaults = llm.sampling_defaults
         self._counted = llm.engine.last_schedule
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
         self.in_flight, self.max_calls = 0, limits.max_concurrent_requests
@@ -157,9 +164,9 @@ class Service:
         """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.
 
         The maximum is the engine's ``max_model_len`` minus the length of the longest prompt. ApiError is
-        raised if the given ``max_tokens`` is larger. A chat call without ``max_tokens`` gets the maximum or,
-        if that is smaller, the number of tokens that the KV cache can hold after the prompt. It gets at
-        least 1.
+        raised if the given ``max_tokens`` is larger. A chat call without ``max_tokens`` gets the least of the
+        maximum, the model's own default and the number of tokens that the KV cache can hold after the prompt.
+        It gets at least 1.
         """
         engine, manager, params = self.engine, self.engine.scheduler.manager, call.params
         longest = max(len(prompt.tokens) for prompt in prompts)
@@ -176,7 +183,7 @@ class Service:
         if manager.window_left < 0:  # with a window, the cache does not grow with the length
             pool = manager.pool
             room = min(room, (pool.num_blocks - pool.null_blocks) * manager.block_size - longest)
-        params.max_tokens = max(1, room)
+        params.max_tokens = max(1, room if params.max_tokens is None else min(room, params.max_tokens))
 
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
         if isinstance(call, ChatCall):

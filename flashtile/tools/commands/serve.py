@@ -45,6 +45,10 @@ def serve(
         bool,
         typer.Option("--skip-tokenizer-init", help="No tokenizer: prompts and answers are tokens."),
     ] = False,
+    generation_config: Annotated[
+        str,
+        typer.Option(help="Sampling defaults: auto (the model's generation_config.json), vllm or a folder."),
+    ] = "auto",
     dtype: ModelDtype = "auto",
     kv_cache_dtype: CacheDtype = "auto",
     load_format: Annotated[str, typer.Option(help="Weights: auto, safetensors or dummy (random).")] = "auto",
@@ -85,6 +89,9 @@ def serve(
         int, typer.Option(help="Calls may set a priority from minus this to this; lower runs first.")
     ] = 0,
     access_log: Annotated[bool, typer.Option(help="Log a line for each call.")] = True,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Origin whose web pages may call; repeatable; * is all.")
+    ] = None,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for calls to end after SIGTERM.")] = 30.0,
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions and more, and a page at / to watch it."""
@@ -104,7 +111,7 @@ def serve(
         limits = Limits(
             tuple(keys), max_concurrent_requests, max_prompts, max_prompt_tokens, max_logprobs,
             max_body_bytes, body_timeout, request_timeout, idle_timeout, max_connections, max_priority,
-            access_log,
+            access_log, tuple(cors_origin or ()),
         )  # fmt: skip
         if not 0 <= shutdown_timeout < float("inf"):
             raise ValueError(f"shutdown_timeout must be at least 0 and finite, got {shutdown_timeout}")
@@ -120,8 +127,9 @@ def serve(
         with bad_models():  # report the error once, not once per replica
             read_config(model)
         own = as_arguments(
-            context, data_parallel_size=1, host="127.0.0.1", port=0, access_log=False, idle_timeout=75.0
-        )
+            context, data_parallel_size=1, host="127.0.0.1", port=0, access_log=False, idle_timeout=75.0,
+            cors_origin=None,
+        )  # fmt: skip
         _serve_replicas(own, environments, limits, host, port, shutdown_timeout, announce)
     others: list[Any] = []
     if tensor_parallel_size > 1 and "LOCAL_RANK" not in os.environ:
@@ -142,6 +150,7 @@ def serve(
             kv_cache_memory_bytes=kv_cache_memory_bytes, block_size=block_size, swap_space=swap_space,
             enable_prefix_caching=enable_prefix_caching, enforce_eager=enforce_eager,
             speculative_config=speculation, tensor_parallel_size=tensor_parallel_size, warmup=warmup,
+            generation_config=generation_config,
         )  # fmt: skip
     engine = llm.engine
     if engine.runner.ranks.rank:

@@ -69,6 +69,7 @@ def test_every_field_path_code_and_number_is_named():
     section = GUIDE.split("## Fields")[1].split("## Errors")[0] + GUIDE.split("## Paths")[1]
     tokenizers_own = {"tokens", "return_token_strs"}
     assert read | set(protocol.SAMPLING) | set(protocol.UNSUPPORTED) <= named(section) | tokenizers_own
+    assert set(protocol.IGNORED) <= named(section)
     errors = GUIDE.split("## Errors")[1].split("## Limits")[0]
     codes = set(re.findall(r'code="(\w+)"', source)) | {"invalid_value", "unsupported_value"}
     assert codes == named(errors) & codes

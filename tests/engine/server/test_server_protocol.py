@@ -55,6 +55,7 @@ def refusal(read, *arguments):
         "echo": [1], "best_of": [2], "use_beam_search": [1], "length_penalty": [2],
         "add_special_tokens": [0], "truncate_prompt_tokens": [0, -1], "priority": [1.5, 2**40],
         "request_id": ["", 5, "x" * 300], "cache_salt": [5], "return_token_ids": [1], "user": [5],
+        "store": ["yes", 1], "metadata": ["a", []], "prompt_cache_key": [1], "parallel_tool_calls": ["no"],
         "no_such_field": [1, "", False, {}],
     }.items(),
 )  # fmt: skip
@@ -78,7 +79,7 @@ def test_what_is_not_served_is_refused_by_name_unless_it_asks_for_nothing(field)
 
 @pytest.mark.parametrize(
     ("field", "default"),
-    [("spaces_between_special_tokens", True), ("store", False), ("return_tokens_as_token_ids", False)],
+    [("spaces_between_special_tokens", True), ("return_tokens_as_token_ids", False)],
 )
 def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default):
     """By vLLM's and OpenAI's defaults."""

@@ -22,7 +22,7 @@ from flashtile.engine.server.answers import SLOW_READER
 from flashtile.engine.server.errors import ApiError, error_event, json_response, shutting_down
 from flashtile.engine.server.listener import CLOSING_SECONDS, Listener
 from flashtile.engine.server.metrics import CONTENT_TYPE
-from flashtile.engine.server.middlewares import answer_errors, authorised, check_content_type, logged
+from flashtile.engine.server.middlewares import add_middlewares, check_content_type
 from flashtile.engine.server.replicas.process import BAD_ARGUMENTS, Replica
 from flashtile.engine.server.replicas.routing import Routing, busiest, prompt_of
 from flashtile.engine.server.service import Limits
@@ -153,8 +153,8 @@ class Front:
 
     def app(self) -> web.Application:
         limits = self.limits
-        before = [logged(self.listener, limits.access_log), answer_errors, authorised(limits.api_keys)]
-        app = web.Application(client_max_size=limits.max_body_bytes, middlewares=before)
+        app = web.Application(client_max_size=limits.max_body_bytes)
+        add_middlewares(app, self.listener, limits)
         add = app.router.add_route
         add("GET", "/health", self._health)
         add("GET", "/metrics", self._metrics)

@@ -25,7 +25,7 @@ QUICK := tests/attn/test_conformance.py tests/attn/test_properties.py tests/attn
 INTERPRETED = $$(grep -lrE '\btarget\b|interpreter' tests --include='test_*.py')
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist hub inspect lint clean soak fuzz
+.PHONY: help setup demo test test-cpu test-interpreter test-quick test-thorough test-thorough-cpu test-thorough-interpreter test-instruction-sets test-numerical-avx2 test-numerical-sse test-compile record-compiled test-architectures test-hopper-interpreted test-parallel mutants test-newest-triton test-oldest-triton test-gpu bench docs dist kernels hub inspect lint clean soak fuzz
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 26
@@ -128,6 +128,9 @@ docs: $(READY) ## the documentation as a site, in build/site
 
 dist: $(READY) ## a wheel and an sdist, in dist/
 	$(RUN) scripts/make_dist.py
+
+kernels: $(READY) ## a wheel of compiled kernels for the installed Triton, in dist/; hours of one core; ARGS="--arch sm_80"
+	$(RUN) scripts/make_kernels.py $(ARGS)
 
 hub: $(READY) ## the repository that Hugging Face kernels loads, in build/hub
 	$(RUN) scripts/make_hub.py

@@ -25,7 +25,7 @@ def scale_of(q: Tensor, softmax_scale: float | None) -> float:
 
 
 def product(left: Tensor, right: Tensor, of: Callable[[Tensor], float]) -> float:
-    """Estimate the size of the dot product of a row of ``left`` and a row of ``right``.
+    """Estimate how large the dot product is if one operand is a row of ``left``, the other of ``right``.
 
     The directions of the two rows are assumed to be unrelated. ``of``, :func:`largest` or :func:`rms`,
     reduces the norms of all rows of a tensor to one number.

@@ -70,7 +70,7 @@ def _check(outs: tuple[Tensor, ...], lses: tuple[Tensor, ...]) -> None:
     if len(outs) != len(lses):
         raise ValueError(f"more must hold pairs of out and lse, got {len(outs) + len(lses) - 4} tensors")
     (out_a, *_), (lse_a, *_) = outs, lses
-    suffixes = ["a", "b", *(str(i) for i in range(2, len(outs)))]  # of `more`: out_2, lse_2, ...
+    suffixes = ["a", "b", *(str(i) for i in range(2, len(outs)))]  # pairs in `more` are out_2, lse_2, ...
     named = [(f"out_{i}", out) for i, out in zip(suffixes, outs, strict=True)]
     named += [(f"lse_{i}", lse) for i, lse in zip(suffixes, lses, strict=True)]
     for name, tensor in named:

@@ -101,8 +101,8 @@ def profile_scores(
             ``arguments`` is only k (batch, seqlen_k, heads_kv, head_dim), and rotary embedding has already
             been applied to both. A function is called with ``arguments`` and ``keywords``. All calls that it
             makes of flashtile's attention or PyTorch's ``scaled_dot_product_attention`` are profiled.
-        softmax_scale, causal, softcap: as for :func:`flashtile.attention`, only for q and k. The calls of a
-            model have their own values.
+        softmax_scale, causal, softcap: as for :func:`flashtile.attention`. They are used if ``model_or_q`` is
+            q. If it is a function, each call that the function makes has its own values.
         dtype: dtype of the queries that will be decoded, or torch.float16 for an FP8 cache, because its
             products are computed in float16. float16 allows a narrower range of scores. None: that of q.
         max_rows: number of queries profiled in each sequence, evenly spaced from first to last.

@@ -138,7 +138,7 @@ def launcher(
     of_fixed = types[len(types) - len(fixed) :]
     whole = pointers is not None and not of_pointers
     # From the last to the first, so that replacing one by its fields does not move the others.
-    nested = [(i, Leaves(t)) for i, t in enumerate(of_pointers) if isinstance(t, tuple)][::-1]
+    nested: list[Any] = [(i, Leaves(t)) for i, t in enumerate(of_pointers) if isinstance(t, tuple)][::-1]
     undescribed = 1 if whole else len(_leaves(of_pointers, of_pointers) or tensors[first:])
     count = sum(map(len, of_views)) + undescribed + len(_leaves(fixed, of_fixed))
     run, before = _without_wrapper(run, grid, kernel, count)

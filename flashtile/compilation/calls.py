@@ -96,7 +96,7 @@ def calls_of(remembered: Remembered) -> list[Call]:
 
 @contextlib.contextmanager
 def record_calls(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Write the signature of every call that is made inside the context to a JSON file.
+    """Record the calls of flashtile inside the context, and write their signatures to a JSON file.
 
     ``flashtile compile --calls PATH`` compiles the kernels of these calls, for any GPU. Neither this command
     nor the recorded program needs a GPU. The contents of tensors are not written. The file is also written if

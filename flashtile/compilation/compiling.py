@@ -199,16 +199,23 @@ def _kinds(launch: Any, tensors: tuple) -> list[Any]:
     Launches with equal assumptions share a kernel.
     """
     given = zip(launch.kernel.params, launch.arguments(tensors), strict=True)
-    return [value if parameter.is_constexpr else _kind(value) for parameter, value in given]
+    return [
+        value if parameter.is_constexpr else _kind(value, not parameter.do_not_specialize)
+        for parameter, value in given
+    ]
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: Any, specialized: bool) -> Any:
+    """Return what the compiler may assume about an argument.
+
+    ``specialized``: whether it assumes that integers are 1, or multiples of 16, if they are.
+    """
     if isinstance(value, tuple):
-        return tuple(map(_kind, value))
+        return tuple(_kind(each, specialized) for each in value)
     if isinstance(value, Tensor):
         return value.dtype
     if type(value) is int:
-        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
+        return specialized and (value == 1, value % 16 == 0), -(2**31) <= value < 2**31
     if type(value) is float:
         return float
     if hasattr(value, "block_shape"):  # a TMA descriptor
@@ -219,12 +226,15 @@ def _kind(value: Any) -> Any:
 def _begin(cache: str) -> None:
     """Prepare a worker process, which compiles kernels.
 
-    ``cache`` is the folder of a temporary Triton cache, or "" for the usual cache.
+    ``cache`` is the folder of a temporary Triton cache, for kernels that go to a folder. If it is "", the
+    kernels go to the usual cache.
     """
+    from flashtile.backends.common.compiled_folder import NO_SOURCE_LINES
+
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["FLASHTILE_QUIET"] = "1"  # the caller shows the progress
     if cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
+        os.environ |= {"TRITON_CACHE_DIR": cache, NO_SOURCE_LINES: "1"}
 
 
 def _end_with_parent() -> None:

@@ -529,7 +529,7 @@ def _block_bytes(model: Model, size: int, dtype: torch.dtype) -> int:
 
 
 def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: int) -> int:
-    """Return the bytes of the rotary tables and the block table, which are allocated after the cache.
+    """Return the size in bytes of the rotary tables and the block table, which are allocated after the cache.
 
     Returns 0 on a CPU, whose memory is not measured.
     """

@@ -285,8 +285,10 @@ class Runner:
     ) -> tuple[StepInput, Positions]:
         """Send a step's inputs to the device.
 
-        The device has a copy of the block table, so only the sequences' row indices are sent. A token that
-        only the device knows is sent as ``~index``, where ``index`` is its place in the flattened ``known``.
+        The device has a copy of the block table, so only the sequences' row indices are sent. The host may
+        not know a sequence's last token and guesses yet. The device has these tokens in ``self.known``. The
+        host then sends ``~index`` for a token, where ``index`` is the token's place in the flattened
+        ``self.known``.
         """
         entries, spare = schedule.entries, form.batch - len(schedule.entries)
         table, size = self.manager.table, self.manager.block_size
@@ -300,7 +302,7 @@ class Runner:
         offsets, logits_rows, sample_positions = [0], [], []
         for entry in entries:
             sequence, end = entry.sequence, entry.start + entry.num_tokens
-            # Index of the sequence's last token in the flattened ``known``.
+            # Index of the sequence's last token in the flattened ``self.known``.
             known_at = entry.row * self.known.shape[1]
             # Fast path: most steps have only sequences with one new token.
             if entry.num_tokens == 1 and not (sequence.guesses or form.has_slots):
@@ -372,7 +374,8 @@ class Runner:
         starts, rows, tokens = views[:3]
         if form.width == 1:
             return StepInput(tokens, starts, rows, None, 1)
-        # A clone is aligned, and Triton specialises kernels on the alignment of pointers.
+        # A view may begin at an unaligned address, for which Triton would compile the kernels again. A clone
+        # is always aligned.
         offsets = views[3].clone()
         step = StepInput(tokens, starts, rows, offsets, form.width)
         if form.has_slots:

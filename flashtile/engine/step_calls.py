@@ -43,7 +43,8 @@ class Limits:
     Attributes:
         max_model_len: maximum number of tokens of a sequence.
         max_num_seqs, max_num_batched_tokens: maximum numbers of sequences and of tokens of a step.
-        block_size, num_blocks: number of tokens of a block of the KV cache, and number of blocks.
+        block_size: number of tokens in a block of the KV cache.
+        num_blocks: number of blocks in the KV cache.
         cache_dtype: dtype of keys and values. None: the dtype of the weights.
         fp8: whether the layers' matrices are rounded to e4m3.
         captured: whether steps without prompts run as CUDA graphs, so that their batches are padded.
@@ -218,7 +219,10 @@ def _steps(limits: Limits, drafts: bool) -> Iterator[StepInput]:
 
 
 def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
-    """Return total numbers of tokens that represent all steps with guesses (draft tokens)."""
+    """Return the sizes, in tokens, of the steps with guesses (draft tokens) whose kernels are compiled.
+
+    Other steps with guesses are expected to need no other kernels.
+    """
     if limits.verified == 1:
         return []
     most = limits.max_num_seqs * limits.verified
@@ -229,10 +233,10 @@ def _verified_tokens(limits: Limits, batches: list[int]) -> list[int]:
 
 
 def _batches(limits: Limits) -> list[int]:
-    """Return numbers of sequences that represent all steps with one token per sequence.
+    """Return the sizes, in sequences, of the steps with one token per sequence whose kernels are compiled.
 
-    With CUDA graphs, these are the padded batch sizes of the graphs, and larger sizes, which run without a
-    graph.
+    Other steps with one token per sequence are expected to need no other kernels. With CUDA graphs, the sizes
+    are the padded batch sizes of the graphs, and larger sizes, which run without a graph.
     """
     most = limits.max_num_seqs
     padded = {graph_batch(batch) for batch in range(1, min(most, MAX_GRAPH_BATCH) + 1)}

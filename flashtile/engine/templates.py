@@ -150,7 +150,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *arguments: Any, **options: Any) -> Any:  # noqa: N805
         account: Account = __context[ACCOUNT]
         account.pay(0, 1)
-        # If ``__obj`` is a method of a text, get the text. The sandbox wraps str.format in a function.
+        # If ``__obj`` is a method of a str, get the str. The sandbox replaces str.format by a function, whose
+        # ``__wrapped__`` is the method.
         text = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
         if isinstance(text, str):
             arguments = tuple(list(one) if isinstance(one, Iterator) else one for one in arguments)

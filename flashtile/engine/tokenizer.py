@@ -206,7 +206,8 @@ class FastTokenizer(Tokenizer):
             self.loaded.encode("")  # fails if special tokens are missing from the vocabulary
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the package raises bare Exceptions, and panics as BaseException
+        # The package raises bare Exceptions. Its Rust code panics with a BaseException that is no Exception.
+        except BaseException as error:
             raise ConfigError(f"{path} is not a tokenizer: {error}") from None
         self.loaded.no_truncation()  # training may have left truncation and padding in the file
         self.loaded.no_padding()

@@ -82,7 +82,7 @@ def source_commit() -> dict[str, Any] | None:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that a new process could allocate without swapping; None if unknown."""
+    """Return the number of bytes that a new process could allocate without swapping; None if unknown."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024

@@ -26,7 +26,7 @@ chunks. The portable kernel, which rescales each row by itself, is used instead.
 
 @dataclass
 class Step:
-    """Lengths and pages of the sequences of one step of an engine, for all layers of a kind."""
+    """Lengths and pages of the sequences in one engine step, for all layers of a kind."""
 
     num_actual_tokens: int
     max_query_len: int

@@ -81,7 +81,7 @@ class Padding:
 
 
 class _Known:
-    """Facts read from a tensor. They are valid for one forward pass: each layer of a model uses them once.
+    """The result of reading a tensor. It is valid for one forward pass: each layer uses the result once.
 
     A tensor's version does not count every write (numpy, ``.data``, kernels, graph replays), and comparing
     elements would make every layer wait for the device. However, nothing writes to the tensor between the
@@ -89,8 +89,9 @@ class _Known:
     model uses it again, or if a new pass has begun. Models create masks when a pass begins.
 
     Args:
-        found: what was read.
-        in_pass: number of the forward pass (``_passes.count``) for which it is valid; None: for any pass.
+        found: the result.
+        in_pass: number of the forward pass (``_passes.count``) for which the result is valid; None: for any
+            pass.
     """
 
     def __init__(self, tensor: Tensor, found: Any, in_pass: int | None) -> None:
@@ -99,9 +100,9 @@ class _Known:
         self._asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def holds(self, tensor: Tensor, module: Any) -> bool:
-        """Whether the attention module ``module`` may use ``found``, the facts read from ``tensor``.
+        """Whether ``self.found`` is still valid for ``tensor`` and the attention module ``module``.
 
-        If so, the use is recorded, because each layer may use the facts only once.
+        If so, the use is recorded, because each module may use the result only once.
         """
         config = getattr(module, "config", None)
         current = self._in_pass is None or self._in_pass == _passes.count

@@ -135,7 +135,8 @@ class BlockManager:
         """Create a sequence that begins with the longest prefix of ``tokens`` in the prefix cache.
 
         The prefix consists of whole blocks. It never includes the last token, whose query must be computed.
-        Keys and values of the first ``length(sequence)`` tokens exist already. Reserve room for the others.
+        Keys and values of the first ``length(sequence)`` tokens exist already. The caller must reserve
+        room for the other tokens with :meth:`reserve`.
 
         Args:
             tokens: the prompt, (seqlen,) integers.

@@ -164,7 +164,7 @@ class PagedKVCache(BlockManager):
         head_dim_v: int | None = None,
         dtype: torch.dtype = torch.float16,
     ) -> int:
-        """Return the bytes of one block: keys and values of ``block_size`` tokens in all layers."""
+        """Return the size of one block in bytes: keys and values of ``block_size`` tokens in all layers."""
         layers, heads = as_size("num_layers", num_layers), as_size("num_kv_heads", num_kv_heads)
         _check_dtype(dtype)
         dims = sum(_head_dims(head_dim, head_dim_v))

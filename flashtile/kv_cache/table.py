@@ -215,7 +215,10 @@ class BlockTable(ArraysWithViews):
                 self.row(sequence)
 
     def begin_step(self, rows: Tensor) -> None:
-        """Store the number of a new step in these rows. Only that step may write their reserved tokens."""
+        """Store the number of a new step in these rows.
+
+        Only this step may write keys and values of the tokens that were reserved last in these rows.
+        """
         self.steps_tensor.index_fill_(0, rows, self._next_step)
         self._next_step += 1
 

@@ -359,10 +359,10 @@ _described: ContextVar[Described | None] = ContextVar("flashtile_described", def
 
 @contextlib.contextmanager
 def describing(*arguments: Any) -> Iterator[Described]:
-    """Record the calls inside the context instead of computing them.
+    """Record the calls of flashtile's operations inside the context instead of computing them.
 
-    Yields a list of (operation, problem, requested backend). Calls return fake tensors. If ``arguments``
-    contain fake tensors, the FakeTensorMode of these tensors is used.
+    Yields a list of (operation, problem, requested backend). The recorded calls return fake tensors. If
+    ``arguments`` contain fake tensors, the FakeTensorMode of these tensors is used.
     """
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode

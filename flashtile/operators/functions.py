@@ -213,9 +213,10 @@ def check_traced(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> 
 
 
 def check_values(q: Tensor, k: Tensor, v: Tensor, extras: Any, options: Any) -> None:
-    """Raise for inconsistent offsets or block lists, and for reads outside of captured tensors.
+    """Raise if offsets or block lists are inconsistent, or if a function reads outside of a captured tensor.
 
-    Reads are checked here only on GPUs. The CPU backend checks them while it computes.
+    A captured tensor is one that ``score_mod`` or ``mask_mod`` indexes. The indices are checked here only on
+    GPUs, because the CPU backend checks them while it computes.
     """
     if not isinstance(extras, ModifiedExtras):
         check_lengths(q, k, v, extras, options)

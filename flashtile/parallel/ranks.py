@@ -144,9 +144,9 @@ class Ranks:
 
         If ``error`` is given, it is sent to the other ranks, which raise it as well.
 
-        The ranks exchange these values over the group's store, without the GPUs. For tensors on the CPU
-        they are exchanged at every call. For tensors on a GPU, values on which all ranks agreed before are
-        not exchanged again, unless FLASHTILE_DEBUG=1.
+        The ranks exchange these values over the group's store, without the GPUs. If ``device`` is the CPU,
+        every call exchanges its values. If ``device`` is a GPU, a call whose values all ranks have already
+        exchanged once does not exchange them again, unless FLASHTILE_DEBUG=1.
 
         Raises:
             ValueError: ranks differ in a value; the message lists the value of each rank.

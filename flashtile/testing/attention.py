@@ -452,7 +452,9 @@ def _gathered(sink: Tensor, lse: Tensor) -> Tensor:
     """Return the Euclidean norm of the sink's probabilities over all rows, (heads,).
 
     The gradient of the sink is a sum over rows, in which each row's error is multiplied by the sink's
-    probability in this row. Independent errors of the rows are therefore multiplied by this norm.
+    probability in this row. The errors of the rows are assumed to be independent and to have equal variance.
+    The variance of the sum is then this variance times the sum of the squared probabilities. Therefore the
+    error of the sum is the error of a row times this norm.
     """
     p = torch.exp(sink.detach().double()[:, None] - lse.masked_fill(lse == -torch.inf, torch.inf))
     squares = p.square().sum(-1)

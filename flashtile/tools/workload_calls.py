@@ -1,4 +1,4 @@
-"""The attention calls of training, recorded on fake tensors: nothing is computed, and no memory is needed."""
+"""The attention calls of training and decoding, recorded on fake tensors, which need no memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ from flashtile.op.operation import remembering
 SEQLENS = (128, 512, 1000, 1024, 2048, 4096, 8192, 16384)
 """Lengths of training sequences. Kernels are chosen by ranges of lengths. No tile size divides 1000."""
 BATCHES = (1, 8)
+FEATURE_SHAPES = (
+    (1, 1000), (1, 1024), (8, 1024), (1, 2048), (8, 2048), (1, 4096), (8, 4096), (1, 8192),
+)  # fmt: skip
+"""(batch, seqlen) of the calls with other features than causal masks and packed sequences."""
+WINDOWS = (127, 256, 4095)
+"""Left windows. Kernels for windows of up to 128 keys differ from those for wider ones; 4095 is Mistral's."""
+CACHES = ((1, 1024), (8, 1024), (64, 1024), (1, 8192), (8, 8192))
+"""(batch, length) of the KV caches of decoding."""
+PAGE = 16
+"""Number of tokens of a page of a paged cache."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +65,21 @@ def training_calls(layers: Iterable[Heads], features: bool = False) -> list[Call
 
     Args:
         layers: heads of the layers.
-        features: whether to add calls with dropout, soft caps, ALiBi, windows, biases and predefined masks.
+        features: whether to add calls with each other feature: dropout, soft caps, ALiBi, windows, chunks,
+            deterministic gradients, sinks, biases, boolean masks, predefined mask functions, block masks.
     """
     with remembering() as remembered, FakeTensorMode():
         for layer in layers:
+            plain: tuple[dict[str, Any], ...] = ({"causal": True, "window_size": (layer.window, -1)}, {})
             for batch, seqlen in product(BATCHES, SEQLENS):
-                for arguments in _training_arguments(layer, batch, seqlen, features):
-                    out = flashtile.attention(*layer.tensors(batch, seqlen), **arguments)
-                    out.sum().backward()
-                for arguments in _training_arguments(layer, batch, seqlen, features=False):
-                    q, k, v = (tensor.flatten(0, 1) for tensor in layer.tensors(batch, seqlen))
-                    packed = _packed(batch, seqlen)
-                    flashtile.attention(q, k, v, **packed, **arguments).sum().backward()
+                for arguments in plain:
+                    tensors = layer.tensors(batch, seqlen)
+                    flashtile.attention(*tensors, **arguments).sum().backward()
+                    packed = _packed(batch, seqlen) | arguments
+                    flashtile.attention(*(t.flatten(0, 1) for t in tensors), **packed).sum().backward()
+            for batch, seqlen in FEATURE_SHAPES if features else ():
+                for arguments in _features(layer, batch, seqlen):
+                    flashtile.attention(*layer.tensors(batch, seqlen), **arguments).sum().backward()
     return calls_of(remembered)
 
 
@@ -81,21 +94,56 @@ def _packed(batch: int, seqlen: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _training_arguments(layer: Heads, batch: int, seqlen: int, features: bool) -> Iterator[dict[str, Any]]:
-    yield {"causal": True, "window_size": (layer.window, -1)}
-    yield {}
-    if not features:
-        return
-    heads = layer.num_heads
-    documents = torch.zeros(batch, seqlen, dtype=torch.int32)
-    yield {"dropout_p": 0.1, "causal": True, "rng_state": torch.zeros(2, dtype=torch.int64)}
-    yield {"dropout_p": 0.1, "rng_state": torch.zeros(2, dtype=torch.int64)}
+def _features(layer: Heads, batch: int, seqlen: int) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of calls with one feature each, except for causal masks and packed sequences."""
+    heads, dtype = layer.num_heads, getattr(torch, layer.dtype)
+    rng_state = torch.zeros(2, dtype=torch.int64)
+    lengths, ids = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, seqlen, dtype=torch.int32)
+    document = flashtile.masks.document(ids)
+    yield {"dropout_p": 0.1, "causal": True, "rng_state": rng_state}
+    yield {"dropout_p": 0.1, "rng_state": rng_state}
     yield {"softcap": 30.0, "causal": True}
     yield {"alibi_slopes": torch.zeros(heads), "causal": True}
-    yield {"window_size": (256, 0)}
-    yield {"bias": torch.zeros(1, heads, seqlen, seqlen, dtype=getattr(torch, layer.dtype))}
-    yield {"mask_mod": flashtile.masks.document(documents), "causal": True}
-    yield {"mask_mod": flashtile.masks.prefix_lm(64)}
+    for left in WINDOWS:
+        yield {"window_size": (left, 0)}
+    yield {"attention_chunk": 512, "causal": True}
+    yield {"deterministic": True, "causal": True}
+    yield {"sink": torch.zeros(heads, dtype=dtype, requires_grad=True), "causal": True}
+    for learned in (False, True):
+        yield {"bias": torch.zeros(1, heads, seqlen, seqlen, dtype=dtype, requires_grad=learned)}
+    yield {"mask": torch.ones(batch, 1, seqlen, seqlen, dtype=torch.bool)}
+    yield {"key_padding_mask": torch.ones(batch, seqlen, dtype=torch.bool)}
+    yield {"mask_mod": document, "causal": True}
+    yield {"mask_mod": document}
+    yield {"mask_mod": flashtile.masks.padding(lengths)}
+    yield {"mask_mod": flashtile.masks.prefix_lm(lengths)}
+    yield {"block_mask": _block_mask(document & flashtile.masks.causal(), seqlen)}
+
+
+def _block_mask(mask_mod: flashtile.masks.MaskMod, seqlen: int) -> flashtile.masks.BlockMask:
+    """Return a block mask for fake tensors, which have no values from which its lists could be made."""
+    blocks = -(-seqlen // 128)
+    lists = torch.zeros(1, 1, blocks, dtype=torch.int32), torch.zeros(1, 1, blocks, blocks, dtype=torch.int32)
+    return flashtile.masks.BlockMask((seqlen, seqlen), *4 * lists, BLOCK_SIZE=(128, 128), mask_mod=mask_mod)
+
+
+def decoding_calls(layers: Iterable[Heads]) -> list[Call]:
+    """Return the calls that append one token, or a chunk of a prompt, to KV caches and attend to them."""
+    with remembering() as remembered, FakeTensorMode():
+        for layer, (batch, length), tokens in product(layers, CACHES, (1, 512)):
+            sizes = (layer.head_dim, layer.head_dim_v)
+            dtype, pages = getattr(torch, layer.dtype), length // PAGE
+            q = torch.empty(batch, tokens, layer.num_heads, layer.head_dim, dtype=dtype)
+            seqlens = torch.zeros(batch, dtype=torch.int32)
+            table = torch.zeros(batch, pages, dtype=torch.int32)
+            for shape, block_table in (((batch, length), None), ((batch * pages, PAGE), table)):
+                heads = layer.num_heads_kv
+                k_cache, v_cache = (torch.empty(*shape, heads, size, dtype=dtype) for size in sizes)
+                k, v = (torch.empty(batch, tokens, heads, size, dtype=dtype) for size in sizes)
+                flashtile.flash_attn_with_kvcache(
+                    q, k_cache, v_cache, k, v, cache_seqlens=seqlens, block_table=block_table, causal=True
+                )
+    return calls_of(remembered)
 
 
 def heads_of(config: ModelConfig) -> list[Heads]:

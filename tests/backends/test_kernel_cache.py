@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -272,3 +275,34 @@ print(triton_key.cache_info().misses)
     command = [sys.executable, "-c", call]
     outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert [output.strip() for output in outputs] == ["1", "0"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_told_what_compiles_for_long(monkeypatch):
+    printed = Terminal()
+    monkeypatch.delenv(kernel_cache.QUIET, raising=False)
+    monkeypatch.setattr(sys, "stderr", printed)
+    monkeypatch.setattr(kernel_cache, "ANNOUNCED_AFTER", 0.0)
+
+    def compile_long(src, **more):
+        deadline = time.monotonic() + 60
+        while "\n" not in printed.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(triton, "compile", compile_long)
+    load_or_compile()
+    assert printed.getvalue().startswith("flashtile: compiling double; `flashtile compile` does it ahead")
+    assert printed.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize(("quiet", "stream"), [("1", Terminal), ("0", io.StringIO)])
+def test_no_line_is_printed_if_it_is_hidden_or_not_at_a_terminal(monkeypatch, quiet, stream):
+    monkeypatch.setenv(kernel_cache.QUIET, quiet)
+    monkeypatch.setattr(sys, "stderr", stream())
+    monkeypatch.setattr(threading, "Timer", pytest.fail)
+    monkeypatch.setattr(triton, "compile", lambda src, **more: None)
+    load_or_compile()

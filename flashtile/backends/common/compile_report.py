@@ -320,7 +320,10 @@ _BYTES_OF_WIDTH = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
 
 
 def _local_bytes(opcode: str, opcodes: Counter[str]) -> int:
-    """Return the bytes that ``opcode`` (STL or LDL) moves. Instructions without a width modifier move 4."""
+    """Return the number of bytes that ``opcode`` (STL or LDL) moves.
+
+    Instructions without a width modifier move 4 bytes.
+    """
     total = 0
     for full, count in opcodes.items():
         base, *modifiers = full.split(".")

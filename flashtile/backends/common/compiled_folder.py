@@ -1,8 +1,8 @@
 """Folders of compiled kernels, which are made on one machine, without a GPU, and used on another.
 
-A folder has ``index.json`` and two files for each kernel, its binary and its metadata. The index has the
-versions of flashtile and Triton that made the kernels, and the SHA-256 digest of every file. A kernel is
-loaded only if its files have those digests, so a damaged file means that the kernel is compiled as usual.
+A folder has ``index.json`` and two files for each kernel, its compressed binary and its metadata. The index
+has the versions of flashtile and Triton that made the kernels, and the SHA-256 digest of every file. A kernel
+is loaded only if its files have those digests, so a damaged file means that the kernel is compiled as usual.
 A folder contains code that will be run, so it is refused if users other than its owner may write to it.
 
 Kernels are found by :func:`key_of`, which depends on the kernel's source, its arguments and options and on
@@ -12,11 +12,14 @@ the target, but neither on the path of Triton's installation nor on the version 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
 import stat
+import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -26,11 +29,16 @@ import triton
 
 from flashtile.files import as_path, replace_file
 
-FORMAT = 1
+FORMAT = 2
 INDEX = "index.json"
 VARIABLE = "FLASHTILE_KERNELS"
 """Environment variable with folders to use, separated as in PATH."""
-_SUFFIXES = (".json", ".cubin")
+PACKAGE = "flashtile_kernels"
+"""Namespace package of installed folders. The wheels that ``make kernels`` builds put folders into it."""
+NO_SOURCE_LINES = "TRITON_DISABLE_LINE_INFO"
+"""Triton's variable for binaries without what only debuggers and profilers read: source lines and the text of
+PTX. This is most of their bytes, so the kernels of folders are compiled with it."""
+_SUFFIXES = (".json", ".cubin.xz")
 
 logger = logging.getLogger("flashtile.kernels")
 
@@ -42,8 +50,10 @@ def key_of(src: Any, target: Any, options: Any, variables: list[tuple[str, str]]
         src: source of the kernel with its signature and constants, an ``ASTSource`` of Triton.
         target: ``GPUTarget`` that it is compiled for.
         options: options of the compiler, as Triton's backend has parsed them.
-        variables: environment variables that change what Triton compiles, sorted.
+        variables: environment variables that change what Triton compiles, sorted. ``NO_SOURCE_LINES`` is not
+            part of the key.
     """
+    variables = [(name, value) for name, value in variables if name != NO_SOURCE_LINES]
     parts = (triton.__version__, src.name, src.hash(), str(target), options.hash(), str(variables))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -104,25 +114,34 @@ class CompiledFolder:
         from triton.compiler.compiler import CompiledKernel
 
         try:
-            group = {}
-            for suffix in _SUFFIXES:
-                path = self.path / f"{key}{suffix}"
-                if hashlib.sha256(path.read_bytes()).hexdigest() != digests[suffix]:
-                    raise ValueError(f"{path.name} is damaged")
-                group[f"{src.name[:150]}{suffix}"] = str(path)
-            return CompiledKernel(src, group, key)
-        except (OSError, KeyError, TypeError, ValueError) as error:
+            import lzma  # some builds of Python lack it
+
+            metadata, binary = (self._checked(f"{key}{suffix}", digests[suffix]) for suffix in _SUFFIXES)
+            with tempfile.TemporaryDirectory() as place:  # CompiledKernel reads files, each of them once
+                group = {"kernel.json": metadata, "kernel.cubin": lzma.decompress(binary)}
+                for name, content in group.items():
+                    Path(place, name).write_bytes(content)
+                return CompiledKernel(src, {name: str(Path(place, name)) for name in group}, key)
+        except (ImportError, OSError, KeyError, TypeError, ValueError) as error:
             logger.warning("%s: %s is compiled again: %s", self.path, src.name, error)
             return None
+
+    def _checked(self, name: str, digest: str) -> bytes:
+        content = (self.path / name).read_bytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ValueError(f"{name} is damaged")
+        return content
 
 
 def write_kernel(folder: Path, key: str, compiled: Any) -> dict[str, str]:
     """Write a compiled kernel and return the digests of its files, by suffix."""
+    import lzma
+
     metadata = compiled.metadata._asdict()
     metadata["target"] = vars(metadata["target"])
-    contents = json.dumps(metadata, default=vars).encode(), compiled.asm["cubin"]
+    binary = lzma.compress(compiled.asm["cubin"])
     digests = {}
-    for suffix, content in zip(_SUFFIXES, contents, strict=True):
+    for suffix, content in zip(_SUFFIXES, (json.dumps(metadata, default=vars).encode(), binary), strict=True):
         replace_file(folder / f"{key}{suffix}", content)
         digests[suffix] = hashlib.sha256(content).hexdigest()
     return digests
@@ -142,6 +161,7 @@ def write_index(folder: Path, kernels: dict[str, tuple[str, dict[str, str]]]) ->
         "kernels": {key: digests for key, (_, digests) in sorted(kernels.items())},
     }  # fmt: skip
     replace_file(folder / INDEX, json.dumps(index, indent=1) + "\n")
+    (folder / INDEX).chmod(0o644)  # readers refuse an index that a group may write to
 
 
 _in_use: list[CompiledFolder] = []
@@ -173,19 +193,56 @@ def use_compiled(path: str | os.PathLike[str]) -> CompiledFolder:
 
 
 def in_use() -> tuple[CompiledFolder, ...]:
-    """Return the folders in use: those of :func:`use_compiled`, then those of ``FLASHTILE_KERNELS``."""
-    return (*_in_use, *_of_environment(os.environ.get(VARIABLE, "")))
+    """Return the folders in use, in the order in which they are searched.
+
+    First come those of :func:`use_compiled`, then those of ``FLASHTILE_KERNELS``, then installed packages.
+    """
+    return (*_in_use, *_of_environment(os.environ.get(VARIABLE, "")), *_installed())
+
+
+def in_use_for(target: Any) -> tuple[CompiledFolder, ...]:
+    """Return the folders in use that have kernels for the architecture of a ``GPUTarget``.
+
+    For each other folder it is logged once that it has none.
+    """
+    folders = in_use()
+    arch = f"sm_{target.arch}" if folders else ""
+    return tuple(folder for folder in folders if _has(folder.path, tuple(folder.archs), arch))
+
+
+@cache
+def _has(path: Path, archs: tuple[str, ...], arch: str) -> bool:
+    """Whether ``arch`` is in ``archs``, the architectures of the folder ``path``. If not, it is logged."""
+    if arch not in archs:
+        logger.warning("%s has kernels for %s, but none for %s", path, ", ".join(archs), arch)
+    return arch in archs
 
 
 @cache
 def _of_environment(paths: str) -> tuple[CompiledFolder, ...]:
-    """Return the usable folders of a list of paths. For each other path, log why it cannot be used."""
+    return _usable(filter(None, paths.split(os.pathsep)), VARIABLE)
+
+
+@cache
+def _installed() -> tuple[CompiledFolder, ...]:
+    """Return the usable folders in the namespace package PACKAGE, which is found without being imported."""
+    spec = importlib.util.find_spec(PACKAGE)
+    places = () if spec is None else spec.submodule_search_locations or ()
+    folders = (index.parent for place in places for index in Path(place).glob(f"*/{INDEX}"))
+    return _usable(map(str, folders), PACKAGE)
+
+
+def _usable(paths: Iterable[str], source: str) -> tuple[CompiledFolder, ...]:
+    """Return the usable folders among ``paths``. For each other path, log why it cannot be used.
+
+    ``source`` says in the log where the paths come from.
+    """
     found = []
-    for path in filter(None, paths.split(os.pathsep)):
+    for path in paths:
         try:
             found.append(CompiledFolder.read(path))
         except ValueError as error:
-            logger.warning("%s: %s", VARIABLE, error)
+            logger.warning("%s: %s", source, error)
     return tuple(found)
 
 

@@ -50,7 +50,7 @@ class _Kept:
 
     @property
     def cache_key(self) -> str:
-        """Digest of the source of the kernel and of all functions it calls, and of the constants they use.
+        """Digest of the kernel's source, of all functions that it calls, and of the constants that they use.
 
         Triton's own digest also depends on the order in which a process first compiles its kernels. If a
         kernel is hashed before the functions that it calls, the digest lacks their constants. Constants of
@@ -79,7 +79,7 @@ class _Kept:
 
 
 def source_digest(function: Any) -> str:
-    """Return a digest of the source of a function and of all functions it calls, and of their constants."""
+    """Return a digest of a function's source, of all functions that it calls, and of their constants."""
     found: dict[int, tuple] = {}
     _gather(function, found)
     return hashlib.sha256(str(sorted(found.values())).encode()).hexdigest()
@@ -165,7 +165,7 @@ def load_or_compile(src: Any, target: Any = None, options: dict | None = None, *
     """
     if _is_observed():
         return triton.compile(src, target=target, options=options, **more)
-    folders, collected, compiled = compiled_folder.in_use(), _collected.get(), None
+    folders, collected, compiled = compiled_folder.in_use_for(target), _collected.get(), None
     if folders or collected is not None:
         key = _key_in_folders(src, target, options)
         compiled = next(filter(None, (folder.load(key, src) for folder in folders)), None)
@@ -252,7 +252,7 @@ def _compiler_files(installation: Path) -> Iterator[Path]:
 
 
 def _is_observed() -> bool:
-    """Whether a setting or a hook of Triton must see every compilation."""
+    """Whether a setting or a hook of Triton requires that ``triton.compile`` is called for every kernel."""
     return bool(
         knobs.compilation.always_compile
         or knobs.compilation.listener is not None

@@ -285,8 +285,9 @@ def store_pairs(first, second, place, end, m, factor, to, call, E: tl.constexpr)
 def store_heads(first, second, place, end, m, to, call, E: tl.constexpr):
     """Store both columns of each rotary pair: queries to the output, keys and values to the cache.
 
-    Keys and values are stored only for rows with ``to.written``. Rotary embedding (Su et al. 2021,
-    arXiv:2104.09864) is applied to the float32 sums, before rounding.
+    Keys and values are stored only for rows with ``to.written``. ``first`` and ``second`` are the float32
+    results of the matrix product. Rotary embedding (Su et al. 2021, arXiv:2104.09864) is applied before these
+    results are rounded.
     """
     pointers, sizes, cache = call.pointers, call.sizes, call.cache_strides
     PAIRS: tl.constexpr = E.HEAD_DIM // 2

@@ -82,7 +82,7 @@ class PreprocessVariant:
 
 @triton.jit
 def statistics_offset(b, head, start_q, num_heads_q, padded_rows, VARLEN: tl.constexpr):
-    """Return the offset, in rows, of the padded rows of head ``head`` of sequence ``b``, int64."""
+    """Return the index (int64) of the first padded row that belongs to head ``head`` of sequence ``b``."""
     if VARLEN:
         # Each sequence begins at a multiple of PAD. With ``+ b``, ranges of adjacent sequences never overlap.
         return head.to(tl.int64) * padded_rows + (start_q // PAD + b) * PAD
@@ -175,10 +175,12 @@ def preprocess_launch(
     """Return the launch of ``preprocess_kernel`` for tensors of one signature.
 
     Args:
-        lse_factor: log2(e), or 1 / softmax_scale if scores are raw products.
+        lse_factor: factor that converts lse to the unit of the kernel's scores. It is log2(e), or
+            1 / softmax_scale if scores are products of q and k without the scale.
         counters: number of int32 counters of the following kernels. ``preprocess_kernel`` zeroes them.
         dq_accum_columns: columns of the fp32 accumulator of dQ; 0 if the following kernels have none.
-        dq_accum_heads: number of query heads, summed over sequences, whose accumulator is zeroed.
+        dq_accum_heads: number of query heads whose accumulator of dQ is zeroed. Each sequence's heads
+            count separately, unless sequences are packed.
     """
     blocks = triton.cdiv(problem.seqlen_q, ROW_PAD) * (ROW_PAD // _rows_of(problem))
     rows = padded_rows(problem.seqlen_q, problem.total_q, problem.batch, problem.varlen)

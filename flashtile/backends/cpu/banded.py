@@ -133,7 +133,7 @@ def _distances(window: tuple[int, int], rows: range, block_m: int, seqlen_k: int
 def _table(
     window: tuple[int, int], distances: range, block_m: int, slopes: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the table of biases of a block of rows, (1, heads or 1, block_m, distances).
+    """Return a table of the biases for a block of rows, (1, heads or 1, block_m, distances).
 
     Its last dimension is the distance of a key from the block's first row.
     """

@@ -120,8 +120,8 @@ def wait_for_numbers(x):
 def copy_registers(p):
     """Copy P (16 or 32 bits) to the registers that are the operand of the next product.
 
-    The previous product has already read these registers. The assembler does not move the copy to another
-    place in the code.
+    Call this function after the wait for the previous product, which reads its operand from the same
+    registers. The assembler does not move the copy to another place in the code.
     """
     IN_REGISTER: gl.constexpr = 32 // p.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(

@@ -66,7 +66,9 @@ class Flash1Variant:
 
 @triton.jit
 def attend_tile(scores, v, out, row_max, row_sum, C: tl.constexpr):
-    """Update out, maximum and sum by one tile of keys: lines 10 to 12 of the paper's Algorithm 1.
+    """Update each row's output, maximum and sum with one tile of keys.
+
+    These are lines 10 to 12 of Algorithm 1 in FlashAttention's paper (Dao et al. 2022, arXiv:2205.14135).
 
     scores [BLOCK_M, BLOCK_N], v [BLOCK_N, BLOCK_DV]. ``row_max`` is -inf before a row has seen a key. The
     maximum over a tile is -inf if the row sees no key of the tile.

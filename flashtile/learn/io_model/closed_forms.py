@@ -186,7 +186,10 @@ def paged(call: Call, page_size: int) -> Cost:
 
 
 def _product(call: Call, rows: int, depth: int, cols: int, sram_bytes: int | None) -> tuple[int, int]:
-    """Return the elements that a tiled product of (rows, depth) and (depth, cols) reads and writes."""
+    """Return (number of elements read, number written) by a tiled product.
+
+    The operands have shapes (rows, depth) and (depth, cols).
+    """
     block_m, block_n = max(1, rows), max(1, cols)
     if sram_bytes is not None:
         memory = Memory(sram_bytes, call.element_bytes)
@@ -198,7 +201,7 @@ def _product(call: Call, rows: int, depth: int, cols: int, sram_bytes: int | Non
 def _softmax(
     call: Call, rows: int, cols: int, sram_bytes: int | None, inputs: int, statistics: int
 ) -> tuple[int, int]:
-    """Return the elements that a softmax or its gradient reads and writes.
+    """Return (number of elements read, number written) by a softmax or its gradient.
 
     Rows that do not fit into SRAM are read twice.
     """
@@ -207,7 +210,7 @@ def _softmax(
 
 
 def _keys(call: Call) -> int:
-    """Bytes of k and v if each query head reads its own copy."""
+    """Return the number of bytes of k and v that are read if each query head reads its own copy."""
     return (call.k_bytes + call.v_bytes) * call.group_size
 
 

@@ -104,7 +104,7 @@ def config_of(call: Call, card: Card) -> tuple[DecodeConfig, int]:
 
 
 def _operand_bytes(call: Call) -> int:
-    """Return the bytes of one operand element in the matrix products of the portable kernels."""
+    """Return the size in bytes of one operand element in the matrix products of the portable kernels."""
     return 4 if call.element_bytes == 4 else call.cache_element_bytes
 
 
@@ -121,7 +121,10 @@ def tiles_of(call: Call, lengths: tuple[int, int], config: DecodeConfig, pack: i
 
 
 def _keys(call: Call) -> Iterator[tuple[int, int]]:
-    """Yield (number of sequences of equal lengths, number of keys of each that a query attends to)."""
+    """Yield (number of sequences, number of keys that queries of such a sequence attend to).
+
+    All sequences of an item have the same lengths.
+    """
     for (seqlen_q, seqlen_k), count in counted(call.sequences):
         start = 0 if call.window_left == UNLIMITED else max(0, seqlen_k - seqlen_q - call.window_left)
         yield count, seqlen_k - start

@@ -162,7 +162,7 @@ def least_flops(call: Call, which: str) -> int:
 
 
 def resident_bytes(call: Call, which: str) -> int:
-    """Return the bytes of q, k, v and out. In the backward pass, the bytes of their gradients are added."""
+    """Return the size in bytes of q, k, v and out. For the backward pass, their gradients are included."""
     held = call.q_bytes + call.k_bytes + call.v_bytes + call.out_bytes
     return held if which == "forward" else 2 * held
 
@@ -258,9 +258,9 @@ def _ours(call: Call, card: Card, which: str) -> Iterator[Counted]:
 
 
 def _decoding(call: Call, card: Card) -> Counted:
-    """Return the bytes, FLOPs and number of programs of Flash-Decoding.
+    """Return the numbers of bytes, FLOPs and programs of Flash-Decoding.
 
-    The keys are split into enough parts to give every SM a program.
+    The keys are split so often that every SM has a program, if there are enough keys.
     """
     heads = max(1, len(call.sequences) * call.num_heads_kv)
     blocks = max(1, -(-call.seqlen_k // DECODE_BLOCK_N))

@@ -170,7 +170,10 @@ def format_tokens(count: int) -> str:
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str | None:
-    """Format ``value`` with three digits in the first unit that is not larger. None if all are larger."""
+    """Format ``value`` with three digits in the largest unit that is not larger than ``value``.
+
+    Returns None if every unit is larger than ``value``. ``units`` are in descending order.
+    """
     for unit, name in units:
         if value >= unit:
             number = value / unit

@@ -78,9 +78,10 @@ def write_page(
 def recordings(
     settings: list[Setting], progress: Callable[[], None] = lambda: None, workers: int | None = None
 ) -> Iterator[prebuilt.Recorded]:
-    """Yield (catalogue entry, packed events) of each setting, in order.
+    """Yield a recording of each setting's run, in the order of ``settings``.
 
-    Recordings that the package contains are reused. The other settings are recorded now.
+    A recording is (catalogue entry, events of the run in the format of :mod:`.packing`). Recordings that the
+    package contains are reused. The other settings are run and recorded now.
     """
     kept = prebuilt.load()
     new = [setting for setting in settings if setting not in kept]
@@ -91,7 +92,10 @@ def recordings(
 
 
 def record_all(settings: list[Setting], workers: int | None = None) -> Iterator[prebuilt.Recorded]:
-    """Record every setting and yield (catalogue entry, packed events) of each, in order."""
+    """Run the algorithm of each setting, and yield a recording of each run in the order of ``settings``.
+
+    A recording is (catalogue entry, events of the run in the format of :mod:`.packing`).
+    """
     if workers is None:
         workers = min(os.cpu_count() or 1, MAX_WORKERS) if len(settings) >= FEW else 1
     if workers == 1:
@@ -112,7 +116,7 @@ def _one_thread() -> None:
 
 
 def catalogue(recorded: Iterable[prebuilt.Recorded], sram_sizes: list[int]) -> dict[str, Any]:
-    """Return the data of the page, with compressed recordings. Runs with equal events share one copy."""
+    """Return the data of the page, with compressed recordings. Equal events are stored only once."""
     packed: dict[str, str] = {}
     entries = []
     for entry, events in recorded:

@@ -271,10 +271,10 @@ def compare(results: dict[str, Any]) -> None:
 
 
 def floor_bytes(workload: EngineWorkload) -> float:
-    """Return the bytes that a decoding step must read: keys, values, and all weights except the embedding.
+    """Return the number of bytes that a decoding step must read.
 
-    Weights, keys and values are in bf16. The result is 0 for the small model, and for workloads that measure
-    whole requests instead of decoding steps.
+    The step reads the keys, the values, and all weights except the embedding, in bf16. The result is 0 for
+    the small model, and for workloads that measure whole requests instead of decoding steps.
     """
     if workload.model == SMALL_MODEL or not workload.context:
         return 0.0

@@ -168,7 +168,7 @@ CHART_NAMES = {GEMV: "GEMV (CUDA cores)", FLAT: "flat (tensor cores)", LIBRARY: 
 
 
 def draw_chart(row: Row, path: Path) -> None:
-    """Write a chart for one shape of weights: the time of each kind of kernel by the number of rows of x."""
+    """Write a chart for one shape of weights: each kernel's time as a function of the number of rows in x."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")

@@ -93,11 +93,11 @@ def _steps(workload: Workload, inputs: Inputs) -> dict[str, Callable[..., Tensor
 
 
 def summarized(times: Mapping[str, Sequence[float]], fused: Sequence[float]) -> dict[str, Any]:
-    """Return the entry "operations" of a cell of the document, with times in milliseconds.
+    """Return the entry "operations" of a cell (one workload in one pass) in the JSON document of results.
 
-    ``ms`` has the median time of each operation, and ``together_ms`` is the sum of these medians.
-    ``fused_dropout_ms`` is the median of ``fused``, the times of flashtile's call with dropout. It is missing
-    if ``fused`` is empty.
+    Times are in milliseconds. ``ms`` has the median time of each operation, and ``together_ms`` is the sum of
+    these medians. ``fused_dropout_ms`` is the median of ``fused``, the times of flashtile's call with
+    dropout. It is missing if ``fused`` is empty.
 
     Args:
         times: time of each operation in each round, by the operation's name.

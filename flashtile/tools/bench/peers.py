@@ -33,7 +33,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class PeerCall:
-    """One contestant's attention for one workload.
+    """The attention function of one contestant (a measured implementation) for one workload.
 
     Args:
         attend: (q, k, v) -> out, in the contestant's layout.

@@ -235,7 +235,10 @@ def needs_gradients(which: str) -> bool:
 
 
 def _leaves(call: PeerCall, inputs: Inputs, which: str) -> list[Tensor]:
-    """Return q, k, v in the contestant's layout, sharing the memory of the inputs."""
+    """Return q, k and v as leaf tensors that share the memory of ``inputs``.
+
+    Their layout is the one that the measured implementation (``call``) expects.
+    """
     gradients = needs_gradients(which)
     return [call.arrange(t).detach().requires_grad_(gradients) for t in (inputs.q, inputs.k, inputs.v)]
 

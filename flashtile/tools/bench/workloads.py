@@ -230,13 +230,13 @@ class Workload:
         return {"forward": forward, "backward": backward, "both": both, "graph": forward}[which]
 
     def kv_bytes(self) -> int:
-        """Return the bytes of keys and values. A shared prefix is counted once."""
+        """Return the size of the keys and values in bytes. A shared prefix is counted once."""
         prefix = self.cache.prefix if self.cache is not None else 0
         tokens = prefix + sum(seqlen_k - prefix for _, seqlen_k in self.sequences)
         return tokens * self.num_heads_kv * (self.own_columns + self.width_v) * self.cache_dtype.itemsize
 
     def resident_bytes(self) -> int:
-        """Return the bytes of q, k, v, out, their gradients and lse: what both passes need in memory."""
+        """Return the size in bytes of q, k, v, out, their gradients and lse, which both passes hold."""
         return self.bytes("backward")
 
     @property

@@ -38,7 +38,8 @@ def compile(
     preset: Annotated[
         list[str] | None,
         typer.Option(
-            help="training: plain attention, head sizes 64 to 256. everything: also masks, biases, dropout."
+            help="training: plain attention, head sizes 64 to 256. everything: also masks, biases, dropout, "
+            "decoding."
         ),
     ] = None,
     workers: Annotated[
@@ -88,7 +89,7 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
     """
     from flashtile.engine.config import model_folder, read_config
     from flashtile.engine.step_calls import Limits, step_calls
-    from flashtile.tools.workload_calls import DOCUMENTED, heads_of, training_calls
+    from flashtile.tools.workload_calls import DOCUMENTED, decoding_calls, heads_of, training_calls
 
     if purpose not in PURPOSES:
         _refuse("--purpose", purpose, PURPOSES)
@@ -106,4 +107,5 @@ def _calls(files: list[Path], models: list[Path], purpose: str, presets: list[st
         if name not in PRESETS:
             _refuse("--preset", name, PRESETS)
         found += training_calls(DOCUMENTED, features=name == "everything")
+        found += decoding_calls(DOCUMENTED) if name == "everything" else ()
     return list(dict.fromkeys(found))

@@ -28,7 +28,9 @@ def workload_for(device: torch.device, dtype: torch.dtype, quick: bool) -> Workl
 
 
 def measure(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Measure a workload as ``flashtile bench --operations`` does, and return its cell of the document.
+    """Measure a workload as ``flashtile bench --operations`` does, and return its results.
+
+    The results have the format of a cell in the JSON document of ``flashtile bench``.
 
     The results of flashtile and of standard attention are first checked without dropout. Both are then timed
     with and without dropout.

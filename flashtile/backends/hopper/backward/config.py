@@ -140,7 +140,10 @@ def with_splits(config: BackwardConfig, problem: Problem) -> BackwardConfig:
 
 
 def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
-    """Return the bytes of shared memory for tiles of ``backward_kernel``; barriers take a few dozen more."""
+    """Return the bytes of shared memory that ``backward_kernel`` needs for its tiles.
+
+    Barriers take a few dozen bytes more.
+    """
     both = block_d + block_dv
     tiles = (config.STAGES * config.BLOCK_M + config.BLOCK_N) * both
     ds = 2 * config.BLOCK_N * config.BLOCK_M
@@ -152,7 +155,7 @@ def smem_bytes(config: BackwardConfig, block_d: int, block_dv: int) -> int:
 
 
 def wide_smem_bytes(config: WideBackwardConfig, block_d: int, block_dv: int) -> tuple[int, int]:
-    """Return the bytes of shared memory for head sizes over 128: (of ``dkv_kernel``, of ``dq_kernel``)."""
+    """Return the bytes of shared memory that (``dkv_kernel``, ``dq_kernel``) need for head sizes over 128."""
     both = block_d + block_dv
     rows = config.STAGES * config.BLOCK_M
     weights = 2 * config.BLOCK_M * config.BLOCK_N

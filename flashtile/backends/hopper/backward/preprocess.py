@@ -28,7 +28,8 @@ class Preprocess:
 
     Args:
         has_dlse: whether lse has a gradient.
-        lse_factor: factor of lse: log2(e), or 1 / softmax_scale if scores are raw products.
+        lse_factor: factor that converts lse to the unit of the kernel's scores. It is log2(e), or
+            1 / softmax_scale if scores are products of q and k without the scale.
         counters: number of int32 counters, which are zeroed.
         resident_heads, columns: key heads and columns of ``dq_accum``; 0 if there is none.
     """

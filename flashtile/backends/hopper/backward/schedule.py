@@ -152,7 +152,7 @@ def find_work_tile(C: gl.constexpr, tile_index, pointers, schedule):
 
 @gluon.jit
 def blocks_of_head(C: gl.constexpr, pointers, schedule):
-    """Return the number of blocks of keys of a head: in one sequence, or in all sequences if packed."""
+    """Return how many blocks of keys a head has: in one sequence, or in all sequences if they are packed."""
     blocks = schedule.num_blocks
     if C.VARLEN:
         blocks = gl.load(pointers.table)
@@ -161,7 +161,7 @@ def blocks_of_head(C: gl.constexpr, pointers, schedule):
 
 @gluon.jit
 def sequence_of(C: gl.constexpr, head, block, pointers, schedule):
-    """Return (work tile of block ``block`` of a key head, number of blocks of its sequence).
+    """Return (work tile for block ``block`` of a key head, number of blocks in the work tile's sequence).
 
     The work tile's seqlen_k and the number of blocks still include keys that ``seqused_k`` excludes.
     """

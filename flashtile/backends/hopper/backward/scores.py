@@ -60,9 +60,10 @@ def key_generator(C: gl.constexpr, W: gl.constexpr, work, g, pointers, schedule)
 
 @gluon.jit
 def key_modifiers(C: gl.constexpr, W: gl.constexpr, work, g, bias, blocks, pointers, schedule):
-    """Return the :class:`Modifiers` of warpgroup W's keys and query head ``g`` of the key head.
+    """Return the :class:`Modifiers` for the keys of warpgroup W and one query head.
 
-    ``bias`` is the channel of the bias. ``blocks`` is the work tile's ``schedule.row_list``.
+    ``g`` is the index of the query head among the heads that share the key head. ``bias`` is the channel that
+    brings tiles of the bias. ``blocks`` is the result of ``schedule.row_list`` for the work tile.
     """
     generator = 0
     arguments = 0

@@ -103,7 +103,7 @@ def choose_splits(problem: Problem, block_m: int, block_n: int) -> Splits:
 
 
 def steps_of_blocks(problem: Problem, block_m: int, block_n: int) -> tuple[int, ...]:
-    """Return the number of blocks of rows that see each block of keys, in sequences of the average length."""
+    """Return how many blocks of rows see each block of keys, if the sequences have the average length."""
     sequences = max(problem.batch, 1)
     seqlen_q, seqlen_k = -(-problem.total_q // sequences), -(-problem.total_k // sequences)
     left, right = problem.effective_window(problem.seqlen_q, problem.seqlen_k)

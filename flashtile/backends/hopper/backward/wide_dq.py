@@ -185,7 +185,7 @@ def differentiate_tile(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, work
 
 @gluon.jit
 def consumer(C: gl.constexpr, W: gl.constexpr, channels, dq_desc, call):
-    """Warpgroup W: compute dQ of rows 64 W to 64 W + 63 of every block of rows of this program."""
+    """Compute dQ in warpgroup W, for rows 64 W to 64 W + 63 of each block of rows that the program gets."""
     consume(C, differentiate_tile, 0, (W, channels, dq_desc), call)
 
 

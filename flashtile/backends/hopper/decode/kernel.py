@@ -148,7 +148,7 @@ def uniform(x):
     """Return the integer ``x`` in a form that the compiler knows to be uniform.
 
     ``x`` must be equal in all threads of a warp. Without this function, the compiler treats branches on ``x``
-    as divergent, and copies the operands of each product and load to uniform registers.
+    as divergent. It then copies the operands of each product, and of each load, to uniform registers.
     """
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1

@@ -336,7 +336,10 @@ class HopperDecodeLaunch(DecodeLaunch):
     def _combine_divided(
         self, problem: DecodeProblem, config: HopperDecodeConfig, lengths: DecodeLengths, splits: Splits
     ) -> CachedLaunch:
-        """Return the launch of the kernel that combines divided work tiles (:func:`divides`)."""
+        """Return the launch of the kernel that combines the partial results of divided work tiles.
+
+        :func:`divides` says whether work tiles are divided.
+        """
         variant, num_warps = divided_variant(problem, config)
         row_blocks = triton.cdiv(splits.partial_rows, variant.ROWS)
         programs = COMBINING_PROGRAMS * multiprocessors(self._device)

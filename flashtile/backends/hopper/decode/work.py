@@ -137,7 +137,7 @@ def queued_tile(C: tl.constexpr, tile_index, table, lengths, splits, WIDTH: tl.c
 
 @triton.jit
 def count_m_blocks(sequence, lengths, C: tl.constexpr):
-    """Return (number of m_blocks of each sequence, number of n_blocks of the sequence's last m_block).
+    """Return (number of m_blocks, number of n_blocks for the last m_block) of each sequence.
 
     The last m_block sees the most keys.
     """

@@ -263,7 +263,7 @@ def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, w
     positions, head = own_rows(C, work, first, row_layout)
     slope = slope_of(C, work, head, pointers, schedule)
     modifiers = row_modifiers(C, work, block, first, bias, pointers, schedule)
-    if C.LISTED:  # blocks are numbered by their order in the list
+    if C.LISTED:  # blocks are numbered by their order in the block mask's list
         listed = modifiers.blocks
         n_begin, n_end = 0, listed.count
         own = OwnBlocks(0, listed.count, 0, listed.count - listed.masked_count)

@@ -170,7 +170,7 @@ def block_of_part(num_blocks, tile_in_head, part, PAIRED: gl.constexpr):
 
 @gluon.jit
 def tiles_of_head(num_blocks, PAIRED: gl.constexpr):
-    """Return the number of work tiles of a head of a sequence with ``num_blocks`` blocks of query rows."""
+    """Return how many work tiles one head has if its sequence has ``num_blocks`` blocks of query rows."""
     return (num_blocks + 1) // 2 if PAIRED else num_blocks
 
 
@@ -187,7 +187,7 @@ def dense_tile(tile_index, tiles_per_head, num_heads, swizzle):
 
 @gluon.jit
 def query_blocks(C: gl.constexpr, work, schedule):
-    """Return the number of blocks of query rows of the sequence of ``work``."""
+    """Return how many blocks of query rows the sequence of work tile ``work`` has."""
     num_blocks = schedule.num_blocks
     if C.VARLEN:
         num_blocks = min((work.seqlen_q + C.BLOCK_M - 1) // C.BLOCK_M, num_blocks)

@@ -169,7 +169,9 @@ def forward_kernel(
     q = make_channel(q_desc, C.Q_STAGES, C.WARPGROUPS, C.WARPGROUPS)
     k = make_channel(k_desc, C.STAGES, C.WARPGROUPS, 1)
     v = make_channel(v_desc, C.STAGES, C.WARPGROUPS if C.V_TRANSPOSED else 0, 1)
-    v_rows = v  # a slot is free as soon as the producer itself has transposed its tile
+    # Without V_TRANSPOSED, the producer transposes the tiles in v_rows. A slot of v_rows is then free as soon
+    # as the producer has transposed the slot's tile.
+    v_rows = v
     if not C.V_TRANSPOSED:
         v_layout: gl.constexpr = transposed_layout(C.BLOCK_N)
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [C.STAGES, C.BLOCK_DV, C.BLOCK_N], v_layout)

@@ -67,7 +67,7 @@ class FlatVariant:
 
 
 class FlatRing(NamedTuple):
-    """Shared memory: STAGES slots of rows of W, of rows of x, and of weights of the norm."""
+    """Buffers in shared memory, each of STAGES slots: for rows of W, rows of x, and weights of the norm."""
 
     w: Any
     x: Any

@@ -130,9 +130,9 @@ def entry_of_visit(listed, i, TILES: gl.constexpr):
 
 @gluon.jit
 def visited_block(C: gl.constexpr, listed, i):
-    """Return (index of the block, whether its list entry is full) for the ``i``-th block to visit.
+    """Return (index of the ``i``-th block to visit, whether its index comes from the list of full blocks).
 
-    The index is clamped to the sequence.
+    Blocks in the list of full blocks need no masking. The index is clamped to the sequence.
     """
     is_full, index, part = entry_of_visit(listed, i, C.TILES_PER_MASK_BLOCK)
     entry = gl.load((listed.full if is_full else listed.partial) + index)

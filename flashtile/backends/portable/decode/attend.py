@@ -98,7 +98,8 @@ def store_work_tile(acc, row_max, row_sum, index, rows, slot, whole, call, C: tl
     ``slot`` of the partial results.
     """
     pointers, lengths, splits = call.pointers, call.lengths, call.splits
-    # A sink and results over other keys are added once: here, or where partial results are combined.
+    # The sink and the caller's results over other keys (``prior_out``) must be added only once. They are
+    # added here if the work tile is whole, and otherwise where the partial results are combined.
     if C.HAS_PRIOR:  # noqa: SIM102 - HAS_PRIOR is a constant, ``whole`` is not
         if whole:
             acc, row_max, row_sum = with_prior(

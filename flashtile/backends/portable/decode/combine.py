@@ -176,7 +176,10 @@ def sum_splits(out_rows, lse_rows, exists, splits, slots, NATURAL: tl.constexpr,
 
 @triton.jit
 def combine_rows(parts, first_row, pointers, lengths, splits, C: tl.constexpr):
-    """Combine ROWS rows of a work tile, from ``first_row`` on."""
+    """Combine the partial results for ROWS rows of a work tile, and store the combined results.
+
+    The first of these rows is ``first_row``.
+    """
     index = first_row + tl.arange(0, C.ROWS)
     exists = index < parts.num_rows
     row = parts.m * C.BLOCK_M + index
@@ -238,7 +241,7 @@ def stream_k_parts(unit, teams, pointers, lengths, C: tl.constexpr):
 
 @triton.jit
 def split_parts(unit, pointers, lengths, splits, C: tl.constexpr):
-    """Return the :class:`Parts` of work tile ``unit`` from a grid without stream-K."""
+    """Return the partial results of work tile ``unit`` as :class:`Parts`, if the grid is not stream-K."""
     m_blocks, num_splits = lengths.m_blocks_per_sequence, splits.num_splits
     m = m_blocks - 1 - unit % m_blocks
     head_kv = unit // m_blocks % lengths.num_heads_kv

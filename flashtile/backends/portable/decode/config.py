@@ -80,7 +80,7 @@ def operand_bytes(problem: DecodeProblem) -> int:
 
 
 def bytes_to_read(keys: int, columns: int, element_bytes: int) -> float:
-    """Return the bytes of the keys and values of ``keys`` tokens, as a measure of the time to read them.
+    """Return the size in bytes of ``keys`` tokens' keys and values, as a measure of the time to read them.
 
     FP8 counts as 16 bits, because reading and converting it takes as long. float32 counts as infinitely many
     bytes, because products take longer than reading.

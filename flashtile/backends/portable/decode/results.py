@@ -36,7 +36,7 @@ class Splits(NamedTuple):
 
 @triton.jit
 def with_prior(acc, row_max, row_sum, prior_out, prior_lse, rows, lengths, C: tl.constexpr):
-    """Add the results of attention over other keys to (acc, maximum, sum).
+    """Add results that the caller has computed over other keys to (acc, maximum, sum).
 
     prior_out is (tokens, heads, HEAD_DIM_V); prior_lse is (heads, tokens), natural log. Tokens are packed
     even if q is (batch, seqlen_q, ...).
@@ -83,9 +83,9 @@ def store_rows(base, row_offsets, exists, tile, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def store_results(out_ptr, lse_ptr, out, lse, rows, lengths, C: tl.constexpr):
-    """Write out [rows, BLOCK_DV] and, unless ``lse_ptr`` is None, lse [rows].
+    """Store the tile ``out`` [rows, BLOCK_DV] and, unless ``lse_ptr`` is None, ``lse`` [rows].
 
-    ``lse`` is in base 2, and is written as natural logarithm.
+    ``lse`` is a logarithm to base 2. The natural logarithm is stored.
     """
     num_heads_q = lengths.num_heads_kv * lengths.group_size
     out_rows = packed_tokens(rows, lengths, C)

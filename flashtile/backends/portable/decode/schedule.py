@@ -191,7 +191,7 @@ def window_at(position, leftpad, lengths):
 
 @triton.jit
 def reach_of(m, sequence, lengths, C: tl.constexpr):
-    """Return (number of rows, KeyRange that they see, number of n_blocks) of m_block ``m`` of a sequence.
+    """Return (number of rows, KeyRange that they see, number of n_blocks) for m_block ``m`` of a sequence.
 
     An m_block with rows has at least one n_block, so that rows without keys are written as well.
     """
@@ -217,7 +217,7 @@ def reach_of(m, sequence, lengths, C: tl.constexpr):
 
 @triton.jit
 def count_n_blocks(m_blocks, pointers, lengths, C: tl.constexpr, EARLY: tl.constexpr = False):
-    """Return how many n_blocks of the list that the teams share belong to each m_block, [SCAN_BLOCK].
+    """Return how many n_blocks each m_block has in the list that is divided among the teams, [SCAN_BLOCK].
 
     This is the number of n_blocks of the m_block times the number of groups of HEADS_PER_TEAM heads.
     """
@@ -317,9 +317,9 @@ def work_tile_at(
 ):  # fmt: skip
     """Return the work tile that a program processes at ``position``.
 
-    ``position`` is an index in the list of n_blocks that the teams share. The result is (work tile, index of
-    the n_block within the work tile, position where the m_block ends). The m_block's first n_block is at
-    position ``m_block_start``.
+    ``position`` is an index in the list of all n_blocks. The list is divided among the teams of programs, as
+    the module's docstring describes. The result is (work tile, index of the n_block within the work tile,
+    position where the m_block ends). The m_block's first n_block is at position ``m_block_start``.
     """
     HEADS: tl.constexpr = C.HEADS_PER_TEAM
     m_block = tl.minimum(m_block, lengths.m_blocks - 1)

@@ -170,8 +170,8 @@ def edge_of(tile, tiles, places, C: tl.constexpr):
 def finish(sums, factor, to, start, stop, m, tile, tiles, arrived, call, C: tl.constexpr, E: tl.constexpr):
     """Apply the epilogue to the sums of a tile, and store the results.
 
-    ``to``: the :class:`Destinations` of the tile's rows of x in the KV cache. ``arrived``: counters of
-    finished tiles, one for each block of rows of x.
+    ``to``: a slot in the KV cache for each row of x that the tile covers, as :class:`Destinations`.
+    ``arrived``: counters of finished tiles, one for each block of rows of x.
     """
     STEP: tl.constexpr = C.BLOCK_N // C.HALVES
     BLOCK_M: tl.constexpr = C.BLOCK_M

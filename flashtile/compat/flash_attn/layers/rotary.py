@@ -42,7 +42,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Rotate the first ``rotary_dim`` elements of each head of x by the angles of its position.
+    """Rotate the first ``rotary_dim`` elements of each head in x by the angles of the token's position.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``.

@@ -1,0 +1,76 @@
+"""Builds a wheel of compiled kernels: ``python scripts/make_kernels.py [FOLDER] [--arch sm_90] [OPTIONS]``.
+
+The wheel is named after the architecture, such as flashtile-kernels-sm90, and made for the installed Triton.
+It has no code. Where it is installed, flashtile finds the kernels before it compiles. OPTIONS go to
+``flashtile compile`` and say for which calls kernels are compiled; by default ``--preset everything``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from make_dist import ROOT, build
+
+from flashtile import __version__
+from flashtile.backends.common.compiled_folder import PACKAGE
+
+MAX_BYTES = 60 * 10**6
+"""Largest size of a wheel."""
+
+PROJECT = """[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "flashtile-kernels-{arch}"
+version = "{version}"
+description = "Compiled kernels of flashtile {flashtile} for {arch}, made with Triton {triton}"
+requires-python = ">=3.10"
+license = "BSD-3-Clause"
+
+[tool.setuptools]
+packages = ["{package}.{arch}"]
+
+[tool.setuptools.package-data]
+"*" = ["*"]
+"""
+
+
+def make(folder: Path, arch: str, options: list[str]) -> Path:
+    """Write the wheel to ``folder``, where it replaces an earlier one, and return its path.
+
+    Args:
+        arch: architecture, such as "sm_90".
+        options: what ``flashtile compile`` compiles, as its arguments.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = arch.replace("_", "")
+    triton_version = triton.__version__.partition("+")[0]
+    with tempfile.TemporaryDirectory() as place:
+        kernels = Path(place, PACKAGE, name)
+        compile_ = (sys.executable, "-m", "flashtile", "compile", kernels, "--arch", arch, *options)
+        subprocess.run([str(word) for word in compile_], check=True, cwd=ROOT, stdout=sys.stderr)
+        project = PROJECT.format(
+            arch=name, version=f"{__version__}+triton{triton_version}", flashtile=__version__,
+            triton=triton_version, package=PACKAGE,
+        )  # fmt: skip
+        Path(place, "pyproject.toml").write_text(project)
+        for old in folder.glob(f"{PACKAGE}_{name}-*"):
+            old.unlink()
+        wheel = build("wheel", Path(place), folder)
+    if (size := wheel.stat().st_size) > MAX_BYTES:
+        raise SystemExit(f"expected at most {MAX_BYTES / 1e6:.0f} MB, got {size / 1e6:.1f} MB: {wheel}")
+    return wheel
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "dist")
+    parser.add_argument("--arch", default="sm_90")
+    given, options = parser.parse_known_args()
+    print(make(given.folder.resolve(), given.arch, options or ["--preset", "everything"]))

@@ -1,0 +1,198 @@
+"""The wheel of compiled kernels: what it has, how flashtile finds it, and when it is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flashtile
+from flashtile import masks
+from targets import INTERPRETING
+
+pytest.importorskip("triton")
+pytest.importorskip("setuptools", minversion="77")
+if INTERPRETING:
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from test_compilation import A100, APPEND, H200, compiled_here
+from test_step_calls import kernels
+
+from flashtile.backends.common import compiled_folder
+from flashtile.backends.common.compiled_folder import INDEX, PACKAGE, VARIABLE, in_use
+from flashtile.compilation.calls import calls_of, write_calls
+from flashtile.compilation.compiling import _wanted as wanted
+from flashtile.op.operation import remembering
+from flashtile.tools.workload_calls import DOCUMENTED, Heads, decoding_calls, training_calls
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "make_kernels.py"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """A wheel with the kernel of one call."""
+    place = tmp_path_factory.mktemp("wheel")
+    write_calls(place / "calls.json", [APPEND])
+    command = [sys.executable, SCRIPT, place / "dist", "--arch", "sm_90", "--calls", place / "calls.json"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+@pytest.fixture
+def installed(wheel, tmp_path, monkeypatch) -> Path:
+    """The folder of kernels of the wheel, unpacked into a folder of sys.path."""
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    folder = site / PACKAGE / "sm90"
+    folder.chmod(0o755)
+    (folder / INDEX).chmod(0o644)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled_folder, "_in_use", [])
+    compiled_folder._installed.cache_clear()
+    yield folder
+    compiled_folder._installed.cache_clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch) -> list:
+    """The kernels that Triton is asked to compile. It compiles none of them."""
+    import triton
+
+    asked: list = []
+
+    def refuse(src, **more):
+        asked.append(src.name)
+        raise AssertionError(src.name)
+
+    monkeypatch.setattr(triton, "compile", refuse)
+    return asked
+
+
+@pytest.mark.compile
+def test_the_wheel_is_for_any_machine_and_small(wheel):
+    import triton
+
+    version = f"{flashtile.__version__}+triton{triton.__version__.partition('+')[0]}"
+    assert wheel.name == f"{PACKAGE}_sm90-{version}-py3-none-any.whl"
+    assert wheel.stat().st_size < 10_000
+    with zipfile.ZipFile(wheel) as archive:
+        suffixes = [Path(name).suffix for name in archive.namelist() if name.startswith(f"{PACKAGE}/")]
+    assert sorted(suffixes) == [".json", ".json", ".xz"]
+
+
+@pytest.mark.compile
+def test_kernels_of_an_installed_wheel_are_not_compiled(installed, compilations):
+    kernel = compiled_here()
+    assert [folder.path for folder in in_use()] == [installed]
+    assert kernel.metadata.target.arch == 90
+    assert kernel.asm["cubin"].startswith(b"\x7fELF")
+    assert b"debug_line" not in kernel.asm["cubin"]
+    assert b"debug_ptx" not in kernel.asm["cubin"]
+    assert not compilations
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(("name", "value"), [("triton", "1.0"), ("flashtile", "0.0.1")])
+def test_a_wheel_of_another_version_is_not_used(installed, compilations, caplog, name, value):
+    index = json.loads((installed / INDEX).read_text())
+    (installed / INDEX).write_text(json.dumps(index | {name: value}))
+    with pytest.raises(AssertionError, match="append_kernel"):
+        compiled_here()
+    assert in_use() == ()
+    assert f"{PACKAGE}: path must have kernels for" in caplog.text
+    assert f"for {dict(triton='Triton').get(name, name)} {value}" in caplog.text
+
+
+@pytest.mark.compile
+def test_a_wheel_that_others_may_write_to_is_not_used(installed, compilations, caplog):
+    installed.chmod(0o777)
+    with pytest.raises(AssertionError, match="append_kernel"):
+        compiled_here()
+    assert "others may write to" in caplog.text
+
+
+@pytest.mark.compile
+def test_a_wheel_for_another_architecture_is_not_used(installed, compilations, caplog):
+    with pytest.raises(AssertionError, match="append_kernel"):
+        compiled_here(A100)
+    assert f"{installed} has kernels for sm_90, but none for sm_80" in caplog.text
+
+
+@pytest.mark.compile
+def test_folders_of_the_environment_come_first(installed, monkeypatch, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir(mode=0o755)
+    (other / INDEX).write_bytes((installed / INDEX).read_bytes())
+    (other / INDEX).chmod(0o644)
+    monkeypatch.setenv(VARIABLE, os.fspath(other))
+    assert [folder.path for folder in in_use()] == [other, installed]
+
+
+def documented_calls(heads: Heads) -> list:
+    """Calls of the documented features for one layer, under several functions' names."""
+    with remembering() as remembered, FakeTensorMode():
+        for batch, seqlen in ((1, 1000), (8, 1024), (1, 4096)):
+            tensors = lambda: heads.tensors(batch, seqlen)  # noqa: B023, E731
+            q, k, v = tensors()
+            flashtile.flash_attn_func(q, k, v, causal=True).sum().backward()
+            flashtile.flash_attn_func(q, k, v, dropout_p=0.2, causal=True).sum().backward()
+            for left in (100, 256, 4095):
+                flashtile.flash_attn_func(q, k, v, causal=True, window_size=(left, 0)).sum().backward()
+            flashtile.flash_attn_func(q, k, v, softcap=50.0, causal=True).sum().backward()
+            flashtile.flash_attn_func(q, k, v, causal=True, deterministic=True).sum().backward()
+            slopes = torch.zeros(heads.num_heads)
+            flashtile.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes).sum().backward()
+            bias = torch.zeros(1, heads.num_heads, seqlen, seqlen, dtype=q.dtype)
+            flashtile.attention(q, k, v, bias=bias).sum().backward()
+            hidden = torch.ones(batch, seqlen, dtype=torch.bool)
+            flashtile.attention(q, k, v, key_padding_mask=hidden).sum().backward()
+            sink = torch.zeros(heads.num_heads, dtype=q.dtype, requires_grad=True)
+            flashtile.attention(q, k, v, sink=sink, causal=True).sum().backward()
+            lengths = torch.zeros(batch, dtype=torch.int32)
+            for mask_mod in (masks.document(hidden.int()), masks.padding(lengths), masks.prefix_lm(lengths)):
+                flashtile.attention(q, k, v, mask_mod=mask_mod).sum().backward()
+            packed = [tensor.flatten(0, 1) for tensor in tensors()]
+            offsets = torch.zeros(batch + 1, dtype=torch.int32)
+            flashtile.flash_attn_varlen_func(
+                *packed, offsets, offsets, seqlen, seqlen, causal=True
+            ).sum().backward()
+        for batch in (1, 8):
+            sizes = (heads.num_heads_kv, heads.head_dim), (heads.num_heads_kv, heads.head_dim_v)
+            caches = (torch.empty(64 * batch, 16, *size, dtype=q.dtype) for size in sizes)
+            new = (torch.empty(batch, 1, *size, dtype=q.dtype) for size in sizes)
+            table = torch.zeros(batch, 64, dtype=torch.int32)
+            flashtile.flash_attn_with_kvcache(
+                q.detach()[:, :1].expand(batch, -1, -1, -1), *caches, *new, block_table=table,
+                cache_seqlens=torch.zeros(batch, dtype=torch.int32), causal=True,
+            )  # fmt: skip
+    return calls_of(remembered)
+
+
+HEADS = {f"{h.head_dim}-{h.head_dim_v}-{h.num_heads_kv}": h for h in DOCUMENTED if h.dtype == "bfloat16"}
+OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in HEADS if name != "128-128-4"]
+
+
+@pytest.mark.parametrize("name", ["128-128-4", *OTHERS])
+def test_documented_calls_need_no_kernel_that_the_preset_lacks(name, monkeypatch, tmp_path):
+    heads = HEADS[name]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    listed = [*training_calls([heads], features=True), *decoding_calls([heads])]
+    there = kernels(listed, H200, monkeypatch)
+    used = kernels(documented_calls(heads), H200, monkeypatch)
+    assert len(used) > 30
+    assert used - there == set()
+    tasks, _ = wanted(listed, [H200])
+    assert len(tasks) == len(there)  # no kernel is compiled twice

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -109,3 +110,22 @@ def test_a_wrong_file_is_one_line_and_exit_code_2(model, tmp_path, text, said):
     )
     assert result.exit_code == 2, result.output
     assert said in " ".join(result.output.split())
+
+
+def test_replicas_have_no_tls_and_no_origins_of_their_own(model, tmp_path, monkeypatch):
+    """They get what the file says, and not the file."""
+    found = []
+
+    def stop(arguments, *others):
+        found.append(as_dict(arguments))
+        raise typer.Exit(0)
+
+    monkeypatch.setattr(sys.modules[serve.__module__], "_serve_replicas", stop)
+    path, certificate = tmp_path / "serve.json", Path(__file__).with_name("certificate.pem")
+    values = {"ssl-certfile": str(certificate), "cors-origin": ["*"], "max-num-seqs": 5, "port": 8765}
+    path.write_text(json.dumps({**values, "data-parallel-size": 2, "model": str(model)}))
+    result = CliRunner().invoke(application(), ["serve", "--config", str(path), "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    (own,) = found
+    assert not {"config", "ssl-certfile", "cors-origin"} & set(own)
+    assert (own["max-num-seqs"], own["port"], own["data-parallel-size"]) == ("5", "0", "1")

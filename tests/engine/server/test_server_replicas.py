@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ import typer
 from typer.testing import CliRunner
 
 from flashtile.cli import application
+from flashtile.engine.server.listener import tls_context
 from flashtile.engine.server.replicas import front as front_module
 from flashtile.engine.server.replicas import process
 from flashtile.engine.server.replicas.front import Front, RequestBody, serve_replicas
@@ -153,6 +155,25 @@ async def post(client, prompt, **headers):
 async def get(client, path, **headers):
     async with client.get(path, headers=headers) as found:
         return found.status, await found.text()
+
+
+def test_the_front_has_tls_and_lets_pages_of_other_origins_read():
+    """Streams and other answers; its replicas have neither."""
+    page, path = "https://page.example", Path(__file__).with_name("certificate.pem")
+    trusting = ssl.create_default_context(cafile=str(path))
+
+    async def run() -> None:
+        async with (
+            serving(Limits(tls=tls_context(path, None, None), cors_origins=(page,))) as (front, _, _),
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting)) as client,
+        ):
+            for prompt in ("abc", "die in a stream"):
+                url = f"https://127.0.0.1:{front.listener.port}/v1/completions"
+                async with client.post(url, json={"prompt": prompt}, headers={"Origin": page}) as found:
+                    assert (found.status, bool(await found.text())) == (200, True)
+                    assert found.headers.getall("Access-Control-Allow-Origin") == [page]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_replica_that_dies_is_replaced(monkeypatch):

@@ -262,11 +262,9 @@ def model_folder(model: str | Path) -> Path:
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
     stored = cache / f"models--{name.replace('/', '--')}"
-    try:
-        snapshot = stored / "snapshots" / (stored / "refs" / "main").read_text().strip()
-    except OSError:
-        snapshot = stored
-    if snapshot == stored or not snapshot.is_dir():
+    head = stored / "refs" / "main"
+    snapshot = stored / "snapshots" / (head.read_text().strip() if head.is_file() else "none")
+    if not snapshot.is_dir():
         raise FileNotFoundError(
             f"model must be a folder, or a name in the hub cache {cache}, got {name!r}; "
             f"`hf download {name}` downloads it"
@@ -297,7 +295,7 @@ def read_config(folder: Path) -> ModelConfig:
     return parse_config(values, str(path))
 
 
-def read_sampling_defaults(folder: Path) -> dict[str, Any]:
+def generation_defaults(folder: Path) -> dict[str, Any]:
     """Read generation_config.json as arguments of SamplingParams. The values are not validated.
 
     An absent file, and absent or null fields, give no arguments. ``do_sample`` is ignored, as in vLLM.

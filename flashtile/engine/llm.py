@@ -17,13 +17,7 @@ import torch
 
 from flashtile.checks.arguments import as_int_within, is_choice
 from flashtile.checks.conversions import as_float, as_int, check_flag
-from flashtile.engine.config import (
-    ConfigError,
-    ModelConfig,
-    model_folder,
-    read_config,
-    read_sampling_defaults,
-)
+from flashtile.engine.config import ConfigError, ModelConfig, generation_defaults, model_folder, read_config
 from flashtile.engine.core import Engine, EngineStats, Prompt
 from flashtile.engine.memory import memory_left
 from flashtile.engine.model import Model
@@ -435,7 +429,7 @@ def _sampling_defaults(source: str | Path, folder: Path) -> dict[str, Any]:
             "generation_config must be 'auto', 'vllm' or a folder with a generation_config.json, "
             f"got {str(source)!r:.200}"
         )
-    found = read_sampling_defaults(place)
+    found = generation_defaults(place)
     try:
         SamplingParams(**found)
     except (TypeError, ValueError) as error:

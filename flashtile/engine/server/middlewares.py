@@ -38,7 +38,8 @@ TOKENS = request_key("tokens")
 
 def add_middlewares(app: web.Application, listener: Listener, limits: Limits) -> None:
     """Add everything that a server and the replicas' front do around their handlers."""
-    app.on_response_prepare.append(allows(limits.cors_origins))
+    if limits.cors_origins:
+        app.on_response_prepare.append(allows(limits.cors_origins))
     before = logged(listener, limits.access_log), preflights(limits.cors_origins), answer_errors
     app.middlewares.extend((*before, authorised(limits.api_keys)))
 
@@ -90,8 +91,6 @@ def allows(origins: Sequence[str]) -> Callable[[web.Request, web.StreamResponse]
     """Return a signal handler that lets web pages of the given origins read responses."""
 
     async def allow(request: web.Request, response: web.StreamResponse) -> None:
-        if not origins:
-            return
         response.headers["Vary"] = "Origin"
         origin = request.headers.get("Origin")
         if origin is not None and _is_allowed(origin, origins):

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import flashtile
 from flashtile import fp8
@@ -393,6 +394,17 @@ def test_masks_and_biases_broadcast_to_the_scores(shape):
     dout = torch.randn_like(out)
     gradient, expected = (torch.autograd.grad(o, bias, dout)[0] for o in (out, expected))
     torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3])
+def test_masks_and_biases_of_few_queries(seqlen_q):
+    q, k, v = torch.randn(1, seqlen_q, 2, 8), *torch.randn(2, 1, 6, 2, 8).unbind()
+    mask = torch.rand(1, 1, seqlen_q, 6) > 0.4
+    mask[..., 0] = True
+    bias = torch.randn(1, 2, seqlen_q, 6)
+    scores = bias.masked_fill(~mask, -torch.inf)
+    exact = scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scores).transpose(1, 2)
+    torch.testing.assert_close(flashtile.attention(q, k, v, mask=mask, bias=bias), exact)
 
 
 def test_offsets_of_int64_are_cast(ragged):

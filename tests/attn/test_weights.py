@@ -156,6 +156,8 @@ def test_what_takes_part_is_said() -> None:
         flashtile.attention_weights(q, q, lse.mT)
     with pytest.raises(TypeError, match=r"lse must be torch\.float32, got torch\.float64"):
         flashtile.attention_weights(q, q, lse.double())
+    with pytest.raises(TypeError, match=r"attention_weights\(\) got an unexpected keyword argument 'caused'"):
+        flashtile.attention_weights(q, q, lse, caused=True)
     with pytest.raises(NotImplementedError, match="hopper: it has no kernels for weights"):
         flashtile.attention_weights(q, q, lse, backend="hopper")
     explanation = flashtile.explain(q, q, q, return_attn_weights=True)

@@ -79,6 +79,13 @@ def test_flash_attention_3_s_keyword_and_scale() -> None:
     assert torch.equal(out, flash_attention_3.flash_attn_with_kvcache(**call))
 
 
+def test_qv_must_be_dense() -> None:
+    call = latent_call(torch.float32, "cpu", (5, 19), 1, 16, 24)
+    for qv in (call["qv"].to_sparse(), call["qv"].tolist()):
+        with pytest.raises((TypeError, NotImplementedError), match=r"^qv must"):
+            flashtile.flash_attn_with_kvcache(**call | {"qv": qv})
+
+
 def test_packed_queries_are_read_at_their_places(target: Target) -> None:
     call = latent_call(torch.float32, target.device, (9, 19), 2, 16, 24)
     expected = flashtile.flash_attn_with_kvcache(**call, backend=target.backend)

@@ -261,6 +261,18 @@ class TestProfile:
         assert -7 < profile.least < profile.most < 7
         assert str(profile).startswith("scores lie within [-")
 
+    def test_hidden_scores_do_not_count(self):
+        """Of two queries the first does not see the last key, and the scores of the second are 0."""
+        q, k = self.make()
+        q, k = q[:, :2].clone(), k[:, :4].clone()
+        q[:, 1], k[:, 3] = 0, 1000
+        profile = flashtile.profile_scores(q, k, causal=True)
+        alone = flashtile.profile_scores(q[:, :1], k[:, :3])
+        expected = min(alone.least, 0), max(alone.most, 0)
+        assert (profile.least, profile.most) == pytest.approx(expected, rel=1e-5)
+        assert profile.pays
+        assert not flashtile.profile_scores(q, k, causal=False).pays
+
     @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
     @pytest.mark.parametrize("shift", [0.0, 100.0])
     def test_phi_leaves_room_on_both_sides(self, dtype, shift):

@@ -215,6 +215,29 @@ def test_bert_padding(installed):
     assert (cu_seqlens.tolist(), longest, tokens.shape[0]) == ([0, 2, 3, 8, 9, 10, 12], 5, 12)
     assert torch.equal(bert_padding.index_first_axis(states.flatten(0, 1), indices), tokens)
     assert bert_padding.index_put_first_axis(tokens, indices, 15).shape == (15, 2, 4)
+    for wrong, error, text in (
+        (indices[None], ValueError, r"^indices must have shape \(total,\)"),
+        (indices.to("meta"), (ValueError, NotImplementedError), "^indices is on meta"),
+    ):
+        with pytest.raises(error, match=text):
+            bert_padding.index_first_axis(states.flatten(0, 1), wrong)
+
+
+def test_rotary_scales_of_xpos_are_1_in_the_middle(installed):
+    from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+
+    rotary = RotaryEmbedding(6, scale_base=4.0)
+    rotary._update_cos_sin_cache(20, torch.device("cpu"), torch.float32)
+    plain = RotaryEmbedding(6)
+    plain._update_cos_sin_cache(20, torch.device("cpu"), torch.float32)
+    middle, after = 10, 14
+    torch.testing.assert_close(rotary._cos_cached[middle], plain._cos_cached[middle])
+    scale = (torch.arange(0, 6, 2) + 0.4 * 6) / (1.4 * 6)  # the power is (14 - 10) / 4
+    torch.testing.assert_close(rotary._sin_cached[after], plain._sin_cached[after] * scale)
+    torch.testing.assert_close(rotary._sin_k_cached[after], plain._sin_cached[after] / scale)
+    tables, elsewhere = (plain._cos_cached, plain._sin_cached), torch.ones(1, device="meta").int()
+    with pytest.raises((ValueError, NotImplementedError), match=r"^seqlen_offsets is on meta"):
+        apply_rotary_emb(torch.ones(1, 2, 1, 6), *tables, seqlen_offsets=elsewhere)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

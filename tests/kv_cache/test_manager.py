@@ -122,6 +122,16 @@ class TestSharing:
         assert len(manager.reserve_batch(manager.batch(sequences))) == 3
         assert manager.pool.available == 0
 
+    def test_every_holder_but_the_last_needs_a_block(self):
+        manager = make(num_blocks=4)
+        sequences = [with_tokens(manager, 6)]
+        sequences += [manager.fork(sequences[0]) for _ in range(3)]
+        blocks = [manager.blocks(sequence) for sequence in sequences]
+        with pytest.raises(OutOfBlocksError, match="4 sequences needs 3 blocks, but 2 of 4"):
+            manager.reserve_batch(manager.batch(sequences))
+        assert [manager.blocks(sequence) for sequence in sequences] == blocks
+        assert manager.pool.available == 2
+
     def test_a_full_block_is_shared_for_good(self):
         manager = make()
         first = with_tokens(manager, 8)

@@ -204,6 +204,16 @@ BAD_QKV = {
         "positions must be given with rotary_cos",
         dict(rotary_cos=torch.ones(4, 4), rotary_sin=torch.ones(4, 4)),
     ),
+    "angles": (
+        ValueError,
+        "^rotary_cos must",
+        dict(rotary_cos=torch.ones(4, 9), rotary_sin=torch.ones(4, 9), positions=SLOTS.int()),
+    ),
+    "dtype of angles": (
+        TypeError,
+        "^rotary_cos must",
+        dict(rotary_cos=torch.ones(4, 4).half(), rotary_sin=torch.ones(4, 4).half(), positions=SLOTS.int()),
+    ),
     "pages without positions": (
         ValueError,
         "positions must be given with block_table, got None",

@@ -285,6 +285,16 @@ BAD_CALLS = {
         NotImplementedError,
         "^mask must be None with score_mod, mask_mod or block_mask",
     ),
+    "dropout": (
+        call(mask_mod=CAUSAL, dropout_p=0.1),
+        NotImplementedError,
+        "^dropout_p must be left out with score_mod, mask_mod or block_mask, got 0.1",
+    ),
+    "chunk": (
+        call(score_mod=masks.softcap(2.0), attention_chunk=8),
+        NotImplementedError,
+        "^attention_chunk must be left out with score_mod, mask_mod or block_mask, got 8",
+    ),
     "options": (
         lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), kernel_options={"BLOCK_K": 64}),
         NotImplementedError,

@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from dataclasses import replace
 
@@ -49,6 +50,41 @@ def test_a_neighborhood_is_shifted_inwards_at_the_edges(height, width, kernel) -
     places = torch.arange(height * width)
     found = masks.natten(height, width, kernel)(0, 0, places[:, None], places)
     assert found.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "sees"),
+    [
+        (masks.causal(3), lambda i, j: j <= i + 3),
+        (masks.causal(-2), lambda i, j: j <= i - 2),
+        (masks.window(2, 1, 3), lambda i, j: -2 <= j - (i + 3) <= 1),
+        (masks.window(-1, 1, -2), lambda i, j: j - (i - 2) <= 1),
+        (masks.prefix_lm(2, 3), lambda i, j: j < 2 or j <= i + 3),
+        (masks.dilated(2, 3, 1), lambda i, j: j - (i + 1) in (-6, -3, 0, 3, 6)),
+        (masks.padding(torch.tensor([4])), lambda i, j: j < 4),
+        (masks.document(torch.arange(9) // 4), lambda i, j: i // 4 == j // 4),
+    ],
+)
+def test_ready_masks_by_their_definitions(mask, sees) -> None:
+    """With ``offset``, query i is at the position of key i + offset."""
+    places, zero = torch.arange(9), torch.zeros((), dtype=torch.int64)
+    found = mask(zero, zero, places[:, None], places).expand(9, 9)
+    assert found.tolist() == [[bool(sees(i, j)) for j in range(9)] for i in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("mod", "changed"),
+    [
+        (masks.alibi(torch.tensor([0.5]), 3), lambda i, j: 1 - 0.5 * abs(i + 3 - j)),
+        (masks.relative_position(torch.arange(5.0)[None], 3), lambda i, j: 3 + min(max(j - i - 3, -2), 2)),
+        (masks.softcap(2.0), lambda i, j: 2 * math.tanh(0.5)),
+    ],
+)
+def test_ready_score_mods_by_their_definitions(mod, changed) -> None:
+    places, zero = torch.arange(9), torch.zeros((), dtype=torch.int64)
+    found = mod(torch.ones(9, 9), zero, zero, places[:, None], places)
+    expected = torch.tensor([[float(changed(i, j)) for j in range(9)] for i in range(9)])
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", MODS)

@@ -123,6 +123,8 @@ def test_the_prompt_of_a_call():
         prompt_of(b'{"messages": [{"content": "a \\"prompt\\""')
         == b'"messages": [{"content": "a \\"prompt\\""'
     )
+    both = b'"messages": [], "prompt": "x"', b'"prompt": "x", "messages": []'
+    assert [prompt_of(b"{" + one) for one in both] == list(both)
     assert prompt_of(b"[1]") == prompt_of(b"\xff") == prompt_of(b"") == b""
 
 
@@ -396,6 +398,38 @@ def test_a_signal_leaves_the_exit_code_to_the_watcher(monkeypatch):
         replica.signal(signal.SIGTERM)
         await replica.wait()
         return replica.exit_code
+
+    assert asyncio.run(run()) == -signal.SIGKILL
+
+
+def test_a_long_line_of_a_replica_is_passed_over(capfd):
+    """A line of more than a mebibyte is not kept in memory, and the replica runs on."""
+
+    async def run() -> tuple[int, int | None]:
+        lines = "import sys; sys.stderr.write('x' * 2**22 + '\\nshort\\n'); sys.stderr.flush()\n"
+        replica = Replica(0, [sys.executable, "-c", lines + SERVER], {**os.environ, "NUMBER": "0"})
+        replica.start()
+        up = asyncio.ensure_future(replica.wait_until_up())
+        await asyncio.wait([up, replica._task], return_when=asyncio.FIRST_COMPLETED)
+        assert up.done()
+        replica.signal(signal.SIGTERM)
+        await replica.wait()
+        return replica.restarts, replica.exit_code
+
+    assert asyncio.run(run()) == (0, -signal.SIGTERM)
+    assert "short\n" in capfd.readouterr().err
+
+
+def test_a_replica_ends_with_the_task_that_runs_it():
+    async def run() -> int | None:
+        replica = Replica(0, [sys.executable, "-c", SERVER], {**os.environ, "NUMBER": "0"})
+        replica.start()
+        assert await replica.wait_until_up()
+        replica._task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await replica.wait()
+        assert replica.url is None
+        return replica._process.returncode
 
     assert asyncio.run(run()) == -signal.SIGKILL
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
 READY = re.compile(r"serving .* at (http://\S+)")
 FIRST_PAUSE, MAX_PAUSE = 1.0, 30.0
@@ -164,7 +164,7 @@ class Replica:
         assert process.stderr is not None
         self._failures += 1
         try:
-            async for line in process.stderr:
+            async for line in _lines(process.stderr):
                 text = line.decode(errors="replace")
                 found = READY.search(text) if self.url is None else None
                 if found is None:
@@ -179,6 +179,18 @@ class Replica:
             if process.returncode is None:
                 _send(process, signal.SIGKILL)
                 await process.wait()
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream. Of a line longer than the stream's limit, only the end may be yielded."""
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # the line is too long; what was read of it is dropped
+            continue
+        if not line:
+            return
+        yield line
 
 
 def _send(process: asyncio.subprocess.Process, number: int) -> None:

@@ -26,6 +26,7 @@ from flashtile.engine import (
 )
 from flashtile.engine import llm as llm_module
 from flashtile.engine.config import parse_config
+from flashtile.engine.scheduler import COPY, SchedulerOutput
 
 SMALL = {"num_gpu_blocks_override": 12, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 
@@ -414,7 +415,10 @@ def test_folders_that_lack_something_or_point_elsewhere_are_refused(tmp_path):
         ({"swap_space": "4"}, "swap_space must be a number"),
         ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
         ({"kv_cache_memory_bytes": "1G"}, "kv_cache_memory_bytes must be an int"),
-        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False"),
+        *(
+            ({name: "no"}, f"{name} must be True or False")
+            for name in ("enable_prefix_caching", "enforce_eager", "warmup")
+        ),
         ({"kv_cache_dtype": ["fp8"]}, "kv_cache_dtype must be one of auto"),
         ({"speculative_config": "ngram"}, "speculative_config must be a dict"),
         ({"device": "tpu"}, "device must be cuda"),
@@ -485,3 +489,11 @@ def test_dummy_weights_need_a_config_alone(tmp_path):
     answers = [llm.generate([1, 2, 3], params)[0].outputs[0].token_ids for llm in (first, second, other)]
     assert answers[0] == answers[1] != answers[2]
     assert torch.isfinite(first.engine.runner.memory.k).all()
+
+
+def test_blocks_are_moved_in_a_step_without_tokens():
+    runner = load("llama3", block_size=4).engine.runner
+    runner.memory.k[:, 1], runner.memory.v[:, 1] = 1.0, 2.0
+    in_flight = runner.launch(SchedulerOutput([], moves=[(COPY, [(1, 2)])]))
+    assert (in_flight.samples, in_flight.tokens.tolist()) == ([], [])
+    assert bool((runner.memory.k[:, 2] == 1).all() and (runner.memory.v[:, 2] == 2).all())

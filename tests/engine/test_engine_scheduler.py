@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from flashtile.compilation.calls import Call
+from flashtile.engine.config import parse_config
 from flashtile.engine.request import Request, State
 from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.scheduler import COPY, SWAP_IN, SWAP_OUT, Scheduler
+from flashtile.engine.step_calls import Limits, _chunks, _sizes, _verified_tokens, step_calls
 from flashtile.kv_cache import BlockManager
 
 
@@ -202,3 +206,33 @@ def test_random_programs_lose_nothing(seed, host_blocks):
     assert not world.scheduler.waiting
     assert world.scheduler._reserved_seats == 0
     assert world.scheduler.num_preemptions > 0
+
+
+def test_sizes_of_steps_that_are_compiled_ahead():
+    """The bounds, the powers of two between them, and sizes between these."""
+    assert _sizes(1, 20) == [1, 2, 3, 4, 6, 8, 12, 16, 20]
+    assert _sizes(5, 17, parts=4) == [5, 6, 7, 8, 10, 12, 14, 16, 17]
+    limits = Limits(64, max_num_seqs=2, max_num_batched_tokens=8, captured=False)
+    assert list(_chunks(limits)) == [
+        (1, 2, 2), (1, 3, 3), (1, 4, 4), (1, 6, 6), (1, 8, 8),
+        (2, 3, 2), (2, 4, 2), (2, 4, 3), (2, 6, 3), (2, 5, 4), (2, 6, 4), (2, 8, 4), (2, 7, 6), (2, 8, 6),
+        (2, 8, 7),
+    ]  # fmt: skip
+    assert _verified_tokens(limits, [1, 2]) == []
+    guessing = replace(limits, max_num_seqs=40, verified=4)
+    assert _verified_tokens(guessing, [1, 2]) == [*range(2, 65), 96, 128, 160]
+    assert _verified_tokens(replace(guessing, captured=True), [1, 2, 40]) == [4, 8, 160]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_calls_of_steps_are_found_without_computing_them(drafts):
+    pytest.importorskip("triton")
+    config = parse_config(
+        {
+            "model_type": "llama", "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        }
+    )  # fmt: skip
+    limits = Limits(64, max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_blocks=16)
+    calls = [call for call in step_calls(config, limits, drafts) if isinstance(call, Call)]
+    assert {call.operation for call in calls} >= {"decode", "append_kvcache"}

@@ -134,6 +134,13 @@ def test_texts_are_too_long_only_where_they_are(words):
     assert ByteTokenizer().is_longer("a" * (SHORT * 300 + 1), 300)
 
 
+def test_no_character_is_counted_twice(monkeypatch):
+    pieces, text = [], "ab" * PIECE + "c"
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, piece, **options: pieces.append(piece) or [])
+    assert not ByteTokenizer().is_longer(text, 300)
+    assert "".join(pieces) == text
+
+
 def test_streams_of_tokenizers_say_what_decoding_says(words):
     """Also inside characters of several bytes, and without a space that a text's first token would lose."""
     tokenizer = load_tokenizer(words)
@@ -151,6 +158,7 @@ def test_streams_of_tokenizers_say_what_decoding_says(words):
     reader.read(snowman[:2])
     assert reader.text == ""
     reader.finish()
+    assert reader.text == tokenizer.decode(before + snowman[:2])[len(tokenizer.decode(before)) :]
     assert "\ufffd" in reader.text
     reader = Detokenizer(ByteTokenizer(), [])
     reader.read([0xE2, 0x98])
@@ -162,7 +170,9 @@ def test_tokens_that_never_become_text_are_not_decoded_again_and_again(words, to
     tokenizer = load_tokenizer(words)
     stream = tokenizer.stream(tokenizer.encode("the quick"))
     token = tokenizer.loaded.token_to_id(token)
-    shown = "".join(stream.step(token) for _ in range(200))
+    pieces = [stream.step(token) for _ in range(200)]
+    assert pieces[: stream.MAX_WAITING] == [""] * (stream.MAX_WAITING - 1) + [stream.MAX_WAITING * text]
+    shown = "".join(pieces)
     assert len(stream.window) < 40
     fox = tokenizer.encode("fox")
     assert shown + "".join(map(stream.step, fox)) + stream.flush() == 200 * text + " fox"

@@ -29,7 +29,6 @@ class Server:
         self.service = Service(llm, model_name, limits)
         self.host, self.port = host, port
         self._listener = Listener(limits)
-        self._time_left = 0.0
 
     async def start(self) -> None:
         """Start to accept calls. Raise OSError if the address is not available."""

@@ -231,6 +231,10 @@ def test_a_chat(server):
     assert choice["message"] == {"role": "assistant", "content": ";<="}
     assert [one["token"] for one in choice["logprobs"]["content"]] == [";", "<", "="]
     assert all(len(one["top_logprobs"]) == 2 for one in choice["logprobs"]["content"])
+    assert not {"prompt_logprobs", "prompt_token_ids"} & {*answer, *choice}
+    fields = {"messages": messages, "max_tokens": 1, "prompt_logprobs": 2, "return_token_ids": True}
+    _, scored = server.ask(CHAT, fields)
+    assert len(scored["prompt_logprobs"]) == len(scored["prompt_token_ids"]) > 2
     assert answer["object"] == "chat.completion"
     events = server.events(CHAT, messages=messages, max_tokens=3, n=2)
     assert [event["choices"][0]["delta"].get("role") for event in events[:3]] == [

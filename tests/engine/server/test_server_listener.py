@@ -173,6 +173,9 @@ def test_the_files_of_the_process_bound_its_connections(monkeypatch, caplog):
     assert allowed_connections(1000) == 1000
     assert allowed[0] == (1100, 5000)
     assert allowed_connections(10**6) == 4900
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, both: None)  # as where the system refuses it
+    allowed[0] = (300, 5000)
+    assert allowed_connections(10**6) == 200
     allowed[0] = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     assert allowed_connections(10**6) == 10**6
 

@@ -93,7 +93,7 @@ def test_a_model_keeps_the_error_rule(door, name, calls):
 
 
 def test_masks_and_what_is_refused(door):
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry, dispatch_attention_fn
 
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 7, 4, 8), *torch.randn(2, 2, 9, 4, 8).unbind()
@@ -106,6 +106,9 @@ def test_masks_and_what_is_refused(door):
         native, ours = (dispatch_attention_fn(q, k, v, **options, backend=b) for b in ("native", "flashtile"))
         torch.testing.assert_close(ours, native, atol=2e-6, rtol=1e-5)
     assert door.served == 3
+    backends = _AttentionBackendRegistry._backends
+    native, ours = (backends[diffusers.AttentionBackendName(b)](q, k, v) for b in ("native", "flashtile"))
+    torch.testing.assert_close(ours, native, atol=2e-6, rtol=1e-5)
     with pytest.raises(NotImplementedError, match=r"^parallel_config is not supported"):
         dispatch_attention_fn(q, k, v, backend="flashtile", parallel_config=object())
 

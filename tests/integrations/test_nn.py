@@ -85,14 +85,15 @@ def test_queries_of_another_length_weights_of_each_head_and_no_batch():
     compare(modules, [t[0] for t in inputs(modules[0], 5)], key_padding_mask=RIGHT[1])
 
 
-def test_self_attention_projects_once():
+@pytest.mark.parametrize("of", [(0, 0, 0), (0, 0, 1), (0, 1, 1), (0, 1, 0)])
+def test_one_tensor_is_several_inputs(of):
     modules = pair(batch_first=True)
     results = []
     for module in modules:
-        x = inputs(module)[0].clone().requires_grad_()
-        out, weights = module(x, x, x, need_weights=False)
+        given = [t.clone().requires_grad_() for t in inputs(module)[: 1 + max(of)]]
+        out, weights = module(*(given[i] for i in of), need_weights=False)
         assert weights is None
-        results.append((out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])))
+        results.append((out, *torch.autograd.grad(out.square().sum(), [*given, *module.parameters()])))
     torch.testing.assert_close(results[0], results[1], atol=5e-5, rtol=1e-4)
 
 

@@ -209,6 +209,14 @@ def test_what_torch_refuses_stays_refused():
         F.scaled_dot_product_attention(q, torch.nested.nested_tensor([t[:, :2] for t in k]), v)
     with flashtile.sdpa(fallback=False), pytest.raises(TypeError, match=r"^value has dtype"):
         F.scaled_dot_product_attention(q, q, q.half())
+    for shape, mask, says in (
+        ((1, 2, 6, 8), (1, 1, 2, 6, 6), r"\(1, 2, 6, 6\), got shape \(1, 1, 2, 6, 6\)"),
+        ((3, 1, 2, 6, 8), (2, 6, 6), r"\(1, 6, 6\), got shape \(2, 6, 6\)"),
+        ((3, 1, 2, 6, 8), (5, 6), r"\(1, 6, 6\), got shape \(5, 6\)"),
+    ):
+        q, attn_mask = torch.ones(shape), torch.zeros(mask)
+        with flashtile.sdpa(fallback=False), pytest.raises(ValueError, match=f"broadcast to {says}"):
+            F.scaled_dot_product_attention(q, q, q, attn_mask)
 
 
 def test_the_function_s_place_is_given_back():

@@ -449,13 +449,14 @@ def test_a_mask_of_scores_is_read_as_it_is():
 
 
 def test_transformers_changes_when_asked_to_and_back():
-    from transformers import modeling_flash_attention_utils, modeling_utils
+    from transformers import masking_utils, modeling_flash_attention_utils, modeling_utils
 
     def state() -> tuple:
         return (
             modeling_flash_attention_utils._lazy_imports,
             modeling_utils.PreTrainedModel._check_and_adjust_attn_implementation,
             set(modeling_utils.ALL_ATTENTION_FUNCTIONS.keys()),
+            set(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.keys()),
         )
 
     with_ours = state()
@@ -464,7 +465,7 @@ def test_transformers_changes_when_asked_to_and_back():
     unregister()
     before = state()
     assert before[0] is not with_ours[0]
-    assert set(NAMES) & before[2] == set()
+    assert set(NAMES) & (before[2] | before[3]) == set()
     unregister()
     assert state() == before
 

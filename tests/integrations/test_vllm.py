@@ -209,7 +209,7 @@ def test_fp8_caches_with_a_scale_of_the_layer_or_of_each_head(backend, dtype, sc
 def test_a_new_scale_of_the_layer_is_taken(newest):
     impl = make_impl(newest, kv_cache_dtype="fp8")
     step = Step(newest)
-    for scale in (0.5, 2.0):
+    for scale in (0.5, 2.0, 1.0):  # 1 is also the scale at first
         cache, (keys, values) = make_cache(newest, dtype=FP8)
         q, k, v = step.tensors()
         out = run(newest, step, impl, make_layer(scale, scale), cache, q, k, v)

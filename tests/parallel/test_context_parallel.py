@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks_pool import pool
 
 from flashtile import parallel
+from flashtile.parallel import ranks as ranks_module
 from flashtile.parallel.ranks import Message, Ranks
 
 CASES = {
@@ -188,6 +189,45 @@ def test_queries_before_the_first_key_of_a_cache_see_none(one_rank):
     assert not out[:, :2].any()
     assert bool((lse[..., :2] == -torch.inf).all())
     torch.testing.assert_close(out[:, 2], v_cache[:, 0])
+
+
+@pytest.mark.parametrize("dim", range(-3, 3))
+def test_any_dimension_is_cut_and_joined(one_rank, dim):
+    x = torch.randn(4, 6, 8)
+    assert torch.equal(parallel.unshard(parallel.shard(x, dim), dim), x)
+
+
+def test_a_record_is_kept_for_a_round_after_its_own(one_rank):
+    """Until a rank begins a round, it may still be reading the records of the round before."""
+    ranks, kept = Ranks(dist.group.WORLD), {}
+    ranks.size = 2  # the records of both are this rank's
+
+    class Store:
+        def set(self, key, record):
+            kept[key] = kept[key.removesuffix("0") + "1"] = record.encode()
+
+        def wait(self, keys, patience):
+            assert set(keys) <= set(kept)
+
+        get, delete_key = kept.__getitem__, kept.pop
+
+    ranks._store = Store()
+    for number in range(4):
+        assert ranks._exchange(f"({number}, 0, None)", 5.0) == [(number, 0, None)] * 2
+        own = [key for key in kept if key.endswith("/0")]
+        assert own == [f"flashtile/{one}/0" for one in range(max(0, number - 1), number + 1)]
+
+
+def test_agreements_of_gpus_are_kept_up_to_a_number(one_rank, monkeypatch):
+    monkeypatch.delenv("FLASHTILE_DEBUG", raising=False)
+    monkeypatch.setattr(ranks_module, "AGREEMENTS", 2)
+    ranks, asked = Ranks(dist.group.WORLD), []
+    exchange = ranks._exchange
+    monkeypatch.setattr(ranks, "_exchange", lambda *given: asked.append(given) or exchange(*given))
+    for tokens, rounds in ((1, 1), (2, 2), (1, 2), (3, 3), (2, 3), (1, 4)):
+        assert ranks.agree({}, {"tokens": tokens}, 5.0, torch.device("cuda")) == {"tokens": (tokens,)}
+        assert len(asked) == rounds
+    assert len(ranks._agreed) == 2
 
 
 def test_one_work_for_all_messages_is_waited_for(one_rank, monkeypatch):

@@ -15,7 +15,7 @@ from flashtile import attention
 from flashtile.io_model import find_card
 from flashtile.parallel import LINKS, Sharing, estimates, explain, two_dimensions
 from flashtile.parallel.attend import Scores, Total, attend_once
-from flashtile.parallel.blocks import Block, Mask, Pair, pair_of
+from flashtile.parallel.blocks import Block, Mask, Packed, Pair, pair_of
 from flashtile.parallel.layout import LAYOUTS, Piece, pieces_of, positions, tokens_of
 from flashtile.parallel.ranks import Alone, Ranks
 from flashtile.parallel.ulysses import in_order
@@ -66,6 +66,21 @@ def test_rows_that_no_call_has_are_0() -> None:
     assert (out.shape, lse.shape) == (q.shape, (1, 2, 5))
     assert (out[:, 2:] == 0).all()
     assert (lse[..., 2:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("sink", [None, torch.tensor([0.5, -1.0])])
+def test_results_of_two_calls_for_the_same_queries_are_merged(sink: torch.Tensor | None) -> None:
+    q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 16)
+    pair = Pair(((0, 6),), (Block(0, 4, 0, 3), Block(0, 4, 3, 6)))
+    expected = attention(q, k, v, softmax_scale=0.3, sink=sink, return_lse=True)
+    torch.testing.assert_close(attend_once(q, k, v, pair, Scores(0.3), sink), expected)
+
+
+def test_blocks_are_packed_with_the_tokens_between_them() -> None:
+    packed = Packed((Block(0, 2, 1, 4), Block(5, 9, 4, 6)), 10, 8)
+    q, k = (offsets.tolist() for offsets in packed.offsets(torch.device("cpu")))
+    assert (q, k) == ([0, 0, 2, 5, 9, 10, 10], [0, 1, 4, 4, 6, 6, 8])
+    assert packed.longest == (4, 3)
 
 
 def visible(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> torch.Tensor:

@@ -105,6 +105,7 @@ AREAS = (
                 "scheduler",
                 "speculation",
                 "texts",
+                "tokenizers",
                 "upload",
             )
         ),

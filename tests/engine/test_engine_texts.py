@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flashtile.cli import application
 from flashtile.engine import LLM, ConfigError, RequestOutputKind, SamplingParams
 from flashtile.engine.detokenizer import Detokenizer
-from flashtile.engine.templates import Account
+from flashtile.engine.templates import Account, render
 from flashtile.engine.tokenizer import PIECE, SHORT, ByteTokenizer, load_tokenizer
 from flashtile.tools.demo.llama import Llama, save_llama, sized
 
@@ -275,6 +275,13 @@ def test_a_text_is_paid_for_before_it_is_made():
     account = Account({})
     with pytest.raises(TemplateError, match="computes more than a chat template may"):
         account.pay_for_text("a" * 10000, "replace", ("a", "b" * 10000))
+
+
+def test_repetitions_of_a_text_cost_what_they_make():
+    text = {"text": "x" * 10_000}
+    assert render("{% for i in range(10000) %}{{ text * 0 }}{{ -1 * text }}{% endfor %}", text) == ""
+    with pytest.raises(ValueError, match="computes more than a chat template may"):
+        render("{% for i in range(10000) %}{{ (text * 1)[:0] }}{% endfor %}", text)
 
 
 def test_long_conversations_are_within_the_bounds():

@@ -95,7 +95,7 @@ def _function(door: sdpa) -> Any:
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> Tensor:
-        """Return attention of tensors (batch, seqlen, heads, head_dim). Arguments mean what they mean in SDPA."""
+        """Return attention of tensors (batch, seqlen, heads, head_dim). Other arguments are those of SDPA."""
         if return_lse or _parallel_config is not None:
             name = "return_lse" if return_lse else "parallel_config"
             raise NotImplementedError(f"{name} is not supported by Diffusers' attention backend {NAME!r}")

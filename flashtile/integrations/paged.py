@@ -87,7 +87,7 @@ class PagedAttention:
     ) -> None:
         """Compute attention from ``query`` to ``cache`` and write it to ``out``.
 
-        ``query`` is (tokens, heads, head_dim). Rows after the tokens of the step are neither read nor written.
+        ``query`` is (tokens, heads, head_dim). Rows after the step's tokens are neither read nor written.
         ``cache`` is the layer's keys and values, (num_blocks, block_size, heads_kv, head_dim).
         """
         if step.is_one_query_each:  # query i belongs to sequence i, so no offsets are needed

@@ -104,8 +104,8 @@ def _travel(
 ) -> Iterator[tuple[int, Pair, Tensor, Tensor]]:
     """Yield (t, pair, keys, values) for each step ``t``.
 
-    In step t, rank r gets the keys and values of rank r - t. ``pair`` holds the attention calls of the step. While the caller computes them, the keys and values of the
-    next step are in transit.
+    In step t, rank r gets the keys and values of rank r - t. ``pair`` holds the attention calls of the step.
+    While the caller computes them, the keys and values of the next step are in transit.
     """
     rank, size = shards.ranks.rank, shards.ranks.size
     outgoing: dict[Ranges, list[Tensor]] = {}

@@ -304,8 +304,8 @@ def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits
         prefetch_first(program, call, C)
     if C.PDL:
         # The kernel may reach this point before its predecessor has ended. Data that it has read before this
-        # wait only served to choose what to prefetch. Dependent kernels read lengths as soon as they start, so
-        # they are launched after this wait: here, or later by a program that prefetches.
+        # wait only served to choose what to prefetch. Dependent kernels read lengths as soon as they start.
+        # They are therefore launched after this wait: here, or later by a program that prefetches.
         tl.extra.cuda.gdc_wait()
         if C.PREFETCH == 0:
             tl.extra.cuda.gdc_launch_dependents()

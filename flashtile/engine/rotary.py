@@ -55,7 +55,7 @@ def _yarn_ramp(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     length, base = rope["original_max_position_embeddings"], rope["rope_theta"]
 
     def pair(turns: float) -> float:
-        """Return the (fractional) index of the pair that makes ``turns`` turns within the original length."""
+        """Return the (fractional) index of the pair that makes ``turns`` turns within ``length`` tokens."""
         return head_dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     low, high = pair(rope["beta_fast"]), pair(rope["beta_slow"])

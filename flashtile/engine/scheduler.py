@@ -256,7 +256,7 @@ class Scheduler:
         insort(self.waiting, victim, key=ORDER)
 
     def _admit(self, budget: int, step: SchedulerOutput) -> None:
-        """Start waiting sequences in order, while tokens of the budget, seats and blocks are left.
+        """Admit the sequences that wait, in order, while tokens of the budget, seats and blocks are left.
 
         A seat is a place for one of the ``max_num_seqs`` sequences that may hold memory. While a sequence
         waits for a seat, no sequence starts before ``max_num_seqs // 32`` seats are free. Several prompts

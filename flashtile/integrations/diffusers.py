@@ -78,7 +78,10 @@ def unregister() -> None:
 
 
 def _function(door: sdpa) -> Any:
-    """Return the backend's function. Diffusers passes only arguments that the function's signature names."""
+    """Return the attention function that Diffusers calls for the backend NAME.
+
+    Diffusers passes only arguments that the function's signature names.
+    """
 
     def attend(
         query: Tensor,
@@ -92,7 +95,7 @@ def _function(door: sdpa) -> Any:
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> Tensor:
-        """Compute attention of (batch, seqlen, heads, head_dim) with torch's meaning of the arguments."""
+        """Return attention of tensors (batch, seqlen, heads, head_dim). Other arguments are those of SDPA."""
         if return_lse or _parallel_config is not None:
             name = "return_lse" if return_lse else "parallel_config"
             raise NotImplementedError(f"{name} is not supported by Diffusers' attention backend {NAME!r}")

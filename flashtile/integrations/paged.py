@@ -85,10 +85,10 @@ class PagedAttention:
         k_scale: Tensor | None,
         v_scale: Tensor | None,
     ) -> None:
-        """Write the attention of the step's rows of query (tokens, heads, head_dim) to ``out``.
+        """Compute attention from ``query`` to ``cache`` and write it to ``out``.
 
-        ``cache`` is the layer's keys and values, (num_blocks, block_size, heads_kv, head_dim). Rows after the
-        step's tokens are not written.
+        ``query`` is (tokens, heads, head_dim). Rows after the step's tokens are neither read nor written.
+        ``cache`` is the layer's keys and values, (num_blocks, block_size, heads_kv, head_dim).
         """
         if step.is_one_query_each:  # query i belongs to sequence i, so no offsets are needed
             options, starts = self.causal_options if causal else self.options, None

@@ -72,7 +72,7 @@ class AllGather:
         return [rank for rank in range(self.shards.ranks.size) if rank != self._rank]
 
     def _pair(self, rank: int) -> Pair:
-        """Return the attention calls of one rank's queries over the keys of all ranks.
+        """Return the :class:`Pair` (attention calls) of one rank's queries and the keys of all ranks.
 
         The keys are in the order of the sequence. In the layout "striped" they are ordered by rank instead.
         """

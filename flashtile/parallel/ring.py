@@ -102,10 +102,10 @@ class _Returning(NamedTuple):
 def _travel(
     shards: Shards, k: Tensor, v: Tensor, steps: Sequence[int]
 ) -> Iterator[tuple[int, Pair, Tensor, Tensor]]:
-    """Yield (t, pair, keys, values) for each step ``t``: the keys and values are those of rank ``rank - t``.
+    """Yield (t, pair, keys, values) for each step ``t``.
 
-    ``pair`` holds the attention calls of the step. While the caller computes them, the keys and values of the
-    next step are in transit.
+    In step t, rank r gets the keys and values of rank r - t. ``pair`` holds the attention calls of the step.
+    While the caller computes them, the keys and values of the next step are in transit.
     """
     rank, size = shards.ranks.rank, shards.ranks.size
     outgoing: dict[Ranges, list[Tensor]] = {}

@@ -29,8 +29,8 @@ def query_heads(heads: int, size: int, rank: int) -> range:
 def key_heads(heads_q: int, heads_kv: int, size: int, rank: int) -> list[int]:
     """Return the key heads that a rank's query heads attend to.
 
-    Usually the same number of the rank's query heads attends to each key head. Each key head is then listed
-    once. If these numbers differ, the list has one entry for each query head, so key heads are repeated.
+    If all these key heads serve equally many query heads of the rank, which is usual, each of them is listed
+    once. Otherwise the list has one entry for each query head, so key heads are repeated.
     """
     group = heads_q // heads_kv
     own = query_heads(heads_q, size, rank)

@@ -110,6 +110,16 @@ def test_the_rule_refuses_nan_and_a_wrong_infinity() -> None:
     compare("result 0", right.float(), right, right, [right], torch.float32)
 
 
+def test_a_gradient_may_have_a_rounding_error_of_the_largest_result() -> None:
+    """A soft cap's derivative is a difference of numbers near 1, so it is exact only in absolute terms."""
+    right = torch.tensor([1.65e-5], dtype=torch.float64)
+    given = right, [right], torch.float64, 1.1
+    compare("gradient of q", right + 1.7e-17, right, *given)
+    for name, wrong in (("gradient of q", 1e-14), ("result 0", 1.7e-17)):
+        with pytest.raises(Wrong, match=f"{name} is off"):
+            compare(name, right + wrong, right, *given)
+
+
 def test_a_bad_call_must_be_refused_by_name() -> None:
     def raises(error: Exception) -> None:
         raise error

@@ -90,7 +90,7 @@ def bad_models() -> Iterator[None]:
 
 
 def as_arguments(context: typer.Context, **changed: Any) -> list[str]:
-    """Return the arguments of this command's call, with the parameters in ``changed`` replaced."""
+    """Return the command line's arguments, as strings, with the parameters in ``changed`` replaced."""
     values, found = {**context.params, **changed}, []
     for parameter in context.command.params:
         value = values.get(parameter.name or "")

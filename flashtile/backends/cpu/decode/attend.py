@@ -161,9 +161,9 @@ class _Sequence:
         return new_max, row_sum * before + here, acc * before + values / total * here
 
     def _tiles(self, q: Tensor, rows: range) -> Iterator[tuple[Tensor, range]]:
-        """Yield (masked scores (heads_kv, group * rows, keys), range of keys) for each block of keys.
+        """Yield the masked scores of each block of keys, and the block's range of keys.
 
-        The blocks cover the keys that at least one of ``rows`` sees.
+        Scores are (heads_kv, group * rows, keys). The blocks cover the keys that any of ``rows`` sees.
         """
         window = self.problem.window_left, self.problem.window_right
         seen = visible_keys(rows, self.seqlen_k, self.offset, *window)

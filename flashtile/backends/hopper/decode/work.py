@@ -199,12 +199,12 @@ def table_kernel(
     (0), and the number D of m_blocks that are divided into several parts. Each further row is one part: its
     m_block, the :class:`schedule.Sequence`, the index of the part, and the number of parts of the m_block.
 
-    Sequences with more n_blocks come first, and with them the divided m_blocks. The m_blocks of a sequence
-    are in reverse order, because the last m_block may see the most keys. The parts of an m_block are
-    consecutive.
+    Sequences are sorted by falling number of n_blocks, so the divided m_blocks, which have the most n_blocks,
+    come first. The m_blocks of a sequence are in reverse order, because the last m_block may see the most
+    keys. The parts of an m_block are consecutive.
 
-    The last column is a separate list: in row i, from 1 to D, it holds the number of the row with the first
-    part of the i-th divided m_block.
+    The last column has another meaning: rows 1 to D of this column list the divided m_blocks. Entry i is the
+    index of the row that holds the first part of the i-th divided m_block.
     """
     if C.PDL:
         start_dependents()

@@ -249,7 +249,7 @@ def first_state(C: gl.constexpr, head, pointers):
 
 @gluon.jit
 def attend_tile(C: gl.constexpr, W: gl.constexpr, channels, ping_pong, output, work, block, i, j, call):
-    """Compute and store out and lse of warpgroup W's 64 rows of block ``block`` of ``work``.
+    """Compute and store out and lse of 64 rows: those of warpgroup W in ``block`` of work tile ``work``.
 
     ``i`` counts the blocks of keys that have passed through the channels of k and v, ``j`` the blocks of
     queries that have passed through the channel of q. Returns the new ``i``.

@@ -45,8 +45,9 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 def compile_cases(arch: str) -> Iterator[CompileCase]:
     """Yield the compile cases of the forward.
 
-    Each entry of the table of configurations is compiled for a plain or a causal problem. Entries for windows
-    are also compiled with every feature at once. Problems with single features follow.
+    Entries of the table of configurations that are made for windows are compiled for a causal problem, and
+    once more with every feature. All other entries are compiled for a plain problem. Problems with single
+    features follow.
     """
     if arch != HOPPER:
         return

@@ -274,7 +274,9 @@ class _Writer:
         if not isinstance(x, Name) or isinstance(number, Name) or number <= 0:
             return None
         text, kind = self.operand(x), self.program.kinds[x]
-        if operation == "div":  # a score may be rounded differently, but an operand of a comparison may not
+        if operation == "div":
+            # A product with the inverse and the quotient round differently. In a score this is harmless,
+            # but a comparison could have another result.
             of_score = kind == "float" and "score" in depends_on(self.program)[x]
             return f"{text} * ({1 / number!r})" if of_score and 1e-30 < number < 1e30 else None
         if kind != "int" or type(number) is not int:

@@ -286,7 +286,10 @@ def attend_split(program, call, C: tl.constexpr):
 
 @kernel(do_not_specialize=("outer", "lengths", "num_blocks", "splits"))
 def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits, C: tl.constexpr):
-    """Attend to a cache: each program writes out and lse of whole work tiles, and otherwise partial results.
+    """Compute attention over a cache.
+
+    A program stores the results ``out`` and ``lse`` of each work tile that it computes alone. Of a work tile
+    that several programs share, each program stores a partial result.
 
     Grid: (teams * HEADS_PER_TEAM,) if STREAM_K, else (m_blocks * splits * heads_kv * batch,).
 
@@ -301,8 +304,8 @@ def decode_kernel(pointers, strides, outer, lengths, numbers, num_blocks, splits
         prefetch_first(program, call, C)
     if C.PDL:
         # The kernel may reach this point before its predecessor has ended. Data that it has read before this
-        # wait only served to choose what to prefetch. Dependent kernels are launched after this wait, because
-        # they read lengths as soon as they start.
+        # wait only served to choose what to prefetch. Dependent kernels read lengths as soon as they start.
+        # They are therefore launched after this wait: here, or later by a program that prefetches.
         tl.extra.cuda.gdc_wait()
         if C.PREFETCH == 0:
             tl.extra.cuda.gdc_launch_dependents()

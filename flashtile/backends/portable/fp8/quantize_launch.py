@@ -85,7 +85,7 @@ def spill_budget(problem: QuantizeProblem) -> int:
 def compile_options(problem: QuantizeProblem) -> dict[str, Any]:
     """Return the compiler's options. FMA fusion is off, so that results equal the CPU's to the bit."""
     options = {"num_warps": num_warps(problem), "enable_fp_fusion": False}
-    if torch.version.hip is None:  # AMD's compiler has no such option
+    if torch.version.hip is None:  # AMD's compiler has no option "maxnreg"
         few = not problem.rotary_dim or rotates_halves(problem)
         options["maxnreg"] = REGISTERS if few else ROTARY_REGISTERS
     return options

@@ -193,7 +193,8 @@ def candidates(problem: LinearProblem) -> Iterator[LinearConfig]:
             yield adapted(problem, GEMV, *tile)
     if problem.M <= MAX_FLAT_ROWS:
         for tile in _FLAT_TILES:
-            if tile[0] >= min(problem.M, 32):  # fewer rows of W than of x would waste the tensor cores
+            # A tile with fewer rows of W than of x would waste the tensor cores.
+            if tile[0] >= min(problem.M, 32):
                 yield adapted(problem, FLAT, *tile)
 
 

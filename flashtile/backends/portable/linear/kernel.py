@@ -306,11 +306,13 @@ def epilogue_kernel(
     pointers, sums_stride, places, strides, cache_strides, sizes, BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """Apply the epilogue to the result of torch's product. Grid: (blocks of places * blocks of rows,).
+    """Apply the epilogue to the result of torch's product.
 
-    A place is an output column, or a pair of columns that the epilogue combines. The kernel is specialized on
-    the number of places, ``places``. Triton uses loads and stores of 16 bytes only if it knows that
-    ``places`` is a multiple of 16, because then the eight elements of a vector have the same mask.
+    A place is an output column, or a pair of columns that the epilogue combines. Grid: one program for each
+    pair of a block of BLOCK_P places and a block of BLOCK_M rows.
+
+    The kernel is specialized on ``places``, the number of places. A load or store of 16 bytes covers eight
+    elements, which must have the same mask. Triton knows this only if ``places`` is a multiple of 16.
     """
     call = EpilogueCall(pointers, places, strides, cache_strides, sizes)
     blocks = tl.cdiv(places, BLOCK_P)

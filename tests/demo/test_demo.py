@@ -277,7 +277,8 @@ def test_peak_memory_tells_score_matrices_from_tiles():
     assert theirs.peak_bytes is not None
     assert ours.peak_bytes is not None
     matrix = 4 * seqlen**2 * 4
-    assert 2 * matrix < theirs.peak_bytes < 5 * matrix
+    # S, masked S, P, dP and dS; a second pass may find memory that the allocator keeps from the first.
+    assert 2 * matrix < theirs.peak_bytes < 10 * matrix
     assert ours.peak_bytes < matrix
     assert theirs.milliseconds > 0
     assert ours.passes >= 1

@@ -167,7 +167,7 @@ class Backend(AttentionBackend):
         """Return the number of keys of padded requests."""
         return 1
 
-    def forward_decode(
+    def forward_extend(
         self,
         q: Tensor,
         k: Tensor | None,
@@ -183,33 +183,6 @@ class Backend(AttentionBackend):
         Raises:
             NotImplementedError: the layer or an argument is not served.
         """
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        sinks: Tensor | None = None,
-        **others: Any,
-    ) -> Tensor:
-        """Do the same as :meth:`forward_decode`; sequences may have several queries."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, sinks, others)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-        sinks: Tensor | None,
-        others: dict[str, Any],
-    ) -> Tensor:
         for name, value in others.items():
             if value is not None and value is not False:
                 raise NotImplementedError(f"{name} must be None, got {value!r}")
@@ -243,6 +216,8 @@ class Backend(AttentionBackend):
             known.v_scale,
         )
         return out
+
+    forward_decode = forward_extend
 
     def _use(
         self,

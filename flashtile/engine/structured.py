@@ -11,8 +11,8 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -42,8 +42,9 @@ class Structures:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, ends: Collection[int]):
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._ends = [end for end in ends if end < vocab_size]
-        self._lock = threading.Lock()
-        self._compiled = functools.lru_cache(MAX_COMPILED)(self._compile)
+        # One thread: however many clients there are, they take one processor.
+        self._thread = ThreadPoolExecutor(1, "flashtile-structures")
+        self._compiled = functools.lru_cache(MAX_COMPILED)(self._submit)
 
     def matcher(self, structure: dict[str, Any]) -> Any:
         """Return the matcher of a structure at the start of an answer. Advance only copies of it.
@@ -53,7 +54,18 @@ class Structures:
 
         Raises:
             ValueError: the structure is invalid or too large, or there is no tokenizer.
-            NotImplementedError: llguidance is not installed.
+            NotImplementedError: llguidance is not installed, or cannot read the tokenizer.
+        """
+        found = self.compile(structure).result()
+        if isinstance(found, Exception):
+            raise type(found)(*found.args)  # a new one: the traceback of one that is kept would grow
+        return found
+
+    def compile(self, structure: dict[str, Any]) -> Future[Any]:
+        """Start to compile a structure, unless it is compiled. The result is the matcher or an error.
+
+        Raises:
+            ValueError: the structure is too large, or there is no tokenizer.
         """
         if self._tokenizer is None:
             raise ValueError("structured_outputs must be None without a tokenizer")
@@ -66,6 +78,19 @@ class Structures:
                 f"structured_outputs must have at most {MAX_CHARACTERS} characters, got {len(text)}"
             )
         return self._compiled(kind, text)
+
+    def _submit(self, kind: str, text: str) -> Future[Any]:
+        usual = threading.stack_size(STACK_BYTES)
+        try:
+            return self._thread.submit(self._matcher_or_error, kind, text)  # the first call starts the thread
+        finally:
+            threading.stack_size(usual)
+
+    def _matcher_or_error(self, kind: str, text: str) -> Any:
+        try:
+            return self._compile(kind, text)
+        except (ValueError, NotImplementedError) as error:
+            return error.with_traceback(None)
 
     def _compile(self, kind: str, text: str) -> Any:
         try:
@@ -81,19 +106,12 @@ class Structures:
                 '{"type":"object"}' if kind == "json_object" else text
             )
         limits = LLParserLimits(verbose_errors=False)
-
-        def compiled() -> Any:
+        try:
             found = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
             found.compute_bitmask()  # the first mask may take much longer than later ones, or reach a limit
-            return found
-
-        try:
-            with self._lock:  # one at a time, however many clients there are
-                found = _with_deep_stack(compiled)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        # llguidance cannot read every tokenizer. Panics of its Rust code are BaseExceptions.
-        except BaseException as error:
+        except (
+            BaseException
+        ) as error:  # llguidance cannot read every tokenizer; Rust's panics are BaseExceptions
             raise NotImplementedError(f"structured_outputs failed in llguidance: {error!s:.200}") from None
         if found.is_error():
             got = f"{text!r:.60}: {error_of(found)}"
@@ -165,14 +183,3 @@ def _executor() -> Any:
     from llguidance import LLExecutor
 
     return LLExecutor()
-
-
-def _with_deep_stack(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread with a stack of ``STACK_BYTES``, and return its result."""
-    with ThreadPoolExecutor(1) as threads:
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            call = threads.submit(function)  # starts the thread
-        finally:
-            threading.stack_size(usual)
-        return call.result()

@@ -202,6 +202,21 @@ def test_a_structure_that_becomes_too_complex_ends_its_own_request_alone(llm):
     assert re.fullmatch("[ab]{3}", good.outputs[0].text)
 
 
+def test_a_structure_is_compiled_once(llm):
+    """Also one that is refused, each time by an error of its own."""
+    structures, errors = llm.engine.structures, []
+    first = structures.matcher({"regex": "compiled once"})
+    assert structures.matcher({"choice": ["compiled once"]}) is not first
+    assert structures.matcher({"regex": "compiled once"}) is first
+    bad = structures.compile({"regex": "(never"})
+    for _ in range(2):
+        assert structures.compile({"regex": "(never"}) is bad
+        with pytest.raises(ValueError, match="valid regex") as caught:
+            structures.matcher({"regex": "(never"})
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+
+
 def test_a_long_chain_of_references_is_compiled(llm):
     """It would overflow a stack of usual size."""
     count = 1200

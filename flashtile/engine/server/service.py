@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
@@ -144,14 +143,24 @@ class Service:
             )  # fmt: skip
 
     async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
-        """Tokenize a call's prompts. Texts are tokenized in another thread."""
+        """Compile a call's structure and tokenize its prompts. Texts are tokenized in another thread."""
         self._check_priority(call.priority)
+        params = call.params
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            structures, wanted = self.engine.structures, params.structured_outputs
+            try:  # the engine's thread will then find the structure compiled
+                await asyncio.shield(
+                    asyncio.wrap_future(structures.compile(wanted))
+                )  # shared with other calls
+                structures.matcher(wanted)
+            except (ValueError, NotImplementedError) as error:
+                raise refused(error, call.fields) from None
         if isinstance(call, CompletionCall):
             count, most = len(call.prompts), self.limits.max_prompts
             if count > most:
                 text = f"prompt must be at most {most} prompts, got {count}"
                 raise ApiError(text, "prompt", code="invalid_value")
-            if structure_of(call) is None and all(isinstance(prompt, list) for prompt in call.prompts):
+            if all(isinstance(prompt, list) for prompt in call.prompts):
                 return self._prepare(call)
         return await asyncio.to_thread(self._prepare, call)
 
@@ -195,12 +204,6 @@ class Service:
         params.max_tokens = max(1, room if params.max_tokens is None else min(room, params.max_tokens))
 
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
-        structure = structure_of(call)
-        if structure is not None:
-            try:
-                self.engine.structures.matcher(structure)  # the engine's thread then finds it compiled
-            except (ValueError, NotImplementedError) as error:
-                raise refused(error, call.fields) from None
         if isinstance(call, ChatCall):
             return [self._tokenized(call, "messages", self.render(call.conversation))]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
@@ -241,8 +244,3 @@ class Service:
         if engine.last_schedule is not self._counted:
             self._counted = engine.last_schedule
             self.metrics.observe("iteration_tokens_total", self._counted.num_tokens)
-
-
-def structure_of(call: ApiCall) -> dict[str, Any] | None:
-    """Return ``structured_outputs`` of a call, or None."""
-    return call.params.structured_outputs if isinstance(call.params, SamplingParams) else None

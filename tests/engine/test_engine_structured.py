@@ -13,6 +13,8 @@ from engine_models import PAIRS_ENDS, folder_with_pairs
 from flashtile.engine import LLM, BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.structured import MAX_CHARACTERS
 
+pytest.importorskip("llguidance")
+
 SCHEMA = {
     "type": "object",
     "properties": {

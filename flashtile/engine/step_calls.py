@@ -105,15 +105,18 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     """Return the operator calls that the steps of an engine make, so that their kernels can be compiled.
 
     Args:
-        config: the model. Layers differ only in their attention windows, so only a few layers are run, at
-            least one for each window.
+        config: the model. Layers differ only in their attention windows, and in whether they have experts, so
+            only a few layers are run, at least one of each kind.
         limits: the engine's settings.
         drafts: whether the model is a draft model, which guesses tokens for another model.
     """
     from flashtile.backends.portable.sampling import sampling_ahead
 
-    windows = tuple(dict.fromkeys(config.windows))
-    shorter = replace(config, num_layers=len(windows) + 1, windows=(*windows, windows[0]))
+    kinds = list(dict.fromkeys((window, config.has_experts(i)) for i, window in enumerate(config.windows)))
+    kinds.append(kinds[0])
+    dense = frozenset(i for i, (_, has_experts) in enumerate(kinds) if not has_experts)
+    windows = tuple(window for window, _ in kinds)
+    shorter = replace(config, num_layers=len(kinds), windows=windows, dense_layers=dense)
     dtype, ranks = getattr(torch, config.dtype), Ranks()
     ranks.world = limits.world
     with remembering() as remembered, FakeTensorMode(), torch.no_grad():
@@ -167,11 +170,7 @@ def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[s
     whole = parameters(config)
 
     def weight(name: str) -> torch.Tensor:
-        shape, split = list(whole[name].shape), whole[name].split
-        if split is not None:
-            part = Shard(0, world).slice(shape[split])
-            shape[split] = part.stop - part.start
-        return torch.empty(shape, dtype=dtype)
+        return whole[name].own(torch.empty(whole[name].shape, dtype=dtype), Shard(0, world))
 
     return weight
 

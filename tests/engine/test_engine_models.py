@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from unittest import mock
 
 import pytest
 import torch
-from engine_models import MODELS, folder, greedy, load, prompts, transformers_model
+from engine_models import MODELS, VOCABULARY, folder, greedy, load, prompts, transformers_model
 
 from flashtile.engine import LLM, BeamSearchParams, SamplingParams
 from flashtile.engine.memory import run_one_layer
@@ -150,6 +151,30 @@ def test_logprobs_are_those_of_transformers():
             assert rank == int((expected[position] > expected[position, other]).sum()) + 1
     chosen = [entry[t].logprob for t, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
     assert answer.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+@pytest.mark.parametrize("length", [20, 40])
+def test_logits_with_longrope_are_those_of_transformers(tmp_path, length):
+    """Up to the original length with the short factors, beyond it with the long ones."""
+    shutil.copytree(folder("phi3"), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["original_max_position_embeddings"] = 25
+    config["rope_parameters"]["original_max_position_embeddings"] = 25
+    path.write_text(json.dumps(config))
+    model = type(transformers_model("phi3")).from_pretrained(tmp_path / "model", attn_implementation="eager")
+    prompt = [token % VOCABULARY for token in range(3, 3 + length - 5)]
+    llm = LLM(tmp_path / "model", device="cpu", skip_tokenizer_init=True, max_model_len=length)
+    (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=5, prompt_logprobs=0))
+    tokens = prompt + output.outputs[0].token_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0]
+    assert output.outputs[0].token_ids == logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
+    expected = logits.log_softmax(-1)[range(len(prompt) - 1), prompt[1:]]
+    found = [
+        entry[token].logprob for token, entry in zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+    torch.testing.assert_close(torch.tensor(found), expected, atol=1e-4, rtol=0)
 
 
 def test_bf16_logits_are_as_near_as_transformers_own():

@@ -14,6 +14,8 @@ from flashtile.engine import LLM, SamplingParams, parallel
 from flashtile.engine.parallel import ProcessRanks, broadcast_changes, end_repeating, repeat_changes
 
 LENGTH = 10
+FAMILIES = ("llama2", "llama3", "gemma2", "olmo2", "phi3", "mixtral", "gpt_oss")
+"""Every way in which weights are divided."""
 
 
 def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -> None:
@@ -55,7 +57,7 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
 
 def test_two_processes_answer_as_one_does(tmp_path):
     """Each holds half of the heads, of the MLP and of the vocabulary; one of them leads the other."""
-    folders = {name: str(folder(name)) for name in ("llama2", "llama3", "gemma2", "gpt_oss")}
+    folders = {name: str(folder(name)) for name in FAMILIES}
     torch.multiprocessing.spawn(
         in_a_process, (2, str(tmp_path / "store"), folders, str(tmp_path / "found")), nprocs=2
     )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
 from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
@@ -291,41 +292,59 @@ class Experts:
         self.per_token, self.normalized, self.silu = c.experts_per_token, c.normalized, c.activation == "silu"
         self.alpha, self.limit = c.swiglu_alpha, c.swiglu_limit
         self.router = weights(f"{block}.{names.router}.weight")
-        self.router_bias = self.gate_up_bias = self.down_bias = None
+        self.numbers = torch.arange(c.num_experts, device=self.router.device)
+        self.router_bias = None
+        self.bias: tuple[Tensor, Tensor] | None = None  # of gate_up and of down
         if names.stacked:
             self.router_bias = weights(f"{block}.{names.router}.bias")
             self.gate_up, self.down = (
                 weights(f"{block}.experts.{part}").transpose(1, 2).contiguous()
                 for part in ("gate_up_proj", "down_proj")
             )
-            self.gate_up_bias = weights(f"{block}.experts.gate_up_proj_bias")
-            self.gate_up, self.gate_up_bias = (
-                torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in (self.gate_up, self.gate_up_bias)
-            )
-            self.down_bias = weights(f"{block}.experts.down_proj_bias")
-            if ranks.rank:
-                self.down_bias = torch.zeros_like(self.down_bias)
+            bias, down_bias = (weights(f"{block}.experts.{one}_proj_bias") for one in ("gate_up", "down"))
+            self.gate_up, bias = (torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in (self.gate_up, bias))
+            self.bias = bias, torch.zeros_like(down_bias) if ranks.rank else down_bias
         else:
             experts = [f"{block}.experts.{expert}" for expert in range(c.num_experts)]
             self.gate_up = torch.stack([_joined(weights, one, names.gate_up, "weight") for one in experts])
             self.down = torch.stack([weights(f"{one}.{names.down}.weight") for one in experts])
 
-    def __call__(self, x: Tensor, norm: Norm, residual: Tensor | None) -> Tensor:
-        """Normalise x (total_new, hidden_size) by ``norm``, apply the experts, and add ``residual``."""
-        x = norm(x)
+    def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
+        """Normalise x (total_new, hidden_size) by ``norm`` if given, apply the experts, add ``residual``."""
+        x = x if norm is None else norm(x)
         shares, chosen = self._route(x)
+        on_host = x.device.type == "cpu" and not isinstance(x, FakeTensor)
+        if not on_host and x.dtype in (torch.float16, torch.bfloat16):
+            parts = self._products(x, chosen)
+            if residual is None:
+                return torch.bmm(shares.unsqueeze(1), parts).squeeze(1)
+            return torch.baddbmm(residual.unsqueeze(1), shares.unsqueeze(1), parts).squeeze(1)
         out = torch.zeros_like(x) if residual is None else residual.clone()
-        for expert in chosen.unique().tolist():
-            token, place = (chosen == expert).nonzero(as_tuple=True)
-            bias = (
-                (None, None)
-                if self.down_bias is None
-                else (self.gate_up_bias[expert], self.down_bias[expert])
+        # On a GPU the host does not wait for the choice: every expert gets all tokens, with shares of 0.
+        for expert in chosen.unique().tolist() if on_host else range(len(self.down)):
+            is_chosen = chosen == expert
+            token = (
+                is_chosen.any(-1).nonzero().flatten() if on_host else torch.arange(len(x), device=x.device)
             )
-            inner = self._activate(linear(x[token], self.gate_up[expert], bias[0]))
-            partial = linear(inner, self.down[expert], bias[1])
-            out.index_add_(0, token, partial * shares[token, place, None])
+            b, c = (None, None) if self.bias is None else (one[expert] for one in self.bias)
+            inner = self._activate(linear(x[token], self.gate_up[expert], b))
+            share = (shares * is_chosen).sum(-1, keepdim=True)
+            out.index_add_(0, token, linear(inner, self.down[expert], c) * share[token])
         return out
+
+    def _products(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Return the results (total_new, per_token, hidden_size) of each token's experts, without host syncs.
+
+        The pairs of a token and an expert are sorted by expert.
+        """
+        from flashtile.backends.portable.linear.grouped import grouped_linear
+
+        numbers, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
+        b, c = (None, None) if self.bias is None else self.bias
+        gate_up = grouped_linear(x, self.gate_up, b, order // self.per_token, ends, gather=True)
+        out = grouped_linear(self._activate(gate_up), self.down, c, order, ends, gather=False)
+        return out.view(len(x), self.per_token, -1)
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (shares in the dtype of x, numbers) of each token's experts, both (total_new, per_token)."""

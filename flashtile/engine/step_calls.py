@@ -22,7 +22,7 @@ from flashtile.api.decode import copy_blocks
 from flashtile.compilation.calls import Call, Signature, calls_of
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
-from flashtile.engine.model import FEW_ROWS, Model, StepInput
+from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
 from flashtile.engine.weights import Shard, parameters
 from flashtile.op.operation import remembering
@@ -136,7 +136,21 @@ def step_calls(config: ModelConfig, limits: Limits, drafts: bool = False) -> lis
     further = [resized(call, *sizes) for call in chunks for sizes in _chunks(limits)]
     logits = dict.fromkeys((dtype, torch.float32))  # float32 after penalties
     sampling = [functools.partial(sampling_ahead, one, config.vocab_size) for one in logits]
-    return [*dict.fromkeys((*found, *further)), *sampling]
+    return [*dict.fromkeys((*found, *further)), *sampling, *_expert_products(model, dtype)]
+
+
+def _expert_products(model: Model, dtype: torch.dtype) -> list[Source]:
+    """Return functions that list the launches of the products of the model's experts."""
+    from flashtile.backends.portable.linear.grouped import grouped_ahead
+
+    experts = next((layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)), None)
+    if experts is None or dtype == torch.float32:
+        return []
+    device, bias = torch.device("meta"), experts.bias is not None
+    return [
+        functools.partial(grouped_ahead, device, dtype, tuple(weight.shape), bias, gather)
+        for weight, gather in ((experts.gate_up, True), (experts.down, False))
+    ]
 
 
 def _is_chunk(call: Call) -> bool:

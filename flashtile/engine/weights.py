@@ -51,10 +51,10 @@ class Parameter(NamedTuple):
         """Return a rank's part of the whole weight, which may be a slice of a safetensors file."""
         if self.split is None:
             return tensor[:]
-        found, start, before = [], 0, (slice(None),) * self.split
+        found, start, before = [], 0, [slice(None)] * self.split
         for size in self.parts or (self.shape[self.split],):
             part = shard.slice(size)
-            found.append(tensor[(*before, slice(start + part.start, start + part.stop))])
+            found.append(tensor[tuple([*before, slice(start + part.start, start + part.stop)])])
             start += size
         return found[0] if len(found) == 1 else torch.cat(found, self.split)
 

@@ -24,6 +24,7 @@ MAX_SIZE = 2**24
 """Upper limit of every size in a config, such as ``hidden_size``. Larger ones are mistakes or attacks."""
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+IN_VLLM = "; vLLM serves more models, on flashtile's attention: see docs/guides/vllm.md"
 NO_ROPE = {"rope_type": "none"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -93,6 +94,15 @@ class ModelConfig:
         if layer in self.no_rope_layers:
             return NO_ROPE
         return self.rope if self.local_rope is None or self.windows[layer] < 0 else self.local_rope
+
+    @property
+    def ropes(self) -> list[dict[str, Any]]:
+        """The different results of :meth:`rope_of`, in the order of the layers."""
+        found: list[dict[str, Any]] = []
+        for layer in range(self.num_layers):
+            if self.rope_of(layer) not in found:
+                found.append(self.rope_of(layer))
+        return found
 
     def has_experts(self, layer: int) -> bool:
         return self.num_experts > 0 and layer not in self.dense_layers
@@ -236,6 +246,8 @@ def read_config(folder: Path) -> ModelConfig:
         NotImplementedError: the model is not supported; the message names the field.
     """
     path = folder / "config.json"
+    if not path.is_file() and (folder / "adapter_config.json").is_file():
+        raise NotImplementedError(f"{folder} has a LoRA adapter: merge it into its model first{IN_VLLM}")
     if not path.is_file():
         raise FileNotFoundError(f"{folder} must be a folder with a config.json")
     values = read_json(path)
@@ -264,13 +276,13 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
 
     ``source`` is the name of the file in errors.
     """
+    _refuse_unsupported(values, source)
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise NotImplementedError(
-            f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}"
+            f"{source}: model_type must be one of {', '.join(FAMILIES)}, got {model_type!r:.80}{IN_VLLM}"
         )
     family = FAMILIES[model_type]
-    _refuse_unsupported(values, source)
     fields = _Fields(_with_defaults(values, family), source)
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads", most=2**14)
     kv_heads = fields.size("num_key_value_heads", heads, most=2**14)
@@ -348,7 +360,16 @@ def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
         method = values["quantization_config"]
         method = method.get("quant_method") if isinstance(method, Mapping) else method
         raise NotImplementedError(
-            f"{source}: quantization_config of a checkpoint is not supported, got {method!r:.80}"
+            f"{source}: quantization_config of a checkpoint is not supported, got {method!r:.80}{IN_VLLM}"
+        )
+    for name in ("vision_config", "audio_config"):
+        if values.get(name):
+            raise NotImplementedError(f"{source}: {name} is not supported, only models of text{IN_VLLM}")
+    classes = values.get("architectures")
+    if isinstance(classes, list) and classes and not any(str(one).endswith("ForCausalLM") for one in classes):
+        raise NotImplementedError(
+            f"{source}: architectures must have a model that generates text (...ForCausalLM), not embeddings "
+            f"or classes, got {classes!r:.80}{IN_VLLM}"
         )
     for name in ("use_bidirectional_attention", "per_layer_config"):
         if values.get(name):

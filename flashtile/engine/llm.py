@@ -531,7 +531,7 @@ def _table_bytes(model: Model, length: int, seqs: int, block_size: int, blocks: 
         return 0
     positions = max(0, min(length, blocks * block_size))
     rows = seqs + 1  # the block table has one more row, for padding sequences
-    tables = len(model.ropes) * model.config.head_dim
+    tables = len(model.config.ropes) * model.config.head_dim
     return 4 * (positions * tables + rows * -(-positions // block_size))
 
 

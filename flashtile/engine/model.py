@@ -380,7 +380,7 @@ class Layer:
             for name in config.family.norms
         )
         self.ranks = ranks
-        self.rope = 0  # number of the layer's rotary tables in Model.ropes
+        self.rope = config.ropes.index(config.rope_of(layer))  # number of the layer's rotary tables
         self.following: Norm | None = None  # the next layer's first norm
         # Attention and MLP may prepare their result for the next norm (see Hidden) only if the next norm
         # follows directly. An all-reduce or a second norm in between would change the result.
@@ -427,12 +427,6 @@ class Model:
         for layer, following in pairwise(self.layers):
             if isinstance(following.mlp, MLP):  # layers with experts do not take prepared states
                 layer.following = following.before_attention
-        self.ropes: list[dict[str, Any]] = []  # the different ones
-        for i, one in enumerate(self.layers):
-            rope = config.rope_of(i)
-            if rope not in self.ropes:
-                self.ropes.append(rope)
-            one.rope = self.ropes.index(rope)
         self.norm = Norm(config, weights("model.norm.weight"))
         if config.tie_word_embeddings:
             head = self.embedding[Shard(ranks.rank, ranks.world).slice(config.vocab_size)]
@@ -443,7 +437,7 @@ class Model:
 
     def set_positions(self, count: int) -> None:
         """Make rotary tables of ``count`` positions. Call it before the first step."""
-        tables = [rotary_tables(rope, self.config.head_dim, count) for rope in self.ropes]
+        tables = [rotary_tables(rope, self.config.head_dim, count) for rope in self.config.ropes]
         self.rotary = [table.to(self.embedding.device) for pair in tables for table in pair]
 
     def hidden(self, step: StepInput, k_cache: Tensor, v_cache: Tensor) -> Tensor:

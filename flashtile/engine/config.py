@@ -25,6 +25,7 @@ MAX_SIZE = 2**24
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 IN_VLLM = "; vLLM serves more models, on flashtile's attention: see docs/guides/vllm.md"
+SCALE_BLOCK = [128, 128]
 NO_ROPE = {"rope_type": "none"}
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -50,6 +51,8 @@ class ModelConfig:
         eos_token_ids: tokens that end a text.
         bos_token_id: the token that begins a text, or None.
         dtype: dtype of the stored weights as ``config.json`` names it, "float32" by default.
+        scales: "channel" or "block" (of 128 x 128) if the layers' matrices are stored in e4m3 with such
+            scales, or "".
     """
 
     model_type: str
@@ -84,6 +87,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str = "float32"
+    scales: str = ""
 
     @property
     def family(self) -> Family:
@@ -336,6 +340,7 @@ def parse_config(values: Mapping[str, Any], source: str = "config.json") -> Mode
         eos_token_ids=fields.ids("eos_token_id", vocab_size),
         bos_token_id=next(iter(fields.ids("bos_token_id", vocab_size)), None),
         dtype=dtype,
+        scales=_read_scales(values, source),
     )
 
 
@@ -356,12 +361,6 @@ def _with_defaults(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
-    if values.get("quantization_config"):
-        method = values["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, Mapping) else method
-        raise NotImplementedError(
-            f"{source}: quantization_config of a checkpoint is not supported, got {method!r:.80}{IN_VLLM}"
-        )
     for name in ("vision_config", "audio_config"):
         if values.get(name):
             raise NotImplementedError(f"{source}: {name} is not supported, only models of text{IN_VLLM}")
@@ -374,6 +373,34 @@ def _refuse_unsupported(values: Mapping[str, Any], source: str) -> None:
     for name in ("use_bidirectional_attention", "per_layer_config"):
         if values.get(name):
             raise NotImplementedError(f"{source}: {name} is not supported, got {values[name]!r:.80}")
+
+
+def _read_scales(values: Mapping[str, Any], source: str) -> str:
+    """Return what a checkpoint in e4m3 has scales of: "block" or "channel"; "" for weights in 16 or 32 bits.
+
+    Raises:
+        NotImplementedError: the checkpoint is quantized in another way.
+    """
+    given = values.get("quantization_config") or values.get("compression_config")
+    if not given:
+        return ""
+    given = given if isinstance(given, Mapping) else {"quant_method": given}
+    method, found = given.get("quant_method"), []
+    if method == "fp8":
+        found = [given.get("weight_block_size")]
+    elif method == "compressed-tensors" and isinstance(given.get("config_groups"), Mapping):
+        for group in given["config_groups"].values():
+            weights = (group.get("weights") if isinstance(group, Mapping) else None) or {}
+            if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
+                found.append(weights.get("block_structure") if weights.get("strategy") == "block" else None)
+            else:
+                found.append("other")
+    if len({*map(str, found)}) != 1 or found[0] not in (None, SCALE_BLOCK):
+        raise NotImplementedError(
+            f"{source}: quantization_config must be fp8 or compressed-tensors in e4m3 with a scale for each "
+            f"tensor, channel or block of {SCALE_BLOCK}, got {method!r:.80}{IN_VLLM}"
+        )
+    return "block" if found[0] else "channel"
 
 
 def _read_ropes(

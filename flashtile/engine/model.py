@@ -18,9 +18,10 @@ from flashtile.api.decode import append_kvcache, flash_attn_with_kvcache
 from flashtile.engine.config import ModelConfig
 from flashtile.engine.parallel import ALONE, Ranks
 from flashtile.engine.rotary import rotary_tables
-from flashtile.engine.weights import Shard, Weights, quantized
+from flashtile.engine.weights import SCALE, Shard, Weights, quantized
 from flashtile.linear import BeforeNorm, linear, linear_before_norm, linear_qkv
 from flashtile.reference.decode import rotate
+from flashtile.reference.linear import scaled_weight
 
 SWIGLU = "silu_and_mul"
 FEW_ROWS = 64
@@ -69,16 +70,27 @@ class Cache(NamedTuple):
 
 
 class Matrix:
-    """A weight (N, K), stored as given, or in e4m3 with a scale for each row.
+    """A weight (N, K), stored as given, or in e4m3 with a scale for each row or block.
 
     ``matrix(x)`` computes ``x @ weight.T``, with the options of :meth:`__call__`.
     """
 
-    def __init__(self, weight: Tensor, fp8: bool):
-        self.weight = weight
-        self.scale: Tensor | None = None
-        if fp8:
+    def __init__(self, weight: Tensor, fp8: bool, scale: Tensor | None = None):
+        self.weight, self.scale = weight, scale
+        if fp8 and scale is None:
             self.weight, self.scale = quantized(weight)
+
+    @classmethod
+    def joined(cls, weights: Weights, block: str, names: tuple[str, ...], fp8: bool) -> Matrix:
+        """Return the projections ``names`` of a block as one matrix."""
+        weight, scale = _joined(weights, block, names, "weight"), None
+        if weight.dtype == torch.float8_e4m3fn:
+            scale = _joined(weights, block, names, f"weight{SCALE}")
+        return cls(weight, fp8, scale)
+
+    def widened(self, like: Tensor) -> Tensor:
+        """Return the weight in the dtype of ``like``, times its scales."""
+        return self.weight if self.scale is None else scaled_weight(self.weight, self.scale, like.dtype)
 
     def __call__(
         self,
@@ -150,12 +162,12 @@ class Attention:
         self.heads, self.kv_heads = c.num_heads // ranks.world, c.num_kv_heads // ranks.world
         self.window, self.scale, self.softcap = c.windows[layer], c.softmax_scale, c.attn_softcap
         self.ranks, self.norm_all = ranks, c.family.qk_norm == "all"
-        self.qkv = Matrix(_joined(weights, name, c.family.qkv, "weight"), fp8)
+        self.qkv = Matrix.joined(weights, name, c.family.qkv, fp8)
         self.qkv_bias = self.o_bias = self.sink = None
         self.q_norm: Norm | None = None
         if c.qkv_bias:
             self.qkv_bias = _joined(weights, name, c.family.qkv, "bias")
-        self.o = Matrix(weights(f"{name}.o_proj.weight"), fp8)
+        self.o = Matrix.joined(weights, name, ("o_proj",), fp8)
         if c.o_bias and ranks.rank == 0:  # the ranks' results are summed, so only rank 0 adds the bias
             self.o_bias = weights(f"{name}.o_proj.bias")
         if c.family.qk_norm:
@@ -251,7 +263,8 @@ class Attention:
 
 def _joined(weights: Weights, block: str, names: tuple[str, ...], kind: str) -> Tensor:
     """Return weights or biases of projections, one after another."""
-    return torch.cat([weights(f"{block}.{name}.{kind}") for name in names])
+    found = [weights(f"{block}.{name}.{kind}") for name in names]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 class MLP:
@@ -259,8 +272,8 @@ class MLP:
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, ranks: Ranks, fp8: bool):
         name, self.silu = f"model.layers.{layer}.mlp", config.activation == "silu"
-        self.gate_up = Matrix(_joined(weights, name, config.family.gate_up, "weight"), fp8)
-        self.down = Matrix(weights(f"{name}.down_proj.weight"), fp8)
+        self.gate_up = Matrix.joined(weights, name, config.family.gate_up, fp8)
+        self.down = Matrix.joined(weights, name, ("down_proj",), fp8)
         self.gate_up_bias = self.down_bias = None
         if config.mlp_bias:
             self.gate_up_bias = _joined(weights, name, config.family.gate_up, "bias")
@@ -306,8 +319,12 @@ class Experts:
             self.bias = bias, torch.zeros_like(down_bias) if ranks.rank else down_bias
         else:
             experts = [f"{block}.experts.{expert}" for expert in range(c.num_experts)]
-            self.gate_up = torch.stack([_joined(weights, one, names.gate_up, "weight") for one in experts])
-            self.down = torch.stack([weights(f"{one}.{names.down}.weight") for one in experts])
+            self.gate_up, self.down = (
+                torch.stack(
+                    [Matrix.joined(weights, one, part, False).widened(self.router) for one in experts]
+                )
+                for part in (names.gate_up, (names.down,))
+            )
 
     def __call__(self, x: Tensor, norm: Norm | None, residual: Tensor | None) -> Tensor:
         """Normalise x (total_new, hidden_size) by ``norm`` if given, apply the experts, add ``residual``."""

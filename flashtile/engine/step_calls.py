@@ -24,7 +24,7 @@ from flashtile.engine.config import ModelConfig
 from flashtile.engine.device import MAX_GRAPH_BATCH, graph_batch
 from flashtile.engine.model import FEW_ROWS, Experts, Model, StepInput
 from flashtile.engine.parallel import Ranks
-from flashtile.engine.weights import Shard, parameters
+from flashtile.engine.weights import BLOCK, SCALE, Shard, may_have_scales, parameters
 from flashtile.op.operation import remembering
 
 if TYPE_CHECKING:  # an engine that compiles nothing, as on a CPU, starts without the modules that compile
@@ -184,7 +184,13 @@ def _weights(config: ModelConfig, dtype: torch.dtype, world: int) -> Callable[[s
     whole = parameters(config)
 
     def weight(name: str) -> torch.Tensor:
-        return whole[name].own(torch.empty(whole[name].shape, dtype=dtype), Shard(0, world))
+        matrix = name.removesuffix(SCALE)
+        parameter = whole[matrix]
+        own = parameter.own(torch.empty(parameter.shape, dtype=dtype), Shard(0, world))
+        if name != matrix:
+            rows, columns = (-(-size // BLOCK) for size in own.shape)
+            return torch.empty((rows, columns) if config.scales == "block" else len(own), dtype=torch.float32)
+        return own.to(torch.float8_e4m3fn) if may_have_scales(config, name, parameter) else own
 
     return weight
 

@@ -20,17 +20,30 @@ from torch import Tensor
 
 from flashtile.engine.config import ConfigError, ModelConfig, read_json
 from flashtile.engine.upload import ByteRange, Upload
+from flashtile.reference.linear import scaled_weight
 
 Weights = Callable[[str], Tensor]
-"""name -> this rank's part of the tensor, in the model's dtype and on its device."""
+"""name -> this rank's part of the tensor, in the model's dtype and on its device.
 
+A matrix that the checkpoint stores in e4m3 stays so. The name of the matrix and ``SCALE`` give its scales, in
+float32: (rows,), or (rows / 128, columns / 128) of its blocks.
+"""
+SCALE = "_scale"
+
+BLOCK = 128
+"""Rows and columns of a block of a matrix in e4m3 that has a scale for each block."""
+E4M3 = "F8_E4M3"
 FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+DTYPES = {**FLOATS, E4M3: torch.float8_e4m3fn}
 logger = logging.getLogger("flashtile.engine")
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROWS = 4096
 """Rows of the head and the embedding that are compared at a time."""
 IGNORED = "rotary_emb.inv_freq"
+INPUT_SCALE = ".input_scale"
+"""End of the names of scales of activations, which are not rounded to e4m3 here."""
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
 INDEX = "model.safetensors.index.json"
 
 
@@ -46,6 +59,28 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...]
     split: int | None = None
     parts: tuple[int, ...] = ()
+
+    def of_scales(self, shape: tuple[int, ...], world: int) -> Parameter | None:
+        """Return how a matrix's scales of this shape are divided, or None if it cannot have them.
+
+        Raises:
+            NotImplementedError: a block of the matrix would be divided among ``world`` ranks, or joined with
+                a block of another matrix.
+        """
+        rows, columns = self.shape
+        sizes = self.parts or (self.shape[self.split or 0],)
+        if shape in ((), (1,)):
+            return Parameter(shape)
+        if shape in ((rows,), (rows, 1)):
+            return Parameter(shape, 0, self.parts) if self.split == 0 else Parameter(shape)
+        if shape != (-(-rows // BLOCK), -(-columns // BLOCK)):
+            return None
+        if any(size % (BLOCK * world) for size in sizes if world > 1 or self.split == 0):
+            raise NotImplementedError(
+                f"a matrix {self.shape} in e4m3 must be divided into whole blocks of {BLOCK} in dimension "
+                f"{self.split}, got {world} processes"
+            )
+        return Parameter(shape, self.split, tuple(size // BLOCK for size in self.parts))
 
     def own(self, tensor: Tensor, shard: Shard) -> Tensor:
         """Return a rank's part of the whole weight, which may be a slice of a safetensors file."""
@@ -174,11 +209,26 @@ def open_weights(
         ModuleNotFoundError: safetensors is not installed (``pip install 'flashtile[engine]'``).
         FileNotFoundError: the folder has no safetensors.
         ConfigError: a header is invalid, or a weight is missing, unknown, duplicated or of another shape.
+        NotImplementedError: a block of a matrix in e4m3 would be divided.
     """
     files, expected, paths = {}, parameters(config), {}
+    scales: dict[str, tuple[Any, Parameter]] = {}
+    in_e4m3 = set()
     for path, file, names in _opened(folder):
         for name in names:
             if name.endswith(IGNORED) or (name == HEAD and config.tie_word_embeddings):
+                continue
+            if config.scales and name.endswith(INPUT_SCALE):
+                continue
+            matrix = scaled_matrix(name) if config.scales else None
+            if matrix in expected:
+                part = file.get_slice(name)
+                divided = expected[matrix].of_scales(tuple(part.get_shape()), shard.world)
+                if divided is None or matrix in scales:
+                    raise ConfigError(
+                        f"{path}: {name} must be the scales of {matrix}, got {part.get_shape()}"
+                    )
+                scales[matrix] = part, divided
                 continue
             if name not in expected:
                 raise ConfigError(
@@ -191,7 +241,9 @@ def open_weights(
             if shape != expected[name].shape:
                 wanted = expected[name].shape
                 raise ConfigError(f"{path}: {name} must have shape {wanted} by config.json, got {shape}")
-            if kind not in FLOATS:
+            if kind == E4M3 and may_have_scales(config, name, expected[name]):
+                in_e4m3.add(name)
+            elif kind not in FLOATS:
                 raise ConfigError(f"{path}: {name} must be one of {', '.join(FLOATS)}, got {kind}")
             files[name], paths[name] = file, path
     missing = [name for name in expected if name not in files]
@@ -200,7 +252,19 @@ def open_weights(
             f"{folder} has no weight {missing[0]!r} ({len(missing)} of {len(expected)} are missing)"
         )
 
+    without = [name for name in in_e4m3 if name not in scales]
+    if without:
+        raise ConfigError(f"{folder} has no scales of {without[0]!r}, which is in {E4M3}")
+
+    def scale(name: str) -> Tensor:
+        part, divided = scales[name]
+        found = divided.own(part, shard).to(device, torch.float32)
+        rows = expected[name].own(torch.empty(expected[name].shape, device="meta"), shard).shape[0]
+        return found.contiguous() if config.scales == "block" else found.reshape(-1).expand(rows).contiguous()
+
     def weights(name: str) -> Tensor:
+        if name.endswith(SCALE):
+            return scale(name.removesuffix(SCALE))
         parameter = expected[name]
         if upload is None:
             tensor = parameter.own(files[name].get_slice(name), shard)
@@ -208,12 +272,27 @@ def open_weights(
             tensor = upload(name)
         else:
             tensor = parameter.own(upload(name), shard)
-        return tensor.to(device=device, dtype=dtype).contiguous()
+        tensor = tensor.to(device=device).contiguous()
+        if name not in in_e4m3:
+            return tensor.to(dtype)
+        # Products with e4m3 have inputs in 16 bits.
+        return scaled_weight(tensor, scale(name), dtype) if dtype == torch.float32 else tensor
 
     upload = None
     if device.type == "cuda" and hasattr(os, "preadv"):
         upload = Upload(byte_ranges({name: paths[name] for name in expected}, expected, shard), device)
     return weights
+
+
+def may_have_scales(config: ModelConfig, name: str, parameter: Parameter) -> bool:
+    """Whether a weight may be stored in e4m3: the matrices of layers may, except the router of experts."""
+    of_layer = name != HEAD and len(parameter.shape) == 2 and parameter.split is not None
+    return bool(config.scales) and of_layer
+
+
+def scaled_matrix(name: str) -> str | None:
+    """Return the matrix of which ``name`` is the name of the scales, or None."""
+    return next((name.removesuffix(end) for end in SCALE_SUFFIXES if name.endswith(f"weight{end}")), None)
 
 
 def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: Shard) -> dict[str, ByteRange]:
@@ -231,7 +310,7 @@ def byte_ranges(paths: dict[str, Path], expected: dict[str, Parameter], shard: S
             rows, size = shard.slice(shape[0]), (last - first) // shape[0]
             first, last = first + rows.start * size, first + rows.stop * size
             shape = (rows.stop - rows.start, *shape[1:])
-        found[name] = ByteRange(path, begin + first, last - first, FLOATS[entry["dtype"]], shape)
+        found[name] = ByteRange(path, begin + first, last - first, DTYPES[entry["dtype"]], shape)
     return found
 
 

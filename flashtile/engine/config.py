@@ -445,13 +445,18 @@ def _read_rope(
         raise NotImplementedError(
             f"{source}: rope_type must be one of {', '.join(ROPE_TYPES)}, got {kind!r:.80}"
         )
-    rotated = rope.values.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1
-    if rotated != 1:
+    either = _Fields({**values, **rope.values}, source)
+    rotated = either.number("partial_rotary_factor", 1)
+    if rotated != 1 and "partial_rotary_factor" not in family.fields:
         raise NotImplementedError(f"{source}: partial_rotary_factor must be 1, got {rotated!r:.80}")
     found: dict[str, Any] = {
         "rope_type": kind,
         "rope_theta": rope.number("rope_theta", family.fields[base]),
     }
+    if rotated != 1:
+        found["rotary_dim"] = int(head_dim * rotated)
+        if not 2 <= found["rotary_dim"] <= head_dim or found["rotary_dim"] % 2:
+            raise either.refuse("partial_rotary_factor", f"an even part of head_dim={head_dim}, as a fraction")
     longest = fields.size("max_position_embeddings")
     if kind not in ("default", "longrope"):
         found["factor"] = rope.number("factor")
@@ -472,7 +477,8 @@ def _read_rope(
     if kind == "yarn":
         _read_yarn(rope, found)
     if kind == "longrope":
-        found |= {name: rope.numbers(name, head_dim // 2) for name in ("short_factor", "long_factor")}
+        pairs = found.get("rotary_dim", head_dim) // 2
+        found |= {name: rope.numbers(name, pairs) for name in ("short_factor", "long_factor")}
         original = found["original_max_position_embeddings"]
         factor = rope.number("factor", longest / original)
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0

@@ -13,7 +13,7 @@ from torch import Tensor
 def rotary_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int = 0) -> Tensor:
     """Return the angle in radians by which each pair of dimensions is rotated per position.
 
-    The result is (head_dim / 2,) float32 on the CPU.
+    The result is (rotary_dim / 2,) float32 on the CPU. ``rotary_dim`` is ``head_dim`` unless ``rope`` has it.
 
     Args:
         rope: ``rope_theta``, ``rope_type`` ("default", "linear", "dynamic", "llama3", "yarn" or "longrope")
@@ -24,7 +24,7 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int = 
             Transformers chooses them by the current length, although the cache then holds keys that were
             rotated at other frequencies.
     """
-    kind, base = rope["rope_type"], rope.get("rope_theta", 1.0)
+    kind, base, head_dim = rope["rope_type"], rope.get("rope_theta", 1.0), rope.get("rotary_dim", head_dim)
     if kind == "none":
         return torch.zeros(head_dim // 2, device="cpu")
     if kind == "dynamic":
@@ -51,7 +51,7 @@ def rotary_frequencies(rope: Mapping[str, Any], head_dim: int, positions: int = 
 
 
 def rotary_tables(rope: Mapping[str, Any], head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """Return the tables (cos, sin), each (positions, head_dim / 2) float32 on the CPU."""
+    """Return the tables (cos, sin), each (positions, rotary_dim / 2) float32 on the CPU."""
     frequencies = rotary_frequencies(rope, head_dim, positions)
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
     scale = 1.0

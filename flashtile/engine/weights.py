@@ -60,21 +60,23 @@ class Parameter(NamedTuple):
     split: int | None = None
     parts: tuple[int, ...] = ()
 
-    def of_scales(self, shape: tuple[int, ...], world: int) -> Parameter | None:
+    def of_scales(self, shape: tuple[int, ...], kind: str, world: int) -> Parameter | None:
         """Return how a matrix's scales of this shape are divided, or None if it cannot have them.
+
+        ``kind`` is ``ModelConfig.scales``.
 
         Raises:
             NotImplementedError: a block of the matrix would be divided among ``world`` ranks, or joined with
                 a block of another matrix.
         """
         rows, columns = self.shape
-        sizes = self.parts or (self.shape[self.split or 0],)
-        if shape in ((), (1,)):
-            return Parameter(shape)
-        if shape in ((rows,), (rows, 1)):
-            return Parameter(shape, 0, self.parts) if self.split == 0 else Parameter(shape)
+        if kind != "block":
+            divided = self.split == 0 and shape in ((rows,), (rows, 1))
+            known = shape in ((), (1,), (rows,), (rows, 1))
+            return Parameter(shape, 0, self.parts) if divided else Parameter(shape) if known else None
         if shape != (-(-rows // BLOCK), -(-columns // BLOCK)):
             return None
+        sizes = self.parts or (self.shape[self.split or 0],)
         if any(size % (BLOCK * world) for size in sizes if world > 1 or self.split == 0):
             raise NotImplementedError(
                 f"a matrix {self.shape} in e4m3 must be divided into whole blocks of {BLOCK} in dimension "
@@ -223,7 +225,7 @@ def open_weights(
             matrix = scaled_matrix(name) if config.scales else None
             if matrix in expected:
                 part = file.get_slice(name)
-                divided = expected[matrix].of_scales(tuple(part.get_shape()), shard.world)
+                divided = expected[matrix].of_scales(tuple(part.get_shape()), config.scales, shard.world)
                 if divided is None or matrix in scales:
                     raise ConfigError(
                         f"{path}: {name} must be the scales of {matrix}, got {part.get_shape()}"

@@ -28,8 +28,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
 LONGROPE = {
-    "rope_type": "longrope", "rope_theta": 1000.0, "attention_factor": 1.3,
-    "short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.3 * i for i in range(8)],
+    "rope_type": "longrope", "rope_theta": 1000.0, "attention_factor": 1.3, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)], "long_factor": [2.0 + 0.3 * i for i in range(6)],
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama2": {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},

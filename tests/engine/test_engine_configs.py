@@ -34,13 +34,15 @@ CHANGED_IN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"rope_parameters": {"full_attention": LINEAR}},
     "olmo2": {"vocab_size": 60000},
     "smollm3": {"vocab_size": 200000},
-    "phi3": {"vocab_size": 40000, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+    "phi3": {
+        "vocab_size": 40000, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
 }
 UNREAD_FIELDS = {"gemma3_text": {"attn_logit_softcapping"}}
 """Fields of a class that its layers do not read."""
 READ_FIELDS: dict[str, set[str]] = {
     "mistral": {"layer_types"}, "gemma3_text": {"sliding_window_pattern", "rope_local_base_freq"},
-    **{name: {"head_dim"} for name in ("qwen2", "olmo2", "smollm3", "phi3")},
+    **{name: {"head_dim"} for name in ("qwen2", "olmo2", "smollm3")},
     "mixtral": {"num_experts"}, "qwen3_moe": {"num_local_experts", "head_dim"},
     "gpt_oss": {"num_experts", "original_max_position_embeddings"},
 }  # fmt: skip
@@ -223,6 +225,18 @@ def test_dynamic_scaling_is_that_of_the_longest_sequence():
         torch.testing.assert_close(rotary_frequencies(ours.rope, 32, length), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("outside", [True, False])
+def test_phi_may_rotate_a_part_of_each_head(outside):
+    part = {"partial_rotary_factor": 0.75}
+    values = {"head_dim": 32, **(part if outside else {"rope_parameters": {"rope_type": "default", **part}})}
+    rope = parse_config({**values, "model_type": "phi3"}).rope
+    config = transformers.AutoConfig.for_model("phi3", **json.loads(json.dumps(values)))
+    from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+
+    expected, _ = Phi3RotaryEmbedding.compute_default_rope_parameters(config)
+    torch.testing.assert_close(rotary_frequencies(rope, 32), expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
@@ -233,6 +247,10 @@ def test_dynamic_scaling_is_that_of_the_longest_sequence():
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, NotImplementedError,
             "rope_parameters must be the same for all types of layers",
+        ),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": 1.5}, ConfigError,
+            "partial_rotary_factor must be an even part of head_dim=96, as a fraction, got 1.5",
         ),
         ({"per_layer_config": {"0": {}}}, NotImplementedError, "per_layer_config is not supported"),
         ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention is not"),

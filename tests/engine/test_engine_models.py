@@ -50,7 +50,7 @@ def test_greedy_tokens_are_those_of_transformers(name, way):
 
 
 @pytest.mark.parametrize("tokens", [FEW_ROWS // 2, FEW_ROWS + 8])
-@pytest.mark.parametrize("name", ["llama3", "gemma2"])
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3_moe"])
 def test_memory_is_measured_by_a_step_through_one_layer(name, tokens):
     model = load(name).engine.runner.model
     ran = []
@@ -232,6 +232,15 @@ def test_blocks_are_hashed_for_the_prefix_cache_only_where_there_are_new_ones(le
     assert cached.call_count == calls
     (again,) = llm.generate([list(range(3, 23))], SamplingParams(max_tokens=1))
     assert again.num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("name", ["phi3", "mixtral"])
+def test_weights_in_several_files_are_those_in_one(tmp_path, name):
+    transformers_model(name).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    llm = LLM(tmp_path, device="cpu", skip_tokenizer_init=True)
+    outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=4))
+    assert [output.outputs[0].token_ids for output in outputs] == [row[:4] for row in greedy(name, LENGTH)]
 
 
 @pytest.mark.parametrize("differs", [True, False])

@@ -456,7 +456,7 @@ def _read_rope(
     if rotated != 1:
         found["rotary_dim"] = int(head_dim * rotated)
         if not 2 <= found["rotary_dim"] <= head_dim or found["rotary_dim"] % 2:
-            raise either.refuse("partial_rotary_factor", f"an even part of head_dim={head_dim}, as a fraction")
+            raise either.refuse("partial_rotary_factor", f"an even part of head_dim={head_dim}")
     longest = fields.size("max_position_embeddings")
     if kind not in ("default", "longrope"):
         found["factor"] = rope.number("factor")

@@ -88,9 +88,9 @@ class Matrix:
             scale = _joined(weights, block, names, f"weight{SCALE}")
         return cls(weight, fp8, scale)
 
-    def widened(self, like: Tensor) -> Tensor:
-        """Return the weight in the dtype of ``like``, times its scales."""
-        return self.weight if self.scale is None else scaled_weight(self.weight, self.scale, like.dtype)
+    def widened(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, times its scales, in ``dtype``."""
+        return self.weight if self.scale is None else scaled_weight(self.weight, self.scale, dtype)
 
     def __call__(
         self,
@@ -318,11 +318,10 @@ class Experts:
             self.gate_up, bias = (torch.cat([x[:, ::2], x[:, 1::2]], 1) for x in (self.gate_up, bias))
             self.bias = bias, torch.zeros_like(down_bias) if ranks.rank else down_bias
         else:
+            dtype = self.router.dtype
             experts = [f"{block}.experts.{expert}" for expert in range(c.num_experts)]
             self.gate_up, self.down = (
-                torch.stack(
-                    [Matrix.joined(weights, one, part, False).widened(self.router) for one in experts]
-                )
+                torch.stack([Matrix.joined(weights, one, part, False).widened(dtype) for one in experts])
                 for part in (names.gate_up, (names.down,))
             )
 
@@ -337,12 +336,12 @@ class Experts:
                 return torch.bmm(shares.unsqueeze(1), parts).squeeze(1)
             return torch.baddbmm(residual.unsqueeze(1), shares.unsqueeze(1), parts).squeeze(1)
         out = torch.zeros_like(x) if residual is None else residual.clone()
-        # On a GPU the host does not wait for the choice: every expert gets all tokens, with shares of 0.
+        # On a GPU the host does not wait for the choice. Every expert gets all tokens, and the share of a token
+        # that did not choose it is 0.
+        every_token = torch.arange(len(x), device=x.device)
         for expert in chosen.unique().tolist() if on_host else range(len(self.down)):
             is_chosen = chosen == expert
-            token = (
-                is_chosen.any(-1).nonzero().flatten() if on_host else torch.arange(len(x), device=x.device)
-            )
+            token = every_token[is_chosen.any(-1)] if on_host else every_token
             b, c = (None, None) if self.bias is None else (one[expert] for one in self.bias)
             inner = self._activate(linear(x[token], self.gate_up[expert], b))
             share = (shares * is_chosen).sum(-1, keepdim=True)

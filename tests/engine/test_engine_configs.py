@@ -250,7 +250,7 @@ def test_phi_may_rotate_a_part_of_each_head(outside):
         ),
         (
             {"model_type": "phi3", "partial_rotary_factor": 1.5}, ConfigError,
-            "partial_rotary_factor must be an even part of head_dim=96, as a fraction, got 1.5",
+            "partial_rotary_factor must be an even part of head_dim=96, got 1.5",
         ),
         ({"per_layer_config": {"0": {}}}, NotImplementedError, "per_layer_config is not supported"),
         ({"use_bidirectional_attention": True}, NotImplementedError, "use_bidirectional_attention is not"),

@@ -114,9 +114,9 @@ def grouped_linear(
     y = x.new_empty(len(rows), N)
     if len(rows) == 0 or isinstance(x, FakeTensor):
         return y
-    variant, num_warps, block_m = _variant(x.device, len(rows), experts, K)
+    variant, num_warps = _variant(x.device, len(rows), experts, K)
     # Each of the experts, at most one for each row, may have one block that is not full.
-    blocks = len(rows) // block_m + min(experts, len(rows))
+    blocks = len(rows) // variant.BLOCK_M + min(experts, len(rows))
     pointers = GroupedPointers(x, weight, y, bias, rows, ends)
     depth = ProductDepth(K, x.stride(0), K)
     grouped_kernel[(blocks * triton.cdiv(N, variant.BLOCK_N),)](
@@ -137,17 +137,13 @@ def grouped_ahead(
     x = torch.empty(1, K, dtype=dtype, device="meta")
     rows, ends = (torch.empty(1, dtype=kind, device="meta") for kind in (torch.int64, torch.int32))
     tensors = x, x, x, x if bias else None, rows, ends
+    scalars = ProductDepth(K, K, K), GroupedSizes(N, 1, experts)
     found = []
-    block_m = MIN_ROWS
-    while block_m <= MAX_FLAT_ROWS:
-        variant, num_warps, _ = _variant(device, block_m * experts, experts, K)
-        scalars = ProductDepth(K, K, K), GroupedSizes(N, 1, experts)
+    for mean_rows in (8, 16, 32, 64):
+        variant, num_warps = _variant(device, mean_rows * experts, experts, K)
         constants = variant, _epilogue(bias), gather, triton.next_power_of_2(experts)
-        launch = CachedLaunch(
-            grouped_kernel, 1, scalars, constants, None, pointers=GroupedPointers, num_warps=num_warps
-        )
-        found.append((launch, tensors))
-        block_m *= 2
+        options: dict[str, Any] = {"pointers": GroupedPointers, "num_warps": num_warps}
+        found.append((CachedLaunch(grouped_kernel, 1, scalars, constants, None, **options), tensors))
     return found
 
 
@@ -155,18 +151,14 @@ def _epilogue(bias: bool) -> EpilogueVariant:
     return EpilogueVariant(PLAIN.value, NORM=False, BIAS=bias, RESIDUAL=False, CHANNEL_SCALES=False)
 
 
-def _variant(
-    device: torch.device | Target, rows: int, experts: int, K: int
-) -> tuple[ProductVariant, int, int]:
-    """Return (constants, number of warps, BLOCK_M). BLOCK_M is at least an expert's mean rows, or 64."""
+def _variant(device: torch.device | Target, rows: int, experts: int, K: int) -> tuple[ProductVariant, int]:
+    """Return (constants, number of warps). BLOCK_M is at least an expert's mean rows, or 64."""
     block_m = min(max(triton.next_power_of_2(triton.cdiv(rows, experts)), MIN_ROWS), MAX_FLAT_ROWS)
     name = family(device)
-    tile = DEFAULTS[name, FLAT]
-    if block_m == MAX_FLAT_ROWS and name != "other":
-        tile = WIDE_TILE
-    block_n, block_k, num_warps, stages = tile
+    wide = block_m == MAX_FLAT_ROWS and name != "other"
+    block_n, block_k, num_warps, stages = WIDE_TILE if wide else DEFAULTS[name, FLAT]
     variant = ProductVariant(
         DOT=True, HALVES=1, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, STAGES=stages, SPLIT=False,
         EVEN_K=K % block_k == 0, BLOCK_SCALES=False, E4M3_BITS=False, DEPENDENT=False, AHEAD=0, UNIT=1,
     )  # fmt: skip
-    return variant, num_warps, block_m
+    return variant, num_warps

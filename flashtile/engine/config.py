@@ -390,11 +390,11 @@ def _read_scales(values: Mapping[str, Any], source: str) -> str:
         found = [given.get("weight_block_size")]
     elif method == "compressed-tensors" and isinstance(given.get("config_groups"), Mapping):
         for group in given["config_groups"].values():
-            weights = (group.get("weights") if isinstance(group, Mapping) else None) or {}
-            if (weights.get("type"), weights.get("num_bits")) == ("float", 8):
-                found.append(weights.get("block_structure") if weights.get("strategy") == "block" else None)
-            else:
-                found.append("other")
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            weights = weights if isinstance(weights, Mapping) else {}
+            e4m3 = (weights.get("type"), weights.get("num_bits")) == ("float", 8)
+            block = weights.get("block_structure") if weights.get("strategy") == "block" else None
+            found.append(block if e4m3 else "other")
     if len({*map(str, found)}) != 1 or found[0] not in (None, SCALE_BLOCK):
         raise NotImplementedError(
             f"{source}: quantization_config must be fp8 or compressed-tensors in e4m3 with a scale for each "
@@ -420,11 +420,11 @@ def _read_ropes(
     read = functools.partial(_read_rope, values, fields, family, head_dim)
     if family.local_rope:
         kinds = "full_attention", "sliding_attention"
-        parts = [given.get(kind) or {} for kind in kinds]
-        parts[0] = {**parts[0], **(scaling or {})}
-        if not {*given} <= {*kinds}:
-            raise NotImplementedError(f"{source} must have {' and '.join(kinds)}, got {sorted(given)!r:.80}")
-        return read(parts[0], "rope_theta"), read(parts[1], "rope_local_base_freq")
+        everywhere, local = (given.get(kind) or {} for kind in kinds)
+        scaling = scaling or {}
+        if not {*given} <= {*kinds} or not all(isinstance(x, Mapping) for x in (everywhere, local, scaling)):
+            raise NotImplementedError(f"{source} must be objects {' and '.join(kinds)}, got {given!r:.80}")
+        return read({**everywhere, **scaling}, "rope_theta"), read(local, "rope_local_base_freq")
     if any(isinstance(value, Mapping) for value in given.values()):
         raise NotImplementedError(
             f"{source} must be the same for all types of layers, got {sorted(given)!r:.80}"

@@ -169,6 +169,8 @@ def test_names_of_scales():
         {"quant_method": "fp8", "weight_block_size": [64, 64]},
         {"quant_method": "awq", "bits": 4},
         {"quant_method": "compressed-tensors"},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 3}},
         compressed("group", num_bits=4, type="int"),
         compressed("block", block_structure=[128, 64]),
         "bitsandbytes",

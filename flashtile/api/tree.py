@@ -27,11 +27,11 @@ def tree_attention(
 ) -> Tensor | Any:
     """Causal attention over trees of packed segments, differentiable in q, k, v and sink.
 
-    A token attends to all tokens of its segment's ancestors, and to its own segment up to itself. It
-    thus gets the result of attention over its path from the root alone. Several answers to one prompt are a
-    tree of depth 1, turns that branch are deeper trees, and several roots are separate documents. dK and dV
-    of a segment are summed over its descendants. Scores between branches are skipped in blocks, and nothing
-    synchronises with a GPU.
+    A token attends to all tokens of its segment's ancestors, and to its own segment up to itself. Its result
+    is that of causal attention over its path from the root. Several answers to one prompt are a tree of depth
+    1, turns that branch are deeper trees, and several roots are separate documents. dK and dV of a segment
+    are sums over its descendants. Blocks of scores between branches are skipped, and the host does not wait
+    for a GPU.
 
     For several layers, make the mask once: ``mask = flashtile.masks.create_tree_mask(cu_seqlens, parent,
     total, q.device)``, and call ``flashtile.attention(q[None], k[None], v[None], block_mask=mask)`` in each.

@@ -21,10 +21,7 @@ from flashtile.masks.mods import MaskMod
 from flashtile.problems.common import MAX_LENGTH
 
 _TRACED_ROUNDS = 16
-"""Rounds of doubling in a compiled graph, which therefore holds for any number of segments.
-
-It supports chains of 2^16 segments.
-"""
+"""Rounds of doubling in a compiled graph, which then serves any number of segments, up to 2^16 deep."""
 
 
 def create_tree_mask(
@@ -34,14 +31,13 @@ def create_tree_mask(
     device: torch.device | str | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> BlockMask:
-    """Create the block mask of packed segments, of which each continues another one or is a root.
+    """Create the block mask of packed segments, each of which continues another one or is a root.
 
-    A token sees all tokens of its segment's ancestors, and its own segment causally. Segments and their
-    parents may be packed in any order. The mask serves all layers of a step, with queries and keys of shape
-    (1, total, heads, head_dim).
+    A token sees all tokens of its segment's ancestors, and its own segment causally. Segments may be packed
+    in any order. The mask serves all layers of a step, for q, k and v of shape (1, total, heads, head_dim).
 
-    It is computed from the segments, in time proportional to the number of blocks. Nothing synchronises with
-    a GPU. Values are checked if both tensors are on the CPU, otherwise only with ``FLASHTILE_DEBUG=1``.
+    It is computed block by block from the segments, without synchronising with a GPU. Values are checked if
+    both tensors are on the CPU, otherwise only with ``FLASHTILE_DEBUG=1``.
 
     Args:
         cu_seqlens: (segments + 1,) int32 or int64 offsets: segment i is tokens ``cu_seqlens[i]`` to
@@ -65,13 +61,9 @@ def create_tree_mask(
         >>> mask.mask_mod(0, 0, torch.arange(5)[:, None], torch.arange(5)).int().tolist()
         [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
     """
-    device = None if device is None else as_device("device", device)
     for name, tensor in (("cu_seqlens", cu_seqlens), ("parent", parent)):
         check_dense(name, tensor)
         check_dtype(name, tensor, (torch.int32, torch.int64))
-        device = tensor.device if device is None else device
-        if tensor.is_meta and device.type != "meta":
-            raise ValueError(f"{name} must be on {device} or on the CPU, got a tensor on meta")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens must have shape (segments + 1,), got {tuple(cu_seqlens.shape)}")
     segments = cu_seqlens.shape[0] - 1
@@ -81,8 +73,11 @@ def create_tree_mask(
             f"{tuple(parent.shape)}"
         )
     total, sizes = as_length("total", total), block_sizes(BLOCK_SIZE)
+    device = cu_seqlens.device if device is None else as_device("device", device)
+    for name, tensor in (("cu_seqlens", cu_seqlens), ("parent", parent)):
+        if tensor.is_meta and device.type != "meta":
+            raise ValueError(f"{name} must be on {device} or on the CPU, got a tensor on meta")
     cu_seqlens, parent = cu_seqlens.long().contiguous(), parent.long()
-    assert device is not None
     if not cu_seqlens.device.type == parent.device.type == "cpu":
         cu_seqlens, parent = _moved(cu_seqlens, device), _moved(parent, device)
     compiling = torch.compiler.is_compiling()
@@ -124,17 +119,18 @@ def tree_mod(place: Tensor, end: Tensor) -> MaskMod:
 
 
 def _depth_first(cu_seqlens: Tensor, parent: Tensor, rounds: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where segments begin and their subtrees end, in tokens in depth-first order; and an ancestor.
+    """Return (start, stop, ancestor) of the segments, each (segments,) int64.
 
-    All are (segments,) int64. The ancestor is 2^rounds generations up; the number of segments means none.
-    Siblings keep their order. Sums over descendants and ancestors are computed by doubling: in round r, a
-    segment adds what its ancestor of generation 2^r has, or has added to it.
+    A segment begins at token ``start`` of the depth-first order, in which siblings keep their order. Its
+    descendants end at ``stop``. ``ancestor`` is 2^rounds generations above it; the number of segments means
+    that there is none. Lengths of descendants and of ancestors are summed by doubling: round r adds those at
+    distances 2^r to 2^(r + 1) - 1.
 
     Args:
         rounds: 2^rounds must exceed the depth of the forest.
     """
     segments = parent.shape[0]
-    # One segment more: the parent of all roots. What it has is never added to another segment.
+    # The parent of all roots is one additional segment without tokens.
     root = torch.arange(segments + 1, device=parent.device)[segments:]
     up = torch.cat((torch.where(parent < 0, root, parent.minimum(root)), root))
     lengths = torch.nn.functional.pad(cu_seqlens.diff(), (0, 1))

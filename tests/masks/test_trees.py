@@ -71,11 +71,11 @@ def both_passes(attend, inputs: list[Tensor]) -> tuple[Tensor, ...]:
     return out, lse, *torch.autograd.grad(out, inputs, dout)
 
 
-def check(forest: Forest, tail: int = 0) -> None:
+def check(forest: Forest, tail: int = 0, size: int | tuple[int, int] = 16) -> None:
     total = sum(forest[0]) + tail
     cu_seqlens, parent = offsets(forest[0]), torch.tensor(forest[1], dtype=torch.int32)
     seen = dense(forest, total)
-    mask = masks.create_tree_mask(cu_seqlens, parent, total, BLOCK_SIZE=16)
+    mask = masks.create_tree_mask(cu_seqlens, parent, total, BLOCK_SIZE=size)
     places = torch.arange(total)
     assert torch.equal(mask.mask_mod(0, 0, places[:, None], places), seen)
     inputs = tensors(total)
@@ -105,7 +105,14 @@ def test_a_token_sees_its_path(forest: Forest, tail: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_forests(seed: int) -> None:
     rng = Random(seed)
-    check(random_forest(rng, rng.choice([1, 2, 5, 13]), 30), rng.choice([0, 3]))
+    forest = random_forest(rng, rng.choice([1, 2, 5, 13]), 30)
+    check(forest, rng.choice([0, 3]))
+
+
+@pytest.mark.parametrize("size", [(16, 32), (32, 16)])
+def test_blocks_of_two_sizes(size: tuple[int, int]) -> None:
+    for forest in (PROMPT, TURNS, SHUFFLED):
+        check(forest, size=size)
 
 
 def test_no_segments() -> None:

@@ -129,7 +129,8 @@ agree(call, {ours}, {exact}, GIVEN)"""
 
 def draw(rng: Random, device: str = "cpu") -> Call:
     form = rng.choice(
-        ["attention"] * 8 + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout", "tree"]
+        ["attention"] * 8
+        + ["flash_attn_func", "kvpacked", "qkvpacked", "weights", "merge_states", "dropout", "tree"]
     )
     varlen = rng.random() < 0.35 and form not in ("merge_states", "dropout", "flash_attn_func", "tree")
     sizes = sizes_for(rng)

@@ -14,6 +14,7 @@ from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
 from flashtile.engine.server.errors import ApiError, refused, shutting_down
+from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
 from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, Conversation
 from flashtile.engine.tokenizer import Tokenizer
@@ -100,6 +101,7 @@ class Service:
         llm: the model. Nothing else may use it afterwards.
         model_name: the name that clients use for the model.
         limits: limits of calls.
+        formats: formats of reasoning and tool calls, or "auto" for those that the chat template shows.
 
     Attributes:
         id: random text, different in each replica and after each start.
@@ -110,12 +112,13 @@ class Service:
         on_death: called when a call finds that the engine has failed.
     """
 
-    def __init__(self, llm: LLM, model_name: str, limits: Limits):
+    def __init__(self, llm: LLM, model_name: str, limits: Limits, formats: Formats):
         self.model_name, self.limits = model_name, limits
         self.created, self.id = int(time.time()), uuid.uuid4().hex
         self.metrics = Metrics(model_name)
         self.engine: Engine = llm.engine
         self.sampling_defaults = llm.sampling_defaults
+        self.formats = formats.of_model(self.engine.tokenizer.chat_templates if self.engine.tokenizer else {})
         self._counted = llm.engine.last_schedule
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
         self.in_flight, self.max_calls, self.body_bytes = 0, limits.max_concurrent_requests, 0
@@ -159,6 +162,8 @@ class Service:
         if count > most:  # each message takes at least a token
             message = f"messages must be at most {most} messages, got {count}"
             raise ApiError(message, "messages", code="context_length_exceeded")
+        if conversation.calls:
+            self._check_tools()
         try:
             return self.tokenizer.apply_chat_template(
                 conversation.messages, None, conversation.add_generation_prompt,
@@ -166,6 +171,15 @@ class Service:
             )  # fmt: skip
         except ValueError as error:
             raise refused(error, ("messages",), "messages") from None
+
+    def _check_tools(self) -> None:
+        templates = self.tokenizer.chat_templates
+        if not re.search(r"\btools\b", templates.get("tool_use", templates.get("default", ""))):
+            text = "tools must be absent: the model's chat template does not show tools to the model"
+            raise ApiError(text, "tools", code="unsupported_field")
+        if self.formats.tools is None:
+            text = "tools must be absent or tool_choice 'none': the server's --tool-call-parser is not known"
+            raise ApiError(text, "tools", code="unsupported_field")
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
         """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.

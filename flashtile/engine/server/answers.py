@@ -297,11 +297,9 @@ class _ChatCompletions:
         """Return the fields of an answer's message or delta, and whether the answer called a tool so far."""
         parser = self._parsers.get(answer.index)
         if parser is None:
-            talk, last = self.call.conversation, output.prompt_token_ids[-LAST_TOKENS:]
-            parser = self._parsers[answer.index] = AnswerParser(
-                self.service.formats, talk.calls, talk.max_calls, talk.separate_reasoning,
-                self.service.tokenizer.decode(last, False),
-            )  # fmt: skip
+            last = self.service.tokenizer.decode(output.prompt_token_ids[-LAST_TOKENS:], False)
+            parser = AnswerParser(self.service.formats, self.call.conversation, last)
+            self._parsers[answer.index] = parser
         fields = parser.feed(answer.text, answer.finished)
         if not self.call.stream:
             fields.setdefault("content", None if parser.calls else "")

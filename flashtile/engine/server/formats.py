@@ -16,11 +16,13 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from flashtile.engine.server.protocol import Conversation
+
 WORD = re.compile(r"[\w.-]")
 OUTSIDE_STRING, INSIDE_STRING = re.compile(r'["{}\[\]]'), re.compile(r'"|\\[\s\S]')
 MAX_HEADER = 256
 """Maximum number of characters before the text of a message of gpt-oss."""
-LAST_TOKENS = 8
+LAST_TOKENS = 16
 """Number of tokens at the end of a prompt that show whether the answer begins within reasoning."""
 
 T = TypeVar("T")
@@ -232,6 +234,20 @@ def json_call(reader: Reader) -> Steps[None]:
     reader.drop(reader.at)
 
 
+def json_calls(reader: Reader) -> Steps[None]:
+    """Read calls with commas between them."""
+    yield from json_call(reader)
+    while (yield from reader.follows(",")):
+        yield from json_call(reader)
+
+
+def forced(reader: Reader) -> Steps[None]:
+    """``[{"name": ..., "parameters": {...}}, ...]``, the form of answers that have to call a tool."""
+    if (yield from reader.follows("[")):
+        yield from reader.call(json_calls, "]")
+    yield from reader.copy("content")
+
+
 def hermes(reader: Reader) -> Steps[None]:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` for each call."""
     while (yield from reader.copy("content", "<tool_call>")):
@@ -255,9 +271,7 @@ def mistral(reader: Reader) -> Steps[None]:
 
 def _mistral_calls(reader: Reader) -> Steps[None]:
     if (yield from reader.follows("[")):
-        yield from json_call(reader)
-        while (yield from reader.follows(",")):
-            yield from json_call(reader)
+        yield from json_calls(reader)
         return
     name = yield from reader.word()
     if (yield from reader.accept("[CALL_ID]")):
@@ -318,9 +332,11 @@ REASONING_PARSERS = {"deepseek_r1": think, "qwen3": think, "openai_gptoss": harm
 
 
 def _guess_tool_parser(template: str) -> str | None:
+    if "<function=" in template or "<arg_key>" in template:  # formats that are not JSON
+        return None
     if "<|channel|>" in template:
         return "openai"
-    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+    if "<tool_call>" in template:
         return "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
@@ -372,27 +388,30 @@ class AnswerParser:
 
     Args:
         formats: the model's formats.
-        calls: look for tool calls.
-        max_calls: maximum number of calls in the answer; None: no limit.
-        reasoning: look for reasoning.
+        conversation: tells whether calls and reasoning are looked for.
         prompt: the end of the prompt, which may begin the reasoning.
+
+    Attributes:
+        calls: number of calls found so far.
     """
 
-    def __init__(self, formats: Formats, calls: bool, max_calls: int | None, reasoning: bool, prompt: str):
-        self.reader = Reader(max_calls)
-        self._steps = self._parse(formats, calls, reasoning, prompt)
+    def __init__(self, formats: Formats, conversation: Conversation, prompt: str):
+        self.reader = Reader(conversation.max_calls)
+        self._steps = self._parse(formats, conversation, prompt.rstrip().endswith("<think>"))
         self.calls = 0
 
-    def _parse(self, formats: Formats, calls: bool, reasoning: bool, prompt: str) -> Steps[None]:
-        reader = self.reader
-        if formats.are_harmony:
+    def _parse(self, formats: Formats, conversation: Conversation, begun: bool) -> Steps[None]:
+        reader, calls = self.reader, conversation.calls
+        if conversation.forced:
+            yield from forced(reader)
+        elif formats.are_harmony:
             yield from harmony(reader, calls)
-            return
-        if reasoning and formats.reasoning:
-            yield from think(reader, prompt.rstrip().endswith("<think>"))
-        if calls and formats.tools:
-            yield from TOOL_PARSERS[formats.tools](reader)
-        yield from reader.copy("content")
+        else:
+            if conversation.separate_reasoning and formats.reasoning:
+                yield from think(reader, begun)
+            if calls and formats.tools:
+                yield from TOOL_PARSERS[formats.tools](reader)
+            yield from reader.copy("content")
 
     def feed(self, text: str, ended: bool) -> dict[str, Any]:
         """Append text and return the new fields in the form of a stream's delta.

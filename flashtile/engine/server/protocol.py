@@ -263,6 +263,9 @@ def read_chat(body: Body, max_logprobs: int) -> ChatCall:
     max_tokens = body.integer(name, body.defaults.get("max_tokens"), 1, MAX_TOKENS)
     body.take("max_tokens")
     logprobs, conversation = (top or 0) if wanted else None, read_conversation(body)
+    if conversation.forced:
+        schema = _schema_of_calls(conversation.forced, conversation.max_calls)
+        body.defaults["structured_outputs"] = {"json": schema}
     call = _read_call(ChatCall, body, max_tokens, name, logprobs, prompt_logprobs, conversation=conversation)
     if conversation.calls and isinstance(call.params, BeamSearchParams):
         raise _unsupported_with_beams("tools")
@@ -368,6 +371,31 @@ def _read_tool_choice(body: Body, tools: list[dict[str, Any]]) -> tuple[list[dic
     if not named:
         raise wrong("tool_choice", "the name of one of the tools", name)
     return named[:1], 1
+
+
+def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> dict[str, Any]:
+    """Return the JSON schema of a list of calls, ``{"name": NAME, "parameters": {...}}`` each.
+
+    The definitions of the tools' own schemas become those of the whole schema, because references to them
+    are paths from the root.
+    """
+    calls: list[dict[str, Any]] = []
+    definitions: dict[str, dict[str, Any]] = {}
+    for function in functions:
+        parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
+        for place in ("$defs", "definitions"):
+            own, others = parameters.pop(place, {}), definitions.setdefault(place, {})
+            clash = next((name for name in own if others.get(name, own[name]) != own[name]), None)
+            if clash is not None:
+                raise wrong("tools", f"tools that agree on {place} {clash!r:.60}", function["name"])
+            others |= own
+        properties = {"name": {"const": function["name"]}, "parameters": parameters}
+        calls.append(
+            {"type": "object", "properties": properties, "required": ["name", "parameters"],
+             "additionalProperties": False}
+        )  # fmt: skip
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **definitions}
+    return schema if max_calls is None else {**schema, "maxItems": max_calls}
 
 
 def read_tokenize(body: Body) -> TokenizeCall:

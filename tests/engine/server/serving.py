@@ -137,7 +137,10 @@ def running(model: Path, limits: Limits | None = None, **options: Any) -> Iterat
 
 @contextlib.contextmanager
 def scripted(model: Path) -> Iterator[Any]:
-    """A server with tools. It takes answers from its list ``script``, and keeps the prompts in ``asked``."""
+    """A server with tools. It takes answers from its list ``script``.
+
+    It keeps the prompts in ``asked``, and the last call's parameters in ``params``.
+    """
 
     def add_scripted(request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
         tokens = [*found.script.pop(0).encode(), END]
@@ -148,7 +151,7 @@ def scripted(model: Path) -> Iterator[Any]:
             return logits
 
         found.asked.append(prompt["prompt"])
-        params.logits_processors = [next_token]
+        params.logits_processors, found.params = [next_token], params
         return add(request_id, prompt, params, **options)
 
     with pytest.MonkeyPatch.context() as patch:

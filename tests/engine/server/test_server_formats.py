@@ -7,6 +7,7 @@ import json
 import pytest
 
 from flashtile.engine.server.formats import AnswerParser, Formats, check_parsers
+from flashtile.engine.server.protocol import Conversation
 
 HERMES, LLAMA, MISTRAL = Formats("hermes"), Formats("llama3_json"), Formats("mistral")
 QWEN3, GPT = Formats("hermes", "qwen3"), Formats("openai", "openai_gptoss")
@@ -94,10 +95,14 @@ MALFORMED = [
 ]
 
 
+def make_parser(formats, calls=True, max_calls=None, reasoning=True, prompt="", forced=()):
+    talk = Conversation([], None, calls, list(forced), max_calls, reasoning, True, False, {})
+    return AnswerParser(formats, talk, prompt)
+
+
 def parsed(formats, pieces, **options):
     """(content, reasoning, calls), each made of what the pieces gave."""
-    given = {"calls": True, "max_calls": None, "reasoning": True, "prompt": "", **options}
-    parser = AnswerParser(formats, **given)
+    parser = make_parser(formats, **options)
     content, reasoning, calls = "", "", []
     for i, piece in enumerate(pieces):
         fields = parser.feed(piece, i == len(pieces) - 1)
@@ -149,7 +154,7 @@ def test_what_follows_a_call_is_content(formats, text, rest):
 
 def test_arguments_stream_while_they_are_written():
     text = '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * 50
-    parser = AnswerParser(HERMES, calls=True, max_calls=None, reasoning=True, prompt="")
+    parser = make_parser(HERMES)
     for piece in text:
         fields = parser.feed(piece, False)
     assert fields == {"tool_calls": [{"index": 0, "function": {"arguments": "x"}}]}
@@ -175,6 +180,17 @@ def test_no_more_calls_than_the_client_wants():
         assert parsed(HERMES, pieces, max_calls=1) == ("a", "", [F])
 
 
+@pytest.mark.parametrize("formats", [HERMES, QWEN3, GPT])
+def test_calls_that_are_forced_have_one_form_for_all_models(formats):
+    text = '[{"name": "f", "parameters": {"a": 1}},\n {"name": "g", "parameters": {}}]'
+    options = {"forced": [{"name": "f"}], "prompt": "<think>"}
+    for pieces in ([text], [*text, ""]):
+        assert parsed(formats, pieces, **options) == ("", "", [F, G])
+        assert parsed(formats, pieces, max_calls=1, **options) == ("", "", [F])
+    for text in ("", "[", '[{"na'):  # cut
+        assert parsed(formats, [text], **options) == (text, "", [])
+
+
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [
@@ -186,6 +202,7 @@ def test_no_more_calls_than_the_client_wants():
         ("{{ c.split('</think>') }}<tool_call>", ("hermes", "qwen3")),
         ("[TOOL_CALLS]", ("mistral", None)),
         ("<|python_tag|>", ("llama3_json", None)),
+        ("<|python_tag|><function=", (None, None)),
         ("<|channel|>analysis", ("openai", "openai_gptoss")),
     ],
 )

@@ -15,6 +15,7 @@ from flashtile.engine.server.protocol import (
     parse,
     read_chat,
     read_completion,
+    read_conversation,
     read_detokenize,
     read_tokenize,
 )
@@ -178,7 +179,7 @@ def test_a_completion_takes_everything_that_is_documented():
     ],
 )
 def test_tools(fields, calls, forced, most):
-    found = read_chat(Body({**HELLO, **fields}), 20).conversation
+    found = read_conversation(Body({**HELLO, **fields}))
     assert found.tools == (fields.get("tools") or None)
     assert (found.calls, [one["name"] for one in found.forced], found.max_calls) == (calls, forced, most)
 

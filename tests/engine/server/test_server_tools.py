@@ -80,6 +80,7 @@ def test_a_call(server):
     assert set(found) == {"id", "type", "function"}
     assert found["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
     assert server.asked[-1] == "[add][stop]user:hello;assistant:"
+    assert not server.params.skip_special_tokens
 
 
 def test_two_calls_or_one(server):
@@ -123,7 +124,9 @@ def test_reasoning_is_apart(server):
     assert choice["message"] == {"role": "assistant", "content": "So.", **thought}
     choice = ask(server, "Why?</think>So.", chat_template_kwargs={"enable_thinking": True})
     assert choice["message"] == {"role": "assistant", "content": "So.", **thought}
+    assert not server.params.skip_special_tokens
     choice = ask(server, "<think>Why?</think>So.", separate_reasoning=False)
+    assert server.params.skip_special_tokens
     assert choice["message"] == {"role": "assistant", "content": "<think>Why?</think>So."}
     choice = ask(server, f"<think>Why?</think>{call('stop')}", tools=[STOP])
     assert (choice["finish_reason"], choice["message"]["reasoning_content"]) == ("tool_calls", "Why?")

@@ -265,8 +265,8 @@ class _ChatCompletions:
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         self.first = [{"index": i, **role} for i in range(getattr(call.params, "n", 1))]
         self._parsers: dict[int, AnswerParser] = {}
-        talk = call.conversation
-        self._parses = talk.calls or (talk.separate_reasoning and service.formats.reasoning is not None)
+        apart = call.conversation.separate_reasoning and service.formats.reasoning is not None
+        self._parses = call.conversation.calls or apart
         if self._parses and isinstance(call.params, SamplingParams):
             call.params.skip_special_tokens = False  # the formats' markers may be special tokens
 

@@ -280,11 +280,11 @@ def _mistral_calls(reader: Reader) -> Steps[None]:
     yield from reader.call_with_object(name)
 
 
-def harmony(reader: Reader, calls: bool = True) -> Steps[None]:
+def harmony(reader: Reader, calls: bool = True, reasoning: bool = True) -> Steps[None]:
     """``<|channel|>CHANNEL to=functions.NAME<|message|>TEXT<|end|>`` for each message of gpt-oss.
 
-    A message to a function is a call, unless ``calls`` is False. The channel analysis is reasoning, and the
-    others are content.
+    A message to a function is a call, the channel analysis is reasoning, and the others are content. Without
+    ``calls`` or ``reasoning`` these are also content.
     """
     seen, more = set(), True
     while more:
@@ -296,7 +296,7 @@ def harmony(reader: Reader, calls: bool = True) -> Steps[None]:
                 yield
             header = reader.text[: max(0, end)]
             reader.drop(end + len("<|message|>") if header else 0)
-        kind = "reasoning" if "<|channel|>analysis" in header else "content"
+        kind = "reasoning" if reasoning and "<|channel|>analysis" in header else "content"
         name = re.search(r"\bto=functions\.([\w.-]+)", header) if calls else None
         if name:
             kind = "arguments"
@@ -405,7 +405,7 @@ class AnswerParser:
         if conversation.forced:
             yield from forced(reader)
         elif formats.are_harmony:
-            yield from harmony(reader, calls)
+            yield from harmony(reader, calls, conversation.separate_reasoning)
         else:
             if conversation.separate_reasoning and formats.reasoning:
                 yield from think(reader, begun)

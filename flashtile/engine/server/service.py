@@ -173,12 +173,13 @@ class Service:
             raise refused(error, ("messages",), "messages") from None
 
     def _check_tools(self) -> None:
-        templates = self.tokenizer.chat_templates
+        """Raise ApiError if the model's answers cannot call tools."""
+        templates, text = self.tokenizer.chat_templates, None
         if not re.search(r"\btools\b", templates.get("tool_use", templates.get("default", ""))):
             text = "tools must be absent: the model's chat template does not show tools to the model"
-            raise ApiError(text, "tools", code="unsupported_field")
-        if self.formats.tools is None:
-            text = "tools must be absent or tool_choice 'none': the server's --tool-call-parser is not known"
+        elif self.formats.tools is None:
+            text = "tools need the format of the model's calls: start the server with --tool-call-parser"
+        if text is not None:
             raise ApiError(text, "tools", code="unsupported_field")
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:

@@ -170,8 +170,9 @@ def test_what_a_call_does_not_want_is_content():
     text = '<think>a</think>b<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     assert parsed(QWEN3, [text], calls=False, reasoning=False) == (text, "", [])
     assert parsed(QWEN3, [text], calls=False) == (text.removeprefix("<think>a</think>"), "a", [])
-    text = "<|channel|>commentary to=functions.f<|message|>{}"
-    assert parsed(GPT, [text], calls=False) == ("{}", "", [])
+    text = "<|channel|>analysis<|message|>a<|end|><|channel|>commentary to=functions.g<|message|>{}"
+    assert parsed(GPT, [text], calls=False) == ("{}", "a", [])
+    assert parsed(GPT, [text], reasoning=False) == ("a", "", [G])
 
 
 def test_no_more_calls_than_the_client_wants():

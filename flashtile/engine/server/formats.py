@@ -27,7 +27,7 @@ LAST_TOKENS = 16
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""A function that yields while it needs more text, and returns T."""
+"""The generator of a function that yields while it needs more text, and returns a T."""
 
 
 class NotACallError(Exception):
@@ -353,7 +353,12 @@ def _guess_reasoning_parser(template: str) -> str | None:
 
 @dataclass(frozen=True)
 class Formats:
-    """Formats of a model's answers: keys of ``TOOL_PARSERS`` and ``REASONING_PARSERS``. None: neither."""
+    """Formats of a model's answers.
+
+    Attributes:
+        tools: key of ``TOOL_PARSERS``, or None if tools cannot be called.
+        reasoning: key of ``REASONING_PARSERS``, or None if reasoning is not looked for.
+    """
 
     tools: str | None = None
     reasoning: str | None = None

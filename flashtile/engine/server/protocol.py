@@ -338,7 +338,7 @@ def _function_of(name: str, value: Any) -> dict[str, Any]:
     found = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(found, str) or not found:
         raise wrong(name, "an object with a function that has a name", value)
-    if value.get("type", "function") != "function":
+    if value.get("type") not in (None, "function"):
         raise wrong(f"{name}.type", "'function'", value["type"])
     return function
 
@@ -385,9 +385,8 @@ def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> 
         parameters = dict(function.get("parameters") or {"type": "object", "properties": {}})
         for place in ("$defs", "definitions"):
             own, others = parameters.pop(place, {}), definitions.setdefault(place, {})
-            clash = next((name for name in own if others.get(name, own[name]) != own[name]), None)
-            if clash is not None:
-                raise wrong("tools", f"tools that agree on {place} {clash!r:.60}", function["name"])
+            if not isinstance(own, dict) or any(others.get(name, one) != one for name, one in own.items()):
+                raise wrong("tools", f"tools whose {place} are objects without conflicts", own)
             others |= own
         properties = {"name": {"const": function["name"]}, "parameters": parameters}
         calls.append(

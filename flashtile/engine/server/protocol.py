@@ -45,6 +45,9 @@ BEAMS = ("ignore_eos", "include_stop_str_in_output", "stop_token_ids", "temperat
 
 LONGEST_NAME = 200
 MAX_TOKENS = 2**30
+LIKE_TOJSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space of forced tool calls, in llguidance's terms. It is that of the calls in chat templates."""
+
 TEMPLATE_ARGUMENTS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template")
 
 
@@ -394,6 +397,7 @@ def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> 
              "additionalProperties": False}
         )  # fmt: skip
     schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **definitions}
+    schema["x-guidance"] = LIKE_TOJSON
     return schema if max_calls is None else {**schema, "maxItems": max_calls}
 
 

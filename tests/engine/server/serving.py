@@ -137,13 +137,14 @@ def running(model: Path, limits: Limits | None = None, **options: Any) -> Iterat
 
 @contextlib.contextmanager
 def scripted(model: Path) -> Iterator[Any]:
-    """A server with tools. It takes answers from its list ``script``.
+    """A server with tools. It takes answers from its list ``script``; None is the model's own answer.
 
     It keeps the prompts in ``asked``, and the last call's parameters in ``params``.
     """
 
     def add_scripted(request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
-        tokens = [*found.script.pop(0).encode(), END]
+        text = found.script.pop(0)
+        tokens = [*(text or "").encode(), END]
 
         def next_token(before: list[int], logits: torch.Tensor) -> torch.Tensor:
             logits = torch.full_like(logits, -torch.inf)
@@ -151,7 +152,7 @@ def scripted(model: Path) -> Iterator[Any]:
             return logits
 
         found.asked.append(prompt["prompt"])
-        params.logits_processors, found.params = [next_token], params
+        params.logits_processors, found.params = [next_token] if text is not None else [], params
         return add(request_id, prompt, params, **options)
 
     with pytest.MonkeyPatch.context() as patch:

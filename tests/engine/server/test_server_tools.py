@@ -105,6 +105,39 @@ def test_tools_that_may_not_be_called(server):
     assert server.asked[-1].startswith("[stop]")
 
 
+def forced(choice, parameters):
+    tools = [STOP, {"type": "function", "function": {"name": "pick", "parameters": parameters}}]
+    return {
+        "model": MODEL, "messages": [USER], "temperature": 0, "parallel_tool_calls": False, "max_tokens": 100,
+        "tools": tools[choice == "required" :], "tool_choice": choice,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
+def test_a_tool_that_must_be_called(server, choice):
+    """The model's own answer would be letters; the schema leaves it one call."""
+    pytest.importorskip("llguidance")
+    parameters = {
+        "type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "required": ["x"],
+        "additionalProperties": False, "$defs": {"X": {"const": 7}},
+    }  # fmt: skip
+    server.script += [None, None]
+    fields = forced(choice, parameters)
+    (whole,) = server.ask(PATH, fields)[1]["choices"]
+    message = whole["message"]
+    assert (message["content"], whole["finish_reason"]) == (None, "tool_calls")
+    assert [one["function"] for one in message["tool_calls"]] == [{"name": "pick", "arguments": '{"x": 7}'}]
+    assert joined(server.events(PATH, **fields)) == (without_ids(message), "tool_calls")
+
+
+def test_a_schema_that_the_grammar_refuses_names_the_tools(server):
+    pytest.importorskip("llguidance")
+    server.script.append(None)
+    status, body = server.ask(PATH, forced("required", {"type": 3}))
+    assert (status, body["error"]["param"]) == (400, "tools")
+    server.script.clear()
+
+
 def test_a_call_that_is_cut_has_the_reason_of_the_cut(server):
     answer = call("add", a=1, b=2)
     choice = ask(server, answer, tools=[ADD], max_tokens=answer.index("2"))

@@ -145,7 +145,8 @@ class Engine:
                 f"got {params.beam_width}"
             )
         number, ends = self._num_requests, frozenset(params.stop_token_ids or ())
-        structure, seed = None, 0
+        structure: dict[str, Any] | None = None
+        seed: int | None = 0
         if isinstance(params, SamplingParams):
             structure, seed = params.structured_outputs, params.seed
         matcher = None if structure is None else self.structures.matcher(structure)

@@ -21,6 +21,14 @@ MAX_N = 1024
 MAX_STOPS = 64
 MAX_LISTED = 2**16
 """Largest number of entries of logit_bias, allowed_token_ids and stop_token_ids."""
+STRUCTURES = {
+    "json": "a JSON schema, which is a dict or its text,",
+    "json_object": "True",
+    "regex": "a string that is not empty",
+    "choice": "a list of strings that is not empty",
+    "grammar": "a string that is not empty",
+}
+"""Keys of structured_outputs, with descriptions of their values for errors."""
 
 
 class RequestOutputKind(Enum):
@@ -255,31 +263,31 @@ def _tokens(name: str, value: Any) -> list[int]:
 
 def _structure(value: Any) -> dict[str, Any]:
     """Validate ``structured_outputs`` and return a dict with one key. Values of None count as absent."""
-    kinds = ("json", "json_object", "regex", "choice", "grammar")
-    given = (
-        {name: one for name, one in value.items() if one is not None} if isinstance(value, Mapping) else {}
-    )
-    if len(given) != 1 or not given.keys() <= set(kinds):
-        raise ValueError(
-            f"structured_outputs must be a dict with one of {', '.join(kinds)}, got {value!r:.60}"
-        )
+    pairs = value.items() if isinstance(value, Mapping) else ()
+    given = {kind: one for kind, one in pairs if one is not None}
+    if len(given) != 1 or not given.keys() <= STRUCTURES.keys():
+        allowed = ", ".join(STRUCTURES)
+        raise ValueError(f"structured_outputs must be a dict with one of {allowed}, got {value!r:.60}")
     ((kind, one),) = given.items()
-    name = f"structured_outputs must have as {kind}"
     if kind == "json":
-        try:
-            found = json.loads(one) if isinstance(one, str) else json.loads(json.dumps(one, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{name} a JSON schema: {error}") from None
-        if not isinstance(found, dict):
-            raise TypeError(f"{name} a JSON schema, got {one!r:.60}")
+        fits = _is_schema(one)
+    elif kind == "json_object":
+        fits = one is True
     elif kind == "choice":
-        if not isinstance(one, (list, tuple)) or not one or not all(isinstance(text, str) for text in one):
-            raise TypeError(f"{name} a list of strings, not empty, got {one!r:.60}")
-    elif one is not True if kind == "json_object" else not isinstance(one, str) or not one:
-        raise TypeError(
-            f"{name} {'True' if kind == 'json_object' else 'a string, not empty'}, got {one!r:.60}"
-        )
+        fits = isinstance(one, (list, tuple)) and bool(one) and all(isinstance(text, str) for text in one)
+    else:
+        fits = isinstance(one, str) and bool(one)
+    if not fits:
+        raise TypeError(f"structured_outputs must have {STRUCTURES[kind]} as {kind}, got {one!r:.60}")
     return given
+
+
+def _is_schema(value: Any) -> bool:
+    """Whether a value is a JSON object, as a dict or as text."""
+    try:
+        return isinstance(json.loads(value if isinstance(value, str) else json.dumps(value)), dict)
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _bias(value: Any) -> dict[int, float] | None:

@@ -1,8 +1,8 @@
 """Structured output: answers whose text matches a JSON schema, a regular expression, a choice or a grammar.
 
 llguidance compiles a structure to a matcher, which knows the tokens that may follow. Each sequence has a copy
-of its request's matcher, and the host advances it by each of the sequence's tokens. The logits of the next token
-are masked before the draw. The masks are computed while the device computes these logits.
+of its request's matcher, and the host advances it by each of the sequence's tokens. The logits of the next
+token are masked before the draw. The masks are computed while the device computes these logits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from flashtile.engine.tokenizer import FastTokenizer, Tokenizer
 
-MAX_CHARACTERS = 2**17
-"""Largest number of characters of a structure."""
+MAX_CHARACTERS = 2**16
+"""Largest number of characters of a structure. One of twice as many may take a minute to compile."""
 MAX_COMPILED = 64
 """Number of compiled structures that are kept for later requests."""
 STACK_BYTES = 2**29
@@ -70,7 +70,7 @@ class Structures:
 
     def _compile(self, kind: str, text: str) -> Any:
         try:
-            from llguidance import LLMatcher
+            from llguidance import LLMatcher, LLParserLimits
         except ModuleNotFoundError:
             raise NotImplementedError(MISSING) from None
         if kind == "regex":
@@ -81,8 +81,14 @@ class Structures:
             grammar = LLMatcher.grammar_from_json_schema(
                 '{"type":"object"}' if kind == "json_object" else text
             )
-        tokenizer = self._tokens
-        found = _with_deep_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0))
+        tokenizer, limits = self._tokens, LLParserLimits(verbose_errors=False)
+
+        def compiled() -> Any:
+            found = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+            found.compute_bitmask()  # the first mask may take much longer than later ones, or reach a limit
+            return found
+
+        found = _with_deep_stack(compiled)
         if found.is_error():
             reason = " ".join(found.get_error().split())
             raise ValueError(f"structured_outputs must have a valid {kind}, got {text!r:.60}: {reason:.200}")
@@ -99,7 +105,8 @@ class Structures:
         size, ends = self._vocab_size + 1, self._ends or [self._vocab_size]
         if not isinstance(self._tokenizer, FastTokenizer):
             assert self._tokenizer is not None
-            return LLTokenizer(_Vocabulary(self._tokenizer, size, ends[0]), n_vocab=size, eos_token=ends)
+            vocabulary: Any = _Vocabulary(self._tokenizer, size, ends[0])
+            return LLTokenizer(vocabulary, n_vocab=size, eos_token=ends)
         padded = type(self._tokenizer.loaded).from_str(self._tokenizer.loaded.to_str())
         padded.add_special_tokens([f"<|no token {i}|>" for i in range(self._tokenizer.vocab_size, size)])
         return LLTokenizer(padded.to_str(), n_vocab=size, eos_token=ends)

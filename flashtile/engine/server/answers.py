@@ -265,10 +265,12 @@ class _ChatCompletions:
         role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         self.first = [{"index": i, **role} for i in range(getattr(call.params, "n", 1))]
         self._parsers: dict[int, AnswerParser] = {}
-        apart = call.conversation.separate_reasoning and service.formats.reasoning is not None
-        self._parses = call.conversation.calls or apart
-        if self._parses and isinstance(call.params, SamplingParams):
-            call.params.skip_special_tokens = False  # the formats' markers may be special tokens
+        conversation, params = call.conversation, call.params
+        apart = conversation.separate_reasoning and service.formats.reasoning is not None
+        structured = isinstance(params, SamplingParams) and params.structured_outputs is not None
+        self._parses = bool(conversation.forced) or ((conversation.calls or apart) and not structured)
+        if self._parses and isinstance(params, SamplingParams):
+            params.skip_special_tokens = False  # the formats' markers may be special tokens
 
     def choice(self, prompt: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any] | None:
         call, reason = self.call, answer.finish_reason

@@ -18,9 +18,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "functions": ([],), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
     "kv_transfer_params": (), "logits_processors": ([],), "mm_processor_kwargs": (),
     "modalities": (["text"],), "prediction": (), "prompt_embeds": (), "reasoning_effort": (),
-    "response_format": ({"type": "text"},), "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,), "structured_outputs": (), "suffix": ("",), "verbosity": (),
-    "vllm_xargs": (), "web_search_options": (),
+    "return_tokens_as_token_ids": (False,), "spaces_between_special_tokens": (True,), "suffix": ("",),
+    "verbosity": (), "vllm_xargs": (), "web_search_options": (),
 }  # fmt: skip
 """Unsupported fields of OpenAI's and vLLM's interfaces. The listed values of each field are accepted, because
 they have no effect."""
@@ -39,6 +38,9 @@ SAMPLING = (
     "include_stop_str_in_output", "logit_bias", "allowed_token_ids",
 )  # fmt: skip
 """Fields of completions and chat completions that are arguments of SamplingParams with the same name."""
+
+STRUCTURES = ("structured_outputs", "response_format")
+"""Fields that say what an answer's text must match."""
 
 BEAMS = ("ignore_eos", "include_stop_str_in_output", "stop_token_ids", "temperature")
 """Sampling fields that a beam search also takes."""
@@ -482,12 +484,39 @@ def _read_sampling(
     body: Body, max_tokens: int | None, stream: bool, logprobs: int | None, prompt_logprobs: int | None
 ) -> Params:
     given = body.defaults | {name: body.take(name) for name in SAMPLING if name in body}
+    structure, forced = _read_structure(body), body.defaults.get("structured_outputs")
+    if structure is not None and forced is not None:
+        text = "tool_choice must be 'none' or 'auto' with response_format or structured_outputs"
+        raise ApiError(text, "tool_choice", code="unsupported_field")
+    given["structured_outputs"] = structure or forced
     if body.take("length_penalty", 1) != 1:
         raise wrong("length_penalty", "1 unless use_beam_search is true", body.take("length_penalty"))
     return SamplingParams(
         **{**given, "max_tokens": max_tokens}, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
         output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
     )  # fmt: skip
+
+
+def _read_structure(body: Body) -> dict[str, Any] | None:
+    """Return ``structured_outputs`` of a call, also if it has OpenAI's ``response_format`` instead."""
+    given, form = body.take("structured_outputs"), Body(body.object("response_format"))
+    kind, described = form.take("type", "text"), Body(form.object("json_schema"))
+    form.finish()
+    if kind not in ("text", "json_object", "json_schema"):
+        raise wrong("response_format", "of type text, json_object or json_schema", kind)
+    if kind == "text":
+        return given
+    if given is not None:
+        raise wrong("structured_outputs", "absent if response_format is given", given)
+    if kind == "json_object":
+        return {"json_object": True}
+    schema = described.object("schema")
+    for name in ("name", "description", "strict"):  # the answer matches the schema in any case
+        described.take(name)
+    described.finish()
+    if "schema" not in described:
+        raise ApiError("response_format must have a json_schema with a schema", "response_format")
+    return {"json": schema}
 
 
 def _read_beams(
@@ -504,6 +533,8 @@ def _read_beams(
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None:
             raise _unsupported_with_beams(name)
+    if _read_structure(body) is not None:
+        raise _unsupported_with_beams(next(name for name in STRUCTURES if name in body))
     if stream:
         raise ApiError("stream must be false with use_beam_search", "stream", code="unsupported_field")
     given = {name: body.take(name) for name in (*BEAMS, "length_penalty") if name in body}

@@ -9,10 +9,12 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
+from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.server.errors import ApiError, refused, shutting_down
 from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
@@ -152,7 +154,7 @@ class Service:
             if count > most:
                 text = f"prompt must be at most {most} prompts, got {count}"
                 raise ApiError(text, "prompt", code="invalid_value")
-            if all(isinstance(prompt, list) for prompt in call.prompts):
+            if structure_of(call) is None and all(isinstance(prompt, list) for prompt in call.prompts):
                 return self._prepare(call)
         return await asyncio.to_thread(self._prepare, call)
 
@@ -208,6 +210,12 @@ class Service:
         params.max_tokens = max(1, room if params.max_tokens is None else min(room, params.max_tokens))
 
     def _prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
+        structure = structure_of(call)
+        if structure is not None:
+            try:
+                self.engine.structures.matcher(structure)  # the engine's thread then finds it compiled
+            except (ValueError, NotImplementedError) as error:
+                raise refused(error, call.fields) from None
         if isinstance(call, ChatCall):
             return [self._tokenized(call, "messages", self.render(call.conversation))]
         return [self._tokenized(call, "prompt", prompt) for prompt in call.prompts]
@@ -248,3 +256,8 @@ class Service:
         if engine.last_schedule is not self._counted:
             self._counted = engine.last_schedule
             self.metrics.observe("iteration_tokens_total", self._counted.num_tokens)
+
+
+def structure_of(call: ApiCall) -> dict[str, Any] | None:
+    """Return ``structured_outputs`` of a call, or None."""
+    return call.params.structured_outputs if isinstance(call.params, SamplingParams) else None

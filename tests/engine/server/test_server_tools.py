@@ -138,6 +138,23 @@ def test_a_schema_that_the_grammar_refuses_names_the_tools(server):
     server.script.clear()
 
 
+def test_a_structured_answer_has_no_calls(server):
+    """Its text matches the structure, even where that looks like a call or the prompt begins reasoning."""
+    pytest.importorskip("llguidance")
+    server.script.append(None)
+    fields = {
+        "model": MODEL,
+        "messages": [USER],
+        "tools": [STOP],
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    structure = {"structured_outputs": {"choice": [call("stop")]}, "temperature": 0, "max_tokens": 100}
+    (choice,) = server.ask(PATH, {**fields, **structure})[1]["choices"]
+    assert choice["message"] == {"role": "assistant", "content": call("stop")}
+    status, body = server.ask(PATH, {**fields, **structure, "tool_choice": "required"})
+    assert (status, body["error"]["param"]) == (400, "tool_choice")
+
+
 def test_a_call_that_is_cut_has_the_reason_of_the_cut(server):
     answer = call("add", a=1, b=2)
     choice = ask(server, answer, tools=[ADD], max_tokens=answer.index("2"))

@@ -382,7 +382,7 @@ def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> 
     """Return the JSON schema of a list of calls, ``{"name": NAME, "parameters": {...}}`` each.
 
     The definitions of the tools' own schemas become those of the whole schema, because references to them
-    are paths from the root.
+    are paths from the root. Where a tool's schema only lists parameters, there are no others.
     """
     calls: list[dict[str, Any]] = []
     definitions: dict[str, dict[str, Any]] = {}
@@ -393,6 +393,8 @@ def _schema_of_calls(functions: list[dict[str, Any]], max_calls: int | None) -> 
             if not isinstance(own, dict) or any(others.get(name, one) != one for name, one in own.items()):
                 raise wrong("tools", f"tools whose {place} are objects without conflicts", own)
             others |= own
+        if parameters.keys() <= {"type", "properties", "required", "title", "description"}:
+            parameters["additionalProperties"] = False
         properties = {"name": {"const": function["name"]}, "parameters": parameters}
         calls.append(
             {"type": "object", "properties": properties, "required": ["name", "parameters"],

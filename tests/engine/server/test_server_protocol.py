@@ -184,6 +184,25 @@ def test_tools(fields, calls, forced, most):
     assert (found.calls, [one["name"] for one in found.forced], found.max_calls) == (calls, forced, most)
 
 
+def test_the_schema_of_forced_calls():
+    """Definitions are lifted to its root; a tool gets no parameters that it does not list."""
+    item = {"type": "array", "items": {"$ref": "#/$defs/X"}, "$defs": {"X": {"const": 1}}}
+    tools = [{"function": {"name": "f", "parameters": item}}, {"function": {"name": "g"}}]
+    fields = {**HELLO, "tools": tools, "tool_choice": "required"}
+    schema = read_chat(Body(fields), 20).params.structured_outputs["json"]
+    assert schema["$defs"] == item["$defs"]
+    first, second = (one["properties"] for one in schema["items"]["anyOf"])
+    assert first["parameters"] == {"type": "array", "items": {"$ref": "#/$defs/X"}}
+    assert second["parameters"] == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert (first["name"], schema["minItems"], "maxItems" in schema) == ({"const": "f"}, 1, False)
+    named = {"tool_choice": {"type": "function", "function": {"name": "g"}}}
+    schema = read_chat(Body({**fields, **named}), 20).params.structured_outputs["json"]
+    assert (len(schema["items"]["anyOf"]), schema["maxItems"]) == (1, 1)
+    for other in ({"X": {"const": 2}}, [1]):
+        tools[1]["function"]["parameters"] = {"$defs": other}
+        assert refusal(read_chat, Body(fields), 20)["param"] == "tools"
+
+
 def test_messages_of_tools_and_reasoning():
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [

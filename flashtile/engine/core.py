@@ -25,7 +25,7 @@ from flashtile.engine.sampler import stream_seed
 from flashtile.engine.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
 from flashtile.engine.scheduler import Scheduler, SchedulerOutput
 from flashtile.engine.speculation import DraftSpeculator, Speculator, accepted_path
-from flashtile.engine.structured import Structures
+from flashtile.engine.structured import Structures, error_of
 from flashtile.engine.tokenizer import Tokenizer
 
 Prompt = str | list[int] | Mapping[str, Any]
@@ -389,7 +389,7 @@ class Engine:
             sequence.cumulative_logprob += scores.logprob
         count, matcher = len(sequence.tokens) - request.num_prompt, sequence.matcher
         if matcher is not None and not matcher.consume_token(token):  # a limit of the matcher was reached
-            self._fail(request, f"structured_outputs could not be continued: {matcher.get_error():.200}")
+            self._fail(request, f"structured_outputs could not be continued: {error_of(matcher)}")
         elif token in request.ends:
             stop = token if token in (params.stop_token_ids or ()) else None
             self.scheduler.finish(sequence, "stop", stop)

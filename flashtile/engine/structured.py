@@ -65,8 +65,7 @@ class Structures:
             raise ValueError(
                 f"structured_outputs must have at most {MAX_CHARACTERS} characters, got {len(text)}"
             )
-        with self._lock:
-            return self._compiled(kind, text)
+        return self._compiled(kind, text)
 
     def _compile(self, kind: str, text: str) -> Any:
         try:
@@ -81,17 +80,24 @@ class Structures:
             grammar = LLMatcher.grammar_from_json_schema(
                 '{"type":"object"}' if kind == "json_object" else text
             )
-        tokenizer, limits = self._tokens, LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False)
 
         def compiled() -> Any:
-            found = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+            found = LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
             found.compute_bitmask()  # the first mask may take much longer than later ones, or reach a limit
             return found
 
-        found = _with_deep_stack(compiled)
+        try:
+            with self._lock:  # one at a time, however many clients there are
+                found = _with_deep_stack(compiled)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # llguidance cannot read every tokenizer. Panics of its Rust code are BaseExceptions.
+        except BaseException as error:
+            raise NotImplementedError(f"structured_outputs failed in llguidance: {error!s:.200}") from None
         if found.is_error():
-            reason = " ".join(found.get_error().split())
-            raise ValueError(f"structured_outputs must have a valid {kind}, got {text!r:.60}: {reason:.200}")
+            got = f"{text!r:.60}: {error_of(found)}"
+            raise ValueError(f"structured_outputs must have a valid {kind}, got {got}")
         return found
 
     @functools.cached_property
@@ -126,6 +132,11 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text, False)
+
+
+def error_of(matcher: Any) -> str:
+    """Return the error of a matcher in one line of at most 200 characters."""
+    return f"{' '.join(matcher.get_error().replace('<non-verbose/>', '').split()):.200}"
 
 
 def mask(logits: Tensor, matchers: Sequence[tuple[Any, int]]) -> Tensor:

@@ -111,7 +111,7 @@ def folder_with_pairs(path: Path) -> Path:
     loaded.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
     loaded.train_from_iterator(['{"name": "red", "sizes": [10, 20, 30], "kind": "green"}'] * 4, trainer)
     loaded.save(str(path / "tokenizer.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -219,3 +220,14 @@ def test_what_structures_need(llm, folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(NotImplementedError, match=re.escape("pip install 'flashtile[engine]'")):
         llm.generate("one", params({"regex": "not compiled yet"}))
+
+
+def test_a_tokenizer_that_llguidance_cannot_read_is_refused(folder, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    words = tokenizers.models.WordLevel({"a": 0, "</s>": 1, "b": 2}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    found = load(tmp_path)
+    with pytest.raises(NotImplementedError, match="structured_outputs failed in llguidance: "):
+        found.generate("a", params({"regex": "ab"}))
+    assert len(found.generate("a", FREE)) == 1

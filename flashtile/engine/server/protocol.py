@@ -512,12 +512,12 @@ def _read_structure(body: Body) -> dict[str, Any] | None:
         raise wrong("structured_outputs", "absent if response_format is given", given)
     if kind == "json_object":
         return {"json_object": True}
-    schema = described.object("schema")
+    schema = described.take("schema")
+    if not isinstance(schema, dict):
+        raise wrong("response_format", "an object whose json_schema has an object as schema", schema)
     for name in ("name", "description", "strict"):  # the answer matches the schema in any case
         described.take(name)
     described.finish()
-    if "schema" not in described:
-        raise ApiError("response_format must have a json_schema with a schema", "response_format")
     return {"json": schema}
 
 

@@ -116,6 +116,20 @@ def test_a_switch_that_is_not_served_may_stay_as_it_is_by_default(field, default
         ("messages[0].tool_calls[0]", {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}),
         ("add_generation_prompt", {**HELLO, "add_generation_prompt": True, "continue_final_message": True}),
         ("chat_template_kwargs", {**HELLO, "chat_template_kwargs": {"messages": []}}),
+        ("response_format", {**HELLO, "response_format": "json_object"}),
+        ("response_format", {**HELLO, "response_format": {"type": "xml"}}),
+        ("response_format", {**HELLO, "response_format": {"type": "json_schema"}}),
+        (
+            "response_format",
+            {**HELLO, "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        ),
+        ("strictly", {**HELLO, "response_format": {"type": "json_object", "strictly": True}}),
+        ("structured_outputs", {**HELLO, "structured_outputs": {"regex": "a", "choice": ["b"]}}),
+        ("structured_outputs", {**HELLO, "structured_outputs": {"xml": "a"}}),
+        (
+            "structured_outputs",
+            {**HELLO, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        ),
         ("echo", {**HELLO, "echo": True}),
         ("prompt", {**HELLO, "prompt": "a"}),
         ("temperature", {**HELLO, "temperature": "hot"}),
@@ -128,6 +142,7 @@ def test_a_wrong_field_of_a_conversation_is_named(param, body):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a"}),
         ("stop", ["a"]), ("top_p", 0.5), ("seed", 1), ("logprobs", 1), ("stream", True),
         ("logit_bias", {"1": 1}), ("n", 0), ("length_penalty", "long"), ("ignore_eos", "no"),
     ],
@@ -136,6 +151,30 @@ def test_a_beam_search_refuses_what_it_cannot_do(field, value):
     body = {"prompt": "a", "use_beam_search": True, "n": 3, field: value}
     error = refusal(read_completion, Body(body), 20)
     assert error["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("fields", "structure"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "text"}, "structured_outputs": {"regex": "a"}}, {"regex": "a"}),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": False, "schema": {"type": "null"}},
+                }
+            },
+            {"json": {"type": "null"}},
+        ),
+        ({"structured_outputs": {"choice": ["a"], "json": None}}, {"choice": ["a"]}),
+    ],
+)
+def test_what_an_answer_must_match(fields, structure):
+    for read, body in ((read_completion, {"prompt": "a"}), (read_chat, HELLO)):
+        assert read(Body({**body, **fields}), 20).params.structured_outputs == structure
 
 
 def test_a_beam_search():

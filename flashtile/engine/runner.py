@@ -28,6 +28,7 @@ from flashtile.engine.sampling_params import BeamSearchParams
 from flashtile.engine.scheduler import COPY, SWAP_OUT, Entry, SchedulerOutput
 from flashtile.engine.speculation import UNKNOWN, depths, visible
 from flashtile.engine.step_calls import LOGITS_ROWS
+from flashtile.engine.structured import mask
 from flashtile.kv_cache import BlockManager
 from flashtile.kv_cache.paged import move_blocks
 
@@ -437,6 +438,8 @@ class Runner:
                 adjust(logits[i], samples[i])
             except Exception as error:  # a logits processor failed: the other requests continue
                 in_flight.failed[i] = f"{type(error).__name__}: {error}"
+        if draw.structured:
+            logits = mask(logits, [(samples[i].matcher, i) for i in draw.structured])
         tokens = self.ranks.broadcast(choose(logits, draw.choice, positions.positions))
         self.known[:, 0].index_copy_(0, positions.rows, tokens.int())
         in_flight.samples, in_flight.tokens = samples, tokens

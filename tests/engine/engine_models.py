@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import tempfile
 from pathlib import Path
@@ -118,3 +119,29 @@ def greedy(name: str, length: int) -> list[list[int]]:
         out = model.generate(torch.tensor([prompt]), max_new_tokens=length, do_sample=False)
         answers.append(out[0, len(prompt) :].tolist())
     return answers
+
+
+PAIRS_ENDS = (1, 405)
+"""End tokens of :func:`folder_with_pairs`: the tokenizer's, and the config's, which the tokenizer lacks."""
+
+
+def folder_with_pairs(path: Path) -> Path:
+    """A model without weights and a trained tokenizer of bytes and pairs, as GPT's and Llama 3's are."""
+    tokenizers = pytest.importorskip("tokenizers")
+    loaded = tokenizers.Tokenizer(tokenizers.models.BPE())
+    loaded.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    loaded.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    loaded.train_from_iterator(['{"name": "red", "sizes": [10, 20, 30], "kind": "green"}'] * 4, trainer)
+    loaded.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    config = {
+        "model_type": "llama", "vocab_size": 410, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+        "max_position_embeddings": 256, "eos_token_id": PAIRS_ENDS[1],
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config))
+    return path

@@ -386,6 +386,8 @@ class _PartlyRead:
         """Raise the error for an operation on a tensor that was indexed with too few indices."""
         raise _wrong_count(self.tensor, self.indices)
 
+    __bool__ = refuse
+
 
 def _wrong_count(tensor: Tensor, indices: tuple) -> TypeError:
     return TypeError(

@@ -392,7 +392,10 @@ def test_a_tensor_may_be_indexed_in_steps() -> None:
         (lambda s, b, h, q, kv: s + table[b][h, q, kv, 0], "must be read with 4 indices, got 5"),
         (lambda s, b, h, q, kv: s + (table[b, h, q] - table[b, h, kv]), "with 4 indices, got 3"),
         (lambda s, b, h, q, kv: s + table[b, h, q].sum(), "with 4 indices, got 3"),
+        (lambda s, b, h, q, kv: s + 5 // table[b, h, q] ** 2, "with 4 indices, got 3"),
+        (lambda s, b, h, q, kv: s if table[b, h, q] else -s, "with 4 indices, got 3"),
         (lambda s, b, h, q, kv: s + sum(table[b, h, q]), "not iterable"),
     ):
-        with pytest.raises(TypeError, match=error):
+        # The message ends with the line of the function, which also contains ``error``.
+        with pytest.raises(TypeError, match=f"^score_mod does not compile: .*{error}"):
             traced("score_mod", function)

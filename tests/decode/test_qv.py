@@ -66,7 +66,7 @@ def test_decoding_and_prefill_over_pages(target: Target) -> None:
         check(target, latent_call(torch.float16, target.device, (5, 19), 1, 16, 24))
         return
     check(target, latent_call(torch.float16, target.device, (5, 0, 70), 1, ROPE, LATENT))
-    check(target, latent_call(torch.float16, target.device, (70, 100), 40, ROPE, LATENT), num_splits=2)
+    check(target, latent_call(torch.float16, target.device, (70, 100), 70, ROPE, LATENT), num_splits=2)
     call = latent_call(torch.float32, target.device, (33, 70), 2, 24, 40)
     check(target, call | {"softcap": 3.0, "window_size": (20, 0)})
 

@@ -89,6 +89,18 @@ def test_portable_on_a_named_card() -> None:
     assert said == "bfloat16 needs compute capability 8.0, a T4 (sm_75) has 7.5"
 
 
+def test_backward_tiles_of_compute_capability_10() -> None:
+    """Hopper's tiles for wide heads of 16 bits exceed the shared memory of a block there."""
+    pytest.importorskip("triton")
+    from flashtile.backends.portable.config import row, row_for
+
+    for element_bytes, width, windowed in itertools.product((2, 4), (64, 128, 256, 512), (False, True)):
+        found = row_for((10, 0), element_bytes, width, windowed)
+        hopper_row, ampere_row = (row(name, element_bytes, width, windowed) for name in ("hopper", "ampere"))
+        smaller = ampere_row if (element_bytes, width) in ((2, 256), (2, 512)) else hopper_row
+        assert found == replace(hopper_row, dkdv=smaller.dkdv, dq=smaller.dq)
+
+
 @pytest.mark.parametrize("card", [Target("B200", (10, 0), 148), H100, A100, T4], ids=str)
 def test_tiles_of_the_portable_kernels_are_powers_of_two(card: Target) -> None:
     """Triton's ranges must be, and its products take no fewer than 16."""

@@ -72,6 +72,15 @@ def test_bad_logits_win():
     check_bad_logits("cpu", 50)
 
 
+@pytest.mark.interpreter
+def test_logits_may_have_any_strides():
+    from flashtile.backends.portable.sampling import sample
+
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
+    given = *choices(64, "cpu")[:5], torch.arange(64, dtype=torch.int32), True
+    assert torch.equal(sample(logits.t().contiguous().t(), *given), sample(logits, *given))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
 def test_bad_logits_win_on_a_gpu():

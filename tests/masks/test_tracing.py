@@ -100,9 +100,15 @@ def test_a_triton_function_is_one_of_torch() -> None:
     triton = pytest.importorskip("triton")
     tl = triton.language
 
+    most = tl.constexpr(2)
+
+    @triton.jit
+    def distance(q, kv):
+        return tl.minimum(tl.abs(q - kv), most)
+
     @triton.jit
     def per_head(score, b, h, q, kv, table, SIZE: tl.constexpr = 3):
-        bias = tl.load(table + h * SIZE + tl.minimum(tl.abs(q - kv), SIZE - 1))
+        bias = tl.load(table + h * SIZE + distance(q, kv))
         return tl.where(kv <= q, score + bias, -float("inf"))
 
     table = torch.randn(2, 3, requires_grad=True)

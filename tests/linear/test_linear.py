@@ -8,7 +8,9 @@ from linear_calls import CALLS, Call, check, make_inputs, run
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
+from flashtile.caches import BoundedCache
 from flashtile.linear import linear, linear_before_norm, linear_qkv
+from flashtile.operators.linear import LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV
 from targets import INTERPRETING, Target
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -44,6 +46,21 @@ def test_tiles_of_whole_waves_are_within_the_error_rule(target, splits, epilogue
     check(Call(5, 38, 70, epilogue, bias=True, norm=True), torch.float16, target.device, backend="portable")
     ((count, places),) = tiles
     assert places % count or places // count not in (16, 32)
+
+
+@pytest.mark.parametrize("call", [call for call in CALLS if call.M <= 4], ids=lambda call: call.name)
+def test_few_rows_on_cuda_cores_are_within_the_error_rule(target, call, monkeypatch):
+    """Calls for which the measured table gives the flat product."""
+    if target.backend != "portable":
+        pytest.skip("the GEMV in Triton computes them")
+    from flashtile.backends.portable import linear as portable
+    from flashtile.backends.portable.linear.config import GEMV, default
+
+    for name in ("configure_linear", "configure_linear_qkv"):
+        monkeypatch.setattr(portable, name, lambda problem: default(problem, GEMV))
+    for operation in (LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV):  # other tests make the same calls
+        monkeypatch.setattr(operation, "launches", BoundedCache(2**20))
+    check(call, torch.float16, target.device, backend="portable")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -182,6 +182,18 @@ AUX = SimpleNamespace(lse=True, max_scores=True)
 BLOCKS = masks.create_block_mask(CAUSAL, None, None, 32, 32)
 NINE = [torch.ones(2) for _ in range(9)]
 BAD_CALLS = {
+    "learnable-slopes": (
+        call(alibi_slopes=torch.ones(3, requires_grad=True)),
+        ValueError,
+        r"alibi_slopes must have shape \(heads,\) or \(batch, heads\) .* got \(3,\)",
+    ),
+    "keys-with-learnable-slopes": (
+        lambda: flashtile.attention(
+            torch.randn(1, 4, 2, 8), 3, None, alibi_slopes=torch.ones(2, requires_grad=True)
+        ),
+        TypeError,
+        r"k must be a torch\.Tensor, got int",
+    ),
     "no-function": (call(score_mod=3), TypeError, "score_mod must be a function, got int"),
     "other-kind": (call(score_mod=CAUSAL), TypeError, "score_mod must be a score_mod or a function"),
     "both-masks": (
@@ -311,9 +323,7 @@ BAD_CALLS = {
         "return_aux must be an AuxRequest of FlexAttention or None, got bool True",
     ),
     "aux-and-lse": (
-        lambda: flashtile.flex_attention(
-            *torch.ones(3, 1, 2, 4, 8), return_lse=True, return_aux=AUX
-        ),
+        lambda: flashtile.flex_attention(*torch.ones(3, 1, 2, 4, 8), return_lse=True, return_aux=AUX),
         ValueError,
         "return_lse must be False with return_aux",
     ),

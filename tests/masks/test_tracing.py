@@ -104,7 +104,7 @@ def test_a_triton_function_is_one_of_torch() -> None:
 
     @triton.jit
     def distance(q, kv):
-        return tl.minimum(tl.abs(q - kv), most)
+        return triton.language.minimum(tl.abs(q - kv), most)
 
     @triton.jit
     def per_head(score, b, h, q, kv, table, SIZE: tl.constexpr = 3):
@@ -386,6 +386,13 @@ def test_a_program_computes_what_its_function_does_on_tensors(name) -> None:
     inputs = {"score": score, "b": b, "h": h, "q": q, "kv": kv}
     (found,) = evaluate(program, inputs, [], kind="score_mod")
     torch.testing.assert_close(found, WRITTEN[name](score, b, h, q, kv).float())
+
+
+def test_a_symbol_that_outlives_its_trace_is_refused() -> None:
+    kept: list[Any] = []
+    traced("score_mod", lambda s, b, h, q, kv: s + 0.0 * bool(kept.append(s)))
+    with pytest.raises(TypeError):
+        torch.exp(kept[0])
 
 
 def test_a_tensor_may_be_indexed_in_steps() -> None:

@@ -101,6 +101,17 @@ def test_leading_dimensions_come_back(target):
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_leading_dimensions_of_queries_come_back():
+    x, weight = torch.randn(2, 3, 24), torch.randn(6 * 16, 24)
+    q, rows = (
+        linear_qkv(t, weight, *torch.zeros(2, 8, 4, 1, 16), slot_mapping=torch.arange(6))
+        for t in (x, x.flatten(0, 1))
+    )
+    assert q.shape == (2, 3, 4, 16)
+    assert torch.equal(q.flatten(0, 1), rows)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
 def test_no_rows_are_written_nowhere():
     caches = torch.ones(2, 8, 4, 1, 16).unbind()
     slots = torch.zeros(0, dtype=torch.int64)

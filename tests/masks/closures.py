@@ -110,9 +110,7 @@ def a_global() -> State:
 
 @state
 def a_global_by_name() -> State:
-    return State(
-        lambda s, b, h, q, kv: s + globals()["W"] * kv, _item(globals(), "W"), needs_python=True
-    )
+    return State(lambda s, b, h, q, kv: s + globals()["W"] * kv, _item(globals(), "W"), needs_python=True)
 
 
 @state
@@ -216,6 +214,11 @@ def a_module_of_torch() -> State:
 @state
 def a_module() -> State:
     return State(lambda s, b, h, q, kv: s + outside.w * kv, _set(outside))
+
+
+@state
+def a_module_in_an_inner_function() -> State:
+    return State(lambda s, b, h, q, kv: (lambda: s + outside.w * kv)(), _set(outside))
 
 
 @state

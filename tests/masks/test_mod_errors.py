@@ -242,6 +242,11 @@ BAD_CALLS = {
         ValueError,
         r"BLOCK_SIZE must be one or two multiples of 16 .*, got \(32\.0, 32\.0\)",
     ),
+    "one-bad-block-size": (
+        lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=(32, 24)),
+        ValueError,
+        r"BLOCK_SIZE must be one or two multiples of 16 .*, got \(32, 24\)",
+    ),
     "no-block-size": (
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=None),
         ValueError,
@@ -424,7 +429,8 @@ def test_reads_of_every_row_are_checked_for_a_card(row: int) -> None:
 def test_a_picture_of_fewer_pixels_than_tokens_is_refused() -> None:
     q = torch.randn(1, 35, 2, 8)
     lse = torch.zeros(1, 2, 35)
-    for mask in (masks.natten(5, 5, 3), CAUSAL & masks.natten(5, 5, 3)):
+    smaller = masks.natten(5, 5, 3)
+    for mask in (smaller, CAUSAL & smaller, masks.natten(5, 7, 3) & smaller):
         for use in (
             lambda mask: flashtile.attention(q, q, q, mask_mod=mask),
             lambda mask: flashtile.attention_weights(q, q, lse, mask_mod=mask),

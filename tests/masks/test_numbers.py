@@ -110,6 +110,11 @@ def test_what_torch_does_not_compute_does_not_compile(function, words: str) -> N
         traced("score_mod", function)
 
 
+def test_every_int_of_64_bits_compiles() -> None:
+    for number in (2**63 - 1, -(2**63)):
+        assert str(number) in traced("score_mod", lambda s, b, h, i, j: s + i * number).text  # noqa: B023
+
+
 def test_ints_that_leave_32_bits_are_computed_in_64(target: Target) -> None:
     """As torch computes them."""
 

@@ -130,6 +130,19 @@ def test_ints_that_leave_32_bits_are_computed_in_64(target: Target) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_divisions_round_down(target: Target) -> None:
+    """Of ints and floats of either sign, by numbers and by what is known only in a kernel."""
+
+    def modify(s, b, h, i, j):
+        ints = (i - j) // 3 + (i - j) % -4 + (i - j) // (2 * j - 5) + (i - j) % (2 * j - 5)
+        return s + ints / 8 + (s // 0.75) / 8 + s % (j - 2.5) + s % -1.5
+
+    q, k, v = (testing.random_tensor((1, 8, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
+    out = flashtile.attention(q, k, v, score_mod=modify, backend=target.backend)
+    expected, _ = reference.attention(q.double(), k.double(), v.double(), score_mod=modify)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("operation", [
     "abs", "add", "and", "floordiv", "lshift", "maximum", "minimum", "mod", "mul", "neg", "not", "or",
     "rshift", "sign", "sub", "where", "xor",

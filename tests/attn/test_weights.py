@@ -139,6 +139,17 @@ def test_weights_have_no_gradient_and_out_has() -> None:
     assert torch.equal(top.weights, weights.detach().topk(3, -1).values)
 
 
+def test_weights_under_autocast() -> None:
+    q, k = torch.randn(2, 1, 8, 2, 16).unbind()
+    with torch.autocast("cpu", torch.bfloat16):
+        _, weights = flashtile.attention(q, k, k, return_attn_weights=True)
+        _, lse = flashtile.attention(q, k, k, return_lse=True)
+        assert torch.equal(flashtile.attention_weights(q, k, lse, "full"), weights)
+    assert weights.dtype == torch.bfloat16
+    half = q.bfloat16(), k.bfloat16()
+    assert torch.equal(weights, flashtile.attention_weights(*half, lse, "full"))
+
+
 def test_what_takes_part_is_said() -> None:
     q = torch.randn(1, 8, 2, 16)
     lse = torch.zeros(1, 2, 8)

@@ -158,7 +158,12 @@ def test_autocast_follows_the_cache():
         flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3)
     with torch.autocast("cpu", torch.bfloat16):
         out = flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3)
+        flashtile.append_kvcache(k_cache, v_cache, k + 1, v, cache_seqlens=4)
+        pages, lengths = int32(0, 1).view(2, 1), int32(4, 4)
+        shared = flashtile.flash_attn_with_shared_prefix(q, k_cache, v_cache, pages, lengths, 0)
     assert torch.equal(
         out, flashtile.flash_attn_with_kvcache(q.bfloat16(), k_cache, v_cache, cache_seqlens=4)
     )
     assert torch.equal(k_cache[:, 3], k[:, 0].bfloat16())
+    assert torch.equal(k_cache[:, 4], (k[:, 0] + 1).bfloat16())
+    torch.testing.assert_close(shared, out)

@@ -151,6 +151,9 @@ def test_numbers_that_a_condition_chooses_are_ints_where_they_were() -> None:
 def test_a_block_mask_alone_decides_what_is_computed() -> None:
     """Lists that leave a block out hide it, and one in the full list takes no mask, in both directions."""
     block_mask = masks.create_block_mask(masks.causal(), None, None, 64, 64, BLOCK_SIZE=32)
+    moved = block_mask.to("meta")
+    assert {one.device.type for one in moved.lists} == {"meta"}
+    assert repr(moved) == repr(block_mask)
     assert block_mask.kv_num_blocks.tolist() == [[[1, 1]]]
     assert block_mask.full_kv_num_blocks.tolist() == [[[0, 1]]]
     assert block_mask.q_num_blocks.tolist() == [[[1, 1]]]

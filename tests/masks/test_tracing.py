@@ -365,6 +365,7 @@ WRITTEN = {
     "whole": lambda s, b, h, q, kv: s + kv // 2 - (q + 5) % 3 + torch.floor(s),
     "powers": lambda s, b, h, q, kv: s**3 + (s * s) ** 0.5 + s**4 - s**2,
     "powers of ints": lambda s, b, h, q, kv: s + (q - 2) ** 65 % 7 + (kv + 1) ** 200 % 11 + kv**64 % 5,
+    "alpha": lambda s, b, h, q, kv: torch.add(s, q, alpha=2) - torch.sub(kv, q, alpha=3),
     "clamp": lambda s, b, h, q, kv: s.clamp(-0.5, 0.75) + s.clamp(max=0.1) + s.clamp(min=0.2),
     "ints beyond float32": lambda s, b, h, q, kv: s + (torch.relu(kv + 2**24) + torch.floor(kv + 2**24)) % 4,
     "ints stay ints": lambda s, b, h, q, kv: s + (kv + 2**24) * q**0 % 4 + s.type_as(q) % 4,

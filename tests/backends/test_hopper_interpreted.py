@@ -26,6 +26,7 @@ import flashtile
 from cases import BF16, FP16, Case, Variants, cross, masks
 from decode_cases import paged
 from flashtile import dropout, testing
+from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward.splits import Splits
@@ -34,6 +35,7 @@ from flashtile.backends.hopper.forward.config import every_row
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
+from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.problems.linear import LinearTensors
 from flashtile.testing import decode as decode_testing
@@ -421,6 +423,24 @@ def test_decode_of_several_blocks_in_chunks(chunk: int) -> None:
     """Rows of one tile lie in several chunks, which begin and end within blocks and at their edges."""
     tensors, arguments = paged([900, 5], (2, 1), seqlen_q=320, device="cpu")
     check_decode(tensors, arguments, attention_chunk=chunk)
+
+
+@pytest.mark.parametrize("page_size", [64, 3])
+def test_decode_of_a_page_outside_the_pool_is_nan(page_size: int) -> None:
+    """For its sequence alone. A call on the CPU would be refused, so this launches the kernel itself."""
+    (q, *caches), arguments = paged([70, 300], (2, 1), 64, page_size=page_size, device="cpu")
+    given = CacheTensors(**arguments)
+    problem = DecodeProblem.from_tensors(q, *caches, given, DecodeOptions(backend="hopper"))
+    launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
+    with interpreted():
+        right, _ = launch(q, *caches, given)
+        for position, page in ((0, -1), (160, len(caches[0])), (299, 2**30)):
+            table = given.block_table.clone()
+            table[1, position // page_size] = page
+            out, lse = launch(q, *caches, given._replace(block_table=table))
+            assert torch.equal(out[0], right[0])
+            assert out[1].isnan().all()
+            assert lse[1].isnan().all()
 
 
 def test_decode_of_pages_with_padding_of_several_blocks() -> None:

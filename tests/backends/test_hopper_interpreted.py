@@ -430,7 +430,7 @@ def test_decode_of_a_page_outside_the_pool_is_nan(page_size: int) -> None:
     """For its sequence alone. A call on the CPU would be refused, so this launches the kernel itself."""
     (q, *caches), arguments = paged([70, 300], (2, 1), 64, page_size=page_size, device="cpu")
     given = CacheTensors(**arguments)
-    problem = DecodeProblem.from_tensors(q, *caches, given, DecodeOptions(backend="hopper"))
+    problem = DecodeProblem.from_tensors(q, *caches, given, DecodeOptions(num_splits=1, backend="hopper"))
     launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
     with interpreted():
         right, _ = launch(q, *caches, given)

@@ -251,6 +251,16 @@ def test_a_mask_of_a_local_function_is_copied_but_not_pickled(module: str) -> No
         pickle.dumps(near)
 
 
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0)])
+def test_gradients_without_queries_or_keys_are_0(target: Target, seqlen_q: int, seqlen_k: int) -> None:
+    table = torch.ones(2, 9, device=target.device, requires_grad=True)
+    q, k = (torch.ones(1, n, 2, 16, device=target.device, requires_grad=True) for n in (seqlen_q, seqlen_k))
+    out = flashtile.attention(q, k, k, score_mod=masks.relative_position(table), backend=target.backend)
+    assert not out.any()
+    for tensor, gradient in zip((q, k, table), torch.autograd.grad(out.sum(), (q, k, table)), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(tensor))
+
+
 def test_the_opposite_of_everything_is_nothing() -> None:
     q = torch.randn(1, 4, 1, 8)
     assert not flashtile.attention(q, q, q, mask_mod=~masks.window(-1, -1)).any()

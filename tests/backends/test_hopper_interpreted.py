@@ -72,7 +72,7 @@ FORWARD: Variants = {
     "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
     "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
     "tiles-in-parts": {"head_dim": 192, "head_dim_v": 128, "lengths": LENGTHS, "softcap": 3.0},
-    "three-parts": {"head_dim": 136, "head_dim_v": 176, "causal": True, "lengths": LENGTHS},
+    "three-parts": {"head_dim": 136, "head_dim_v": 176, "causal": True, "lengths": LENGTHS, "unused_keys": 7},
     "few-columns": {"head_dim": 80, "causal": True, "alibi": "batch"},
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
 }
@@ -82,7 +82,7 @@ BACKWARD: Variants = {
     "varlen": {"lengths": LENGTHS, "head_dim_v": 128, "alibi": "batch"},
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
     "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
-    "wide": {"head_dim": 256, "causal": True},
+    "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},
     "wide-varlen": {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128, "softcap": 3.0},
 }
 HEAD_SIZES: Variants = {
@@ -391,7 +391,8 @@ DECODE = {
 }  # fmt: skip
 TELLING_DECODE = (
     "page-size-1", "window-left", "leftpad-paged", "batch-idx", "ragged-queries", "tree-by-batch",
-    "more-splits-than-keys", "fp8-by-head", "chunk-leftpad",
+    "more-splits-than-keys", "fp8-by-head", "chunk-leftpad", "sink", "alibi-by-batch", "fp8-by-sequence",
+    "wide-values", "empty-cache", "softcap", "two-splits",
 )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def create_block_mask(
     keys = torch.arange(KV_LEN, device=device)
     debug = os.environ.get("FLASHTILE_DEBUG", "0") == "1"
     at_once = max(1, ELEMENTS_AT_ONCE // max(size_q * KV_LEN, 1))
-    for b in range(batch if KV_LEN else 0):
+    for b in range(batch):
         for h in range(heads):
             for first in range(0, blocks_q, at_once):
                 last = min(first + at_once, blocks_q)

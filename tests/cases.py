@@ -365,6 +365,8 @@ def tiny() -> Iterator[Case]:
     yield from cross({"": replace(dense, seqlen_q=9, seqlen_k=12)}, with_masks(HEADS, some(mask, "causal")))
     whole_blocks = replace(dense, seqlen_q=64, seqlen_k=128)  # which used keys do not fill
     yield from cross({"whole-blocks": whole_blocks}, some(mask, "full", "used"))
+    of_cells = {"batch": 2, "bias": "bq", "padding": "holes"}
+    yield from cross({"whole-blocks": whole_blocks}, {"cells": of_cells})
     dims = head_dims(1, 3, 8, 16, 32, 40, 59, 80, (8, 40), (40, 8), (16, 1), (1, 33), (576, 512))
     yield from cross({"": dense}, with_masks(dims, some(mask, "causal")))
     yield from cross({"": dense, "varlen": ragged}, with_masks(LAYOUTS, some(mask, "causal")))
@@ -385,7 +387,8 @@ def tiny() -> Iterator[Case]:
     }
     yield from cross(batches, some(mask, "full", "causal", "window", "everything"))
     two = replace(dense, batch=2, head_dim=16)
-    yield from cross({"": two}, some(CELLS, "padding-mask", "bias-own-causal", "dropout-bias"))
+    cells = some(CELLS, "padding-mask", "bias-own-causal", "dropout-bias", "chunk-causal")
+    yield from cross({"": two}, cells)
     yield from cross({"more-queries": replace(two, seqlen_q=35, seqlen_k=19)}, some(CELLS, "chunk"))
     yield from cross({"expanded": replace(two, layout="expanded")}, some(CELLS, "mask-causal"))
     yield from cross({"varlen": replace(ragged, slack=2)}, some(CELLS, "used-everything"))

@@ -192,8 +192,7 @@ class Runner:
         # step computes this token again.
         self.max_verified = len(parents) + 1 + self.has_siblings if parents else 1
         self.known = torch.zeros(rows + 1, 1 + len(parents), dtype=torch.int32, device=self.device)
-        # A mixture of experts loops on the host over the experts in use, which a graph cannot capture.
-        self.capture = Capture(self.device) if capture and on_gpu and not config.num_experts else None
+        self.capture = Capture(self.device) if capture and on_gpu else None
         self.graphs: dict[Form, Callable[[], None]] = {}
         # The buffer of inputs has room for the largest step. A step's inputs include the changed entries of
         # the block table, at most MAX_CHANGES of them. CUDA graphs read their inputs from this buffer.

@@ -386,6 +386,8 @@ class _PartlyRead:
         """Raise the error for an operation on a tensor that was indexed with too few indices."""
         raise _wrong_count(self.tensor, self.indices)
 
+    __bool__ = refuse
+
 
 def _wrong_count(tensor: Tensor, indices: tuple) -> TypeError:
     return TypeError(
@@ -394,12 +396,6 @@ def _wrong_count(tensor: Tensor, indices: tuple) -> TypeError:
 
 
 _KIND_OF_SYMBOL = "value that is known only when a kernel runs"
-
-
-def _has_symbol(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_symbol, value))
-    return isinstance(value, Symbol)
 
 
 def _arithmetic(operation: str, reverse: bool = False) -> Callable[..., Any]:
@@ -597,10 +593,12 @@ class Symbol:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        recorder = next(
-            value.recorder for value in _flat((args, *(kwargs or {}).values())) if _has_symbol(value)
-        )
-        return recorder.__torch_function__(func, types, args, kwargs)
+        """Make torch's functions accept symbols in place of tensors.
+
+        While a function is traced, torch calls the recorder instead of this method. Afterwards torch raises
+        TypeError because of the result.
+        """
+        return NotImplemented
 
     device = None
     """Always None, because the device of the call is unknown when the function is traced."""
@@ -627,14 +625,6 @@ class Symbol:
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError(f"a {_KIND_OF_SYMBOL} is one number, which cannot be indexed")
-
-
-def _flat(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        for inner in value:
-            yield from _flat(inner)
-    else:
-        yield value
 
 
 def _operator(name: str) -> Callable[..., Any]:

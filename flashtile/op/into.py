@@ -153,7 +153,6 @@ class LaunchInto:
         self._straight = [_takes(launch, buffer) for buffer in tensors[self._first :]]
         """For each buffer, whether the launch writes to it directly."""
         spans = [(i, _span(t), into.names[i]) for i, t in enumerate((*tensors, *optional)) if t is not None]
-        spans = [span for span in spans if span[1]]
         self._pairs = [
             (*span, [other for other in spans if other is not span])
             for span in spans

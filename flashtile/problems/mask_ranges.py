@@ -66,7 +66,7 @@ def _range(line: Line, operands: list[Range]) -> Range:
         return min(ends), max(ends)
     low, high = min(low for low, _ in operands), max(high for _, high in operands)
     if line.operation == "where":
-        return low, high
+        return min(low, 0), max(high, 1)  # the other value may be a bool
     if line.operation == "sign":
         return -1, 1
     if line.operation == "abs":

@@ -121,7 +121,7 @@ AREAS = (
 """All areas. A file belongs to the first area whose patterns match it."""
 
 TESTS = (
-    *(f"tests/{folder}/*" for folder in ("attn", "decode", "engine", "fp8", "integrations")),
+    *(f"tests/{folder}/*" for folder in ("attn", "compilation", "decode", "engine", "fp8", "integrations")),
     *(f"tests/{folder}/*" for folder in ("kv_cache", "linear", "masks", "op", "parallel")),
     *(f"tests/backends/test_{name}*" for name in ("[!c]", "compare", "cpu", "compile_")),
     "tests/bench/test_flash1_loops.py",

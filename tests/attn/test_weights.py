@@ -105,7 +105,7 @@ def test_weights_of_functions_and_block_masks(target: Target) -> None:
     lengths = case.batch, case.heads_q, case.seqlen_q, case.seqlen_k
     blocks = masks.create_block_mask(given["mask_mod"], *lengths, target.device, (16, 16))
     listed = {"score_mod": given["score_mod"], "block_mask": blocks}
-    calls = [(given, ("columns",)), (listed, ("full",))]
+    calls = [(given, ("columns",)), (listed, ("full", 20))]  # more weights than a block has keys
     if target.name != "interpreter":
         calls = [(given, FORMS), (listed, FORMS)]
     for arguments, forms in calls:
@@ -137,6 +137,17 @@ def test_weights_have_no_gradient_and_out_has() -> None:
     compiled = torch.compile(flashtile.attention, backend="eager", fullgraph=True)
     top = compiled(q.detach(), k.detach(), v.detach(), return_attn_weights=3)[1]
     assert torch.equal(top.weights, weights.detach().topk(3, -1).values)
+
+
+def test_weights_under_autocast() -> None:
+    q, k = torch.randn(2, 1, 8, 2, 16).unbind()
+    with torch.autocast("cpu", torch.bfloat16):
+        _, weights = flashtile.attention(q, k, k, return_attn_weights=True)
+        _, lse = flashtile.attention(q, k, k, return_lse=True)
+        assert torch.equal(flashtile.attention_weights(q, k, lse, "full"), weights)
+    assert weights.dtype == torch.bfloat16
+    half = q.bfloat16(), k.bfloat16()
+    assert torch.equal(weights, flashtile.attention_weights(*half, lse, "full"))
 
 
 def test_what_takes_part_is_said() -> None:

@@ -169,6 +169,10 @@ def test_shared_memory_of_a_block():
 
 
 def test_architectures_are_named_as_ptxas_does():
+    nvidia = [one for one in ARCHITECTURES.values() if not one.amd]
+    assert [(one.name.rstrip("a"), one.warp_size) for one in nvidia] == [
+        (f"sm_{one.capability}", 32) for one in nvidia
+    ]
     assert compile_report.architecture("sm_90") == compile_report.architecture("sm_90a")
     with pytest.raises(ValueError, match=r"arch must be one of sm_80.*got 'sm_12'"):
         compile_report.architecture("sm_12")

@@ -89,6 +89,46 @@ def test_portable_on_a_named_card() -> None:
     assert said == "bfloat16 needs compute capability 8.0, a T4 (sm_75) has 7.5"
 
 
+def test_backward_tiles_of_compute_capability_10() -> None:
+    """Hopper's tiles for wide heads of 16 bits exceed the shared memory of a block there."""
+    pytest.importorskip("triton")
+    from flashtile.backends.portable.config import row, row_for
+
+    for element_bytes, width, windowed in itertools.product((2, 4), (64, 128, 256, 512), (False, True)):
+        found = row_for((10, 0), element_bytes, width, windowed)
+        hopper_row, ampere_row = (row(name, element_bytes, width, windowed) for name in ("hopper", "ampere"))
+        smaller = ampere_row if (element_bytes, width) in ((2, 256), (2, 512)) else hopper_row
+        assert found == replace(hopper_row, dkdv=smaller.dkdv, dq=smaller.dq)
+
+
+def test_only_16_bit_inputs_on_hopper_have_tiles_of_their_own_with_functions() -> None:
+    """Others get those of windows, with at most two stages: tiles of another family may not fit."""
+    pytest.importorskip("triton")
+    from flashtile.backends.portable.config import choose, family, row
+
+    for device, dtype in itertools.product((H100, A100, T4), (torch.bfloat16, torch.float32)):
+        problem = replace(PROBLEM, device=device, dtype=dtype, head_dim=128, head_dim_v=128)
+        plain = row(family(device), dtype.itemsize, 128, windowed=True)
+        found = choose(replace(problem, mods=Mods()))
+        for name in ("forward", "dkdv", "dq"):
+            tile, of_windows = getattr(found, name), getattr(plain, name)
+            alike = tile == replace(of_windows, num_stages=min(of_windows.num_stages, 2))
+            assert alike or (device, dtype) == (H100, torch.bfloat16)
+
+
+def test_tiles_of_decoding_are_powers_of_two() -> None:
+    pytest.importorskip("triton")
+    from flashtile.backends.portable.decode.config import HEAD_DIMS, row, row_blocks
+
+    for name, element_bytes, width in itertools.product(("hopper", "ampere", "other"), (1, 2, 4), HEAD_DIMS):
+        blocks = row_blocks(name, element_bytes, width)
+        assert blocks
+        for block in blocks:
+            tile = row(name, element_bytes, block, width).tile
+            assert block == tile.BLOCK_M
+            assert all(size >= 16 and size.bit_count() == 1 for size in (tile.BLOCK_M, tile.BLOCK_N))
+
+
 @pytest.mark.parametrize("card", [Target("B200", (10, 0), 148), H100, A100, T4], ids=str)
 def test_tiles_of_the_portable_kernels_are_powers_of_two(card: Target) -> None:
     """Triton's ranges must be, and its products take no fewer than 16."""

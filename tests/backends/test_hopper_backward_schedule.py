@@ -85,7 +85,7 @@ own_row_blocks = as_python(backward_schedule, "own_row_blocks")
 gradient_head = as_python(backward_schedule, "gradient_head")
 
 WINDOWS = [(-1, -1), (-1, 0), (3, 0), (0, 0), (20, 5), (-1, 9), (7, -1), (0, -1), (16, 16), (100, 100)]
-LENGTHS = [(1, 1), (17, 40), (40, 17), (32, 64), (64, 32), (33, 65), (64, 8), (5, 70), (70, 5), (48, 48)]
+LENGTHS = [(1, 1), (17, 40), (40, 17), (32, 64), (64, 32), (33, 65), (64, 8), (1, 70), (70, 5), (48, 48)]
 BLOCKS = [(8, 16), (16, 16), (16, 8)]
 every_mask = pytest.mark.parametrize("window", WINDOWS)
 every_length = pytest.mark.parametrize(("seqlen_q", "seqlen_k"), LENGTHS)

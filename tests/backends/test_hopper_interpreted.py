@@ -26,6 +26,7 @@ import flashtile
 from cases import BF16, FP16, Case, Variants, cross, masks
 from decode_cases import paged
 from flashtile import dropout, testing
+from flashtile.backends.hopper import decode as hopper_decode
 from flashtile.backends.hopper.backward import config as backward_config
 from flashtile.backends.hopper.backward import kernel as backward
 from flashtile.backends.hopper.backward.splits import Splits
@@ -34,6 +35,7 @@ from flashtile.backends.hopper.forward.config import every_row
 from flashtile.backends.hopper.linear import config as ring
 from flashtile.backends.hopper.linear.launch import FlatLaunch
 from flashtile.masks import alibi, create_block_mask, mask_mod, window
+from flashtile.problems.decode import CacheTensors, DecodeOptions, DecodeProblem
 from flashtile.problems.fp8_layout import E4M3
 from flashtile.problems.linear import LinearTensors
 from flashtile.testing import decode as decode_testing
@@ -70,7 +72,7 @@ FORWARD: Variants = {
     "window": {"window_size": (70, 9), "seqlen_q": 300, "head_dim": 256, "alibi": "batch"},
     "used": {"unused_keys": 40, "batch": 2, "head_dim": 256, "head_dim_v": 128},
     "tiles-in-parts": {"head_dim": 192, "head_dim_v": 128, "lengths": LENGTHS, "softcap": 3.0},
-    "three-parts": {"head_dim": 136, "head_dim_v": 176, "causal": True, "lengths": LENGTHS},
+    "three-parts": {"head_dim": 136, "head_dim_v": 176, "causal": True, "lengths": LENGTHS, "unused_keys": 7},
     "few-columns": {"head_dim": 80, "causal": True, "alibi": "batch"},
     "packed-window": {"heads_q": 8, "heads_kv": 1, "window_size": (60, 0), "seqlen_q": 200, "sink": "own"},
 }
@@ -80,7 +82,7 @@ BACKWARD: Variants = {
     "varlen": {"lengths": LENGTHS, "head_dim_v": 128, "alibi": "batch"},
     "window-used": {"window_size": (70, 9), "unused_keys": 30, "head_dim": 128, "sink": "own"},
     "unseen-keys": {"window_size": (20, 0), "seqlen_q": 70, "seqlen_k": 400},
-    "wide": {"head_dim": 256, "causal": True},
+    "wide": {"head_dim": 256, "causal": True, "alibi": "batch"},
     "wide-varlen": {"lengths": LENGTHS, "head_dim": 192, "head_dim_v": 128, "softcap": 3.0},
 }
 HEAD_SIZES: Variants = {
@@ -389,7 +391,8 @@ DECODE = {
 }  # fmt: skip
 TELLING_DECODE = (
     "page-size-1", "window-left", "leftpad-paged", "batch-idx", "ragged-queries", "tree-by-batch",
-    "more-splits-than-keys", "fp8-by-head", "chunk-leftpad",
+    "more-splits-than-keys", "fp8-by-head", "chunk-leftpad", "sink", "alibi-by-batch", "fp8-by-sequence",
+    "wide-values", "empty-cache", "softcap", "two-splits",
 )  # fmt: skip
 
 
@@ -421,6 +424,24 @@ def test_decode_of_several_blocks_in_chunks(chunk: int) -> None:
     """Rows of one tile lie in several chunks, which begin and end within blocks and at their edges."""
     tensors, arguments = paged([900, 5], (2, 1), seqlen_q=320, device="cpu")
     check_decode(tensors, arguments, attention_chunk=chunk)
+
+
+@pytest.mark.parametrize("page_size", [64, 3])
+def test_decode_of_a_page_outside_the_pool_is_nan(page_size: int) -> None:
+    """For its sequence alone. A call on the CPU would be refused, so this launches the kernel itself."""
+    (q, *caches), arguments = paged([70, 300], (2, 1), 64, page_size=page_size, device="cpu")
+    given = CacheTensors(**arguments)
+    problem = DecodeProblem.from_tensors(q, *caches, given, DecodeOptions(num_splits=1, backend="hopper"))
+    launch = hopper_decode.prepare_decode(problem, hopper_decode.configure_decode(problem))
+    with interpreted():
+        right, _ = launch(q, *caches, given)
+        for position, page in ((0, -1), (160, len(caches[0])), (299, 2**30)):
+            table = given.block_table.clone()
+            table[1, position // page_size] = page
+            out, lse = launch(q, *caches, given._replace(block_table=table))
+            assert torch.equal(out[0], right[0])
+            assert out[1].isnan().all()
+            assert lse[1].isnan().all()
 
 
 def test_decode_of_pages_with_padding_of_several_blocks() -> None:

@@ -272,6 +272,8 @@ def test_columns_of_tiles(sizes: tuple[int, int], tiles: tuple[int, int, int, in
     assert tiles == (variant.BLOCK_D, variant.BLOCK_DV, variant.D_PARTS, variant.DV_PARTS)
     others = variant_of(problem, choose(problem), has_queue=False)
     assert (padded(sizes[0]), 1, padded(sizes[0])) == (others.BLOCK_D, others.D_PARTS, others.QK_COLUMNS)
+    for change in ({"partial": True}, {"bias": True}):
+        assert tile_columns(replace(problem, **change))[1] == padded(sizes[1])
 
 
 @pytest.mark.parametrize("head_dim_v", [*range(72, 97, 8), *range(136, 193, 8)])

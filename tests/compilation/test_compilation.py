@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,6 +244,16 @@ def test_a_folder_that_others_may_write_to_is_refused(folder, tmp_path, which):
     (tmp_path / INDEX).chmod(0o666 if which == "index" else 0o644)
     with pytest.raises(ValueError, match="others may write to"):
         use_compiled(tmp_path)
+
+
+@pytest.mark.parametrize(("owner", "refused"), [(0, False), (1000, False), (1001, True)])
+def test_a_folder_of_another_user_is_refused(tmp_path, monkeypatch, owner, refused):
+    status = SimpleNamespace(st_mode=0o755, st_uid=owner)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: 1000)
+        patched.setattr(Path, "stat", lambda path: status)
+        with pytest.raises(ValueError, match="belongs to another user") if refused else nullcontext():
+            compiled_folder._check_owner(tmp_path)
 
 
 def test_what_is_observed_is_compiled(compilations, monkeypatch):

@@ -139,6 +139,17 @@ def test_rotary_positions_may_start_elsewhere(on):
     torch.testing.assert_close(k_cache[1, :3], spun(k[1], angles[2:5]), rtol=1e-5, atol=1e-5)
 
 
+def test_keys_of_a_quantised_cache_are_rounded_twice(on):
+    """To the dtype of the new tokens, as a rotation without an append leaves them, and then to e4m3."""
+    k_cache, v_cache = (torch.zeros(1, 4, 1, D, dtype=torch.float8_e4m3fn) for _ in "kv")
+    middle, one = torch.full((1, 2, 1, D), 17 / 16, dtype=torch.float16), torch.ones(1, 2, 1, D)
+    k = torch.where(torch.arange(D) % 2 == 0, middle, one).half()  # 17 / 16 is between two numbers of e4m3
+    cos, sin = torch.ones(4, D // 2), torch.full((4, D // 2), -(2.0**-13))
+    flashtile.append_kvcache(k_cache, v_cache, k, k, int32(1), rotary_cos=cos, rotary_sin=sin, **on)
+    assert bool((k_cache[:, 1:3].float() == 1).all())
+    assert bool((v_cache[:, 1:3].float() == 1).all())
+
+
 def test_autocast_follows_the_cache():
     """float32 queries and keys beside a 16-bit cache, as layers hand them over under autocast."""
     k_cache, v_cache = (torch.zeros(2, 8, HEADS_KV, D, dtype=torch.bfloat16) for _ in "kv")
@@ -147,7 +158,12 @@ def test_autocast_follows_the_cache():
         flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3)
     with torch.autocast("cpu", torch.bfloat16):
         out = flashtile.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=3)
+        flashtile.append_kvcache(k_cache, v_cache, k + 1, v, cache_seqlens=4)
+        pages, lengths = int32(0, 1).view(2, 1), int32(4, 4)
+        shared = flashtile.flash_attn_with_shared_prefix(q, k_cache, v_cache, pages, lengths, 0)
     assert torch.equal(
         out, flashtile.flash_attn_with_kvcache(q.bfloat16(), k_cache, v_cache, cache_seqlens=4)
     )
     assert torch.equal(k_cache[:, 3], k[:, 0].bfloat16())
+    assert torch.equal(k_cache[:, 4], (k[:, 0] + 1).bfloat16())
+    torch.testing.assert_close(shared, out)

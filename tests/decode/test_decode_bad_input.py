@@ -244,6 +244,7 @@ BAD_SLOTS = [
     ({"slot_mapping": int64(7, 1)}, ValueError, ("slot_mapping", "(total_new,) = (3,)", "(2,)")),
     ({"slot_mapping": int64(7, 36, 0)}, ValueError, ("slot_mapping must be below 36", "got 36")),
     ({"slot_mapping": int64(7, 0, 7)}, ValueError, ("slot_mapping must name each slot once", "7 twice")),
+    ({"slot_mapping": int64(7, 5, 7, 5)} | dict.fromkeys("kv", rand(4, HKV, D)), ValueError, ("5 twice",)),
     ({"cache_seqlens": int32(0)}, ValueError, ("cache_seqlens must be None with slot_mapping",)),
     ({"block_table": int32([0])}, ValueError, ("block_table must be None with slot_mapping",)),
     ({"slot_mapping": None}, ValueError, ("k must have 4 dimensions",)),

@@ -163,6 +163,7 @@ def test_combined_splits_go_where_they_are_wanted(on):
 
 PREFIXES = {
     "one group": (13, None),
+    "one group by a tensor": ((13,), None),
     "nothing shared": (0, None),
     "whole pages": (12, None),
     "two groups": ((14, 9), (0, 3, 4)),

@@ -66,7 +66,7 @@ def test_decoding_and_prefill_over_pages(target: Target) -> None:
         check(target, latent_call(torch.float16, target.device, (5, 19), 1, 16, 24))
         return
     check(target, latent_call(torch.float16, target.device, (5, 0, 70), 1, ROPE, LATENT))
-    check(target, latent_call(torch.float16, target.device, (70, 100), 40, ROPE, LATENT), num_splits=2)
+    check(target, latent_call(torch.float16, target.device, (70, 100), 70, ROPE, LATENT), num_splits=2)
     call = latent_call(torch.float32, target.device, (33, 70), 2, 24, 40)
     check(target, call | {"softcap": 3.0, "window_size": (20, 0)})
 
@@ -181,6 +181,8 @@ def test_what_qv_cannot_be_without_a_cache() -> None:
     for arguments, error, text in (
         ((q, k, v, q), ValueError, r"qv must have shape \(2, 7, 4, 12\), that of q with the head_dim of v"),
         ((q, k, v, qv.float()), TypeError, r"qv has dtype torch\.float32, but q has torch\.float64"),
+        ((q, k, v, qv.tolist()), TypeError, r"qv must be a torch\.Tensor, got list"),
+        ((q, k, v, qv.detach().to_sparse()), TypeError, r"qv must be a dense \(strided\) tensor, got layout"),
         ((q, k[:, 1:], v, qv), ValueError, r"v has leading shape \(2, 9\), but k has \(2, 8\)"),
         ((*wider, *wide), NotImplementedError, "qv .* add up to at most 576, got 128 and 480"),
         ((*e4m3, qv), NotImplementedError, "qv must be None for q, k and v of float8_e4m3fn"),

@@ -14,6 +14,7 @@ import flashtile
 from cases import BF16, FP16, FP32
 from decode_cases import CASES, build
 from flashtile.algorithms import Memory, unified_max
+from flashtile.api.score_profile import _best
 from flashtile.problems.decode import FP8
 from flashtile.testing import decode as testing
 
@@ -322,6 +323,11 @@ class TestProfile:
             profile = flashtile.profile_scores(model, q)
             assert profile.softmax_max == pytest.approx(expected.softmax_max, abs=1e-4), name
             assert profile.least == pytest.approx(expected.least, abs=1e-4), name
+
+    def test_a_part_that_fills_the_range_is_in_it(self):
+        assert _best(torch.tensor([0.0]), torch.tensor([3.0]), 1.0, 2.0) == (1.0, 0.0)
+        assert _best(torch.tensor([0.0]), torch.tensor([3.5]), 1.0, 2.0)[1] == 1.0
+        assert _best(torch.tensor([0.0, 0.5]), torch.tensor([3.0, 3.25]), 1.0, 2.0) == (1.0, 0.5)
 
     def test_nothing_to_look_at(self):
         with pytest.raises(ValueError, match="model must compute attention"):

@@ -78,6 +78,27 @@ def test_it_waits_for_every_word(monkeypatch):
         other.join()
 
 
+def test_a_rank_is_waited_for_in_nanoseconds_of_64_bits(monkeypatch):
+    """The interpreter has no clock, so this looks at what the kernels are given."""
+    from flashtile.backends.portable import all_reduce, exchange
+
+    waited = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: waited.append(arguments[-1])
+
+    monkeypatch.setattr(all_reduce, "all_reduce_kernel", Launch())
+    monkeypatch.setattr(exchange, "exchange_kernel", Launch())
+    part, numbers = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    out, lse = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4)
+    variant = exchange.exchange_variant(2, 8, 16)
+    for timeout in (0.5, 7200.0, float("inf")):
+        all_reduce.all_reduce(part, None, numbers, numbers, 0, 64, timeout)
+        exchange.exchange(out, lse, numbers, numbers, 0, variant, torch.float32, timeout)
+    assert waited == [5 * 10**8] * 2 + [7200 * 10**9] * 2 + [10**18] * 2
+
+
 @pytest.mark.parametrize("result", ["FIRST", "JOIN"])
 def test_bits_of_the_first_rank_and_parts_side_by_side(result):
     from flashtile.backends.portable import all_reduce as module

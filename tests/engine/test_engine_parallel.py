@@ -15,6 +15,8 @@ from flashtile.engine import LLM, SamplingParams, parallel
 from flashtile.engine.parallel import ProcessRanks, broadcast_changes, end_repeating, repeat_changes
 
 LENGTH = 10
+FAMILIES = ("llama2", "llama3", "gemma2", "olmo2", "phi3", "mixtral", "gpt_oss")
+"""Every way in which weights are divided."""
 PATTERN = "[a-f]{4}(g|hi|jkl){3}"
 STRUCTURED = SamplingParams(structured_outputs={"regex": PATTERN}, max_tokens=30, seed=1)
 
@@ -63,7 +65,7 @@ def in_a_process(rank: int, world: int, store: str, folders: dict, found: str) -
 
 def test_two_processes_answer_as_one_does(tmp_path):
     """Each holds half of the heads, of the MLP and of the vocabulary; one of them leads the other."""
-    folders = {name: str(folder(name)) for name in ("llama2", "llama3", "gemma2", "gpt_oss")}
+    folders = {name: str(folder(name)) for name in FAMILIES}
     pairs = str(folder_with_pairs(tmp_path))
     torch.multiprocessing.spawn(
         in_a_process,

@@ -12,15 +12,15 @@ pytest.importorskip("triton")
 
 
 def choices(rows: int, device: str) -> Choice:
-    """Every combination of a few values, row by row."""
+    """Combinations of a few values, row by row: all in 128 rows, and all temperatures in any few."""
     values = [
         (temperature, top_k, top_p, min_p)
         for temperature in (0.0, 0.3, 1.0, 5.0)
         for top_k in (0, 1, 7, 10**6)
         for top_p in (1.0, 0.95, 0.5, 1e-6)
-        for min_p in (0.0, 0.02)
+        for min_p in (0.0, 0.3)
     ]
-    columns = list(zip(*(values[i % len(values)] for i in range(rows)), strict=True))
+    columns = list(zip(*(values[37 * i % len(values)] for i in range(rows)), strict=True))
     dtypes = (torch.float32, torch.int64, torch.float32, torch.float32)
     temperature, top_k, top_p, min_p = (
         torch.tensor(column, device=device, dtype=dtype)
@@ -70,6 +70,15 @@ def check_bad_logits(device: str, vocab_size: int) -> None:
 @pytest.mark.interpreter
 def test_bad_logits_win():
     check_bad_logits("cpu", 50)
+
+
+@pytest.mark.interpreter
+def test_logits_may_have_any_strides():
+    from flashtile.backends.portable.sampling import sample
+
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    given = *choices(8, "cpu")[:5], torch.arange(8, dtype=torch.int32), False
+    assert torch.equal(sample(logits.t().contiguous().t(), *given), sample(logits, *given))
 
 
 @pytest.mark.gpu

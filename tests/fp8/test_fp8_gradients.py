@@ -160,13 +160,16 @@ def test_one_learns_and_under_no_grad_none(name: str) -> None:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_quantising_is_rotary_embedding_for_gradients(packed: bool, interleaved: bool) -> None:
-    """The transform, the scale and rounding are the identity; rows not in use get 0."""
+    """The transform, the scale and rounding are the identity; rows not in use get 0.
+
+    Two packed rows belong to no sequence.
+    """
     cos, sin = random(40, 8).float().cos(), random(40, 8).float().sin()
     cu_seqlens = torch.tensor([0, 4, 4, 13], dtype=torch.int32)
-    place = torch.cat([torch.arange(4), torch.arange(9)]) if packed else torch.arange(13).expand(3, 13)
-    sequence = torch.tensor([0] * 4 + [2] * 9) if packed else torch.arange(3)[:, None]
+    place = torch.cat([torch.arange(4), torch.arange(11)]) if packed else torch.arange(13).expand(3, 13)
+    sequence = torch.tensor([0] * 4 + [2] * 11) if packed else torch.arange(3)[:, None]
     first, used = torch.tensor([3, 0, 34]).int(), torch.tensor([4, 0, 5]).int()
-    x = random(*((13,) if packed else (3, 13)), 2, 24).requires_grad_()
+    x = random(*((15,) if packed else (3, 13)), 2, 24).requires_grad_()
     more = {"cu_seqlens": cu_seqlens, "max_seqlen": 9} if packed else {}
     stored = fp8.quantize(
         x, "k", rotary_cos=cos, rotary_sin=sin, rotary_offset=first, seqused=used,

@@ -43,12 +43,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "one-column": {"head_dim": 1},
     "wide": {"head_dim": 256},
     "odd": {"head_dim": 59, "hadamard": False},
+    "between-powers-of-two": {"head_dim": 80, "hadamard": False},
     "halves": {"rotary_dim": 16, "head_dim": 24},
     "halves-of-all": {"rotary_dim": 64, "rotary_offset": 2},
-    "neighbours": {"rotary_dim": 12, "head_dim": 24, "rotary_interleaved": True},
+    "neighbours": {
+        "rotary_dim": 12, "head_dim": 24, "rotary_interleaved": True,
+        "rotary_offset": torch.tensor([3, 29], dtype=torch.int32),
+    },
     "neighbours-of-all": {"rotary_dim": 64, "rotary_interleaved": True, "hadamard": False},
     "bfloat16": {"dtype": BF16},
-}
+}  # fmt: skip
 
 
 KERNELS = [

@@ -8,7 +8,9 @@ from linear_calls import CALLS, Call, check, make_inputs, run
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashtile
+from flashtile.caches import BoundedCache
 from flashtile.linear import linear, linear_before_norm, linear_qkv
+from flashtile.operators.linear import LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV
 from targets import INTERPRETING, Target
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -46,6 +48,21 @@ def test_tiles_of_whole_waves_are_within_the_error_rule(target, splits, epilogue
     assert places % count or places // count not in (16, 32)
 
 
+@pytest.mark.parametrize("call", [call for call in CALLS if call.M <= 4], ids=lambda call: call.name)
+def test_few_rows_on_cuda_cores_are_within_the_error_rule(target, call, monkeypatch):
+    """Calls for which the measured table gives the flat product."""
+    if target.backend != "portable":
+        pytest.skip("the GEMV in Triton computes them")
+    from flashtile.backends.portable import linear as portable
+    from flashtile.backends.portable.linear.config import GEMV, default
+
+    for name in ("configure_linear", "configure_linear_qkv"):
+        monkeypatch.setattr(portable, name, lambda problem: default(problem, GEMV))
+    for operation in (LINEAR, LINEAR_BEFORE_NORM, LINEAR_QKV):  # other tests make the same calls
+        monkeypatch.setattr(operation, "launches", BoundedCache(2**20))
+    check(call, torch.float16, target.device, backend="portable")
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_in_its_row(target, bad):
     """Of x it reaches its own row of the result, of the weight its own column, and neither any other."""
@@ -81,6 +98,17 @@ def test_leading_dimensions_come_back(target):
     assert torch.equal(y.flatten(0, 1), rows)
     assert linear(x[0, 0], weight, backend=target.backend).shape == (10,)
     assert linear(x[:0], weight, backend=target.backend).shape == (0, 3, 10)
+
+
+@pytest.mark.skipif(INTERPRETING, reason="one backend is enough")
+def test_leading_dimensions_of_queries_come_back():
+    x, weight = torch.randn(2, 3, 24), torch.randn(6 * 16, 24)
+    q, rows = (
+        linear_qkv(t, weight, *torch.zeros(2, 8, 4, 1, 16), slot_mapping=torch.arange(6))
+        for t in (x, x.flatten(0, 1))
+    )
+    assert q.shape == (2, 3, 4, 16)
+    assert torch.equal(q.flatten(0, 1), rows)
 
 
 @pytest.mark.skipif(INTERPRETING, reason="one backend is enough")

@@ -66,6 +66,28 @@ def own_table(tmp_path, monkeypatch):
     return tmp_path / "linear.json"
 
 
+def test_rows_that_asynchronous_copies_can_read():
+    """Every row begins and ends at a multiple of 16 bytes."""
+    memory = torch.zeros(9, 80, dtype=torch.bfloat16)
+    whole = memory[:, :64]
+    unfit = {
+        "stride": memory.flatten()[: 9 * 76].view(9, 76)[:, :64],
+        "length": memory[:, :60],
+        "address": memory[:, 4:68],
+    }
+
+    def aligned(x: torch.Tensor, weight: torch.Tensor, norm: torch.Tensor) -> bool:
+        given = LinearTensors(norm_weight=norm)
+        return LinearProblem.from_linear(x, weight, given, LinearOptions()).aligned
+
+    assert aligned(whole, whole, whole[0])
+    for name, matrix in unfit.items():
+        assert not aligned(matrix, whole, whole[0])
+        assert not aligned(whole, matrix, whole[0])
+        assert aligned(whole, whole, matrix[0]) is (name == "stride")  # one row has no stride
+        assert aligned(matrix[:1], matrix[:1], matrix[0]) is (name == "stride")
+
+
 def test_a_row_decides_by_its_inflections():
     assert [ROW.kind(m) for m in (1, 2, 32, 33)] == [GEMV, FLAT, FLAT, LIBRARY]
     assert ROW.measured(3, FLAT) == time(12.0)  # that of the next number of rows

@@ -217,6 +217,11 @@ def a_module() -> State:
 
 
 @state
+def a_module_in_an_inner_function() -> State:
+    return State(lambda s, b, h, q, kv: (lambda: s + outside.w * kv)(), _set(outside))
+
+
+@state
 def a_module_that_a_helper_is_given() -> State:
     return State(lambda s, b, h, q, kv: s + read_attribute(outside) * kv, _set(outside))
 

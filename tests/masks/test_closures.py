@@ -85,6 +85,18 @@ def test_a_number_that_learns_after_the_first_call_gets_its_gradient() -> None:
     torch.testing.assert_close(t.grad, *expected)
 
 
+def test_a_tensor_that_gets_a_dimension_is_read_anew() -> None:
+    table = torch.ones(2)
+
+    def shifted(s, b, h, i, j):
+        return s + table[h]
+
+    flashtile.attention(q, k, v, score_mod=shifted)
+    table.unsqueeze_(1)
+    with pytest.raises(TypeError, match="of 2 dimensions must be read with 2 indices, got 1"):
+        flashtile.attention(q, k, v, score_mod=shifted)
+
+
 def test_a_function_that_calls_itself_is_freed() -> None:
     """With the tensor that it captures."""
     freed = []

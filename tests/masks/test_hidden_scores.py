@@ -130,6 +130,19 @@ def test_a_learned_exponent_of_a_base_that_is_0(target: Target, start: float) ->
     torch.testing.assert_close(ours, exact, rtol=1e-3, atol=1e-4)
 
 
+def test_a_learned_base_of_an_exponent_that_is_0(target: Target) -> None:
+    base = torch.tensor([0.0, 0.0, 2.0], device=target.device, requires_grad=True)
+    exponents = torch.tensor([0.0, 2.0, 0.0], device=target.device)
+
+    def modify(s, b, h, q_idx, kv_idx):
+        return s + base[kv_idx] ** exponents[kv_idx]
+
+    q, k, v = (testing.random_tensor((1, 3, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
+    out = flashtile.attention(q, k, v, score_mod=modify, backend=target.backend)
+    (gradient,) = torch.autograd.grad(out.square().sum(), base)
+    assert torch.equal(gradient, torch.zeros_like(base))
+
+
 def test_powers_are_torchs(target: Target) -> None:
     exponents = torch.tensor([-3.0, -2.0, 0.0, 2.0, 3.0], device=target.device)
 

@@ -182,6 +182,18 @@ AUX = SimpleNamespace(lse=True, max_scores=True)
 BLOCKS = masks.create_block_mask(CAUSAL, None, None, 32, 32)
 NINE = [torch.ones(2) for _ in range(9)]
 BAD_CALLS = {
+    "learnable-slopes": (
+        call(alibi_slopes=torch.ones(3, requires_grad=True)),
+        ValueError,
+        r"alibi_slopes must have shape \(heads,\) or \(batch, heads\) .* got \(3,\)",
+    ),
+    "keys-with-learnable-slopes": (
+        lambda: flashtile.attention(
+            torch.randn(1, 4, 2, 8), 3, None, alibi_slopes=torch.ones(2, requires_grad=True)
+        ),
+        TypeError,
+        r"k must be a torch\.Tensor, got int",
+    ),
     "no-function": (call(score_mod=3), TypeError, "score_mod must be a function, got int"),
     "other-kind": (call(score_mod=CAUSAL), TypeError, "score_mod must be a score_mod or a function"),
     "both-masks": (
@@ -229,6 +241,11 @@ BAD_CALLS = {
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=(32.0, 32.0)),
         ValueError,
         r"BLOCK_SIZE must be one or two multiples of 16 .*, got \(32\.0, 32\.0\)",
+    ),
+    "one-bad-block-size": (
+        lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=(32, 24)),
+        ValueError,
+        r"BLOCK_SIZE must be one or two multiples of 16 .*, got \(32, 24\)",
     ),
     "no-block-size": (
         lambda: masks.create_block_mask(CAUSAL, None, None, 32, 32, BLOCK_SIZE=None),
@@ -407,12 +424,18 @@ def test_reads_of_every_row_are_checked_for_a_card(row: int) -> None:
     on_card = SimpleNamespace(is_cuda=True, shape=q.shape, device=q.device, new_zeros=q.new_zeros)
     with pytest.raises(ValueError, match="score_mod reads element 1 of 1, outside of a captured tensor"):
         operators.check_values(on_card, k, k, extras, options)  # type: ignore[arg-type]
+    exact = torch.zeros(300, 2)  # an element of each score
+    given = functional.functions(lambda s, b, h, q_idx, kv_idx: s + exact[q_idx, kv_idx], None, None)
+    extras = operators.with_functions(NO_EXTRAS, given)
+    options = operators.ModifiedOptions(*Options(), *operators.further_options(given))
+    operators.check_values(on_card, k, k, extras, options)  # type: ignore[arg-type]
 
 
 def test_a_picture_of_fewer_pixels_than_tokens_is_refused() -> None:
     q = torch.randn(1, 35, 2, 8)
     lse = torch.zeros(1, 2, 35)
-    for mask in (masks.natten(5, 5, 3), CAUSAL & masks.natten(5, 5, 3)):
+    smaller = masks.natten(5, 5, 3)
+    for mask in (smaller, CAUSAL & smaller, masks.natten(5, 7, 3) & smaller):
         for use in (
             lambda mask: flashtile.attention(q, q, q, mask_mod=mask),
             lambda mask: flashtile.attention_weights(q, q, lse, mask_mod=mask),

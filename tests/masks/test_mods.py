@@ -151,6 +151,9 @@ def test_numbers_that_a_condition_chooses_are_ints_where_they_were() -> None:
 def test_a_block_mask_alone_decides_what_is_computed() -> None:
     """Lists that leave a block out hide it, and one in the full list takes no mask, in both directions."""
     block_mask = masks.create_block_mask(masks.causal(), None, None, 64, 64, BLOCK_SIZE=32)
+    moved = block_mask.to("meta")
+    assert {one.device.type for one in moved.lists} == {"meta"}
+    assert repr(moved) == repr(block_mask)
     assert block_mask.kv_num_blocks.tolist() == [[[1, 1]]]
     assert block_mask.full_kv_num_blocks.tolist() == [[[0, 1]]]
     assert block_mask.q_num_blocks.tolist() == [[[1, 1]]]
@@ -246,6 +249,16 @@ def test_a_mask_of_a_local_function_is_copied_but_not_pickled(module: str) -> No
     assert torch.equal(out, flashtile.attention(q, q, q, mask_mod=near))
     with pytest.raises((AttributeError, pickle.PicklingError)):
         pickle.dumps(near)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 3), (3, 0)])
+def test_gradients_without_queries_or_keys_are_0(target: Target, seqlen_q: int, seqlen_k: int) -> None:
+    table = torch.ones(2, 9, device=target.device, requires_grad=True)
+    q, k = (torch.ones(1, n, 2, 16, device=target.device, requires_grad=True) for n in (seqlen_q, seqlen_k))
+    out = flashtile.attention(q, k, k, score_mod=masks.relative_position(table), backend=target.backend)
+    assert not out.any()
+    for tensor, gradient in zip((q, k, table), torch.autograd.grad(out.sum(), (q, k, table)), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(tensor))
 
 
 def test_the_opposite_of_everything_is_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 import flashtile
 from flashtile import masks, testing
 from flashtile.masks.mods import traced
+from flashtile.problems import mask_ranges
+from flashtile.problems.mask_operations import OPERATIONS
+from flashtile.problems.mask_program import Line, Name
 from flashtile.problems.mask_ranges import POSITIONS, positions_of, wide_lines
 from flashtile.reference import attention as reference
 from targets import Target
@@ -102,8 +106,13 @@ def test_a_division_by_zero_is_torchs() -> None:
     ],
 )
 def test_what_torch_does_not_compute_does_not_compile(function, words: str) -> None:
-    with pytest.raises(TypeError, match=words):
+    with pytest.raises(TypeError, match=f"^score_mod does not compile: {words}"):
         traced("score_mod", function)
+
+
+def test_every_int_of_64_bits_compiles() -> None:
+    for number in (2**63 - 1, -(2**63)):
+        assert str(number) in traced("score_mod", lambda s, b, h, i, j: s + i * number).text  # noqa: B023
 
 
 def test_ints_that_leave_32_bits_are_computed_in_64(target: Target) -> None:
@@ -119,6 +128,46 @@ def test_ints_that_leave_32_bits_are_computed_in_64(target: Target) -> None:
     out = flashtile.attention(q, k, v, score_mod=modify, backend=target.backend)
     expected, _ = reference.attention(q.double(), k.double(), v.double(), score_mod=modify)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_divisions_round_down(target: Target) -> None:
+    """Of ints and floats of either sign, by numbers and by what is known only in a kernel."""
+
+    def modify(s, b, h, i, j):
+        ints = (i - j) // 3 + (i - j) % -4 + (i - j) // (2 * j - 5) + (i - j) % (2 * j - 5)
+        return s + ints / 8 + (s // 0.75) / 8 + s % (j - 2.5) + s % -1.5
+
+    q, k, v = (testing.random_tensor((1, 8, 1, 16), torch.float32, target.device, seed=i) for i in range(3))
+    out = flashtile.attention(q, k, v, score_mod=modify, backend=target.backend)
+    expected, _ = reference.attention(q.double(), k.double(), v.double(), score_mod=modify)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("operation", [
+    "abs", "add", "and", "floordiv", "lshift", "maximum", "minimum", "mod", "mul", "neg", "not", "or",
+    "rshift", "sign", "sub", "where", "xor",
+])  # fmt: skip
+def test_ranges_of_ints_hold_every_result(operation: str) -> None:
+    allowed = {
+        "floordiv": lambda a, b: b != 0,
+        "mod": lambda a, b: b != 0,
+        "lshift": lambda a, b: b >= 0,
+        "rshift": lambda a, b: b >= 0,
+    }.get(operation, lambda *numbers: True)
+    condition = [True] if operation == "where" else []
+    count = 1 if operation in ("abs", "neg", "not", "sign") else 2
+    results = {
+        numbers: OPERATIONS[operation].number(*condition, *numbers)
+        for numbers in itertools.product(range(-5, 6), repeat=count)
+        if allowed(*numbers)
+    }
+    line = Line(Name("t0"), "int", operation, ())
+    ranges = [(low, high) for low, high in itertools.product((-5, -1, 0, 1, 3, 5), repeat=2) if low <= high]
+    for operands in itertools.product(ranges, repeat=count):
+        inside = itertools.product(*(range(low, high + 1) for low, high in operands))
+        found = {results[numbers] for numbers in inside if numbers in results}
+        low, high = mask_ranges._range(line, [*operands])
+        assert not found or (low <= min(found) and max(found) <= high), (operands, low, high, found)
 
 
 def test_only_ints_that_may_leave_32_bits_are_wide() -> None:
@@ -144,6 +193,12 @@ def test_only_ints_that_may_leave_32_bits_are_wide() -> None:
     table = torch.zeros(2, dtype=torch.int32)
     assert wide(lambda b, h, i, j: table[h] * i < 5) == 1
     assert wide(lambda b, h, i, j: table[h] + i < 5) == 0
+    # A product that leaves 64 bits may have either sign.
+    assert wide(lambda b, h, i, j: (table[h].abs() * (2**39 - 1)).clamp(max=0) < 5) == 1
+    assert wide(lambda b, h, i, j: (table[h].abs() * 2**39).clamp(max=0) < 5) == 2
+    assert wide(lambda b, h, i, j: (table[h].abs() * -(2**39)).clamp(min=0) < 5) == 1
+    assert wide(lambda b, h, i, j: (table[h].abs() * (-(2**39) - 1)).clamp(min=0) < 5) == 2
+    assert wide(lambda b, h, i, j: torch.where(i > j, i > 5, 5) - (2**31 - 1) - 4 < 5) == 1
     least = 2**31 - POSITIONS
     assert wide(lambda b, h, i, j: table[h] - least < 5) == 0
     assert wide(lambda b, h, i, j: table[h] - (least + 1) < 5) == 1

@@ -100,9 +100,15 @@ def test_a_triton_function_is_one_of_torch() -> None:
     triton = pytest.importorskip("triton")
     tl = triton.language
 
+    most = tl.constexpr(2)
+
+    @triton.jit
+    def distance(q, kv):
+        return triton.language.minimum(tl.abs(q - kv), most)
+
     @triton.jit
     def per_head(score, b, h, q, kv, table, SIZE: tl.constexpr = 3):
-        bias = tl.load(table + h * SIZE + tl.minimum(tl.abs(q - kv), SIZE - 1))
+        bias = tl.load(table + h * SIZE + distance(q, kv))
         return tl.where(kv <= q, score + bias, -float("inf"))
 
     table = torch.randn(2, 3, requires_grad=True)
@@ -359,6 +365,7 @@ WRITTEN = {
     "whole": lambda s, b, h, q, kv: s + kv // 2 - (q + 5) % 3 + torch.floor(s),
     "powers": lambda s, b, h, q, kv: s**3 + (s * s) ** 0.5 + s**4 - s**2,
     "powers of ints": lambda s, b, h, q, kv: s + (q - 2) ** 65 % 7 + (kv + 1) ** 200 % 11 + kv**64 % 5,
+    "alpha": lambda s, b, h, q, kv: torch.add(s, q, alpha=2) - torch.sub(kv, q, alpha=3),
     "clamp": lambda s, b, h, q, kv: s.clamp(-0.5, 0.75) + s.clamp(max=0.1) + s.clamp(min=0.2),
     "ints beyond float32": lambda s, b, h, q, kv: s + (torch.relu(kv + 2**24) + torch.floor(kv + 2**24)) % 4,
     "ints stay ints": lambda s, b, h, q, kv: s + (kv + 2**24) * q**0 % 4 + s.type_as(q) % 4,
@@ -382,6 +389,13 @@ def test_a_program_computes_what_its_function_does_on_tensors(name) -> None:
     torch.testing.assert_close(found, WRITTEN[name](score, b, h, q, kv).float())
 
 
+def test_a_symbol_that_outlives_its_trace_is_refused() -> None:
+    kept: list[Any] = []
+    traced("score_mod", lambda s, b, h, q, kv: s + 0.0 * bool(kept.append(s)))
+    with pytest.raises(TypeError):
+        torch.exp(kept[0])
+
+
 def test_a_tensor_may_be_indexed_in_steps() -> None:
     table = torch.ones(2, 3, 4, 5)
     both = (lambda s, b, h, q, kv: s + table[b][h, q][kv]), (lambda s, b, h, q, kv: s + table[b, h, q, kv])
@@ -392,7 +406,10 @@ def test_a_tensor_may_be_indexed_in_steps() -> None:
         (lambda s, b, h, q, kv: s + table[b][h, q, kv, 0], "must be read with 4 indices, got 5"),
         (lambda s, b, h, q, kv: s + (table[b, h, q] - table[b, h, kv]), "with 4 indices, got 3"),
         (lambda s, b, h, q, kv: s + table[b, h, q].sum(), "with 4 indices, got 3"),
+        (lambda s, b, h, q, kv: s + 5 // table[b, h, q] ** 2, "with 4 indices, got 3"),
+        (lambda s, b, h, q, kv: s if table[b, h, q] else -s, "with 4 indices, got 3"),
         (lambda s, b, h, q, kv: s + sum(table[b, h, q]), "not iterable"),
     ):
-        with pytest.raises(TypeError, match=error):
+        # The message ends with the line of the function, which also contains ``error``.
+        with pytest.raises(TypeError, match=f"^score_mod does not compile: .*{error}"):
             traced("score_mod", function)

@@ -39,7 +39,7 @@ def reason_against(problem: Problem, explicit: bool) -> str | None:
 def prepare_forward(problem: Problem, config: Config) -> Any:
     """Return a function ``(q, k, v, extras) -> (out, lse)``."""
     if problem.partial and problem.out_dtype != problem.dtype:
-        return _wide(prepare_forward(*_widened(problem)), 3)
+        return _wide(prepare_forward(*_widened(problem)))
     attend = _prepare_attend(problem, config)
     if not problem.sink:
         return attend
@@ -87,7 +87,7 @@ def prepare_backward(problem: Problem, config: Config) -> Any:
     ``dlse`` may be None. With score or mask functions, the gradients of the captured tensors follow.
     """
     if problem.partial and problem.out_dtype != problem.dtype:
-        return _wide(prepare_backward(*_widened(problem)), 7)
+        return _wide(prepare_backward(*_widened(problem)))
     parts_of = _parts_of(problem, config)
 
     def dense(own: Problem, dout: Tensor, dlse: Tensor | None, *tensors: Any) -> Any:
@@ -118,12 +118,12 @@ def _widened(problem: Problem) -> tuple[Problem, Config]:
     return wide, configure_forward(wide)
 
 
-def _wide(launch: Any, tensors: int) -> Any:
-    """Return ``launch`` with its first ``tensors`` arguments cast to float32, so that results are float32."""
+def _wide(launch: Any) -> Any:
+    """Return ``launch`` with all tensors before ``extras`` cast to float32, so that results are float32."""
 
     def widened(*arguments: Any) -> Any:
-        given = (None if t is None else t.float() for t in arguments[:tensors])
-        return launch(*given, *arguments[tensors:])
+        *tensors, extras = arguments
+        return launch(*(None if t is None else t.float() for t in tensors), extras)
 
     return widened
 

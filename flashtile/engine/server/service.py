@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from flashtile.engine.async_llm import AsyncLLM
 from flashtile.engine.core import Engine
 from flashtile.engine.llm import LLM
-from flashtile.engine.sampling_params import SamplingParams
 from flashtile.engine.server.errors import ApiError, refused, shutting_down
+from flashtile.engine.server.formats import Formats
 from flashtile.engine.server.metrics import Metrics
 from flashtile.engine.server.protocol import ApiCall, ChatCall, CompletionCall, Conversation
 from flashtile.engine.tokenizer import Tokenizer
@@ -101,6 +101,7 @@ class Service:
         llm: the model. Nothing else may use it afterwards.
         model_name: the name that clients use for the model.
         limits: limits of calls.
+        formats: formats of reasoning and tool calls, or "auto" for those that the chat template shows.
 
     Attributes:
         id: random text, different in each replica and after each start.
@@ -111,12 +112,13 @@ class Service:
         on_death: called when a call finds that the engine has failed.
     """
 
-    def __init__(self, llm: LLM, model_name: str, limits: Limits):
+    def __init__(self, llm: LLM, model_name: str, limits: Limits, formats: Formats):
         self.model_name, self.limits = model_name, limits
         self.created, self.id = int(time.time()), uuid.uuid4().hex
         self.metrics = Metrics(model_name)
         self.engine: Engine = llm.engine
         self.sampling_defaults = llm.sampling_defaults
+        self.formats = formats.of_model(self.engine.tokenizer.chat_templates if self.engine.tokenizer else {})
         self._counted = llm.engine.last_schedule
         self.asynchronous = AsyncLLM(llm.engine, on_step=self._count_step)
         self.in_flight, self.max_calls, self.body_bytes = 0, limits.max_concurrent_requests, 0
@@ -143,18 +145,8 @@ class Service:
             )  # fmt: skip
 
     async def prepare(self, call: CompletionCall | ChatCall) -> list[TokenizedPrompt]:
-        """Compile a call's structure and tokenize its prompts. Texts are tokenized in another thread."""
+        """Tokenize a call's prompts. Texts are tokenized in another thread."""
         self._check_priority(call.priority)
-        params = call.params
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            structures, wanted = self.engine.structures, params.structured_outputs
-            try:  # the engine's thread will then find the structure compiled
-                await asyncio.shield(
-                    asyncio.wrap_future(structures.compile(wanted))
-                )  # shared with other calls
-                structures.matcher(wanted)
-            except (ValueError, NotImplementedError) as error:
-                raise refused(error, call.fields) from None
         if isinstance(call, CompletionCall):
             count, most = len(call.prompts), self.limits.max_prompts
             if count > most:
@@ -170,6 +162,8 @@ class Service:
         if count > most:  # each message takes at least a token
             message = f"messages must be at most {most} messages, got {count}"
             raise ApiError(message, "messages", code="context_length_exceeded")
+        if conversation.calls:
+            self._check_tools()
         try:
             return self.tokenizer.apply_chat_template(
                 conversation.messages, None, conversation.add_generation_prompt,
@@ -177,6 +171,16 @@ class Service:
             )  # fmt: skip
         except ValueError as error:
             raise refused(error, ("messages",), "messages") from None
+
+    def _check_tools(self) -> None:
+        """Raise ApiError if the model's answers cannot call tools."""
+        templates, text = self.tokenizer.chat_templates, None
+        if not re.search(r"\btools\b", templates.get("tool_use", templates.get("default", ""))):
+            text = "tools must be absent: the model's chat template does not show tools to the model"
+        elif self.formats.tools is None:
+            text = "tools need the format of the model's calls: start the server with --tool-call-parser"
+        if text is not None:
+            raise ApiError(text, "tools", code="unsupported_field")
 
     def set_max_tokens(self, call: ApiCall, prompts: list[TokenizedPrompt]) -> None:
         """Check ``max_tokens`` of a call, or set it for a chat call that does not give it.

@@ -81,7 +81,7 @@ class KernelLock:
         """
         import fcntl  # Windows does not have it
 
-        path = Path(knobs.cache.dir) / "flashtile" / f"{self.key}.lock"
+        path = Path(knobs.cache.dir) / "flashtile_locks" / self.key
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

@@ -14,8 +14,12 @@ import importlib.machinery
 import os
 import pickle
 import threading
+import time
 import types
 from typing import Any
+
+LONGEST_HASHING = 1.0
+"""Seconds after which this process computes the digest of Triton's installation itself."""
 
 
 class _Nothing(type):
@@ -80,13 +84,16 @@ def without_torch(paths: list[str], package: str) -> None:
 def _hash_nothing_again() -> None:
     """Give Triton the digest of its installation that another process has computed and stored.
 
-    This process is only for compilation, so a function of Triton's may be replaced in it.
+    If it is not there, the program has just begun to compute it. This process is only for compilation, so a
+    function of Triton's may be replaced in it.
     """
     from triton.runtime import cache
 
     from flashtile.backends.common.kernel_cache import stored_key
 
-    key = stored_key()
+    end = time.monotonic() + LONGEST_HASHING
+    while (key := stored_key()) is None and time.monotonic() < end:
+        time.sleep(0.01)
     if key is not None and hasattr(cache, "triton_key"):
         cache.triton_key = lambda: key
 

@@ -51,13 +51,13 @@ def alone(key: str, target: Any) -> Iterator[None]:
     """
     lock = KernelLock(key)
     try:
-        held = lock.acquire()
-        _start(target)
-        if not held:
-            lock.wait()
-    except (ImportError, OSError) as error:
-        logger.debug("kernels are not locked: %s", error)
-    try:
+        try:
+            held = lock.acquire()
+            _start(target)
+            if not held:
+                lock.wait()
+        except (ImportError, OSError) as error:
+            logger.debug("kernels are not locked: %s", error)
         yield
     finally:
         lock.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -99,13 +100,18 @@ def test_a_kernel_is_compiled_here_if_its_process_dies(started, compilations, mo
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("reason", ["0 workers", "1 core", "no interpreter"])
+@pytest.mark.parametrize("reason", ["0 workers", "1 core", "busy cores", "no interpreter"])
 def test_no_process_is_started(started, compilations, monkeypatch, reason):  # noqa: F811
     if reason == "0 workers":
         monkeypatch.setenv(first_calls.WORKERS, "0")
     elif reason == "1 core":
         monkeypatch.delenv(first_calls.WORKERS)
-        monkeypatch.setattr(first_calls, "_cores", lambda: 1)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0}, raising=False)
+        monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    elif reason == "busy cores":
+        monkeypatch.delenv(first_calls.WORKERS)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+        monkeypatch.setattr(os, "getloadavg", lambda: (float(os.cpu_count()), 0.0, 0.0))
     else:
         monkeypatch.setattr(sys, "frozen", True, raising=False)
     launch, tensors = launch_of(APPEND)

@@ -34,7 +34,7 @@ from flashtile.problems.newest import newest_call
 WORKERS = "FLASHTILE_COMPILE_WORKERS"
 """Environment variable: the most processes that compile kernels of first calls at a time. 0 starts none."""
 MOST_WORKERS = 4
-"""Default of WORKERS, on a machine with more cores. On others, one core is left to the program."""
+"""Default of WORKERS, on a machine with more idle cores (:func:`_default_workers`)."""
 
 logger = logging.getLogger("flashtile.kernels")
 
@@ -88,11 +88,15 @@ def _free_workers() -> int:
     given = os.environ.get(WORKERS, "")
     if not sys.executable or hasattr(sys, "frozen"):  # a program without an interpreter
         return 0
-    return (int(given) if given.isdigit() else min(_cores() - 1, MOST_WORKERS)) - len(_workers)
+    return (int(given) if given.isdigit() else _default_workers()) - len(_workers)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _default_workers() -> int:
+    """Return MOST_WORKERS or fewer, so that the program keeps a core; 0 on a machine whose cores are busy."""
+    if os.getloadavg()[0] >= (os.cpu_count() or 1):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores - 1, MOST_WORKERS)
 
 
 def _missing(call: Any, target: Any) -> dict[str, tuple[Any, Any, Any]]:

@@ -9,6 +9,7 @@ several results, without a cast.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -201,8 +202,16 @@ def attention(
     )  # fmt: skip
     extras = NO_EXTRAS
     if not (
-        cu_seqlens_q is cu_seqlens_k is seqused_k is alibi_slopes is sink is mask is key_padding_mask is bias
-        is seqused_q is None
+        cu_seqlens_q
+        is cu_seqlens_k
+        is seqused_k
+        is alibi_slopes
+        is sink
+        is mask
+        is key_padding_mask
+        is bias
+        is seqused_q
+        is None
     ):
         cu_seqlens_q, cu_seqlens_k = as_offset_pair(cu_seqlens_q, cu_seqlens_k)
         if mask is not None or bias is not None:
@@ -228,10 +237,8 @@ def attention(
     if qv is not None:
         q, k = join_qv(q, k, v, qv, extras, options)
     if score_mod is not None or mask_mod is not None or block_mask is not None:
-        from flashtile.api.masks import attend as attend_modified
-
         _check_with_functions(q, descales, buffers)
-        attend = partial(attend_modified, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
+        attend = partial(_masks().attend, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
     if form is not None and isinstance(q, Tensor) and q.dtype == torch.float8_e4m3fn:
         raise NotImplementedError(f"return_attn_weights must be False for q of {q.dtype}, got {form[0]!r}")
     out, lse = _call(q, k, v, extras, options, descales, buffers, attend)
@@ -662,12 +669,28 @@ def _attend(
         assert out is not None
         assert lse is not None
         return out, lse
-    if attend is operators.forward and learns_slopes(extras):
-        from flashtile.api import masks
-
-        if masks.takes_functions(extras, options):
-            return masks.attend(q, k, v, extras, options, None, None, None)
+    if attend is operators.forward and learns_slopes(extras) and _masks().takes_functions(extras, options):
+        return _masks().attend(q, k, v, extras, options, None, None, None)
     return attend(q, k, v, extras, options)
+
+
+@functools.cache
+def _masks() -> Any:
+    """Return the module that serves score and mask functions, imported at the first use.
+
+    An import statement in each call would take 2 us.
+    """
+    from flashtile.api import masks
+
+    return masks
+
+
+@functools.cache
+def _dropout() -> Any:
+    """Return the module that draws the random states of dropout, imported at the first use."""
+    from flashtile import dropout
+
+    return dropout
 
 
 def _check_with_functions(
@@ -693,9 +716,7 @@ def _with_state(
     invalid, nothing is drawn, and a later check raises.
     """
     if rng_state is None and isinstance(q, Tensor) and 0 < options.dropout_p < 1:
-        from flashtile.dropout import draw_state
-
-        rng_state = draw_state(q)
+        rng_state = _dropout().draw_state(q)
     return extras if rng_state is None else extras._replace(rng_state=rng_state)
 
 

@@ -285,7 +285,7 @@ def _gradients(ctx, dout, dlse, bias):
     if dout is None and dlse is None:
         return (None,) * len(_LEARNING)
     tensors = ctx.saved_tensors
-    saved, extras = tensors[:5], extras_of(tensors[5:])
+    saved, extras = tensors[:5], NO_EXTRAS if len(tensors) == 5 else extras_of(tensors[5:])
     bias_grad = extras.bias is not None and ctx.needs_input_grad[bias]
     options = ctx.options._replace(bias_grad=True) if bias_grad else ctx.options
     plain = is_plain(saved, extras, (dout, dlse)) and not torch.is_grad_enabled()

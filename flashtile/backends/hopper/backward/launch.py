@@ -242,9 +242,13 @@ class HopperBackwardLaunch:
         if kernels is None:  # assigned only when complete, since other threads may read it
             kernels = self._kernels = self._prepare(dlse, q, k, v, extras)
         bias, dbias = extras.bias, None
-        if bias is not None and kernels.bias_gradient is not None:
-            dbias = kernels.bias_gradient.allocate(bias)
-        biases = tuple(t for t in (bias, dbias if kernels.stores_ds else None) if t is not None)
+        biases: tuple[Tensor, ...] = ()
+        if bias is not None:
+            biases = (bias,)
+            if kernels.bias_gradient is not None:
+                dbias = kernels.bias_gradient.allocate(bias)
+                if kernels.stores_ds:
+                    biases = (bias, dbias)
         # ``workspace`` must stay alive until all kernels that get addresses of its parts are launched.
         dout, dq, dk, dv, dsink, workspace, neg_lse, neg_delta, counters, dq_accum = kernels.preprocess(
             kernels.products, dout, dlse, q, k, v, out, lse, extras

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -203,8 +204,6 @@ sys.stdout.write(" ".join(found))
 
 
 def test_keys_do_not_depend_on_torch(cache):
-    import pickle
-
     found = sources()
     assert len(found) >= 14
     content = pickle.dumps((sys.path, PACKAGE, [pickled(source) for source in found.values()]))
@@ -216,8 +215,6 @@ def test_keys_do_not_depend_on_torch(cache):
 
 
 def test_functions_of_users_stay_here(cache):
-    import pickle
-
     src = SimpleNamespace(fn=kernel_cache.kernel()(nothing_kernel))
     with pytest.raises(pickle.PicklingError, match="nothing_kernel cannot be imported"):
         pickled((src, None, {}))
@@ -227,32 +224,45 @@ def nothing_kernel():
     pass
 
 
+PROGRAM = """
+import hashlib, pickle, runpy, sys
+paths, package, given = pickle.load(sys.stdin.buffer)
+runpy.run_path(sys.argv[1])["without_torch"](paths, package)
+import triton
+from flashtile.backends.common.handed_kernels import unpickled
+from flashtile.backends.common.kernel_cache import load_or_compile
+compile_, compiled = triton.compile, []
+triton.compile = lambda src, **more: compiled.append(src) or compile_(src, **more)
+kernel = load_or_compile(*unpickled(given))
+print(len(compiled), hashlib.sha256(kernel.asm["cubin"]).hexdigest())
+"""
+
+
 @pytest.mark.compile
 def test_processes_at_once_compile_a_kernel_once(cache):
-    """Nor does the process that looks first find a part of it."""
-    import pickle
-
+    launch, tensors = launch_of(COPY)
     with compiling_driver(H200.capability), kernel_cache.only_looking() as missing:
-        launch, tensors = launch_of(COPY)
         launch.compile_ahead(tensors)
-    ((key, source),) = missing.items()
-    content = pickle.dumps((sys.path, PACKAGE, [(key, pickled(source), None)]))
-    command = [sys.executable, str(WORKER)]
-    workers = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(4)]
-    for worker in workers:
-        worker.stdin.write(content)
-        worker.stdin.flush()
-    assert [worker.wait() for worker in workers] == [0] * 4
-    for worker in workers:
-        worker.stdin.close()
-    groups = list(cache.glob("*/__grp__*.json"))
-    assert len(groups) == 1
+    (source,) = missing.values()
+    content = pickle.dumps((sys.path, PACKAGE, pickled(source)))
+    command = [sys.executable, "-c", PROGRAM, str(WORKER)]
+    running = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(4)]
+    for process in running:
+        process.stdin.write(content)
+        process.stdin.close()
+    found = [process.stdout.read().split() for process in running]
+    for process in running:
+        process.stdout.close()
+        assert process.wait() == 0
+    assert sorted(int(compiled) for compiled, _ in found) == [0, 0, 0, 1]
+    assert len({digest for _, digest in found}) == 1
 
 
 def test_a_process_ends_with_its_program():
-    worker = subprocess.Popen([sys.executable, str(WORKER)], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    worker.communicate(b"")
-    assert worker.returncode
+    code = "import runpy, sys; runpy.run_path(sys.argv[1])['_end_with_stdin'](0)"
+    worker = subprocess.Popen([sys.executable, "-c", code, str(WORKER)], stdin=subprocess.PIPE)
+    worker.communicate(b"tasks")
+    assert worker.returncode == 1
 
 
 @pytest.mark.parametrize("learns", ["", "q", "bias"])
